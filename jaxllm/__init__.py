@@ -1,0 +1,1 @@
+"""T5, Llama and GPT-2 in JAX/Flax, with jit-compiled decoding."""

@@ -1,0 +1,170 @@
+"""The key/value cache: preallocated, zeros, fixed shape; an explicit value that goes in and comes out.
+
+A slot of the cache is a column of the sequence: column ``j`` of ``sequences`` has its keys in slot
+``j``. What a slot holds is decided by ``mask`` alone, so left pads, right pads and finished rows
+need no special case elsewhere. Keys of one layer are stored as ``[B*K, S, H]``: batch and heads
+merged is the one layout that XLA updates in place inside a while loop at every batch size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def _pytree(cls):
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+@_pytree
+class KV:
+    """Keys and values of one attention layer, heads merged into the batch."""
+
+    k: Float[Array, "BK S H"]
+    v: Float[Array, "BK S H"]
+
+    @staticmethod
+    def of(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> KV:
+        """Keys and values of a whole sequence, as a projection gives them."""
+        return KV(merge_heads(k), merge_heads(v))
+
+    @staticmethod
+    def zeros(batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> KV:
+        # Not `empty`: what a masked slot holds is multiplied by zero, and 0 * NaN is NaN.
+        shape = (batch * kv_heads, length, head_dim)
+        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def write(
+        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], slot: Int[Array, ""]
+    ) -> KV:
+        """Writes T new columns from `slot` on. The caller guarantees slot + T <= S."""
+        at = (0, slot, 0)
+        return KV(
+            jax.lax.dynamic_update_slice(self.k, merge_heads(k).astype(self.k.dtype), at),
+            jax.lax.dynamic_update_slice(self.v, merge_heads(v).astype(self.v.dtype), at),
+        )
+
+    @property
+    def length(self) -> int:
+        return self.k.shape[1]
+
+
+def merge_heads(x: Float[Array, "B S K H"]) -> Float[Array, "BK S H"]:
+    B, S, K, H = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(B * K, S, H)
+
+
+@_pytree
+class Cache:
+    """All that a decoder remembers between two calls.
+
+    `length` counts the columns written so far, pads included, and is shared by the rows; `next_position`
+    counts each row's real tokens. Cross keys and values are projected once, when generation starts.
+    """
+
+    layers: tuple[KV, ...]
+    mask: Bool[Array, "B S"]
+    """True where a slot holds a real token."""
+    length: Int[Array, ""]
+    """The next free slot."""
+    next_position: Int[Array, " B"]
+    """Position of each row's next real token: how many it has so far."""
+    cross: tuple[KV, ...] | None = None
+    """Keys and values of the encoder's output, a pair per decoder layer."""
+    cross_mask: Bool[Array, "B E"] | None = None
+    token_type: Int[Array, " B"] | None = None
+    """Token type that new tokens take (GPT-2 with `token_type_ids`)."""
+
+    @staticmethod
+    def empty(layers: int, batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> Cache:
+        return Cache(
+            layers=tuple(KV.zeros(batch, length, kv_heads, head_dim, dtype) for _ in range(layers)),
+            mask=jnp.zeros((batch, length), bool),
+            length=jnp.zeros((), jnp.int32),
+            next_position=jnp.zeros((batch,), jnp.int32),
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.mask.shape[1]
+
+    def replace(self, **changes) -> Cache:
+        return dataclasses.replace(self, **changes)
+
+    def repeat(self, n: int) -> Cache:
+        """Each row n times, side by side: the prompt is prefilled once for all its samples."""
+        if n == 1:
+            return self
+        batch = self.mask.shape[0]
+
+        def rows(x):
+            if x.ndim == 0:
+                return x
+            per_row = x.reshape(batch, x.shape[0] // batch, *x.shape[1:])
+            return jnp.repeat(per_row, n, axis=0).reshape(n * x.shape[0], *x.shape[1:])
+
+        return jax.tree.map(rows, self)
+
+
+@_pytree
+class View:
+    """What one forward call sees: positions from the cumulative mask, visibility from the slots."""
+
+    positions: Int[Array, "B T"]
+    """Of each query, counting real tokens only; pads get a number that is in range."""
+    query_slots: Int[Array, " T"]
+    key_slots: Int[Array, " S"]
+    visible: Bool[Array, "B 1 T S"]
+    horizon: Int[Array, ""]
+    """1 + the largest position of a real token so far, over the batch (for dynamic RoPE)."""
+    write_at: Int[Array, ""] | None
+    """The slot of the first query in the cache; None without a cache."""
+
+
+def look(mask: Bool[Array, "B T"], *, causal: bool = True) -> View:
+    """The view of one uncached call over a whole sequence."""
+    T = mask.shape[1]
+    counts = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+    slots = jnp.arange(T, dtype=jnp.int32)
+    visible = mask[:, None, None, :]
+    if causal:
+        visible = visible & (slots[None, :] <= slots[:, None])
+    return View(
+        positions=jnp.maximum(counts - 1, 0),
+        query_slots=slots,
+        key_slots=slots,
+        visible=jnp.broadcast_to(visible, (mask.shape[0], 1, T, T)),
+        horizon=jnp.max(counts[:, -1]),
+        write_at=None,
+    )
+
+
+def look_cached(
+    mask: Bool[Array, "B T"], cache: Cache, *, fresh: bool = False
+) -> tuple[View, Cache]:
+    """The view of T new columns on top of a cache, and the cache with these columns reserved.
+
+    `fresh` says that the cache holds nothing yet: the queries then see only each other, so that
+    prefill does not attend over the free slots.
+    """
+    T, S = mask.shape[1], cache.capacity
+    counts = cache.next_position[:, None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+    query_slots = cache.length + jnp.arange(T, dtype=jnp.int32)
+    known = jax.lax.dynamic_update_slice(cache.mask, mask, (0, cache.length))
+    if fresh:
+        view = dataclasses.replace(look(mask), write_at=cache.length)
+    else:
+        key_slots = jnp.arange(S, dtype=jnp.int32)
+        view = View(
+            positions=jnp.maximum(counts - 1, 0),
+            query_slots=query_slots,
+            key_slots=key_slots,
+            visible=known[:, None, None, :] & (key_slots[None, :] <= query_slots[:, None]),
+            horizon=jnp.max(counts[:, -1]),
+            write_at=cache.length,
+        )
+    reserved = cache.replace(mask=known, length=cache.length + T, next_position=counts[:, -1])
+    return view, reserved

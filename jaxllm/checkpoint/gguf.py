@@ -1,0 +1,121 @@
+"""Reading GGUF files, the weight format of llama.cpp: their metadata, and their tensors as arrays.
+
+The header goes through jaxllm's own strict parser; of the ``gguf`` package only ``dequantize`` is
+used (its reader hangs or runs out of memory on hostile headers, and is slow on honest ones).
+Tensors keep llama.cpp's names and layout here; :mod:`jaxllm.checkpoint.gguf_names` turns them into
+Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from jaxllm.checkpoint.gguf_header import MAX_HEADER_BYTES, Entry, parse_header
+from jaxllm.checkpoint.source import BFLOAT16, MappedFile, TensorInfo, WeightSource, quoted
+from jaxllm.errors import CheckpointError, UnsupportedError
+
+_STORED: dict[GGMLQuantizationType, np.dtype[Any]] = {
+    GGMLQuantizationType.F32: np.dtype("<f4"),
+    GGMLQuantizationType.F16: np.dtype("<f2"),
+    GGMLQuantizationType.BF16: BFLOAT16,
+}
+_QUANTISED = (
+    GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q6_K,
+)
+_FLOAT32 = np.dtype(np.float32)
+
+# Values that `dequantize` gets at a time, because it needs several times its result; as one row,
+# because it takes many rows 16 at a time, slowly. A multiple of every block size.
+_CHUNK = 1 << 18
+
+
+class GGUFFile(WeightSource):
+    """One ``.gguf`` file.
+
+    ``read`` gives float32 for the quantised types Q8_0, Q4_0, Q4_1, Q4_K and Q6_K, and F32, F16 and
+    BF16 as they are, without a copy. Shapes are numpy's, ``[out, in]`` for a linear layer: GGUF
+    writes the same dimensions in reverse.
+
+    Attributes:
+        path: The file.
+        metadata: The key-value fields: int, float, bool, str, list[str], or a numpy array.
+
+    Raises:
+        MissingFileError: There is no such file.
+        CheckpointError: The header is malformed or does not fit the file.
+        UnsupportedError: A big-endian file or an unknown version.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = MappedFile(self.path)
+        self.metadata, self._entries = parse_header(
+            self._file.head(MAX_HEADER_BYTES), source=str(self.path), file_bytes=self._file.size
+        )
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def info(self, name: str) -> TensorInfo:
+        entry = self._entry(name)
+        dtype = _STORED.get(entry.type, _FLOAT32)
+        return TensorInfo(entry.shape, dtype, entry.end - entry.begin, self.path)
+
+    def quantisation(self, name: str) -> str:
+        """The name of a tensor's ggml type, such as ``"Q4_K"``."""
+        return self._entry(name).type.name
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor; see the class for its dtype.
+
+        Raises:
+            CheckpointError: No tensor has this name, or the file is closed.
+            UnsupportedError: The tensor has another quantised type.
+        """
+        entry = self._entry(name)
+        size = entry.end - entry.begin
+        stored = _STORED.get(entry.type)
+        if stored is not None:
+            return self._file.view(stored, entry.begin, size // stored.itemsize).reshape(
+                entry.shape
+            )
+        if entry.type not in _QUANTISED:
+            readable = ", ".join(kind.name for kind in (*_STORED, *_QUANTISED))
+            raise UnsupportedError(
+                f"{self.path}: tensor {quoted(name)} has the type {entry.type.name}; jaxllm reads "
+                f"{readable}: use a file with one of these types"
+            )
+        return _dequantise(self._file.view(np.dtype(np.uint8), entry.begin, size), entry)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _entry(self, name: str) -> Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: no tensor is named {quoted(name)}") from None
+
+
+def _dequantise(data: np.ndarray, entry: Entry) -> np.ndarray:
+    """Dequantise a tensor's blocks, a few megabytes at a time, into float32 of its shape."""
+    block, block_bytes = GGML_QUANT_SIZES[entry.type]
+    result = np.empty(entry.shape, np.float32)
+    flat = result.reshape(-1)
+    with np.errstate(all="ignore"):  # scales may be NaN or infinite: that is for the loader to say
+        for start in range(0, flat.size, _CHUNK):
+            part = flat[start : start + _CHUNK]
+            begin = start // block * block_bytes
+            end = begin + part.size // block * block_bytes
+            part[:] = dequantize(data[None, begin:end], entry.type)[0]
+    return result

@@ -1,0 +1,76 @@
+"""From what a user types to a folder or file on this machine: a path, or a Hugging Face Hub id."""
+
+from __future__ import annotations
+
+import os
+import re
+from os import PathLike
+from pathlib import Path
+
+from jaxllm.checkpoint.safetensors import OTHER_FORMATS, USE_SAFETENSORS
+from jaxllm.errors import InputError, MissingFileError, UnsupportedError
+
+WEIGHT_FILES = (".safetensors", ".gguf")
+
+# Configs, weights, tokenizer models, vocabularies and chat templates; nothing pickled.
+_ALLOW = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# Copies of the same model in other formats, in sub-folders or under Meta's and Mistral's names.
+_IGNORE = ["*/*", "consolidated*"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+
+
+def resolve(path_or_hub_id: str | PathLike[str], revision: str | None = None) -> Path:
+    """Find a checkpoint: an existing path as it is, anything else on the Hugging Face Hub.
+
+    Args:
+        path_or_hub_id: A folder, a ``.safetensors`` or ``.gguf`` file (``~`` is expanded), or a Hub
+            id such as ``"HuggingFaceTB/SmolLM2-135M"``, of which configs, safetensors and tokenizer
+            files are downloaded, or taken from the cache.
+        revision: Branch, tag or commit on the Hub.
+
+    Returns:
+        An existing folder or file.
+
+    Raises:
+        MissingFileError: There is no such path, or the Hub does not give this model: it does not
+            exist, needs a login, or there is no network.
+        UnsupportedError: The path is a file of another format.
+        InputError: A revision was given for a local path.
+    """
+    text = str(path_or_hub_id)
+    expanded = os.path.expanduser(text)
+    if os.path.exists(expanded):  # unlike Path.exists(), False for what cannot be a path
+        path = Path(expanded)
+        if path.is_file() and path.suffix.lower() not in WEIGHT_FILES:
+            pickled = path.suffix.lower() in OTHER_FORMATS
+            advice = USE_SAFETENSORS if pickled else "give its folder, a .safetensors or a .gguf"
+            raise UnsupportedError(f"{path} is no weight file that jaxllm opens: {advice}")
+        if revision is not None:
+            raise InputError(f"revision={revision!r} is for Hub ids, but {path} is a local path")
+        return path
+    if not isinstance(path_or_hub_id, str) or _looks_like_path(text):
+        raise MissingFileError(f"{expanded!r}: no such file or folder")
+    return _download(text, revision)
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.endswith((*WEIGHT_FILES, *OTHER_FORMATS)) or not _HUB_ID.fullmatch(text)
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    import huggingface_hub  # here, because whoever loads a local file should not wait for it
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            hub_id, revision=revision, allow_patterns=_ALLOW, ignore_patterns=_IGNORE
+        )
+    except Exception as failure:  # of the Hub's client, or of whichever HTTP library it uses
+        reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+        at = "" if revision is None else f" (revision {revision})"
+        raise MissingFileError(
+            f"{hub_id!r} is no file or folder here, and the Hugging Face Hub did not give it{at}: "
+            f"{reason} Check the name and the network, log in with `hf auth login` if the model "
+            "needs it, or download it elsewhere and give the folder's path."
+        ) from failure
+    return Path(folder)

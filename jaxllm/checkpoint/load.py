@@ -1,0 +1,282 @@
+"""From a checkpoint to a model: one tensor at a time, each checked before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxllm.checkpoint.gguf import GGUFFile
+from jaxllm.checkpoint.gguf_names import HFView
+from jaxllm.checkpoint.origin import Origin
+from jaxllm.checkpoint.safetensors import open_safetensors
+from jaxllm.checkpoint.source import BFLOAT16, WeightSource, find_nonfinite
+from jaxllm.errors import (
+    CheckpointError,
+    ConfigError,
+    JaxLLMError,
+    MissingFileError,
+    NonFiniteError,
+    UnsupportedError,
+)
+from jaxllm.json_file import read_json
+from jaxllm.models.options import Options
+from jaxllm.models.registry import Recipe, recipe
+from jaxllm.models.weights import Entry, Table, parameter_path, parameters
+
+Progress = Callable[[str, int, int], None]
+
+FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+HALVES = (np.dtype(np.float16), BFLOAT16)
+MAX_JSON_BYTES = 16 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: its config as JSON, its tensors under Hugging Face's names."""
+
+    path: Path
+    config: Mapping[str, Any]
+    weights: WeightSource
+    gguf: GGUFFile | None = None
+
+    @property
+    def config_file(self) -> Path:
+        return self.path if self.gguf is not None else self.path / "config.json"
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a folder (config.json and safetensors, or one .gguf) or a .gguf file."""
+    if path.is_dir() and not (path / "config.json").exists():
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) > 1:
+            names = ", ".join(p.name for p in ggufs[:5])
+            raise MissingFileError(f"{path}: several .gguf files ({names}); name one of them")
+        if ggufs:
+            path = ggufs[0]
+    if path.is_file() and path.suffix.lower() == ".safetensors":
+        raise UnsupportedError(
+            f"{path}: weights alone do not say what model they are; give the folder that also "
+            "holds config.json"
+        )
+    if path.is_file():
+        file = GGUFFile(path)
+        view = HFView(file)
+        return Checkpoint(path, view.config, view, file)
+    config = read_json(path / "config.json", max_bytes=MAX_JSON_BYTES, error=ConfigError)
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path / 'config.json'}: expected an object")
+    return Checkpoint(path, config, open_safetensors(path))
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: Any = None,
+    param_dtype: Any = None,
+    architecture: str | None = None,
+    attn_implementation: str = "eager",
+    remat: bool = False,
+    allow_nonfinite: bool = False,
+    progress: Progress | None = None,
+) -> Any:
+    """Builds the model that config.json describes and fills it from the file.
+
+    Every tensor is accounted for: a missing, unexpected or ill-shaped one raises CheckpointError
+    before memory is allocated. See `jaxllm.load` for the arguments.
+    """
+    source, where = checkpoint.weights, checkpoint.config_file
+    try:
+        plan = recipe(checkpoint.config, architecture)
+    except JaxLLMError as error:
+        raise type(error)(f"{where}: {error}") from None
+    plan = settle_tying(plan, source)
+    dtype, options_dtype = choose_dtypes(source, dtype, param_dtype)
+    options = Options(
+        dtype=dtype,
+        param_dtype=options_dtype,
+        attn_implementation=attn_implementation,
+        remat=remat,
+    )
+    check_names(plan, source)
+    shapes = nnx.eval_shape(lambda: plan.make(plan.config, options, rngs=nnx.Rngs(0)))
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    expected = {parameter_path(path): leaf for path, leaf in leaves}
+    table, names = plan.table, source.names()
+    stripped = is_stripped(table, names)
+    entries = [(tensor_name(e, table, stripped), e) for e in table.for_model(expected)]
+    copies = check_tensors(entries, expected, plan, source)
+
+    total = sum(source.info(name).nbytes for name, _ in entries)
+    done, arrays, dtypes = 0, {}, {}
+    for name, entry in entries:
+        tensor = source.read(name)
+        if not allow_nonfinite:
+            sentence = find_nonfinite(name, tensor)
+            if sentence:
+                raise NonFiniteError(
+                    f"{source.info(name).file}: {sentence}; pass allow_nonfinite=True "
+                    "(--allow-nonfinite) to load it all the same"
+                )
+        dtypes[name] = tensor.dtype.name
+        for ours, part in zip(entry.ours, entry.split(tensor), strict=True):
+            want = expected[ours].dtype
+            if param_dtype is None:  # keep what the file has, unless the model needs it wider
+                want = np.promote_types(tensor.dtype, want)
+            arrays[ours] = jnp.array(part, dtype=want)
+        done += source.info(name).nbytes
+        if progress is not None:
+            progress(name, done, total)
+    model = jax.tree_util.tree_unflatten(treedef, [arrays[parameter_path(p)] for p, _ in leaves])
+    model.origin = Origin(
+        config=json.dumps(dict(checkpoint.config)),
+        architecture=plan.architecture,
+        dtypes=tuple(sorted(dtypes.items())),
+        copies=copies,
+        stripped=stripped,
+        file=str(checkpoint.path),
+        quantised=checkpoint.gguf is not None,
+    )
+    return model
+
+
+def settle_tying(plan: Recipe, source: WeightSource) -> Recipe:
+    """Makes `tie_word_embeddings` say what the tensors say.
+
+    A head that differs from the embedding is used although the config calls it tied: transformers 5
+    writes such files. No head at all means tied for T5, and is an error elsewhere.
+    """
+    config, has_head = plan.config, "lm_head.weight" in source.names()
+    if config.tie_word_embeddings and has_head:
+        embedding = plan.table.copied_from("lm_head.weight")
+        entry = next(e for e in plan.table.entries if e.ours == (embedding,))
+        shared = tensor_name(entry, plan.table, is_stripped(plan.table, source.names()))
+        tied = shared in source.names() and same_bits(
+            source.read("lm_head.weight"), source.read(shared)
+        )
+    else:
+        tied = config.tie_word_embeddings or (plan.family.headless_means_tied and not has_head)
+    if tied == config.tie_word_embeddings:
+        return plan
+    return dataclasses.replace(plan, config=dataclasses.replace(config, tie_word_embeddings=tied))
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+
+
+def choose_dtypes(source: WeightSource, dtype: Any, param_dtype: Any) -> tuple[Any, Any]:
+    """Compute and parameter dtype; None follows the file, except that a CPU computes in float32.
+
+    XLA converts half-precision weights on every use on a CPU, which is about five times slower.
+    """
+    infos = [source.info(name) for name in source.names()]
+    found = [i.dtype for i in infos if i.dtype in FLOATS]
+    native = max(set(found), key=found.count) if found else np.dtype(np.float32)
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = float_dtype("dtype", dtype) or (np.dtype(np.float32) if on_cpu else native)
+    widened = on_cpu and dtype == np.float32 and native in HALVES
+    return dtype, float_dtype("param_dtype", param_dtype) or (
+        np.dtype(np.float32) if widened else native
+    )
+
+
+def float_dtype(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype not in FLOATS:
+        raise UnsupportedError(f"{name}: expected float32, bfloat16 or float16, found {value!r}")
+    return dtype
+
+
+def is_stripped(table: Table, names: list[str]) -> bool:
+    """True for a file of the base model alone, whose names lack the prefix."""
+    return bool(table.prefix) and not any(n.startswith(table.prefix) for n in names)
+
+
+def tensor_name(entry: Entry, table: Table, stripped: bool) -> str:
+    return entry.theirs.removeprefix(table.prefix) if stripped else entry.theirs
+
+
+def check_names(plan: Recipe, source: WeightSource) -> None:
+    """A config that claims absurdly many layers fails here, before a model of that size is traced."""
+    layers = sum(
+        getattr(plan.config, name, 0) or 0
+        for name in ("num_hidden_layers", "n_layer", "num_layers")
+    )
+    if layers > len(source.names()):
+        raise CheckpointError(
+            f"{source.info(source.names()[0]).file if source.names() else 'the checkpoint'}: the "
+            f"config asks for {layers} layers, but there are {len(source.names())} tensors"
+        )
+
+
+def check_tensors(
+    entries: list[tuple[str, Entry]],
+    expected: Mapping[str, Any],
+    plan: Recipe,
+    source: WeightSource,
+) -> tuple[tuple[str, str], ...]:
+    """Names, shapes and dtypes against the model; returns the known copies found in the file."""
+    names, table = source.names(), plan.table
+    file = source.info(names[0]).file if names else plan.architecture
+    wanted = {name for name, _ in entries}
+    have = set(names)
+    missing = [n for n, _ in entries if n not in have]
+    copies, unexpected = [], []
+    for name in names:
+        if name in wanted or table.is_buffer(name) or name.startswith(plan.unread or ("\0",)):
+            continue
+        original = table.copied_from(name)
+        if original in expected:
+            by_ours = {e.ours[0]: n for n, e in entries}
+            if not same_bits(source.read(name), source.read(by_ours[original])):
+                raise CheckpointError(
+                    f"{file}: {name} is a copy of {by_ours[original]} in this architecture, but "
+                    "they differ"
+                )
+            copies.append((name, original))
+        else:
+            unexpected.append(name)
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{file}: the tensors do not fit a {plan.architecture}"
+            + _listed("; missing", missing)
+            + _listed("; unexpected", unexpected)
+        )
+    for name, entry in entries:
+        info = source.info(name)
+        shape = list(expected[entry.ours[0]].shape)
+        shape[0] *= len(entry.ours)
+        wanted_shape = tuple(reversed(shape)) if entry.transposed else tuple(shape)
+        if info.shape != wanted_shape:
+            raise CheckpointError(
+                f"{info.file}: {name} has shape {list(info.shape)}, but the config implies "
+                f"{list(wanted_shape)}"
+            )
+        if info.dtype not in FLOATS:
+            raise UnsupportedError(
+                f"{info.file}: {name} is {info.dtype}; weights must be float32, bfloat16 or float16"
+            )
+    return tuple(copies)
+
+
+def _listed(label: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"{label} {', '.join(names[:10])}{more}"
+
+
+__all__ = ["Checkpoint", "load_model", "open_checkpoint", "parameters"]

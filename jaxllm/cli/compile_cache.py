@@ -1,0 +1,41 @@
+"""Keeps compiled programs on disk, so that the second start of a command compiles nothing."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def default_folder() -> Path:
+    """``$JAXLLM_CACHE_DIR``, else ``jaxllm/xla`` under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if own := os.environ.get("JAXLLM_CACHE_DIR"):
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "jaxllm" / "xla"
+
+
+def enable(folder: Path) -> str | None:
+    """Turn JAX's persistent compilation cache on, for every program however small or quick.
+
+    A folder that the user gave to JAX itself (``JAX_COMPILATION_CACHE_DIR``) is left as it is.
+
+    Returns:
+        None, or one line that says why there is no cache. A cache is a convenience: a folder that
+        cannot be made or written is no error.
+    """
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            # Compiled programs are code: nobody else may write there.
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except (OSError, RuntimeError) as failure:
+            reason = getattr(failure, "strerror", None) or failure
+            return f"{folder} cannot be written ({reason}): compiled programs are not kept"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return None

@@ -1,0 +1,75 @@
+"""One command line option for every field of a generation config, from the table of fields."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from jaxllm.generation.fields import FIELDS, Field, boolean
+
+
+def add_field_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--max-new-tokens`` and all others; yes-or-no fields also get ``--no-...``.
+
+    Values are only parsed here: the library checks them. Fields that jaxllm does not implement are
+    accepted, so that the library's error names them, but not listed by ``--help``.
+    """
+    group = parser.add_argument_group(
+        "generation fields",
+        "Hugging Face's names. Lists are JSON or comma separated; `none` switches a field off.",
+    )
+    for name, field in FIELDS.items():
+        if not is_metadata(name, field):
+            _add_flag(group, name, field)
+
+
+def given_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The generation fields that stood on the command line."""
+    return {name: value for name, value in vars(arguments).items() if name in FIELDS}
+
+
+def is_metadata(name: str, field: Field) -> bool:
+    """Whether a field only says where a file came from."""
+    return name.startswith("_") or field.note == "metadata"
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, field: Field) -> None:
+    flag = "--" + name.replace("_", "-")
+    text = field.note if field.default in (None, False) else f"{field.note} ({field.default})"
+    options: dict[str, Any] = {
+        "dest": name,
+        "default": argparse.SUPPRESS,
+        "help": argparse.SUPPRESS if field.only is not None else text.replace("%", "%%"),
+    }
+    if field.check is boolean:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+    else:
+        group.add_argument(flag, type=parse_value, metavar="VALUE", **options)
+
+
+def parse_value(text: str) -> Any:
+    """A value as one types it: JSON, comma separated integers, ``none``, or else a string.
+
+    >>> [parse_value(text) for text in ("0.7", "2,32000", "[[5, 6]]", "none", "never")]
+    [0.7, [2, 32000], [[5, 6]], None, 'never']
+    """
+    if text.lower() in ("none", "null"):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return int_list(text)
+    except ValueError:
+        return text
+
+
+def int_list(text: str) -> list[int]:
+    """Comma separated integers; spaces and brackets around them do no harm.
+
+    >>> int_list("[1, 2]"), int_list("7")
+    ([1, 2], [7])
+    """
+    return [int(part) for part in text.strip().removeprefix("[").removesuffix("]").split(",")]

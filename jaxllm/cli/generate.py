@@ -1,0 +1,238 @@
+"""``generate.py`` and ``jaxllm generate``: text from a checkpoint, as it is generated.
+
+stdout carries the text and nothing else; what goes on, and how fast, is said on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import secrets
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.cli.exits import Parser, guard
+from jaxllm.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxllm.cli.progress import CompileClock, Reporter
+    from jaxllm.cli.request import Decoder, Request
+    from jaxllm.generation.config import GenerationConfig
+    from jaxllm.tokenizers.base import Tokenizer
+
+DEFAULT_NEW_TOKENS = 256
+DTYPES = ("float32", "bfloat16", "float16")
+_EXAMPLES = """\
+examples:
+  generate.py --chat "What is the capital of France?"
+  generate.py --model ~/models/llama --do-sample --temperature 0.7 --seed 1 "Once upon a time"
+  cat question.txt | generate.py --model google-t5/t5-small -
+"""
+
+
+def main(argv: Sequence[str] | None = None, program: str = "jaxllm generate") -> int:
+    """Entry point; the exit code."""
+    return guard(lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv)
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    from jaxllm.cli.field_flags import add_field_flags, int_list
+
+    parser = Parser(
+        prog=program,
+        usage=f"{program} [options] [PROMPT]",
+        description="Generate text with a T5, Llama or GPT-2 checkpoint.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt; - reads stdin")
+    parser.add_argument("--prompt", help="the same as an option")
+    parser.add_argument("--input-ids", type=int_list, help="token ids instead of a prompt: 1,2,3")
+    parser.add_argument("--chat", action="store_true", help="ask through the chat template")
+    parser.add_argument("--system", help="a system message before the prompt, with --chat")
+    parser.add_argument(
+        "--model", help="folder, .safetensors, .gguf or Hub id (default: the bundled SmolLM2)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="what is computed in")
+    parser.add_argument("--param-dtype", choices=DTYPES, help="what weights are kept in")
+    parser.add_argument(
+        "--allow-nonfinite", action="store_true", help="load weights that hold NaN or infinity"
+    )
+    parser.add_argument("--seed", type=int, help="for --do-sample (default: another every time)")
+    parser.add_argument(
+        "--no-stream", dest="stream", action="store_false", help="print the text when it is whole"
+    )
+    parser.add_argument("--show-special-tokens", action="store_true", help="print those too")
+    parser.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    cache = parser.add_mutually_exclusive_group()
+    cache.add_argument(
+        "--compile-cache", type=Path, metavar="FOLDER", help="where compiled programs are kept"
+    )
+    cache.add_argument(
+        "--no-compile-cache", dest="keep_compiled", action="store_false", help="keep none"
+    )
+    add_field_flags(parser)
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import jax
+
+    from jaxllm.cli import bundled, compile_cache
+    from jaxllm.cli.field_flags import given_fields
+    from jaxllm.cli.progress import CompileClock, Reporter
+    from jaxllm.cli.request import IdDecoder, Request
+    from jaxllm.generation.config import GenerationConfig
+
+    _check(arguments)
+    fields = GenerationConfig(**given_fields(arguments))  # before minutes of loading
+    prompt = None if arguments.input_ids is not None else _prompt(arguments)
+    reporter = Reporter(quiet=arguments.quiet)
+    if arguments.keep_compiled:
+        trouble = compile_cache.enable(arguments.compile_cache or compile_cache.default_folder())
+        if trouble is not None:
+            reporter.say(trouble)
+
+    path = bundled.smollm2() if arguments.model is None else arguments.model
+    with contextlib.closing(CompileClock()) as clock:
+        with reporter.phase(f"loading {Path(path).name}") as update:
+            from jaxllm import load
+
+            dtypes = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype}
+            model, tokenizer = load(
+                path, **dtypes, allow_nonfinite=arguments.allow_nonfinite, progress=update
+            )
+        ids = _ids(arguments, prompt, model, tokenizer)
+        fields = _with_length(fields, model, len(ids))
+        config, ends = _effective(fields, model)
+        seed = arguments.seed if arguments.seed is not None else secrets.randbits(32)
+        if config.do_sample:
+            reporter.say(f"seed: {seed}")
+
+        def new_decoder() -> Decoder:
+            if tokenizer is None:
+                return IdDecoder()
+            return tokenizer.stream_decoder(not arguments.show_special_tokens)
+
+        request = Request(model, ids, fields, jax.random.key(seed), ends)
+        streaming = arguments.stream and config.num_return_sequences == config.num_beams == 1
+        answer = _answer if streaming else _answer_whole
+        answer(request, new_decoder, reporter, clock)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    given = [arguments.text, arguments.prompt, arguments.input_ids]
+    count = sum(value is not None for value in given)
+    if count == 0:
+        raise InputError('no prompt: give one, such as "Once upon a time", or - for stdin')
+    if count > 1:
+        raise InputError("give one of PROMPT, --prompt and --input-ids, not several")
+    if arguments.chat and arguments.input_ids is not None:
+        raise InputError("--chat needs a prompt: --input-ids are taken as they are")
+    if arguments.system is not None and not arguments.chat:
+        raise InputError("--system has no effect without --chat")
+    if arguments.seed is not None and not 0 <= arguments.seed < 2**32:  # JAX drops higher bits
+        raise InputError(f"--seed must be from 0 to 2**32 - 1, but is {arguments.seed}")
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    from jaxllm.tokenizers.base import MAX_TEXT_BYTES
+
+    text = arguments.prompt if arguments.text is None else arguments.text
+    if text != "-":
+        return text
+    try:
+        text = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1).decode("utf-8")
+    except UnicodeDecodeError as failure:
+        raise InputError(f"stdin is not UTF-8 (byte {failure.start})") from failure
+    return text.removesuffix("\n")  # as shells do with the output of a command
+
+
+def _ids(
+    arguments: argparse.Namespace, prompt: str | None, model: Any, tokenizer: Tokenizer | None
+) -> list[int]:
+    if prompt is None:
+        return arguments.input_ids
+    if tokenizer is None:
+        raise InputError(
+            f"{arguments.model} has no tokenizer: give token ids with --input-ids 1,2,3, "
+            "or put its tokenizer files into the folder"
+        )
+    if not arguments.chat:
+        return tokenizer([prompt]).input_ids[0].tolist()
+    messages = [{"role": "user", "content": prompt}]
+    if arguments.system is not None:
+        messages.insert(0, {"role": "system", "content": arguments.system})
+    ids = tokenizer.apply_chat_template(messages)
+    assert isinstance(ids, list)
+    return ids
+
+
+def _with_length(fields: GenerationConfig, model: Any, prompt_length: int) -> GenerationConfig:
+    """256 new tokens, as far as the model reaches, where nobody asks for another length."""
+    if {"max_length", "max_new_tokens"} & model.generation_config.merge(fields).to_dict().keys():
+        return fields
+    limit = DEFAULT_NEW_TOKENS
+    if not model.is_encoder_decoder and model.config.context_length is not None:
+        limit = max(1, min(limit, model.config.context_length - prompt_length))
+    return fields.replace(max_new_tokens=limit)
+
+
+def _effective(fields: GenerationConfig, model: Any) -> tuple[GenerationConfig, tuple[int, ...]]:
+    """All settings, the model's own included, and the end tokens.
+
+    In code a field without effect is a warning; who types one here meant something by it.
+    """
+    from jaxllm.generation.prepare import merged_config
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            return merged_config(model, fields, {})
+    except UserWarning as warning:
+        flag = "; add --do-sample" if "`do_sample`" in str(warning) else ""
+        raise InputError(f"{warning}{flag}") from None
+
+
+def _answer(
+    request: Request, new_decoder: Callable[[], Decoder], reporter: Reporter, clock: CompileClock
+) -> None:
+    """Print each token as soon as it is known."""
+    chunks = request.stream()
+    with reporter.phase("compiling and reading the prompt"):
+        # Two chunks: the first comes from the prefill program, the second from the loop.
+        first = [index for ids in itertools.islice(chunks, 2) for index in ids]
+    decoder, later, start = new_decoder(), 0, time.perf_counter()
+    _write(decoder.put(first))
+    for ids in chunks:
+        _write(decoder.put(ids))
+        later += len(ids)
+    _write(decoder.end() + "\n")
+    seconds = time.perf_counter() - start
+    speed = f", {later / seconds:.1f} tokens/s after the first {len(first)}" if later else ""
+    reporter.say(f"{len(first) + later} tokens{speed}; {clock.summary()}")
+
+
+def _answer_whole(
+    request: Request, new_decoder: Callable[[], Decoder], reporter: Reporter, clock: CompileClock
+) -> None:
+    """Print whole rows, with a line of three dashes between them."""
+    start = time.perf_counter()
+    with reporter.phase("compiling and generating"):
+        rows = request.generate()
+    seconds = time.perf_counter() - start - clock.seconds
+    for number, ids in enumerate(rows):
+        decoder = new_decoder()
+        _write(("---\n" if number else "") + decoder.put(ids) + decoder.end() + "\n")
+    count = sum(map(len, rows))
+    reporter.say(f"{count} tokens, {count / seconds:.1f} tokens/s; {clock.summary()}")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,38 @@
+"""``jaxllm COMMAND ...``: finds the command and hands the rest of the line to it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from jaxllm.cli.exits import USAGE_ERROR, one_line
+
+# Each command's module has `main(argv, program) -> int`; it is imported when it is asked for.
+COMMANDS = {
+    "generate": ("jaxllm.cli.generate", "continue a prompt, or answer a question"),
+    "verify": ("jaxllm.cli.verify", "compare a checkpoint's logits with transformers'"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the ``jaxllm`` command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: jaxllm COMMAND ...\n")
+        for name, (_, summary) in COMMANDS.items():
+            print(f"  {name:10} {summary}")
+        print("\n`jaxllm COMMAND --help` lists a command's options; `jaxllm --version`.")
+        return 0
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"jaxllm {version('jaxllm')}")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        print(f"jaxllm: error: no command {one_line(name)!r}: use {known}", file=sys.stderr)
+        return USAGE_ERROR
+    module = importlib.import_module(COMMANDS[name][0])
+    return module.main(rest, program=f"jaxllm {name}")

@@ -1,0 +1,83 @@
+"""What a command says on stderr while the user waits."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+class Update(Protocol):
+    """Called while a phase goes on; the hook that ``jaxllm.load`` takes as ``progress``."""
+
+    def __call__(self, name: str, done: int, total: int, /) -> None: ...
+
+
+class Reporter:
+    """Phases with their seconds: a moving line on a terminal, one plain line each elsewhere."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        """One line, exactly as given."""
+        self._console.print(line, markup=False, style="dim")
+
+    @contextlib.contextmanager
+    def phase(self, doing: str) -> Iterator[Update]:
+        """Show that something goes on; when it ends well, how long it took."""
+        start = time.perf_counter()
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
+        moving = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
+        if not self._console.is_terminal:
+            moving.disable = True
+        with moving:
+            task = moving.add_task(doing, total=None)
+
+            def update(name: str, done: int, total: int, /) -> None:
+                moving.update(
+                    task, description=f"{doing}: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+                )
+
+            yield update
+        self.say(f"{doing}: {time.perf_counter() - start:.1f} s")
+
+
+class CompileClock:
+    """Counts what JAX compiles, through the events that it reports."""
+
+    def __init__(self) -> None:
+        import jax.monitoring
+
+        self.seconds = 0.0
+        self.programs = 0
+        self.cached = 0
+        jax.monitoring.register_event_duration_secs_listener(self._duration)
+        jax.monitoring.register_event_listener(self._event)
+
+    def _duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.seconds += duration_secs
+            self.programs += 1
+
+    def _event(self, event: str, **kwargs: str | int) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            self.cached += 1
+
+    def summary(self) -> str:
+        """For example ``compiling 3.2 s, 2 of 5 programs from the cache``."""
+        return (
+            f"compiling {self.seconds:.1f} s, "
+            f"{self.cached} of {self.programs} programs from the cache"
+        )
+
+    def close(self) -> None:
+        """Stop listening."""
+        import jax.monitoring
+
+        jax.monitoring.unregister_event_duration_listener(self._duration)
+        jax.monitoring.unregister_event_listener(self._event)

@@ -1,0 +1,93 @@
+"""One prompt and its answer: ids in, text out, a few tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from jaxllm.generation.config import GenerationConfig
+
+
+CHUNK = 1
+
+
+class Decoder(Protocol):
+    """Turns the ids of one row into text as they come; a tokenizer's ``StreamDecoder`` is one."""
+
+    def put(self, ids: Any, /) -> str: ...
+
+    def end(self) -> str: ...
+
+
+class IdDecoder:
+    """For a model without a tokenizer: the ids themselves, comma separated.
+
+    >>> decoder = IdDecoder()
+    >>> decoder.put([5, 6]) + decoder.put([7]) + decoder.end()
+    '5,6,7'
+    """
+
+    def __init__(self) -> None:
+        self._started = False
+
+    def put(self, ids: Iterable[int], /) -> str:
+        text = "".join(f",{index}" for index in ids)
+        first = bool(text) and not self._started
+        self._started = self._started or first
+        return text[1:] if first else text
+
+    def end(self) -> str:
+        return ""
+
+
+class Request:
+    """A prompt with its settings, and the two ways to have it answered.
+
+    Args:
+        model: A model that generates.
+        input_ids: The prompt (of the encoder, for an encoder-decoder).
+        fields: Settings of this call, which win over the model's own.
+        key: For sampling.
+        ends: End tokens in force.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        input_ids: list[int],
+        fields: GenerationConfig,
+        key: Array,
+        ends: Iterable[int],
+    ) -> None:
+        self._model = model
+        self._arguments = {"input_ids": [input_ids], "generation_config": fields, "key": key}
+        self._start = 1 if model.is_encoder_decoder else len(input_ids)
+        self._ends = frozenset(ends)
+
+    def stream(self) -> Iterator[list[int]]:
+        """New ids of the one row, a few at a time, up to and with its end token."""
+        from jaxllm import stream
+
+        for chunk in stream(self._model, **self._arguments, chunk_size=CHUNK):
+            ids = self._until_end(chunk[0].tolist())
+            yield ids
+            if ids and ids[-1] in self._ends:
+                return
+
+    def generate(self) -> list[list[int]]:
+        """New ids of every row, each up to and with its end token."""
+        from jaxllm import generate
+
+        sequences = np.asarray(generate(self._model, **self._arguments).sequences)
+        return [self._until_end(row) for row in sequences[:, self._start :].tolist()]
+
+    def _until_end(self, ids: list[int]) -> list[int]:
+        for count, index in enumerate(ids, start=1):
+            if index in self._ends:
+                return ids[:count]
+        return ids

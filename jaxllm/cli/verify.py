@@ -1,0 +1,205 @@
+"""``jaxllm verify MODEL``: how far are our logits from those of transformers, on your checkpoint?
+
+Both load the same files, compute in float32, and read the same prompts one at a time. torch and
+transformers are needed for this command only, and imported nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxllm.cli.exits import Parser, guard
+from jaxllm.errors import InputError, UnsupportedError
+
+TOLERANCE = 1e-4
+MAX_TOKENS = 64
+PROMPTS = (
+    "The capital of France is Paris, and the capital of Italy is",
+    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
+    "translate English to German: The house is wonderful.",
+    "Ωmega, naïve café, 東京, 😀 and 1,234.5 + 6 = ",
+)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far one set of outputs is from the reference's.
+
+    Attributes:
+        positions: How many positions were compared.
+        max_abs: Largest difference of two outputs.
+        relative: The same, divided by the standard deviation of the reference's outputs.
+        kl_mean, kl_max: KL divergence, reference to ours, of the next-token distributions.
+        top1: Share of positions at which both have the same best token.
+    """
+
+    positions: int
+    max_abs: float
+    relative: float
+    kl_mean: float
+    kl_max: float
+    top1: float
+
+
+def distance(ours: Float[np.ndarray, "T V"], reference: Float[np.ndarray, "T V"]) -> Distance:
+    """Compare outputs in float64.
+
+    >>> d = distance(np.array([[1.0, 3.0]]), np.array([[1.0, 3.5]]))
+    >>> d.max_abs, d.relative, round(d.kl_mean, 4), d.top1
+    (0.5, 0.4, 0.0104, 1.0)
+    """
+    ours, reference = ours.astype(np.float64), reference.astype(np.float64)
+    if ours.shape != reference.shape:
+        raise InputError(f"our outputs have shape {ours.shape}, the reference's {reference.shape}")
+    difference = float(np.abs(ours - reference).max())
+    p, q = _log_softmax(reference), _log_softmax(ours)
+    kl = (np.exp(p) * (p - q)).sum(-1)
+    return Distance(
+        positions=len(ours),
+        max_abs=difference,
+        relative=difference / max(float(reference.std()), 1e-30),
+        kl_mean=float(kl.mean()),
+        kl_max=float(kl.max()),
+        top1=float((ours.argmax(-1) == reference.argmax(-1)).mean()),
+    )
+
+
+def _log_softmax(x: Float[np.ndarray, "T V"]) -> Float[np.ndarray, "T V"]:
+    shifted = x - x.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def main(argv: Sequence[str] | None = None, program: str = "jaxllm verify") -> int:
+    """Entry point; 0 within the tolerance, 1 beyond it, 2 for an error."""
+    return guard(lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv)
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = Parser(prog=program, description=__doc__)
+    parser.add_argument("model", help="folder, .gguf file or Hub id")
+    parser.add_argument("--prompt", action="append", help="a prompt of yours; may be repeated")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        help=f"largest |dlogit| / std of the reference's logits (default {TOLERANCE})",
+    )
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if not arguments.tolerance > 0:
+        raise InputError(f"--tolerance must be above 0, but is {arguments.tolerance}")
+    torch, transformers = _import_reference()
+
+    import jax
+
+    from jaxllm import load
+    from jaxllm.checkpoint.hub import resolve
+
+    path = resolve(arguments.model)
+    with jax.default_matmul_precision("highest"):
+        model, tokenizer = load(path, dtype="float32", param_dtype="float32")
+        reference = _load_reference(path, type(model).__name__, transformers)
+        prompts = _prompts(arguments.prompt, model, tokenizer)
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
+        print(
+            f"{path}: {type(model).__name__}, {parameters / 1e6:.1f} M parameters, float32, "
+            f"against transformers {transformers.__version__} on torch {torch.__version__}"
+        )
+        print("prompt  tokens    max |d|      / std    KL mean     KL max    top-1")
+        worst = 0.0
+        for number, ids in enumerate(prompts, start=1):
+            inputs = _inputs(ids, model)
+            found = distance(_ours(model, inputs), _theirs(reference, inputs, torch))
+            worst = max(worst, found.relative)
+            print(
+                f"{number:>6}  {len(ids):>6}  {found.max_abs:>9.2e}  {found.relative:>9.2e}  "
+                f"{found.kl_mean:>9.2e}  {found.kl_max:>9.2e}  {found.top1:>7.2%}"
+            )
+    good = worst <= arguments.tolerance
+    print(
+        f"{'OK' if good else 'BEYOND THE TOLERANCE'}: max |d| / std is {worst:.2e}, "
+        f"the tolerance {arguments.tolerance:.0e}"
+    )
+    return 0 if good else 1
+
+
+def _import_reference() -> tuple[Any, Any]:
+    try:
+        torch = importlib.import_module("torch")
+        transformers = importlib.import_module("transformers")
+    except ImportError as failure:
+        raise UnsupportedError(
+            f"verify compares with transformers on torch, and cannot import them ({failure}): "
+            "pip install torch transformers"
+        ) from failure
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return torch, transformers
+
+
+def _load_reference(path: Path, kind: str, transformers: Any) -> Any:
+    """The same checkpoint as a torch module in float32, for inference."""
+    auto = {
+        "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+        "T5EncoderModel": "AutoModelForTextEncoding",
+        "LlamaForSequenceClassification": "AutoModelForSequenceClassification",
+        "GPT2ForSequenceClassification": "AutoModelForSequenceClassification",
+    }.get(kind, "AutoModelForCausalLM")
+    where = {"pretrained_model_name_or_path": str(path)}
+    if path.is_dir() and not (path / "config.json").exists():
+        path = next(path.glob("*.gguf"))  # the only one, or jaxllm.load had refused the folder
+    if path.suffix == ".gguf":
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    model = getattr(transformers, auto).from_pretrained(**where, attn_implementation="eager")
+    return model.float().eval()
+
+
+def _prompts(texts: list[str] | None, model: Any, tokenizer: Any) -> list[list[int]]:
+    """Token ids of the user's prompts, or of ours, or random ones where there is no tokenizer."""
+    limit = min(MAX_TOKENS, getattr(model.config, "max_positions", None) or MAX_TOKENS)
+    if tokenizer is not None:
+        return [tokenizer([text]).input_ids[0, :limit].tolist() for text in texts or PROMPTS]
+    if texts:
+        raise InputError("--prompt: the checkpoint has no tokenizer; leave it out for random ids")
+    rng = np.random.default_rng(0)
+    lengths = (limit, max(1, limit // 3), 1)
+    return [rng.integers(0, model.config.vocab_size, length).tolist() for length in lengths]
+
+
+def _inputs(ids: list[int], model: Any) -> dict[str, np.ndarray]:
+    """Arguments of a forward call, under the names that both sides use."""
+    inputs = {"input_ids": np.asarray([ids]), "attention_mask": np.ones((1, len(ids)), int)}
+    if getattr(model, "is_encoder_decoder", False):
+        start = model.config.decoder_start_token_id
+        inputs["decoder_input_ids"] = np.asarray([[start, *ids[:-1]]])
+    elif getattr(model.config, "add_cross_attention", False):
+        shape = (1, 5, model.config.n_embd)
+        states = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+        inputs["encoder_hidden_states"] = states
+    return inputs
+
+
+def _ours(model: Any, inputs: dict[str, np.ndarray]) -> Float[np.ndarray, "T V"]:
+    return _outputs(model(**inputs))
+
+
+def _theirs(model: Any, inputs: dict[str, np.ndarray], torch: Any) -> Float[np.ndarray, "T V"]:
+    with torch.no_grad():
+        return _outputs(model(**{name: torch.from_numpy(x) for name, x in inputs.items()}))
+
+
+def _outputs(result: Any) -> Float[np.ndarray, "T V"]:
+    """Logits, or an encoder's last hidden states, of the one row."""
+    logits = getattr(result, "logits", None)
+    x = np.asarray(result.last_hidden_state if logits is None else logits)
+    return x.reshape(-1, x.shape[-1])

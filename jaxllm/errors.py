@@ -1,0 +1,44 @@
+"""The one tree of errors: each names the file or field, what was found, and what to do.
+
+Every class also derives from the built-in that a caller would expect to catch
+(``ValueError``, ``FileNotFoundError``, ...), so plain Python code needs nothing from here.
+Command lines print the message on one line and exit with code 2.
+"""
+
+from __future__ import annotations
+
+
+class JaxLLMError(Exception):
+    """Base of every error that jaxllm raises on purpose."""
+
+
+class ConfigError(JaxLLMError, ValueError):
+    """A config.json or generation_config.json says something impossible or contradictory."""
+
+
+class UnsupportedError(JaxLLMError, ValueError):
+    """A known option, architecture or combination that jaxllm does not implement."""
+
+
+class CheckpointError(JaxLLMError, ValueError):
+    """A weight file is malformed, incomplete, or does not fit the model its config implies."""
+
+
+class TokenizerError(JaxLLMError, ValueError):
+    """A tokenizer file is malformed or unsupported, or a text cannot be encoded."""
+
+
+class TemplateError(TokenizerError):
+    """A chat template is unsafe, too expensive, or fails on the given messages."""
+
+
+class InputError(JaxLLMError, ValueError):
+    """Arguments of a call: token ids, masks, lengths, generation fields."""
+
+
+class NonFiniteError(JaxLLMError, FloatingPointError):
+    """Weights or logits hold NaN or infinity."""
+
+
+class MissingFileError(JaxLLMError, FileNotFoundError):
+    """A file or folder that the call needs is not there."""

@@ -1,0 +1,1 @@
+"""Text generation: configuration, logits processors, token choice, and the decoding loops."""

@@ -1,0 +1,275 @@
+"""Every field of a generation config: its default, what it may hold, and what it does.
+
+``FIELDS`` is the one table behind validation, the errors for options that are not implemented, the
+warnings for options without effect, and the documentation. Names and defaults are those of
+transformers: all fields of 4.47 and those that 5.x added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxllm.generation.values import id_list, inside, is_integer, is_traced, plain
+
+Check = Callable[[Any], Any]
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = _Unset()
+"""As ``Field.off``: None means that the field was not given."""
+
+
+class BadValueError(ValueError):
+    """What a value should have been; the caller adds the field's name and the value."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a generation config.
+
+    Attributes:
+        default: The value while nobody has given one.
+        check: Returns the value in its stored form (lists as tuples), or raises BadValueError.
+        note: What the field does, for the documentation.
+        off: What None means when it is given in a call: a neutral value, None itself, or UNSET.
+        needs: The option without which the field has no effect (see ``config.check_consistent``).
+        only: The values that are implemented; None means all.
+    """
+
+    default: Any
+    check: Check
+    note: str
+    off: Any = None
+    needs: str | None = None
+    only: tuple[Any, ...] | None = None
+
+
+def number(interval: str) -> Check:
+    """A real number of the interval, stored as a float; a tracer is let through."""
+
+    def check(value: Any) -> Any:
+        if is_traced(value):
+            return value
+        value = plain(value)
+        if not (is_integer(value) or isinstance(value, float)) or not inside(interval, value):
+            raise BadValueError(f"a number in {interval}")
+        return float(value)
+
+    return check
+
+
+def integer(least: int) -> Check:
+    """An integer of at least ``least``; a tracer is let through."""
+
+    def check(value: Any) -> Any:
+        if is_traced(value):
+            return value
+        value = plain(value)
+        if not is_integer(value) or not least <= value <= np.iinfo(np.int32).max:
+            raise BadValueError(f"an integer of at least {least}")
+        return int(value)
+
+    return check
+
+
+def boolean(value: Any) -> bool:
+    """True or False. A tracer is refused: it would have to decide what the program is."""
+    value = plain(value)
+    if not isinstance(value, bool):
+        raise BadValueError("true or false")
+    return value
+
+
+def choice(*values: Any) -> Check:
+    """One of a few values."""
+
+    def check(value: Any) -> Any:
+        if not any(value is known or (value == known) is True for known in values):
+            raise BadValueError("one of " + ", ".join(map(repr, values)))
+        return value
+
+    return check
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """A list of token ids, stored as a tuple."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise BadValueError("a list of token ids")
+    try:
+        return tuple(integer(0)(item) for item in value)
+    except BadValueError:
+        raise BadValueError("a list of token ids") from None
+
+
+def token_id_or_ids(value: Any) -> Any:
+    """A token id, or a list of them stored as a tuple; a tracer is let through."""
+    if is_traced(value):
+        return value
+    ids = id_list(value) if isinstance(value, np.ndarray) else value
+    if isinstance(plain(ids), int):
+        return integer(0)(ids)
+    result = token_ids(ids)
+    if not result:
+        raise BadValueError("a token id or a non-empty list of them")
+    return result
+
+
+def words(value: Any) -> tuple[tuple[int, ...], ...]:
+    """A non-empty list of non-empty lists of token ids."""
+    try:
+        result = tuple(token_ids(word) for word in value)
+    except (BadValueError, TypeError):
+        result = ()
+    if isinstance(value, str) or not result or not all(result):
+        raise BadValueError("a non-empty list of non-empty lists of token ids")
+    return result
+
+
+def biases(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """A mapping from tuples of ids to numbers, or a list of [ids, number], stored as pairs."""
+    try:
+        pairs = value.items() if isinstance(value, Mapping) else value
+        result = {token_ids(ids): number("[-inf, inf]")(bias) for ids, bias in pairs}
+    except (BadValueError, TypeError, ValueError):
+        result = {}
+    if not result or not all(result):
+        raise BadValueError("a map from tuples of token ids to numbers, or a list of [ids, number]")
+    return tuple(result.items())
+
+
+def decay(value: Any) -> tuple[int, float]:
+    """A pair (start, factor); either may be a tracer."""
+    try:
+        start, factor = value
+        return integer(0)(start), number("(0, inf)")(factor)
+    except (BadValueError, TypeError, ValueError):
+        raise BadValueError("a pair (start, factor) with start >= 0 and factor > 0") from None
+
+
+def strings(value: Any) -> tuple[str, ...]:
+    """A string or a list of strings."""
+    result = (value,) if isinstance(value, str) else value
+    if not isinstance(result, Sequence) or not all(isinstance(s, str) and s for s in result):
+        raise BadValueError("a non-empty string or a list of them")
+    return tuple(result)
+
+
+def anything(value: Any) -> Any:
+    """Not looked at."""
+    return value
+
+
+_EOS = "one end-of-sequence token or several; None in a call switches them off"
+_ASSISTED = "assisted generation"
+
+FIELDS: Mapping[str, Field] = {
+    # Length
+    "max_length": Field(20, integer(1), "total length, prompt included", UNSET),
+    "max_new_tokens": Field(None, integer(1), "new tokens; wins over max_length"),
+    "min_length": Field(0, integer(0), "no end token before this total length", 0),
+    "min_new_tokens": Field(None, integer(0), "no end token before as many new ones"),
+    "early_stopping": Field(
+        False, choice(True, False, "never"), "when beam search stops", UNSET, needs="num_beams"
+    ),
+    "max_time": Field(None, number("(0, inf)"), "seconds", only=(None,)),
+    "stop_strings": Field(None, strings, "texts that end a row", only=(None,)),
+    # Mode
+    "do_sample": Field(False, boolean, "sample instead of taking the best token", UNSET),
+    "num_beams": Field(1, integer(1), "beam search above 1", UNSET, only=(1,)),
+    "num_beam_groups": Field(1, integer(1), "diverse beam search above 1", UNSET, only=(1,)),
+    "diversity_penalty": Field(0.0, number("[0, inf)"), "between groups", 0.0, "num_beam_groups"),
+    "penalty_alpha": Field(None, number("[0, 1]"), "contrastive search", only=(None, 0.0)),
+    "dola_layers": Field(None, anything, "DoLa decoding", only=(None,)),
+    "constraints": Field(None, anything, "constrained beam search", only=(None,)),
+    "force_words_ids": Field(None, anything, "constrained beam search", only=(None,)),
+    "num_return_sequences": Field(1, integer(1), "results per prompt", UNSET),
+    "use_mtp": Field(None, boolean, "multi-token prediction", only=(None, False)),
+    # Cache and execution
+    "use_cache": Field(True, boolean, "the key-value cache is always used", UNSET, only=(True,)),
+    "cache_implementation": Field(
+        None, anything, "the cache is always static", only=(None, "static")
+    ),
+    "cache_config": Field(None, anything, "options of other caches", only=(None,)),
+    "max_cache_len": Field(None, integer(1), "a larger static cache", only=(None,)),
+    "return_legacy_cache": Field(None, boolean, "tuple caches", only=(None, False)),
+    "low_memory": Field(None, boolean, "sequential beam search", only=(None, False)),
+    "prefill_chunk_size": Field(None, integer(1), "prefill in chunks", only=(None,)),
+    "compile_config": Field(None, anything, "options of torch.compile", only=(None,)),
+    "disable_compile": Field(False, boolean, "generation is always compiled", UNSET, only=(False,)),
+    "continuous_batching_config": Field(None, anything, "serving", only=(None,)),
+    # Scores
+    "temperature": Field(1.0, number("(0, inf)"), "divides the scores", 1.0, "do_sample"),
+    "top_k": Field(50, integer(0), "keeps the k best; 0 is off", 0, "do_sample"),
+    "top_p": Field(1.0, number("[0, 1]"), "nucleus; 1 is off", 1.0, "do_sample"),
+    "min_p": Field(None, number("[0, 1]"), "relative to the best", needs="do_sample"),
+    "top_h": Field(None, number("(0, 1]"), "share of the entropy", needs="do_sample"),
+    "typical_p": Field(1.0, number("(0, 1]"), "locally typical; 1 is off", 1.0, "do_sample"),
+    "epsilon_cutoff": Field(0.0, number("[0, 1)"), "least probability", 0.0, "do_sample"),
+    "eta_cutoff": Field(0.0, number("[0, 1)"), "adaptive epsilon", 0.0, "do_sample"),
+    "repetition_penalty": Field(1.0, number("(0, inf)"), "on used tokens; 1 is off", 1.0),
+    "encoder_repetition_penalty": Field(1.0, number("(0, inf)"), "favours the input", 1.0),
+    "length_penalty": Field(
+        1.0, number("(-inf, inf)"), "exponent of the length in beam scores", 1.0, "num_beams"
+    ),
+    "no_repeat_ngram_size": Field(0, integer(0), "no n-gram twice; 0 is off", 0),
+    "encoder_no_repeat_ngram_size": Field(0, integer(0), "no n-gram of the input", 0),
+    "bad_words_ids": Field(None, words, "forbidden sequences"),
+    "sequence_bias": Field(None, biases, "bias on sequences"),
+    "renormalize_logits": Field(False, boolean, "log-softmax last", False),
+    "forced_bos_token_id": Field(None, integer(0), "the token after a single one"),
+    "forced_eos_token_id": Field(None, token_id_or_ids, "the token at max_length"),
+    "forced_decoder_ids": Field(None, anything, "removed in transformers 4.47", only=(None,)),
+    "remove_invalid_values": Field(False, boolean, "mends NaN and infinities", False),
+    "exponential_decay_length_penalty": Field(None, decay, "(start, factor) on end tokens"),
+    "suppress_tokens": Field(None, token_ids, "forbidden tokens"),
+    "begin_suppress_tokens": Field(None, token_ids, "forbidden as the first new token"),
+    "token_healing": Field(False, boolean, "mends the prompt's tail", False, only=(False,)),
+    "guidance_scale": Field(
+        None, number("(-inf, inf)"), "classifier-free guidance", only=(None, 1.0)
+    ),
+    "watermarking_config": Field(None, anything, "watermarks", only=(None,)),
+    # Outputs
+    "output_attentions": Field(False, boolean, "returns attentions", False, only=(False,)),
+    "output_hidden_states": Field(False, boolean, "returns hidden states", False, only=(False,)),
+    "output_scores": Field(False, boolean, "returns processed scores", False),
+    "output_logits": Field(None, boolean, "returns raw logits"),
+    "return_dict_in_generate": Field(False, boolean, "there is one form of result", UNSET),
+    # Tokens
+    "pad_token_id": Field(None, integer(0), "fills finished rows; the first end token if unset"),
+    "bos_token_id": Field(None, integer(0), "starts an empty prompt"),
+    "eos_token_id": Field(None, token_id_or_ids, _EOS),
+    "decoder_start_token_id": Field(None, token_id_or_ids, "starts the decoder; bos if unset"),
+    # Assisted generation
+    "is_assistant": Field(None, anything, "metadata"),
+    "num_assistant_tokens": Field(20, integer(1), _ASSISTED, UNSET, "an assistant"),
+    "num_assistant_tokens_schedule": Field(
+        "constant",
+        choice("constant", "heuristic", "heuristic_transient"),
+        _ASSISTED,
+        UNSET,
+        "an assistant",
+    ),
+    "assistant_confidence_threshold": Field(
+        0.4, number("[0, 1]"), _ASSISTED, UNSET, "an assistant"
+    ),
+    "assistant_lookbehind": Field(10, integer(0), _ASSISTED, UNSET, "an assistant"),
+    "target_lookbehind": Field(10, integer(0), _ASSISTED, UNSET, "an assistant"),
+    "max_matching_ngram_size": Field(None, integer(1), "prompt lookup", needs="an assistant"),
+    "prompt_lookup_num_tokens": Field(None, integer(1), "prompt lookup", only=(None,)),
+    "assistant_early_exit": Field(None, integer(1), "early-exit drafts", only=(None,)),
+    "assistant_ensemble_weight": Field(None, number("(0, 1)"), _ASSISTED, only=(None,)),
+    "speculation_type": Field(None, anything, _ASSISTED, only=(None,)),
+    # Written by transformers, without meaning here
+    "generation_kwargs": Field(None, anything, "of old versions", only=(None, {})),
+    "transformers_version": Field(None, anything, "metadata"),
+    "_from_model_config": Field(None, anything, "metadata"),
+    "_commit_hash": Field(None, anything, "metadata"),
+}

@@ -1,0 +1,210 @@
+"""`generate()` and `stream()`: host checks, then two compiled programs, then the host again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
+from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.fields import FIELDS
+from jaxllm.generation.loop import decode, decode_program, prefill, prefill_program
+from jaxllm.generation.prepare import Request, prepare
+from jaxllm.generation.state import State
+
+# Arguments of transformers' generate() that are not fields of the config.
+INPUTS = frozenset(
+    {
+        "inputs_embeds",
+        "token_type_ids",
+        "decoder_input_ids",
+        "decoder_attention_mask",
+        "encoder_outputs",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "logits_processor",
+        "row_ids",
+    }
+)
+UNSUPPORTED = {
+    "assistant_model": "assisted generation",
+    "assistant_tokenizer": "assisted generation",
+    "stopping_criteria": "user-written stopping criteria",
+    "prefix_allowed_tokens_fn": "prefix constraints",
+    "negative_prompt_ids": "classifier-free guidance",
+    "negative_prompt_attention_mask": "classifier-free guidance",
+    "streamer": "streamers; use jaxllm.stream(...)",
+    "synced_gpus": "synced devices",
+    "tokenizer": "stop_strings and token_healing",
+    "position_ids": "positions of the caller; they follow from attention_mask",
+    "past_key_values": "a cache of the caller",
+    "custom_generate": "custom_generate",
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GenerateOutput:
+    """What `generate` returns; a pytree, so that it can leave the caller's own jit."""
+
+    sequences: Int[Array, "Bn L"]
+    """int32. Prompt (T5: start token) and new tokens; pad after a row's end. L is the longest row's
+    length, or max_length when generate() runs inside the caller's jit."""
+    scores: tuple[Float[Array, "Bn V"], ...] | None = None
+    """With `output_scores`: the processed scores of each step, float32."""
+    logits: tuple[Float[Array, "Bn V"], ...] | None = None
+    """With `output_logits`: the raw logits of each step, float32."""
+
+
+def generate(
+    model: Any,
+    input_ids: Int[Array, "B T"] | None = None,
+    attention_mask: Int[Array, "B T"] | None = None,
+    generation_config: GenerationConfig | None = None,
+    key: Any = None,
+    **fields: Any,
+) -> GenerateOutput:
+    """Generates token ids; transformers' generate() for a model that `jaxllm.load` returned.
+
+    Args:
+        model: a causal or encoder-decoder language model.
+        input_ids: the prompt (decoder-only) or the encoder's input, padded on either side. None starts
+            a decoder-only model from its BOS token.
+        attention_mask: 1 at real tokens. None: pads are recognised if the pad token ends no text.
+        generation_config: settings; `fields` win over it, and it over the model's own file.
+        key: `jax.random.key(...)` or an int seed, for sampling. None: a fresh one at each call.
+        fields: any field of `GenerationConfig`, and the inputs `inputs_embeds`, `token_type_ids`
+            (GPT-2), `decoder_input_ids`, `decoder_attention_mask`, `encoder_outputs` (T5),
+            `encoder_hidden_states`, `encoder_attention_mask` (GPT-2 with cross-attention),
+            `logits_processor` (a list of callables) and `row_ids` [B], the numbers that a row's
+            random draws depend on (default 0..B-1).
+
+    Returns:
+        GenerateOutput with `.sequences`, int32 [B * num_return_sequences, L].
+
+    Raises:
+        InputError: ids outside the vocabulary, lengths without room, contradictory settings.
+        UnsupportedError: a setting that jaxllm does not have, by its name.
+        NonFiniteError: the model gave NaN or infinite logits, with the step and row.
+    """
+    request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
+    bare = without_notes(model)
+    if request.traced:
+        state = decode(bare, start(bare, request, prefill), request.settings, request.until)
+        return output(state, request.until, request.until - request.start_len)
+    state = start(bare, request, prefill_program)
+    state = decode_program(bare, state, request.settings, np.int32(request.until))
+    check_finite(state)
+    state = jax.device_get(state.replace(cache=None, keys=None))
+    return output(state, int(state.cur_len), int(state.step))
+
+
+def stream(
+    model: Any,
+    input_ids: Int[Array, "B T"] | None = None,
+    attention_mask: Int[Array, "B T"] | None = None,
+    generation_config: GenerationConfig | None = None,
+    key: Any = None,
+    *,
+    chunk_size: int = 1,
+    **fields: Any,
+) -> Iterator[np.ndarray]:
+    """Like `generate`, but yields the new tokens as they come: int32 [B * n, chunk_size or fewer].
+
+    The chunks side by side are the new columns of `generate(...).sequences`. The programs are those
+    of `generate`: after one of the two has run, the other compiles nothing.
+    """
+    if chunk_size < 1:
+        raise InputError(f"chunk_size: expected 1 or more, found {chunk_size}")
+    request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
+    if request.traced:
+        raise InputError("stream: runs on the host, outside jax.jit; use generate inside")
+    return _chunks(without_notes(model), request, chunk_size)
+
+
+def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray]:
+    state = start(bare, request, prefill_program)
+    shown = request.start_len
+    while True:
+        done, length = bool(np.asarray(state.done).all()), int(state.cur_len)
+        check_finite(state)
+        if length - shown >= chunk_size or done or length >= request.until:
+            while length > shown:
+                upto = min(shown + chunk_size, length)
+                yield np.asarray(state.sequences)[:, shown:upto]
+                shown = upto
+        if done or length >= request.until:
+            return
+        until = min(shown + chunk_size, request.until)
+        state = decode_program(bare, state, request.settings, np.int32(until))
+
+
+def prepare_call(
+    model, input_ids, attention_mask, generation_config, key, fields: Mapping[str, Any]
+) -> Request:
+    """Sorts keyword arguments into inputs and settings; names what does not exist."""
+    if not hasattr(model, "decode"):
+        raise UnsupportedError(f"generate: {type(model).__name__} has no language-model head")
+    for name, feature in UNSUPPORTED.items():
+        if fields.get(name) is not None:
+            raise UnsupportedError(f"{name}: {feature} is not supported")
+    inputs = {k: v for k, v in fields.items() if k in INPUTS}
+    known = {k: v for k, v in fields.items() if k in FIELDS}
+    rest = {k: v for k, v in fields.items() if k not in INPUTS and k not in UNSUPPORTED}
+    settings = known if len(known) == len(rest) else rest  # an unknown name raises with its nearest
+    return prepare(
+        model, input_ids, attention_mask, generation_config, key, settings, **inputs
+    )
+
+
+def start(bare: Any, request: Request, run: Any) -> State:
+    """Prefill and the first token."""
+    return run(
+        bare,
+        dict(request.prompt),
+        dict(request.encoder),
+        request.sequences,
+        request.mask,
+        jnp.int32(request.start_len),
+        request.at,
+        jnp.int32(request.columns),
+        request.keys,
+        request.settings,
+        capacity=request.capacity,
+        room=request.room,
+    )
+
+
+def without_notes(model: Any) -> Any:
+    """The model without what only the host reads: two models of one config share their programs."""
+    bare = copy.copy(model)
+    for name in ("generation_config", "origin", "extra_eos"):
+        if hasattr(bare, name):
+            setattr(bare, name, None)
+    return bare
+
+
+def output(state: State, length: int, steps: int) -> GenerateOutput:
+    """The result of a final state, cut to the longest row."""
+    return GenerateOutput(
+        sequences=state.sequences[:, :length],
+        scores=None if state.scores is None else tuple(state.scores[:steps]),
+        logits=None if state.logits is None else tuple(state.logits[:steps]),
+    )
+
+
+def check_finite(state: State) -> None:
+    broken = np.asarray(state.broken_at)
+    if (broken >= 0).any():
+        row = int(np.argmax(broken >= 0))
+        raise NonFiniteError(
+            f"generate: the model's logits are NaN or infinite at new token {int(broken[row])} of "
+            f"row {row}; check the weights, or compute in float32 (dtype='float32')"
+        )

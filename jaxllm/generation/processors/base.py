@@ -1,0 +1,224 @@
+"""What every logits processor shares: its call, its view of the tokens so far, and the list.
+
+A processor is a pytree. Its numbers are leaves with fixed dtypes, so a jitted function that takes
+one as an argument compiles once and serves every temperature, penalty or list of ids.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Scores = Float[Array, "B V"]
+C = TypeVar("C", bound=type)
+
+
+class History(NamedTuple):
+    """The tokens so far, as processors look at them.
+
+    Attributes:
+        ids: int32 ``[B, L]``, a buffer of fixed size.
+        real: Which columns hold a token: before ``cur_len``, and not padding.
+        text: The real tokens of each row moved together to its left.
+        size: int32 ``[1, 1]`` or ``[B, 1]``; how many they are.
+        length: int32 ``[1, 1]`` or ``[B, 1]``; the length as length rules count it.
+    """
+
+    ids: Int[Array, "B L"]
+    real: Bool[Array, "B L"]
+    text: Int[Array, "B L"]
+    size: Int[Array, "#B 1"]
+    length: Int[Array, "#B 1"]
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: Int[Array, "B L"],
+        cur_len: Int[Array, " ..."] | int,
+        mask: Bool[Array, "B L"] | None = None,
+        length: Int[Array, " ..."] | int | None = None,
+    ) -> Self:
+        ids = jnp.asarray(input_ids, jnp.int32)
+        column = jnp.asarray(cur_len, jnp.int32).reshape(-1, 1)
+        real = jnp.broadcast_to(jnp.arange(ids.shape[1]) < column, ids.shape)
+        text, size = ids, column
+        if mask is not None:
+            real &= jnp.asarray(mask, bool)
+            text, size = compact(ids, real)
+        counted = column if length is None else jnp.asarray(length, jnp.int32).reshape(-1, 1)
+        return cls(ids, real, text, size, counted)
+
+    def last(self, count: int) -> tuple[Int[Array, "B count"], Bool[Array, "B count"]]:
+        """The last ``count`` tokens of the text, and which of them exist."""
+        return self._at(self.size - count + jnp.arange(count))
+
+    def back(self, steps: Int[Array, ""]) -> tuple[Int[Array, "B 1"], Bool[Array, "B 1"]]:
+        """The token ``steps`` places before the next one (1 is the last), and if it exists."""
+        return self._at(self.size - steps)
+
+    def _at(self, columns: Int[Array, "#B n"]) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:
+        columns = jnp.broadcast_to(columns, (self.text.shape[0], columns.shape[1]))
+        tokens = jnp.take_along_axis(self.text, jnp.maximum(columns, 0), axis=1, mode="clip")
+        return tokens, columns >= 0
+
+
+def compact(
+    ids: Int[Array, "B L"], real: Bool[Array, "B L"]
+) -> tuple[Int[Array, "B L"], Int[Array, "B 1"]]:
+    """Each row's real tokens moved together to its left, in order, and how many there are.
+
+    What follows them in the row has no meaning.
+    """
+    place = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
+    rows = jnp.arange(ids.shape[0])[:, None]
+    moved = jnp.zeros_like(ids).at[rows, jnp.where(real, place, ids.shape[1])].set(ids, mode="drop")
+    return moved, place[:, -1:] + 1
+
+
+class LogitsProcessor:
+    """Base class: a pure function from scores to scores, given the tokens so far.
+
+    Called as the Flax processors of transformers were, ``processor(input_ids, scores, cur_len)``,
+    under ``jit``, ``vmap`` and ``lax.while_loop``. Subclasses define :meth:`process`, or
+    ``__call__`` itself.
+    """
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: Int[Array, " ..."] | int,
+        *,
+        mask: Bool[Array, "B L"] | None = None,
+        length: Int[Array, " ..."] | int | None = None,
+        **_: Any,
+    ) -> Scores:
+        """Scores of the next token, changed.
+
+        Args:
+            input_ids: int32 ``[B, L]``, a buffer of which the first ``cur_len`` columns count; what
+                lies beyond them never matters.
+            scores: ``[B, V]`` logits (log-probabilities in beam search), without NaN.
+            cur_len: The number of columns in use, prompt included: an int, a traced scalar, or one
+                per row, ``[B]``.
+            mask: Which columns hold real tokens, where the prompt is padded. None: all of the first
+                ``cur_len``. Padding on either side is as if it were not there, but for rules
+                about lengths.
+            length: The length that rules about lengths count, where it differs from ``cur_len``
+                because the prompt was padded further than the caller's own padding.
+
+        Returns:
+            float32 ``[B, V]``.
+        """
+        history = History.of(input_ids, cur_len, mask, length)
+        return self.process(history, jnp.asarray(scores, jnp.float32))
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        """The rule itself, on float32 scores."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither process nor __call__")
+
+
+def logits_processor(*, static: tuple[str, ...] = ()) -> Callable[[C], C]:
+    """Makes a class a frozen dataclass and a pytree whose fields are leaves, but for ``static``.
+
+    The class writes its own ``__init__``, which checks its arguments and stores arrays with
+    :func:`store`; rebuilding from leaves does not call it.
+    """
+
+    def decorate(cls: C) -> C:
+        cls = dataclass(frozen=True, init=False, eq=False)(cls)
+        leaves = tuple(field.name for field in fields(cls) if field.name not in static)
+
+        def flatten(processor: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+            children = [
+                (jax.tree_util.GetAttrKey(name), getattr(processor, name)) for name in leaves
+            ]
+            return children, tuple(getattr(processor, name) for name in static)
+
+        def unflatten(aux: tuple[Any, ...], children: Iterable[Any]) -> Any:
+            processor = object.__new__(cls)
+            store(processor, **dict(zip(leaves, children, strict=True)))
+            store(processor, **dict(zip(static, aux, strict=True)))
+            return processor
+
+        jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+        return cls
+
+    return decorate
+
+
+def store(processor: Any, **values: Any) -> None:
+    """Sets the fields of a frozen processor, once, while it is made."""
+    for name, value in values.items():
+        object.__setattr__(processor, name, value)
+
+
+class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
+    """Processors applied in order; itself a pytree, and called like one processor.
+
+    Unlike the list of transformers it cannot be appended to: add tuples instead. Members may be any
+    callable ``f(input_ids, scores, cur_len)``; each is passed those of the keyword arguments that
+    it accepts. A callable that is not a pytree is part of the program, compared by identity.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxllm.generation.processors import TemperatureLogitsWarper, TopKLogitsWarper
+    >>> processors = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(2)])
+    >>> processors(jnp.zeros((1, 4), jnp.int32), jnp.array([[1.0, 3.0, 2.0]]), 2).tolist()
+    [[-inf, 6.0, 4.0]]
+    """
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: Int[Array, " ..."] | int,
+        **kwargs: Any,
+    ) -> Scores:
+        """float32 ``[B, V]``; the arguments are those of :class:`LogitsProcessor`."""
+        scores = jnp.asarray(scores, jnp.float32)
+        for processor in self:
+            scores = processor(input_ids, scores, cur_len, **_accepted(processor, kwargs))
+        return scores
+
+
+def _accepted(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def _flatten(processors: LogitsProcessorList) -> tuple[list[Any], tuple[Any, ...]]:
+    opaque = tuple(p if jax.tree_util.all_leaves([p]) else None for p in processors)
+    return [None if o is not None else p for o, p in zip(opaque, processors, strict=True)], opaque
+
+
+def _unflatten(opaque: tuple[Any, ...], children: Iterable[Any]) -> LogitsProcessorList:
+    pairs = zip(opaque, children, strict=True)
+    return LogitsProcessorList(child if fixed is None else fixed for fixed, child in pairs)
+
+
+jax.tree_util.register_pytree_node(LogitsProcessorList, _flatten, _unflatten)
+
+
+def token_set(
+    ids: Int[Array, "B n"], where: Bool[Array, "B n"], vocab_size: int
+) -> Bool[Array, "B V"]:
+    """Which tokens of the vocabulary occur in each row, at the columns where ``where`` holds."""
+    inside = where & (ids >= 0) & (ids < vocab_size)
+    rows = jnp.arange(ids.shape[0])[:, None]
+    empty = jnp.zeros((ids.shape[0], vocab_size), bool)
+    return empty.at[rows, jnp.where(inside, ids, vocab_size)].set(True, mode="drop")
+
+
+def listed(ids: Int[Array, " E"], vocab_size: int) -> Bool[Array, " V"]:
+    """Which tokens of the vocabulary are in a table of ids (see ``values.id_table``)."""
+    return token_set(ids[None], jnp.ones((1, ids.shape[0]), bool), vocab_size)[0]

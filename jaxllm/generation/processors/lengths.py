@@ -1,0 +1,121 @@
+"""Processors about length: what ends the text too early, or not soon enough.
+
+Lengths count as in transformers: the whole row, prompt and its padding included (for T5 the
+decoder's row, which starts with one token). See ``length`` in :class:`LogitsProcessor`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxllm.errors import InputError
+from jaxllm.generation.processors.base import (
+    History,
+    LogitsProcessor,
+    Scores,
+    listed,
+    logits_processor,
+    store,
+)
+from jaxllm.generation.values import TokenIds, float_leaf, id_table, int_leaf
+
+_HUGE = 1e30
+
+
+@logits_processor()
+class MinLengthLogitsProcessor(LogitsProcessor):
+    """Forbids every end-of-sequence token while the length, prompt included, is too small.
+
+    >>> import jax.numpy as jnp
+    >>> wait = MinLengthLogitsProcessor(3, eos_token_id=1)
+    >>> ids, scores = jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 2))
+    >>> wait(ids, scores, 2).tolist(), wait(ids, scores, 3).tolist()
+    ([[0.0, -inf]], [[0.0, 0.0]])
+    """
+
+    min_length: Int[Array, " ..."]
+    eos_token_id: Int[Array, " E"]
+
+    def __init__(self, min_length: int | Array, eos_token_id: TokenIds) -> None:
+        owner = type(self).__name__
+        store(
+            self,
+            min_length=int_leaf(owner, "min_length", min_length),
+            eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
+        )
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        early = history.length < jnp.reshape(self.min_length, (-1, 1))
+        return jnp.where(early & listed(self.eos_token_id, scores.shape[1]), -jnp.inf, scores)
+
+
+@logits_processor()
+class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
+    """Forbids every end-of-sequence token until enough tokens follow the prompt."""
+
+    prompt_length_to_skip: Int[Array, " ..."]
+    min_new_tokens: Int[Array, " ..."]
+    eos_token_id: Int[Array, " E"]
+
+    def __init__(
+        self,
+        prompt_length_to_skip: int | Array,
+        min_new_tokens: int | Array,
+        eos_token_id: TokenIds,
+    ) -> None:
+        owner = type(self).__name__
+        store(
+            self,
+            prompt_length_to_skip=int_leaf(owner, "prompt_length_to_skip", prompt_length_to_skip),
+            min_new_tokens=int_leaf(owner, "min_new_tokens", min_new_tokens),
+            eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
+        )
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        new = history.length - jnp.reshape(self.prompt_length_to_skip, (-1, 1))
+        early = new < jnp.reshape(self.min_new_tokens, (-1, 1))
+        return jnp.where(early & listed(self.eos_token_id, scores.shape[1]), -jnp.inf, scores)
+
+
+@logits_processor()
+class ExponentialDecayLengthPenalty(LogitsProcessor):
+    """Raises the end-of-sequence scores ever faster once the text is long enough.
+
+    After n new tokens, n above ``start``, the score s of each end token grows by
+    ``|s| (factor**(n - start) - 1)``; one that is -inf stays so. The growth is bounded at 1e30,
+    where transformers lets it become infinite.
+    """
+
+    regulation_start: Int[Array, " ..."]
+    regulation_factor: Float[Array, ""]
+    eos_token_id: Int[Array, " E"]
+
+    def __init__(
+        self,
+        exponential_decay_length_penalty: tuple[int, float],
+        eos_token_id: TokenIds,
+        input_ids_seq_length: int | Array,
+    ) -> None:
+        owner, name = type(self).__name__, "exponential_decay_length_penalty"
+        try:
+            start, factor = exponential_decay_length_penalty
+        except (TypeError, ValueError):
+            raise InputError(
+                f"{owner}: `{name}` must be (start, factor), "
+                f"but is {exponential_decay_length_penalty!r}"
+            ) from None
+        prompt = int_leaf(owner, "input_ids_seq_length", input_ids_seq_length)
+        store(
+            self,
+            regulation_start=int_leaf(owner, name, start) + prompt,
+            regulation_factor=float_leaf(owner, name, factor, "(0, inf)"),
+            eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
+        )
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        excess = history.length - jnp.reshape(self.regulation_start, (-1, 1))
+        growth = jnp.power(self.regulation_factor, excess.astype(jnp.float32)) - 1
+        raised = scores + jnp.abs(scores) * jnp.minimum(growth, _HUGE)
+        applies = (excess > 0) & listed(self.eos_token_id, scores.shape[1]) & jnp.isfinite(scores)
+        return jnp.where(applies, jnp.minimum(raised, _HUGE), scores)

@@ -1,0 +1,89 @@
+"""Processors that forbid repeating n-grams, with n a number that the program does not depend on."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jaxllm.generation.processors.base import (
+    History,
+    LogitsProcessor,
+    Scores,
+    compact,
+    logits_processor,
+    store,
+    token_set,
+)
+from jaxllm.generation.processors.encoder import EncoderTokens
+from jaxllm.generation.values import int_leaf
+
+
+@logits_processor()
+class NoRepeatNGramLogitsProcessor(LogitsProcessor):
+    """Forbids tokens that would complete an n-gram that the text holds already, prompt included.
+
+    ``ngram_size`` 1 forbids every token that was used; 0 is off. Padding is left out, so a padded
+    row behaves as it would alone (in transformers padding is a token here).
+
+    >>> import jax.numpy as jnp
+    >>> forbid = NoRepeatNGramLogitsProcessor(2)
+    >>> forbid(jnp.array([[0, 1, 2, 0]]), jnp.zeros((1, 3)), 4).tolist()
+    [[0.0, -inf, 0.0]]
+    """
+
+    ngram_size: Int[Array, ""]
+
+    def __init__(self, ngram_size: int | Array) -> None:
+        store(self, ngram_size=int_leaf(type(self).__name__, "ngram_size", ngram_size))
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        last = _completing(history, history.text, history.size, self.ngram_size)
+        return jnp.where(token_set(history.text, last, scores.shape[1]), -jnp.inf, scores)
+
+
+@logits_processor()
+class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
+    """Forbids tokens that would complete an n-gram of the encoder's input (or of the prompt).
+
+    ``encoder_mask`` says which of ``encoder_input_ids`` are real; padding is left out (transformers
+    counts it as tokens). ``encoder_ngram_size`` 0 is off.
+    """
+
+    ngram_size: Int[Array, ""]
+    encoder: EncoderTokens
+
+    def __init__(
+        self,
+        encoder_ngram_size: int | Array,
+        encoder_input_ids: Int[Array, "B S"],
+        encoder_mask: Bool[Array, "B S"] | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        size = int_leaf(owner, "encoder_ngram_size", encoder_ngram_size)
+        encoder = EncoderTokens.of(owner, encoder_input_ids, encoder_mask)
+        store(self, ngram_size=size, encoder=encoder)
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        text, size = compact(*self.encoder.rows(scores.shape[0]))
+        last = _completing(history, text, size, self.ngram_size)
+        return jnp.where(token_set(text, last, scores.shape[1]), -jnp.inf, scores)
+
+
+def _completing(
+    history: History, text: Int[Array, "B S"], size: Int[Array, "#B 1"], n: Int[Array, ""]
+) -> Bool[Array, "B S"]:
+    """Where ``text`` holds the last token of an n-gram that begins as the history ends.
+
+    One pass over ``text`` for each of the n-1 tokens that have to agree.
+    """
+    columns = jnp.arange(text.shape[1])
+
+    def agree(steps: Int[Array, ""], match: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
+        wanted, exists = history.back(steps)
+        before = jnp.roll(text, steps, axis=1)
+        return match & exists & (columns >= steps) & (before == wanted)
+
+    everywhere = jnp.broadcast_to((columns < size) & (n > 0), text.shape)
+    longest = jnp.minimum(n, text.shape[1] + 1)  # no longer n-gram fits
+    return lax.fori_loop(1, longest, agree, everywhere)

@@ -1,0 +1,240 @@
+"""Warpers: temperature, and the filters that drop the tail of the distribution when sampling.
+
+Every filter sets what it drops to ``filter_value`` (-inf) and keeps at least
+``min_tokens_to_keep`` tokens. Behaviour, names and arguments are those of transformers 5.23,
+except that a neutral value (``top_k=0``, ``top_p=1``, ``mass=1``, ``epsilon=0``) is accepted and
+costs nothing at run time, so that a filter may stay in the program while it is switched off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.errors import InputError
+from jaxllm.generation.processors.base import (
+    History,
+    LogitsProcessor,
+    Scores,
+    logits_processor,
+    store,
+)
+from jaxllm.generation.processors.selection import (
+    entropy_mask,
+    nearest_mask,
+    top_k_mask,
+    top_mask,
+    top_p_mask,
+    unnormalised,
+)
+from jaxllm.generation.values import Number, float_leaf, int_leaf, is_integer, is_traced
+
+NEG_INF = -float("inf")
+
+
+@logits_processor()
+class TemperatureLogitsWarper(LogitsProcessor):
+    """Divides the scores by ``temperature``, a number above 0.
+
+    >>> import jax.numpy as jnp
+    >>> warp = TemperatureLogitsWarper(0.5)
+    >>> warp(jnp.zeros((1, 1), jnp.int32), jnp.array([[1.0, 3.0]]), 1).tolist()
+    [[2.0, 6.0]]
+    """
+
+    temperature: Float[Array, ""]
+
+    def __init__(self, temperature: Number) -> None:
+        if not is_traced(temperature) and temperature == 0:
+            raise InputError(
+                "TemperatureLogitsWarper: `temperature` must be above 0, but is 0; "
+                "for greedy decoding set do_sample=False"
+            )
+        leaf = float_leaf(type(self).__name__, "temperature", temperature, "(0, inf)")
+        store(self, temperature=leaf)
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        return scores / self.temperature
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class Filter(LogitsProcessor):
+    """A warper that replaces the scores of tokens outside :meth:`keep` by ``filter_value``.
+
+    Nothing is computed at run time while :meth:`off` says that all would be kept.
+    """
+
+    filter_value: Float[Array, ""]
+    min_tokens_to_keep: int
+
+    def _set(self, filter_value: Number, min_tokens_to_keep: int, **values: Array) -> None:
+        owner = type(self).__name__
+        if not is_integer(min_tokens_to_keep) or min_tokens_to_keep < 1:
+            raise InputError(
+                f"{owner}: `min_tokens_to_keep` must be an integer of at least 1, "
+                f"but is {min_tokens_to_keep!r}"
+            )
+        value = float_leaf(owner, "filter_value", filter_value, "[-inf, inf]")
+        store(self, filter_value=value, min_tokens_to_keep=int(min_tokens_to_keep), **values)
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        def cut() -> Scores:
+            return jnp.where(self.keep(scores), scores, self.filter_value)
+
+        return lax.cond(self.off(scores), lambda: scores, cut)
+
+    def off(self, scores: Scores) -> Bool[Array, ""]:
+        raise NotImplementedError
+
+    def keep(self, scores: Scores) -> Bool[Array, "B V"]:
+        raise NotImplementedError
+
+
+@logits_processor(static=("min_tokens_to_keep",))
+class TopKLogitsWarper(Filter):
+    """Keeps the ``top_k`` largest scores and ties with the k-th; 0 keeps all."""
+
+    top_k: Int[Array, ""]
+
+    def __init__(
+        self, top_k: int | Array, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
+    ) -> None:
+        leaf = int_leaf(type(self).__name__, "top_k", top_k)
+        self._set(filter_value, min_tokens_to_keep, top_k=leaf)
+
+    def off(self, scores: Scores) -> Bool[Array, ""]:
+        return (self.top_k <= 0) | (self.top_k >= scores.shape[1])
+
+    def keep(self, scores: Scores) -> Bool[Array, "B V"]:
+        least = min(self.min_tokens_to_keep, scores.shape[1])
+        return top_k_mask(scores, jnp.maximum(self.top_k, least))
+
+
+@logits_processor(static=("min_tokens_to_keep",))
+class TopPLogitsWarper(Filter):
+    """Keeps the fewest most probable tokens whose probabilities add up to ``top_p`` or more.
+
+    Nucleus sampling (Holtzman et al. 2020). 0 keeps the best token, 1 keeps all.
+    """
+
+    top_p: Float[Array, ""]
+
+    def __init__(
+        self, top_p: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
+    ) -> None:
+        leaf = float_leaf(type(self).__name__, "top_p", top_p, "[0, 1]")
+        self._set(filter_value, min_tokens_to_keep, top_p=leaf)
+
+    def off(self, scores: Scores) -> Bool[Array, ""]:
+        return self.top_p >= 1.0
+
+    def keep(self, scores: Scores) -> Bool[Array, "B V"]:
+        return top_p_mask(scores, self.top_p, self.min_tokens_to_keep)
+
+
+@logits_processor(static=("min_tokens_to_keep",))
+class MinPLogitsWarper(Filter):
+    """Drops tokens less probable than ``min_p`` times the most probable one; 0 keeps all."""
+
+    min_p: Float[Array, ""]
+
+    def __init__(
+        self, min_p: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
+    ) -> None:
+        leaf = float_leaf(type(self).__name__, "min_p", min_p, "[0, 1]")
+        self._set(filter_value, min_tokens_to_keep, min_p=leaf)
+
+    def off(self, scores: Scores) -> Bool[Array, ""]:
+        return self.min_p <= 0.0
+
+    def keep(self, scores: Scores) -> Bool[Array, "B V"]:
+        likely = unnormalised(scores) >= self.min_p
+        return likely | top_mask(scores, self.min_tokens_to_keep)
+
+
+@logits_processor(static=("min_tokens_to_keep",))
+class TopHLogitsWarper(Filter):
+    """Keeps the most probable tokens while their share of the entropy is at most ``top_h``.
+
+    Looks at the 100 most probable tokens only, so that even ``top_h=1`` drops the rest.
+    """
+
+    top_h: Float[Array, ""]
+
+    def __init__(self, top_h: Number, filter_value: Number = NEG_INF) -> None:
+        leaf = float_leaf(type(self).__name__, "top_h", top_h, "(0, 1]")
+        self._set(filter_value, 1, top_h=leaf)
+
+    def off(self, scores: Scores) -> Bool[Array, ""]:
+        return jnp.asarray(False)
+
+    def keep(self, scores: Scores) -> Bool[Array, "B V"]:
+        return entropy_mask(scores, self.top_h)
+
+
+@logits_processor(static=("min_tokens_to_keep",))
+class TypicalLogitsWarper(Filter):
+    """Keeps the tokens whose surprise is nearest the entropy, up to probability ``mass``.
+
+    Locally typical sampling (Meister et al. 2022); 1 keeps all.
+    """
+
+    mass: Float[Array, ""]
+
+    def __init__(
+        self, mass: Number = 0.9, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
+    ) -> None:
+        leaf = float_leaf(type(self).__name__, "mass", mass, "(0, 1]")
+        self._set(filter_value, min_tokens_to_keep, mass=leaf)
+
+    def off(self, scores: Scores) -> Bool[Array, ""]:
+        return self.mass >= 1.0
+
+    def keep(self, scores: Scores) -> Bool[Array, "B V"]:
+        surprise = -jax.nn.log_softmax(scores, axis=-1)
+        distance = jnp.abs(surprise - _entropy(scores)[:, None])
+        weights = unnormalised(scores)
+        mass = self.mass * jnp.sum(weights, axis=-1)
+        return nearest_mask(distance, weights, mass, self.min_tokens_to_keep)
+
+
+@logits_processor(static=("min_tokens_to_keep",))
+class EpsilonLogitsWarper(Filter):
+    """Drops tokens of probability below ``epsilon`` (Hewitt et al. 2022); 0 keeps all."""
+
+    epsilon: Float[Array, ""]
+
+    def __init__(
+        self, epsilon: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
+    ) -> None:
+        leaf = float_leaf(type(self).__name__, "epsilon", epsilon, "[0, 1)")
+        self._set(filter_value, min_tokens_to_keep, epsilon=leaf)
+
+    def off(self, scores: Scores) -> Bool[Array, ""]:
+        return self.epsilon <= 0.0
+
+    def keep(self, scores: Scores) -> Bool[Array, "B V"]:
+        likely = jax.nn.softmax(scores, axis=-1) >= self.epsilon
+        return likely | top_mask(scores, self.min_tokens_to_keep)
+
+
+@logits_processor(static=("min_tokens_to_keep",))
+class EtaLogitsWarper(EpsilonLogitsWarper):
+    """Drops tokens of probability below min(epsilon, sqrt(epsilon) exp(-entropy)); 0 keeps all.
+
+    Eta sampling (Hewitt et al. 2022).
+    """
+
+    def keep(self, scores: Scores) -> Bool[Array, "B V"]:
+        eta = jnp.sqrt(self.epsilon) * jnp.exp(-_entropy(scores)[:, None])
+        likely = jax.nn.softmax(scores, axis=-1) >= jnp.minimum(self.epsilon, eta)
+        return likely | top_mask(scores, self.min_tokens_to_keep)
+
+
+def _entropy(scores: Scores) -> Float[Array, " B"]:
+    log_p = jax.nn.log_softmax(scores, axis=-1)
+    return -jnp.sum(jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * log_p, 0.0), axis=-1)

@@ -1,0 +1,184 @@
+"""Prompts: checked on the host, with their masks, in the layout that the compiled programs take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import InputError
+from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.values import is_traced
+from jaxllm.models import inputs as check
+
+SMALLEST_BUCKET = 16
+
+
+def bucket(length: int, smallest: int = SMALLEST_BUCKET) -> int:
+    """The next power of two, at least `smallest`.
+
+    >>> bucket(3), bucket(16), bucket(17)
+    (16, 16, 32)
+    """
+    return max(smallest, 1 << (length - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """A [batch, length] argument and its mask, before and after padding to a bucket."""
+
+    ids: Any
+    mask: Any
+    embeds: Any = None
+
+    @property
+    def length(self) -> int:
+        return self.mask.shape[1]
+
+    def pad_to(self, length: int, pad: int = 0) -> Columns:
+        """Pads on the right with masked columns."""
+        extra = length - self.length
+        return Columns(
+            None if self.ids is None else pad_right(self.ids, extra, pad),
+            pad_right(self.mask, extra, False),
+            None if self.embeds is None else pad_right(self.embeds, extra, 0),
+        )
+
+
+def decoder_only_prompt(
+    model, input_ids, attention_mask, inputs_embeds, config, eos, pad
+) -> Columns:
+    """The prompt of a decoder-only model: ids, embeddings, or a lone BOS."""
+    embeds = None if inputs_embeds is None else floats(inputs_embeds)
+    if embeds is not None and embeds.ndim != 3:
+        raise InputError(f"inputs_embeds: expected [batch, length, width], found {embeds.shape}")
+    if input_ids is None and embeds is None:
+        bos = config.bos_token_id
+        bos = model.config.bos_token_id if bos is None else bos
+        if bos is None:
+            raise InputError(
+                "input_ids: none given, and the model has no bos_token_id to start from"
+            )
+        return Columns(np.full((1, 1), bos, np.int32), np.ones((1, 1), bool))
+    if input_ids is None:
+        assert embeds is not None
+        return Columns(None, _mask(attention_mask, embeds.shape[:2]), embeds)
+    ids = _ids("input_ids", input_ids, model.config.vocab_size)
+    if embeds is not None and embeds.shape[:2] != ids.shape:
+        raise InputError(f"inputs_embeds: expected {ids.shape} positions, found {embeds.shape[:2]}")
+    if attention_mask is None:
+        attention_mask = inferred_mask(ids, pad, eos, config)
+    return Columns(ids, _mask(attention_mask, ids.shape), embeds)
+
+
+def inferred_mask(ids: Any, pad: int | None, eos: tuple[int, ...], config: GenerationConfig) -> Any:
+    """Without a mask: pads are masked if there is a pad token that ends no text (as transformers).
+
+    A pad that is also an end token cannot be told from a real one; every token is then real.
+    """
+    stated = config.pad_token_id if config.pad_token_id is not None else pad
+    if stated is None or stated in eos or is_traced(ids):
+        return None
+    mask = ids != stated
+    return mask if not mask.all() else None
+
+
+def encoder_side(
+    model, input_ids, attention_mask, inputs_embeds, encoder_outputs, config, eos
+) -> tuple[Columns, dict[str, Any]]:
+    """The encoder's input in its bucket, and the arguments of `model.start`."""
+    given = [x is not None for x in (input_ids, inputs_embeds, encoder_outputs)]
+    if sum(given) == 0:
+        raise InputError("input_ids: an encoder-decoder needs the encoder's input")
+    if encoder_outputs is not None:
+        states = jnp.asarray(getattr(encoder_outputs, "last_hidden_state", encoder_outputs))
+        mask = _mask(attention_mask, states.shape[:2])
+        ids = None if input_ids is None else _ids("input_ids", input_ids, model.config.vocab_size)
+        source = Columns(ids, mask, states)
+        return source, {"encoder_states": states, "attention_mask": jnp.asarray(mask)}
+    if given[0] and given[1]:
+        raise InputError("input_ids, inputs_embeds: give exactly one of the two")
+    if inputs_embeds is not None:
+        embeds = floats(inputs_embeds)
+        source = Columns(None, _mask(attention_mask, embeds.shape[:2]), embeds)
+    else:
+        ids = _ids("input_ids", input_ids, model.config.vocab_size)
+        if attention_mask is None:
+            attention_mask = inferred_mask(ids, model.config.pad_token_id, eos, config)
+        source = Columns(ids, _mask(attention_mask, ids.shape))
+    if not is_traced(source.mask) and not np.asarray(source.mask).any(axis=1).all():
+        row = int(np.argmin(np.asarray(source.mask).any(axis=1)))
+        raise InputError(f"attention_mask: row {row} has no real token")
+    source = source.pad_to(bucket(source.length), model.config.pad_token_id or 0)
+    arguments = {"attention_mask": source.mask}
+    arguments["input_ids" if source.embeds is None else "inputs_embeds"] = (
+        source.ids if source.embeds is None else source.embeds
+    )
+    return source, arguments
+
+
+def decoder_prompt(model, ids, mask, batch: int, config: GenerationConfig) -> Columns:
+    """What the decoder of an encoder-decoder starts with: the start token, then the caller's ids."""
+    start = config.decoder_start_token_id
+    start = model.config.decoder_start_token_id if start is None else start
+    start = config.bos_token_id if start is None else start
+    if start is None:
+        raise InputError("decoder_start_token_id: neither the call nor the model names one")
+    first = np.asarray(start, np.int32).reshape(-1)
+    if first.size not in (1, batch):
+        raise InputError(f"decoder_start_token_id: {first.size} ids for a batch of {batch}")
+    first = np.broadcast_to(first[:, None], (batch, 1))
+    _ids("decoder_start_token_id", first, model.config.vocab_size)
+    if ids is None:
+        if mask is not None:
+            raise InputError("decoder_attention_mask: given without decoder_input_ids")
+        return Columns(np.array(first), np.ones((batch, 1), bool))
+    ids = _ids("decoder_input_ids", ids, model.config.vocab_size)
+    mask = _mask(mask, ids.shape, "decoder_attention_mask")
+    if ids.shape[0] != batch:
+        raise InputError(f"decoder_input_ids: {ids.shape[0]} rows for a batch of {batch}")
+    if not is_traced(mask) and (np.diff(np.asarray(mask).astype(int), axis=1) < 0).any():
+        # T5 measures distances between columns; a gap inside a row would change them.
+        raise InputError("decoder_attention_mask: pad decoder prompts on the left")
+    starts = jnp.all(ids[:, 0] == first[:, 0]) if is_traced(ids) else (ids[:, 0] == first[:, 0])
+    if not is_traced(ids) and not starts.any():
+        ids = np.concatenate([first, ids], axis=1)
+        mask = np.concatenate([np.ones((batch, 1), bool), np.asarray(mask)], axis=1)
+    return Columns(ids, mask)
+
+
+def check_room(model: Any, given: Columns, new: int) -> None:
+    """A learned position table has a hard end; reading past it repeats its last row in silence."""
+    limit = model.config.max_positions
+    if limit is None:
+        return
+    real = given.length if is_traced(given.mask) else int(np.asarray(given.mask).sum(1).max())
+    if real + new > limit:
+        raise InputError(
+            f"max_new_tokens: a prompt of {real} tokens and {new} new ones need {real + new} "
+            f"positions, but this model has {limit}; ask for at most {max(limit - real, 0)}"
+        )
+
+
+def _ids(name: str, ids: Any, vocab_size: int) -> Any:
+    checked = check.token_ids(name, ids, vocab_size)
+    return checked if is_traced(checked) else np.asarray(ids).astype(np.int32)
+
+
+def _mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask") -> Any:
+    checked = check.mask_of(name, mask, shape)
+    return checked if is_traced(checked) else np.asarray(checked)
+
+
+def floats(x: Any) -> Any:
+    """Embeddings on the host where they are known, so that padding them compiles nothing."""
+    return x if is_traced(x) else np.asarray(x)
+
+
+def pad_right(x: Any, extra: int, value: Any) -> Any:
+    widths = ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))
+    if isinstance(x, np.ndarray):
+        return np.pad(x, widths, constant_values=value)
+    return jnp.pad(x, widths, constant_values=value)

@@ -1,0 +1,120 @@
+"""`load` and `save_hf`: from a checkpoint to a model with its tokenizer, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from jaxllm.checkpoint.hub import resolve
+from jaxllm.checkpoint.load import Checkpoint, Progress, load_model, open_checkpoint
+from jaxllm.checkpoint.save import MAX_SHARD_BYTES, save_model, write_json
+from jaxllm.errors import UnsupportedError
+from jaxllm.generation.config import GenerationConfig
+from jaxllm.models.config import GENERATION_KEYS
+from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
+
+
+def load(
+    path_or_hub_id: str | PathLike[str],
+    *,
+    dtype: Any = None,
+    param_dtype: Any = None,
+    mesh: Any = None,
+    revision: str | None = None,
+    architecture: str | None = None,
+    attn_implementation: str = "eager",
+    remat: bool = False,
+    allow_nonfinite: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Any, Tokenizer | None]:
+    """Loads a model and its tokenizer.
+
+    Args:
+        path_or_hub_id: a Hugging Face folder (config.json, one or many safetensors), a .gguf file, or
+            a Hub id such as ``"HuggingFaceTB/SmolLM2-135M-Instruct"``.
+        dtype: what to compute in: float32, bfloat16 or float16. None: the checkpoint's own, but
+            float32 on a CPU, where half precision is many times slower.
+        param_dtype: what to keep the weights in. None: as in the file (on a CPU that computes in
+            float32: float32; saving still gives the file's bytes).
+        mesh: reserved; only None so far.
+        revision: branch, tag or commit on the Hub.
+        architecture: a class name in place of the one in config.json, such as ``"T5EncoderModel"``.
+        attn_implementation: "eager", "xla" or "cudnn".
+        remat: recompute activations in the backward pass, block by block.
+        allow_nonfinite: accept NaN and infinite weights.
+        progress: called as ``progress(tensor_name, bytes_done, bytes_total)``.
+
+    Returns:
+        (model, tokenizer); the tokenizer is None where the checkpoint has none. `model.config` and
+        `model.generation_config` hold what its files say.
+
+    Raises:
+        MissingFileError, ConfigError, CheckpointError, TokenizerError, UnsupportedError: each names
+            the file and field, what was found, and what to do.
+    """
+    if mesh is not None:
+        raise UnsupportedError("mesh: loading onto a mesh is not supported yet; pass mesh=None")
+    checkpoint = open_checkpoint(resolve(path_or_hub_id, revision))
+    with checkpoint.weights:
+        generation_config = read_generation_config(checkpoint)
+        if checkpoint.gguf is not None:
+            tokenizer = tokenizer_from_gguf(checkpoint.gguf.metadata)
+        else:
+            tokenizer = load_tokenizer(checkpoint.path)
+        model = load_model(
+            checkpoint,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            architecture=architecture,
+            attn_implementation=attn_implementation,
+            remat=remat,
+            allow_nonfinite=allow_nonfinite,
+            progress=progress,
+        )
+    model.generation_config = generation_config
+    eos = None if tokenizer is None else tokenizer.eos_token_id
+    # A chat model's tokenizer may end its turns with a token that config.json does not name.
+    model.extra_eos = () if eos is None or eos >= model.config.vocab_size else (eos,)
+    return model, tokenizer
+
+
+def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
+    """generation_config.json, or the generation settings that old files keep in config.json."""
+    path = checkpoint.path / "generation_config.json"
+    if checkpoint.gguf is None and path.exists():
+        return GenerationConfig.from_file(path)
+    names = {*GENERATION_KEYS, "pad_token_id", "bos_token_id", "decoder_start_token_id"}
+    old: Mapping[str, Any] = {k: v for k, v in checkpoint.config.items() if k in names}
+    return GenerationConfig.from_dict(old, where=str(checkpoint.config_file))
+
+
+def save_hf(
+    folder: str | PathLike[str],
+    model: Any,
+    tokenizer: Tokenizer | None = None,
+    *,
+    dtype: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a folder that transformers 4 and 5 load: config, weights, generation config, tokenizer.
+
+    Loading a checkpoint and saving it gives the same tensor names, shapes, dtypes and bytes. Every
+    weight file is read back and compared before it takes its name.
+
+    Args:
+        folder: made if it is not there.
+        model: what `load` returned, or a model of your own config.
+        tokenizer: its files are written too.
+        dtype: of the written tensors; None: the checkpoint's own where that loses nothing, else the
+            parameters'.
+        max_shard_bytes: larger models are split.
+    """
+    folder = Path(folder).expanduser()
+    save_model(folder, model, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    settings = getattr(model, "generation_config", None)
+    if settings is not None:
+        write_json(folder / "generation_config.json", settings.to_dict())
+    if tokenizer is not None:
+        tokenizer.save(folder)

@@ -1,0 +1,360 @@
+"""What a strategy of generation needs from a model, and what decoder-only models share.
+
+The protocol has two calls. `start` allocates the cache (an encoder-decoder encodes here, and projects
+its cross keys and values, once). `decode` runs new columns on top of the cache. Strategies know
+nothing of models beyond this; models know nothing of strategies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.cache import Cache, View, look, look_cached
+from jaxllm.errors import InputError
+from jaxllm.models import inputs as check
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.losses import causal_loss, classification_loss
+from jaxllm.models.outputs import BaseOutput, CausalLMOutput, SequenceClassifierOutput
+from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.stack import Context, Stack, StackOutput
+
+
+class Decoder(Protocol):
+    """A model that generates. Arrays only: checks of ids and lengths happen before."""
+
+    config: Any
+    is_encoder_decoder: bool
+
+    def start(self, batch: int, capacity: int, **encoder_inputs: Any) -> Cache:
+        """A cache of `capacity` columns, with the encoder's part filled in."""
+        ...
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"] | None,
+        mask: Bool[Array, "B T"],
+        cache: Cache,
+        *,
+        fresh: bool = False,
+        at: Int[Array, " B"] | None = None,
+        **prompt_inputs: Any,
+    ) -> tuple[Float[Array, "B T V"] | Float[Array, "B 1 V"], Cache]:
+        """Float32 logits of each new column, or of column `at` of each row only, and the cache."""
+        ...
+
+
+def with_positions(view: View, position_ids: Int[Array, "B T"] | None) -> View:
+    """The view with the caller's own positions in place of the cumulative mask's."""
+    if position_ids is None:
+        return view
+    positions = jnp.broadcast_to(jnp.asarray(position_ids, jnp.int32), view.positions.shape)
+    return dataclasses.replace(view, positions=positions, horizon=jnp.max(positions) + 1)
+
+
+def pick_columns(x: Float[Array, "B T D"], keep: Any) -> Float[Array, "B K D"]:
+    """Hugging Face's `logits_to_keep`: 0 keeps all, n the last n, an index array these columns."""
+    if isinstance(keep, int):
+        return x if keep == 0 else x[:, -keep:]
+    return x[:, jnp.asarray(keep)]
+
+
+class Backbone(nnx.Module):
+    """Embeddings and blocks of a decoder-only model. A family fills in the two methods below."""
+
+    config: ModelConfig
+    embed: Embedding
+    stack: Stack
+
+    def embed_tokens(
+        self,
+        input_ids: Int[Array, "B T"] | None,
+        inputs_embeds: Float[Array, "B T D"] | None,
+        view: View,
+        token_type_ids: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T D"]:
+        raise NotImplementedError
+
+    def rotary(self, view: View) -> tuple[Array, Array] | None:
+        """Angles of this call's positions, for a family that rotates."""
+        return None
+
+    def run(
+        self,
+        input_ids: Int[Array, "B T"] | None,
+        view: View,
+        *,
+        inputs_embeds: Float[Array, "B T D"] | None = None,
+        token_type_ids: Int[Array, "B T"] | None = None,
+        cache: Cache | None = None,
+        memory=None,
+        memory_mask: Bool[Array, "B E"] | None = None,
+        **options: Any,
+    ) -> StackOutput:
+        x = self.embed_tokens(input_ids, inputs_embeds, view, token_type_ids)
+        context = Context(
+            view=view,
+            rotary=self.rotary(view),
+            memory_visible=None if memory_mask is None else memory_mask[:, None, None, :],
+        )
+        return self.stack(
+            x, context, layers=None if cache is None else cache.layers, memory=memory, **options
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The checked arrays of one forward call."""
+
+    input_ids: Int[Array, "B T"] | None
+    inputs_embeds: Float[Array, "B T D"] | None
+    mask: Bool[Array, "B T"]
+
+
+class DecoderOnly(nnx.Module):
+    """What the heads of Llama and GPT-2 share: input checks, the forward pass, the cache."""
+
+    is_encoder_decoder = False
+    config: Any
+    backbone: Backbone
+
+    def prepare(self, input_ids, inputs_embeds, attention_mask) -> Prepared:
+        """Checks ids or embeddings, and the mask."""
+        check.one_of(input_ids, inputs_embeds)
+        if input_ids is not None:
+            input_ids = check.token_ids("input_ids", input_ids, self.config.vocab_size)
+            shape = input_ids.shape
+        else:
+            inputs_embeds = jnp.asarray(inputs_embeds)
+            shape = inputs_embeds.shape[:2]
+        limit = self.config.max_positions
+        if limit is not None and shape[1] > limit:
+            raise InputError(f"input_ids: {shape[1]} columns, but this model has {limit} positions")
+        return Prepared(
+            input_ids, inputs_embeds, check.mask_of("attention_mask", attention_mask, shape)
+        )
+
+    def hidden(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        inputs_embeds=None,
+        token_type_ids=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        cache: Cache | None = None,
+        head_mask=None,
+        dropout_key=None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> BaseOutput:
+        """The backbone with every option of a forward call; see `__call__` of the heads."""
+        given = self.prepare(input_ids, inputs_embeds, attention_mask)
+        if cache is None:
+            view = look(given.mask)
+        else:
+            view, cache = look_cached(given.mask, cache)
+        memory = memory_mask = None
+        if encoder_hidden_states is not None:
+            memory, memory_mask = self.memory(encoder_hidden_states, encoder_attention_mask)
+        elif encoder_attention_mask is not None:
+            raise InputError("encoder_attention_mask: given without encoder_hidden_states")
+        elif cache is not None and cache.cross is not None:
+            memory, memory_mask = cache.cross, cache.cross_mask
+        out = self.backbone.run(
+            given.input_ids,
+            with_positions(view, position_ids),
+            inputs_embeds=given.inputs_embeds,
+            token_type_ids=token_type_ids,
+            cache=cache,
+            memory=memory,
+            memory_mask=memory_mask,
+            head_mask=head_mask,
+            cross_head_mask=head_mask,
+            key=dropout_key,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        return BaseOutput(
+            last_hidden_state=out.x,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+            cross_attentions=out.cross_attentions,
+            cache=None if cache is None else cache.replace(layers=out.layers),
+        )
+
+    def memory(self, encoder_hidden_states, encoder_attention_mask):
+        """Cross-attention keys and values; only GPT-2 with `add_cross_attention` has any."""
+        if self.backbone.stack.blocks[0].cross is None:
+            raise InputError(
+                "encoder_hidden_states: this model has no cross-attention (add_cross_attention)"
+            )
+        states = jnp.asarray(encoder_hidden_states)
+        mask = check.mask_of("encoder_attention_mask", encoder_attention_mask, states.shape[:2])
+        return self.backbone.stack.project_memory(states), mask
+
+
+class CausalLM(DecoderOnly):
+    """A language model: the backbone and a head, tied to the embedding when `lm_head` is None."""
+
+    lm_head: Linear | None
+
+    def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Float32 logits."""
+        head = self.backbone.embed.attend if self.lm_head is None else self.lm_head
+        return head(x).astype(jnp.float32)
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Int[Array, "B T"] | None = None,
+        *,
+        labels: Int[Array, "B T"] | None = None,
+        logits_to_keep: int | Int[Array, " K"] = 0,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """One forward pass.
+
+        Args:
+            input_ids: token ids; or give `inputs_embeds` [B, T, D].
+            attention_mask: 1 at real tokens; None means all. Positions count real tokens only, so
+                left-padded, right-padded and lone rows give the same logits.
+            labels: ids to predict, -100 where nothing is; `loss` is then their mean cross-entropy,
+                each against the logits one position before.
+            logits_to_keep: 0 for all positions, n for the last n, or the indices of columns.
+            options: `position_ids` [B, T], `inputs_embeds`, `token_type_ids` [B, T] (GPT-2),
+                `encoder_hidden_states` [B, E, D] and `encoder_attention_mask` [B, E] (GPT-2 with
+                cross-attention), `cache` (continue from it; it comes back in the output),
+                `head_mask` [L, N], `dropout_key` (training), `output_hidden_states`,
+                `output_attentions`.
+
+        Raises:
+            InputError: ids outside the vocabulary, shapes that do not fit.
+        """
+        out = self.hidden(input_ids, attention_mask, **options)
+        logits = self.logits(pick_columns(out.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            if not isinstance(logits_to_keep, int) or logits_to_keep:
+                raise InputError("labels: the loss needs all logits; drop logits_to_keep")
+            labels = check.check_label_ids(labels, self.config.vocab_size)
+            if labels.shape != logits.shape[:2]:
+                raise InputError(f"labels: expected {logits.shape[:2]}, found {labels.shape}")
+            loss = causal_loss(logits, labels)
+        return CausalLMOutput(
+            logits=logits,
+            loss=loss,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+            cross_attentions=out.cross_attentions,
+            cache=out.cache,
+        )
+
+    def start(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        encoder_hidden_states: Float[Array, "B E D"] | None = None,
+        encoder_attention_mask: Bool[Array, "B E"] | None = None,
+    ) -> Cache:
+        attn = self.backbone.stack.blocks[0].attn
+        cache = Cache.empty(
+            len(self.backbone.stack.blocks),
+            batch,
+            capacity,
+            attn.kv_heads,
+            attn.head_dim,
+            attn.k.dtype,
+        )
+        if encoder_hidden_states is None:
+            return cache
+        cross, mask = self.memory(encoder_hidden_states, encoder_attention_mask)
+        return cache.replace(cross=cross, cross_mask=mask)
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"] | None,
+        mask: Bool[Array, "B T"],
+        cache: Cache,
+        *,
+        fresh: bool = False,
+        at: Int[Array, " B"] | None = None,
+        inputs_embeds: Float[Array, "B T D"] | None = None,
+        token_type_ids: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T V"] | Float[Array, "B 1 V"], Cache]:
+        view, cache = look_cached(mask, cache, fresh=fresh)
+        if token_type_ids is None and cache.token_type is not None:
+            token_type_ids = jnp.broadcast_to(cache.token_type[:, None], mask.shape)
+        elif token_type_ids is not None:
+            # New tokens take the type of the prompt's last column, as in transformers.
+            cache = cache.replace(token_type=last_column(token_type_ids, at))
+        out = self.backbone.run(
+            tokens,
+            view,
+            inputs_embeds=inputs_embeds,
+            token_type_ids=token_type_ids,
+            cache=cache,
+            memory=cache.cross,
+            memory_mask=cache.cross_mask,
+            fresh=fresh,
+        )
+        x = out.x if at is None else take_column(out.x, at)
+        return self.logits(x), cache.replace(layers=out.layers)
+
+
+def take_column(x: Float[Array, "B T D"], at: Int[Array, " B"]) -> Float[Array, "B 1 D"]:
+    """Column at[b] of row b."""
+    return jnp.take_along_axis(x, at[:, None, None], axis=1)
+
+
+def last_column(x: Int[Array, "B T"], at: Int[Array, " B"] | None) -> Int[Array, " B"]:
+    if at is None:
+        return x[:, -1]
+    return jnp.take_along_axis(x, at[:, None], axis=1)[:, 0]
+
+
+class SequenceClassifier(DecoderOnly):
+    """The backbone and a score of each row's last real token (right under either padding)."""
+
+    score: Linear
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Int[Array, "B T"] | None = None,
+        *,
+        labels: Array | None = None,
+        **options: Any,
+    ) -> SequenceClassifierOutput:
+        """`logits` [B, C]; with `labels` the loss of the config's `problem_type`.
+
+        The last real token is the last one that the mask keeps; without a mask the last one that is
+        not `pad_token_id`, as in transformers.
+        """
+        out = self.hidden(input_ids, attention_mask, **options)
+        x = out.last_hidden_state
+        columns = jnp.arange(x.shape[1])
+        if attention_mask is not None:
+            real = jnp.asarray(attention_mask).astype(bool)
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            real = jnp.asarray(input_ids) != self.config.pad_token_id
+        elif input_ids is not None and x.shape[0] > 1:
+            raise InputError(
+                "attention_mask: needed for a batch, since the config has no pad_token_id"
+            )
+        else:
+            real = jnp.ones(x.shape[:2], bool)
+        last = jnp.max(jnp.where(real, columns, 0), axis=-1)
+        logits = self.score(take_column(x, last))[:, 0].astype(jnp.float32)
+        loss = None
+        if labels is not None:
+            loss = classification_loss(logits, jnp.asarray(labels), self.config.problem_type)
+        return SequenceClassifierOutput(
+            logits=logits, loss=loss, hidden_states=out.hidden_states, attentions=out.attentions
+        )

@@ -1,0 +1,208 @@
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxllm.models import config as cfg
+from jaxllm.models.base import Backbone, CausalLM, SequenceClassifier
+from jaxllm.models.options import Options
+from jaxllm.models.weights import Table, linear, norm, same
+from jaxllm.nn.activations import activation
+from jaxllm.nn.attention import Attention
+from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.mlp import MLP
+from jaxllm.nn.norm import LayerNorm
+from jaxllm.nn.stack import Block, Stack
+
+# Hugging Face's common names, which its GPT-2 config accepts as well.
+ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPT2Config(cfg.ModelConfig):
+    """Fields of config.json under their own names.
+
+    `reorder_and_upcast_attn` asks for attention scores in float32, which is what is done here always.
+    """
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    resid_pdrop: float = 0.1
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    reorder_and_upcast_attn: bool = False
+    add_cross_attention: bool = False
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = 50256
+    eos_token_id: int | tuple[int, ...] | None = 50256
+
+    @property
+    def max_positions(self) -> int:
+        return self.n_positions
+
+    @property
+    def context_length(self) -> int:
+        return self.n_positions
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> GPT2Config:
+        """Reads and checks a config.json object; raises ConfigError or UnsupportedError by field."""
+        if "vocab_size" in raw and isinstance(raw["vocab_size"], int):
+            # The defaults of bos and eos are GPT-2's own; a smaller vocabulary does not have them.
+            absent = {
+                k: None
+                for k in ("bos_token_id", "eos_token_id")
+                if k not in raw and raw["vocab_size"] <= 50256
+            }
+            raw = {**absent, **raw}
+        config = cfg.read_config(cls, raw, aliases=ALIASES)
+        cfg.check_common(config)
+        cfg.check_size(config, "n_positions", "n_embd", "n_head")
+        cfg.check_size(config, "n_layer", limit=cfg.MAX_LAYERS)
+        if config.n_inner is not None:
+            cfg.check_size(config, "n_inner")
+        cfg.check_divides(config, "n_embd", "n_head")
+        cfg.check_rate(config, "resid_pdrop", "embd_pdrop", "attn_pdrop")
+        cfg.check_positive(config, "layer_norm_epsilon", "initializer_range")
+        activation(config.activation_function, where="activation_function")
+        return config
+
+
+class GPT2Model(Backbone):
+    """Token and position embeddings, and pre-norm blocks with LayerNorm, biases and GELU."""
+
+    def __init__(self, config: GPT2Config, options: Options, *, rngs: nnx.Rngs):
+        c, kinds = config, options.dtypes
+        size = c.n_embd // c.n_head
+
+        def project(inputs: int, outputs: int) -> Linear:
+            return Linear(
+                inputs, outputs, use_bias=True, std=c.initializer_range, rngs=rngs, **kinds
+            )
+
+        def layer_norm() -> LayerNorm:
+            return LayerNorm(c.n_embd, eps=c.layer_norm_epsilon, **kinds)
+
+        def attention(layer: int) -> Attention:
+            scale = size**-0.5 if c.scale_attn_weights else 1.0
+            if c.scale_attn_by_inverse_layer_idx:
+                scale /= layer + 1
+            q, k, v, o = (project(c.n_embd, c.n_embd) for _ in range(4))
+            return Attention(
+                q,
+                k,
+                v,
+                o,
+                heads=c.n_head,
+                kv_heads=c.n_head,
+                head_dim=size,
+                scale=scale,
+                dropout_rate=c.attn_pdrop,
+                implementation=options.attn_implementation,
+            )
+
+        def block(layer: int) -> Block:
+            inner = 4 * c.n_embd if c.n_inner is None else c.n_inner
+            act = activation(c.activation_function, where="activation_function")
+            mlp = MLP(project(c.n_embd, inner), project(inner, c.n_embd), act)
+            crossing = c.add_cross_attention
+            return Block(
+                layer_norm(),
+                attention(layer),
+                layer_norm(),
+                mlp,
+                cross_norm=layer_norm() if crossing else None,
+                cross=attention(layer) if crossing else None,
+                dropout_rate=c.resid_pdrop,
+            )
+
+        def table(rows: int) -> Embedding:
+            return Embedding(rows, c.n_embd, std=c.initializer_range, rngs=rngs, **kinds)
+
+        self.config = c
+        self.embed, self.positions = table(c.vocab_size), table(c.n_positions)
+        self.stack = Stack(
+            [block(i) for i in range(c.n_layer)],
+            layer_norm(),
+            embedding_dropout=c.embd_pdrop,
+            remat=options.remat,
+        )
+
+    def embed_tokens(self, input_ids, inputs_embeds, view, token_type_ids):
+        x = self.embed(input_ids) if inputs_embeds is None else jnp.asarray(inputs_embeds)
+        x = x.astype(self.embed.dtype) + self.positions(view.positions)
+        # Token types are looked up in the word embeddings, as the original does.
+        return x if token_type_ids is None else x + self.embed(jnp.asarray(token_type_ids))
+
+
+class GPT2LMHeadModel(CausalLM):
+    def __init__(self, config: GPT2Config, options: Options = Options(), *, rngs: nnx.Rngs):
+        self.config = config
+        self.backbone = GPT2Model(config, options, rngs=rngs)
+        head = (config.n_embd, config.vocab_size)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(*head, std=config.initializer_range, rngs=rngs, **options.dtypes)
+        )
+
+
+class GPT2ForSequenceClassification(SequenceClassifier):
+    def __init__(self, config: GPT2Config, options: Options = Options(), *, rngs: nnx.Rngs):
+        self.config = config
+        self.backbone = GPT2Model(config, options, rngs=rngs)
+        self.score = Linear(
+            config.n_embd,
+            config.num_labels,
+            std=config.initializer_range,
+            rngs=rngs,
+            **options.dtypes,
+        )
+
+
+LAYER, THEIRS = "backbone.stack.blocks.{i}", "transformer.h.{i}"
+QKV = tuple(f"{LAYER}.attn.{x}" for x in "qkv")
+CROSS_KV = tuple(f"{LAYER}.cross.{x}" for x in "kv")
+GPT2_TABLE = Table(
+    prefix="transformer.",
+    entries=(
+        *same("backbone.embed.weight", "transformer.wte.weight"),
+        *same("backbone.positions.weight", "transformer.wpe.weight"),
+        *norm(f"{LAYER}.attn_norm", f"{THEIRS}.ln_1", bias=True),
+        *linear(QKV, f"{THEIRS}.attn.c_attn", transposed=True),
+        *linear(f"{LAYER}.attn.o", f"{THEIRS}.attn.c_proj", transposed=True),
+        *norm(f"{LAYER}.cross_norm", f"{THEIRS}.ln_cross_attn", bias=True),
+        *linear(f"{LAYER}.cross.q", f"{THEIRS}.crossattention.q_attn", transposed=True),
+        *linear(CROSS_KV, f"{THEIRS}.crossattention.c_attn", transposed=True),
+        *linear(f"{LAYER}.cross.o", f"{THEIRS}.crossattention.c_proj", transposed=True),
+        *norm(f"{LAYER}.mlp_norm", f"{THEIRS}.ln_2", bias=True),
+        *linear(f"{LAYER}.mlp.up", f"{THEIRS}.mlp.c_fc", transposed=True),
+        *linear(f"{LAYER}.mlp.down", f"{THEIRS}.mlp.c_proj", transposed=True),
+        *norm("backbone.stack.norm", "transformer.ln_f", bias=True),
+        *same("lm_head.weight", "lm_head.weight"),
+        *same("score.weight", "score.weight"),
+    ),
+    # Causal masks that old files carry as if they were weights.
+    buffers=(r"(transformer\.)?h\.\d+\.(attn|crossattention)\.(bias|masked_bias)",),
+    copies=((r"lm_head\.weight", "backbone.embed.weight"),),
+)

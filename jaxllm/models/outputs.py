@@ -1,0 +1,58 @@
+"""What a call of a model returns: Hugging Face's field names, as pytrees, so they pass through jit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxllm.cache import Cache
+
+Layers = tuple[Float[Array, " ..."], ...] | None
+
+
+def _pytree(cls):
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
+
+
+@_pytree
+class BaseOutput:
+    last_hidden_state: Float[Array, "B T D"]
+    hidden_states: Layers = None
+    attentions: Layers = None
+    cross_attentions: Layers = None
+    cache: Cache | None = None
+
+
+@_pytree
+class CausalLMOutput:
+    """`logits` are float32. `loss` is the mean over the labels that are not -100."""
+
+    logits: Float[Array, "B T V"]
+    loss: Float[Array, ""] | None = None
+    hidden_states: Layers = None
+    attentions: Layers = None
+    cross_attentions: Layers = None
+    cache: Cache | None = None
+
+
+@_pytree
+class Seq2SeqLMOutput:
+    logits: Float[Array, "B T V"]
+    loss: Float[Array, ""] | None = None
+    encoder_last_hidden_state: Float[Array, "B E D"] | None = None
+    encoder_hidden_states: Layers = None
+    encoder_attentions: Layers = None
+    decoder_hidden_states: Layers = None
+    decoder_attentions: Layers = None
+    cross_attentions: Layers = None
+    cache: Cache | None = None
+
+
+@_pytree
+class SequenceClassifierOutput:
+    logits: Float[Array, "B C"]
+    loss: Float[Array, ""] | None = None
+    hidden_states: Layers = None
+    attentions: Layers = None

@@ -1,0 +1,154 @@
+"""Which config.json belongs to which code. The only place that looks at `model_type`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxllm.errors import ConfigError, UnsupportedError
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.gpt2 import (
+    GPT2_TABLE,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+)
+from jaxllm.models.llama import (
+    LLAMA_TABLE,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+from jaxllm.models.t5 import T5EncoderModel, T5ForConditionalGeneration, t5_table
+from jaxllm.models.t5_config import T5Config
+from jaxllm.models.weights import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One model_type: its config, its classes by Hugging Face's names, its weight table.
+
+    `parts` names classes that are a part of a bigger checkpoint: tensors beginning with the given
+    prefixes are then left unread.
+    """
+
+    config: type[Any]
+    classes: Mapping[str, Callable[..., Any]]
+    table: Callable[[Any], Table]
+    headless_means_tied: bool = False
+    """Without an lm_head.weight the head is tied, whatever the config says (T5)."""
+    parts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+
+def _t5(prefix: str) -> Family:
+    return Family(
+        config=T5Config,
+        classes={
+            f"{prefix}ForConditionalGeneration": T5ForConditionalGeneration,
+            f"{prefix}EncoderModel": T5EncoderModel,
+        },
+        table=lambda config: t5_table(gated=config.gated),
+        headless_means_tied=True,
+        parts={f"{prefix}EncoderModel": ("decoder.", "lm_head.")},
+    )
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        config=LlamaConfig,
+        classes={
+            "LlamaForCausalLM": LlamaForCausalLM,
+            "LlamaForSequenceClassification": LlamaForSequenceClassification,
+        },
+        table=lambda config: LLAMA_TABLE,
+    ),
+    "gpt2": Family(
+        config=GPT2Config,
+        classes={
+            "GPT2LMHeadModel": GPT2LMHeadModel,
+            "GPT2ForSequenceClassification": GPT2ForSequenceClassification,
+        },
+        table=lambda config: GPT2_TABLE,
+    ),
+    "t5": _t5("T5"),
+    "mt5": _t5("MT5"),
+    "umt5": _t5("UMT5"),
+}
+
+# Checkpoints of the bare model load into the language model; tied heads need no tensor more.
+_BARE = {
+    "LlamaModel": "LlamaForCausalLM",
+    "GPT2Model": "GPT2LMHeadModel",
+    "T5Model": "T5ForConditionalGeneration",
+    "T5WithLMHeadModel": "T5ForConditionalGeneration",
+    "MT5Model": "MT5ForConditionalGeneration",
+    "UMT5Model": "UMT5ForConditionalGeneration",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A config.json, understood."""
+
+    family: Family
+    architecture: str
+    config: Any
+
+    @property
+    def make(self) -> Callable[..., Any]:
+        return self.family.classes[self.architecture]
+
+    @property
+    def table(self) -> Table:
+        return self.family.table(self.config)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Prefixes of tensors that this class leaves alone."""
+        return self.family.parts.get(self.architecture, ())
+
+
+def recipe(raw: Mapping[str, Any], architecture: str | None = None) -> Recipe:
+    """Chooses family and class from a config.json object, and reads the config.
+
+    `architecture` overrides the file's: ``"T5EncoderModel"`` reads the encoder of a full T5.
+    Raises UnsupportedError for what jaxllm does not have, ConfigError for what cannot be.
+    """
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"model_type: expected one of {_names(FAMILIES)}, found {model_type!r}")
+    if model_type not in FAMILIES:
+        raise UnsupportedError(f"model_type: {model_type!r}; jaxllm has {_names(FAMILIES)}")
+    family = FAMILIES[model_type]
+    if architecture is None:
+        listed = raw.get("architectures")
+        if listed is None:
+            architecture = next(iter(family.classes))
+        elif isinstance(listed, list) and listed and all(isinstance(a, str) for a in listed):
+            architecture = listed[0]
+        else:
+            raise ConfigError(f"architectures: expected a list of names, found {listed!r}")
+    architecture = _BARE.get(architecture, architecture)
+    if architecture not in family.classes:
+        raise UnsupportedError(
+            f"architectures: {architecture!r}; for model_type {model_type!r} jaxllm has "
+            f"{_names(family.classes)}"
+        )
+    return Recipe(family, architecture, family.config.from_dict(raw))
+
+
+def architecture_of(model: Any) -> tuple[str, str]:
+    """The model_type and Hugging Face class name of one of our models (T5's, for all T5 kinds)."""
+    for model_type, family in FAMILIES.items():
+        for name, cls in family.classes.items():
+            if cls is type(model):
+                return model_type, name
+    raise UnsupportedError(f"{type(model).__name__}: not a model of jaxllm's registry")
+
+
+def _names(names: Mapping[str, Any]) -> str:
+    return ", ".join(names)
+
+
+__all__ = ["FAMILIES", "Family", "ModelConfig", "Recipe", "architecture_of", "recipe"]

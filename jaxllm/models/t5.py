@@ -1,0 +1,322 @@
+"""T5 (Raffel et al. 2019, arXiv:1910.10683) with its layouts v1.0, v1.1 / flan, mT5 and umT5."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.cache import Cache, look, look_cached
+from jaxllm.errors import ConfigError, InputError
+from jaxllm.models import inputs as check
+from jaxllm.models.base import pick_columns, take_column
+from jaxllm.models.losses import IGNORED, token_loss
+from jaxllm.models.options import Options
+from jaxllm.models.outputs import BaseOutput, Seq2SeqLMOutput
+from jaxllm.models.t5_config import T5Config
+from jaxllm.models.t5_stack import make_stack
+from jaxllm.models.weights import Entry, Table, linear, norm, same
+from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.stack import Context, Stack, StackOutput
+
+
+class T5Encoder(nnx.Module):
+    """What every T5 has: the shared embedding and the encoder."""
+
+    config: T5Config
+    shared: Embedding
+    encoder: Stack
+
+    def __init__(self, config: T5Config, options: Options, *, rngs: nnx.Rngs):
+        self.config = config
+        self.shared = Embedding(
+            config.vocab_size,
+            config.d_model,
+            std=config.initializer_factor,
+            rngs=rngs,
+            **options.dtypes,
+        )
+        self.encoder = make_stack(config, options, decoder=False, rngs=rngs)
+
+    def encode(
+        self,
+        input_ids: Int[Array, "B E"] | None,
+        mask: Bool[Array, "B E"],
+        *,
+        inputs_embeds: Float[Array, "B E D"] | None = None,
+        **options: Any,
+    ) -> StackOutput:
+        """Runs the encoder over checked arrays."""
+        x = self.shared(input_ids) if inputs_embeds is None else inputs_embeds
+        return self.encoder(x, Context(view=look(mask, causal=False)), **options)
+
+    def prepare(self, input_ids, inputs_embeds, attention_mask):
+        """Checks the encoder's inputs: ids, embeddings, mask."""
+        check.one_of(input_ids, inputs_embeds)
+        if input_ids is not None:
+            input_ids = check.token_ids("input_ids", input_ids, self.config.vocab_size)
+            shape = input_ids.shape
+        else:
+            inputs_embeds = jnp.asarray(inputs_embeds)
+            shape = inputs_embeds.shape[:2]
+        mask = check.mask_of("attention_mask", attention_mask, shape)
+        return input_ids, inputs_embeds, mask
+
+
+class T5EncoderModel(T5Encoder):
+    """The encoder alone, for embeddings of texts."""
+
+    def __init__(self, config: T5Config, options: Options = Options(), *, rngs: nnx.Rngs):
+        super().__init__(config, options, rngs=rngs)
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B E"] | None = None,
+        attention_mask: Int[Array, "B E"] | None = None,
+        *,
+        inputs_embeds: Float[Array, "B E D"] | None = None,
+        head_mask: Float[Array, "L N"] | None = None,
+        dropout_key: Array | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> BaseOutput:
+        """`last_hidden_state` [B, E, D]; the mask is 1 at real tokens, wherever the pads are."""
+        ids, embeds, mask = self.prepare(input_ids, inputs_embeds, attention_mask)
+        out = self.encode(
+            ids,
+            mask,
+            inputs_embeds=embeds,
+            head_mask=head_mask,
+            key=dropout_key,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        return BaseOutput(
+            last_hidden_state=out.x, hidden_states=out.hidden_states, attentions=out.attentions
+        )
+
+
+class T5ForConditionalGeneration(T5Encoder):
+    """Encoder, decoder with cross-attention, and a head: tied (`lm_head` None) or its own."""
+
+    is_encoder_decoder = True
+    lm_head: Linear | None
+
+    def __init__(self, config: T5Config, options: Options = Options(), *, rngs: nnx.Rngs):
+        super().__init__(config, options, rngs=rngs)
+        self.decoder = make_stack(config, options, decoder=True, rngs=rngs)
+        head = (config.d_model, config.vocab_size)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(*head, std=config.initializer_factor, rngs=rngs, **options.dtypes)
+        )
+
+    def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """Float32 logits. Scaling and tying are two things; see T5Config."""
+        if self.config.scale_decoder_outputs:
+            x = x * self.config.d_model**-0.5
+        head = self.shared.attend if self.lm_head is None else self.lm_head
+        return head(x).astype(jnp.float32)
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B E"] | None = None,
+        attention_mask: Int[Array, "B E"] | None = None,
+        decoder_input_ids: Int[Array, "B T"] | None = None,
+        *,
+        decoder_attention_mask: Int[Array, "B T"] | None = None,
+        inputs_embeds: Float[Array, "B E D"] | None = None,
+        decoder_inputs_embeds: Float[Array, "B T D"] | None = None,
+        encoder_outputs: BaseOutput | Float[Array, "B E D"] | None = None,
+        labels: Int[Array, "B T"] | None = None,
+        logits_to_keep: int | Int[Array, " K"] = 0,
+        head_mask: Float[Array, "L N"] | None = None,
+        decoder_head_mask: Float[Array, "L N"] | None = None,
+        cross_attn_head_mask: Float[Array, "L N"] | None = None,
+        dropout_key: Array | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> Seq2SeqLMOutput:
+        """One forward pass of encoder and decoder.
+
+        Args:
+            input_ids, attention_mask: the encoder's, or `inputs_embeds`, or `encoder_outputs` that an
+                earlier call gave.
+            decoder_input_ids: starts with `decoder_start_token_id`; with `labels` alone they are the
+                labels shifted right, -100 becoming pad.
+            labels: ids, -100 where nothing is predicted; `loss` is their mean cross-entropy.
+            head_mask, decoder_head_mask, cross_attn_head_mask: a factor per layer and head.
+            dropout_key: training.
+
+        Raises:
+            InputError: ids outside the vocabulary, shapes that do not fit.
+        """
+        wanted = {
+            "output_hidden_states": output_hidden_states,
+            "output_attentions": output_attentions,
+        }
+        encoder_key = decoder_key = None
+        if dropout_key is not None:
+            encoder_key, decoder_key = jax.random.split(dropout_key)
+        encoded = None
+        if encoder_outputs is None:
+            ids, embeds, mask = self.prepare(input_ids, inputs_embeds, attention_mask)
+            encoded = self.encode(
+                ids, mask, inputs_embeds=embeds, head_mask=head_mask, key=encoder_key, **wanted
+            )
+            states = encoded.x
+        else:
+            given = encoder_outputs
+            states = jnp.asarray(
+                given.last_hidden_state if isinstance(given, BaseOutput) else given
+            )
+            mask = check.mask_of("attention_mask", attention_mask, states.shape[:2])
+        if labels is not None:
+            labels = check.check_label_ids(labels, self.config.vocab_size)
+        if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
+            decoder_input_ids = self.shift_right(labels)
+        check.one_of(
+            decoder_input_ids, decoder_inputs_embeds, "decoder_input_ids", "decoder_inputs_embeds"
+        )
+        if decoder_input_ids is not None:
+            decoder_input_ids = check.token_ids(
+                "decoder_input_ids", decoder_input_ids, self.config.vocab_size
+            )
+            x = self.shared(decoder_input_ids)
+        else:
+            x = jnp.asarray(decoder_inputs_embeds)
+        decoder_mask = check.mask_of("decoder_attention_mask", decoder_attention_mask, x.shape[:2])
+        out = self.decoder(
+            x,
+            Context(view=look(decoder_mask), memory_visible=mask[:, None, None, :]),
+            memory=self.decoder.project_memory(states),
+            head_mask=decoder_head_mask,
+            cross_head_mask=cross_attn_head_mask,
+            key=decoder_key,
+            **wanted,
+        )
+        logits = self.logits(pick_columns(out.x, logits_to_keep))
+        loss = None
+        if labels is not None:
+            if labels.shape != logits.shape[:2]:
+                raise InputError(f"labels: expected {logits.shape[:2]}, found {labels.shape}")
+            loss = token_loss(logits, labels)
+        return Seq2SeqLMOutput(
+            logits=logits,
+            loss=loss,
+            encoder_last_hidden_state=states,
+            encoder_hidden_states=None if encoded is None else encoded.hidden_states,
+            encoder_attentions=None if encoded is None else encoded.attentions,
+            decoder_hidden_states=out.hidden_states,
+            decoder_attentions=out.attentions,
+            cross_attentions=out.cross_attentions,
+        )
+
+    def shift_right(self, labels: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """Decoder inputs for labels: the start token first, the last label dropped, -100 as pad."""
+        start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
+        if start is None or pad is None:
+            name = "decoder_start_token_id" if start is None else "pad_token_id"
+            raise ConfigError(f"{name}: missing in config.json; labels cannot be shifted right")
+        shifted = jnp.concatenate([jnp.full_like(labels[:, :1], start), labels[:, :-1]], axis=1)
+        return jnp.where(shifted == IGNORED, pad, shifted)
+
+    def start(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        input_ids: Int[Array, "B E"] | None = None,
+        inputs_embeds: Float[Array, "B E D"] | None = None,
+        attention_mask: Bool[Array, "B E"] | None = None,
+        encoder_states: Float[Array, "B E D"] | None = None,
+    ) -> Cache:
+        """Encodes once (or takes `encoder_states`), projects the cross keys and values once."""
+        attn = self.decoder.blocks[0].attn
+        cache = Cache.empty(
+            len(self.decoder.blocks), batch, capacity, attn.kv_heads, attn.head_dim, attn.k.dtype
+        )
+        if attention_mask is None:
+            raise InputError("attention_mask: start() needs the encoder's mask")
+        if encoder_states is None:
+            encoder_states = self.encode(input_ids, attention_mask, inputs_embeds=inputs_embeds).x
+        cross = self.decoder.project_memory(encoder_states)
+        return cache.replace(cross=cross, cross_mask=attention_mask)
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"],
+        mask: Bool[Array, "B T"],
+        cache: Cache,
+        *,
+        fresh: bool = False,
+        at: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T V"] | Float[Array, "B 1 V"], Cache]:
+        view, cache = look_cached(mask, cache, fresh=fresh)
+        assert cache.cross_mask is not None
+        out = self.decoder(
+            self.shared(tokens),
+            Context(view=view, memory_visible=cache.cross_mask[:, None, None, :]),
+            layers=cache.layers,
+            memory=cache.cross,
+            fresh=fresh,
+        )
+        x = out.x if at is None else take_column(out.x, at)
+        return self.logits(x), cache.replace(layers=out.layers)
+
+
+def _stack_entries(ours: str, theirs: str, *, decoder: bool) -> tuple[Entry, ...]:
+    layer, their_layer = f"{ours}.blocks.{{i}}", f"{theirs}.block.{{i}}.layer"
+    attn, ff = f"{their_layer}.0.SelfAttention", 2 if decoder else 1
+    dense = f"{their_layer}.{ff}.DenseReluDense"
+    cross = (
+        *norm(f"{layer}.cross_norm", f"{their_layer}.1.layer_norm"),
+        *(
+            e
+            for x in "qkvo"
+            for e in _plain(f"{layer}.cross.{x}", f"{their_layer}.1.EncDecAttention.{x}")
+        ),
+    )
+    return (
+        *same(f"{ours}.position_bias.{{i}}.table.weight", f"{attn}.relative_attention_bias.weight"),
+        *norm(f"{layer}.attn_norm", f"{their_layer}.0.layer_norm"),
+        *(e for x in "qkvo" for e in _plain(f"{layer}.attn.{x}", f"{attn}.{x}")),
+        *(cross if decoder else ()),
+        *norm(f"{layer}.mlp_norm", f"{their_layer}.{ff}.layer_norm"),
+        *_plain(f"{layer}.mlp.gate", f"{dense}.wi_0"),
+        *_plain(f"{layer}.mlp.up", f"{dense}.wi_1"),
+        *_plain(f"{layer}.mlp.down", f"{dense}.wo"),
+        *norm(f"{ours}.norm", f"{theirs}.final_layer_norm"),
+    )
+
+
+def _plain(ours: str, theirs: str):
+    return linear(ours, theirs, bias=False)
+
+
+def t5_table(*, gated: bool) -> Table:
+    """v1.0 calls its one input matrix `wi`; gated layouts have `wi_0` (gate) and `wi_1`."""
+    entries = (
+        *same("shared.weight", "shared.weight"),
+        *_stack_entries("encoder", "encoder", decoder=False),
+        *_stack_entries("decoder", "decoder", decoder=True),
+        *same("lm_head.weight", "lm_head.weight"),
+    )
+    if not gated:
+        entries = tuple(
+            dataclasses.replace(e, theirs=e.theirs.replace(".wi_1.", ".wi.")) for e in entries
+        )
+    return Table(
+        entries,
+        # Files of the first T5 models carry a cross-attention bias that the model never used.
+        buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+        copies=(
+            (r"(encoder|decoder)\.embed_tokens\.weight", "shared.weight"),
+            (r"lm_head\.weight", "shared.weight"),
+        ),
+    )

@@ -1,0 +1,127 @@
+"""Two-way tables between our parameters and Hugging Face's tensors.
+
+One table a family; loading, export, GGUF and sharded reading all use it, and whatever it does not
+cover raises, both ways. `{i}` stands for a layer number on both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One Hugging Face tensor and the parameters of ours that it holds.
+
+    Ours are [out, in]. `transposed`: theirs is [in, out] (GPT-2's Conv1D). Several of ours mean that
+    theirs is their concatenation along the output axis (GPT-2's fused q, k, v).
+    """
+
+    ours: tuple[str, ...]
+    theirs: str
+    transposed: bool = False
+
+    def split(self, theirs: np.ndarray) -> list[np.ndarray]:
+        """Views of the parts, in our orientation."""
+        whole = theirs.T if self.transposed else theirs
+        return np.split(whole, len(self.ours)) if len(self.ours) > 1 else [whole]
+
+    def join(self, ours: Sequence[np.ndarray]) -> np.ndarray:
+        """The inverse of `split`, contiguous."""
+        whole = np.concatenate(ours) if len(ours) > 1 else ours[0]
+        return np.ascontiguousarray(whole.T if self.transposed else whole)
+
+    def at(self, i: str) -> Entry:
+        """The entry of layer i."""
+        return Entry(
+            tuple(o.replace("{i}", i) for o in self.ours),
+            self.theirs.replace("{i}", i),
+            self.transposed,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """All tensors of a family.
+
+    `prefix` begins the names of the base model's tensors in files of a model with a head; files of the
+    base model alone lack it. `buffers` match tensors that old files carry and no one needs (masks,
+    rotary frequencies). `copies` match tensors that repeat another one of ours.
+    """
+
+    entries: tuple[Entry, ...]
+    prefix: str = ""
+    buffers: tuple[str, ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
+
+    def for_model(self, paths: Iterable[str]) -> list[Entry]:
+        """The entries of a model with these parameters, each parameter exactly once."""
+        wanted = dict.fromkeys(paths)
+        found = []
+        for path in wanted:
+            entry = self._entry_of(path)
+            if path == entry.ours[0]:
+                missing = [o for o in entry.ours if o not in wanted]
+                if missing:
+                    raise KeyError(f"{entry.theirs}: the model has {path} but not {missing}")
+                found.append(entry)
+        return found
+
+    def _entry_of(self, path: str) -> Entry:
+        layer = re.search(r"\.(\d+)\.", path)
+        template = path if layer is None else path.replace(layer[0], ".{i}.", 1)
+        for entry in self.entries:
+            if template in entry.ours:
+                return entry if layer is None else entry.at(layer[1])
+        raise KeyError(f"{path}: no tensor in the table of this family")
+
+    def is_buffer(self, name: str) -> bool:
+        return any(re.fullmatch(pattern, name) for pattern in self.buffers)
+
+    def copied_from(self, name: str) -> str | None:
+        """Our path that the tensor `name` repeats, if it is a known copy."""
+        return next((ours for pattern, ours in self.copies if re.fullmatch(pattern, name)), None)
+
+
+def same(ours: str, theirs: str) -> Iterator[Entry]:
+    yield Entry((ours,), theirs)
+
+
+def linear(
+    ours: str | tuple[str, ...], theirs: str, *, transposed: bool = False, bias: bool = True
+) -> Iterator[Entry]:
+    """Weight and bias of a Linear (or of several that their tensor fuses)."""
+    ours = (ours,) if isinstance(ours, str) else ours
+    yield Entry(tuple(f"{o}.weight" for o in ours), f"{theirs}.weight", transposed)
+    if bias:
+        yield Entry(tuple(f"{o}.bias" for o in ours), f"{theirs}.bias")
+
+
+def norm(ours: str, theirs: str, *, bias: bool = False) -> Iterator[Entry]:
+    yield Entry((f"{ours}.weight",), f"{theirs}.weight")
+    if bias:
+        yield Entry((f"{ours}.bias",), f"{theirs}.bias")
+
+
+def parameter_path(key_path: tuple) -> str:
+    """A path of the model's pytree as dots: ``backbone.stack.blocks.0.attn.q.weight``."""
+    parts = []
+    for key in key_path:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            parts.append(key.name)
+        elif isinstance(key, jax.tree_util.SequenceKey):
+            parts.append(str(key.idx))
+        else:
+            parts.append(str(getattr(key, "key", key)))
+    return ".".join(parts[:-1] if parts[-1] == "value" else parts)
+
+
+def parameters(model) -> dict[str, jax.Array]:
+    """Every parameter of a model by its path."""
+    leaves = jax.tree_util.tree_flatten_with_path(model)[0]
+    return {parameter_path(path): leaf for path, leaf in leaves}

@@ -1,0 +1,150 @@
+"""Multi-head attention with grouped keys, for all three families and both kinds (self and cross)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from jaxllm.cache import KV
+from jaxllm.errors import UnsupportedError
+from jaxllm.nn.dropout import dropout
+from jaxllm.nn.linear import Linear
+from jaxllm.nn.rope import rotate
+
+IMPLEMENTATIONS = ("eager", "xla", "cudnn")
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    kv: KV,
+    *,
+    visible: Bool[Array, "B 1 #T S"],
+    bias: Float[Array, "#B N T S"] | None = None,
+    scale: float,
+    head_mask: Float[Array, " N"] | None = None,
+    dropout_rate: float = 0.0,
+    key: jax.Array | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T S"]]:
+    """Attention written out (the reference), returning the output and the weights.
+
+    Scores and softmax are in float32. The mask is boolean and applied once, after the bias; a query
+    that sees nothing gets zeros, never NaN.
+    """
+    B, T, N, H = q.shape
+    K, S = kv.k.shape[0] // B, kv.length
+    G = N // K
+    grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B * K, G * T, H)
+    scores = jnp.einsum("bqh,bsh->bqs", grouped, kv.k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(B, N, T, S) * scale
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32)
+    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    weights = jnp.where(visible, jax.nn.softmax(scores, axis=-1), 0.0)
+    weights = dropout(weights, dropout_rate, key).astype(kv.v.dtype)
+    if head_mask is not None:
+        weights = weights * head_mask[:, None, None].astype(weights.dtype)
+    out = jnp.einsum("bqs,bsh->bqh", weights.reshape(B * K, G * T, S), kv.v)
+    out = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return out, weights
+
+
+def attend_fused(
+    q: Float[Array, "B T N H"],
+    kv: KV,
+    *,
+    visible: Bool[Array, "B 1 #T S"],
+    bias: Float[Array, "#B N T S"] | None,
+    scale: float,
+    implementation: str,
+) -> Float[Array, "B T N H"]:
+    """The same by `jax.nn.dot_product_attention` (XLA's, or cuDNN's flash kernel)."""
+    B, T, N, H = q.shape
+    K, S = kv.k.shape[0] // B, kv.length
+    k, v = (x.reshape(B, K, S, H).transpose(0, 2, 1, 3) for x in (kv.k, kv.v))
+    mask = jnp.broadcast_to(visible, (B, 1, T, S))
+    if bias is not None:
+        bias = jnp.broadcast_to(bias, (B, N, T, S)).astype(q.dtype)
+    out = jax.nn.dot_product_attention(
+        q, k, v, bias=bias, mask=mask, scale=scale, implementation=implementation
+    )
+    sees_something = mask.any(axis=-1).transpose(0, 2, 1)[..., None]
+    return jnp.where(sees_something, out, 0)
+
+
+class Attention(nnx.Module):
+    """Projections around `attend`. Position arrives from outside: rotary angles, a bias, or neither."""
+
+    def __init__(
+        self,
+        q: Linear,
+        k: Linear,
+        v: Linear,
+        o: Linear,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        scale: float,
+        dropout_rate: float = 0.0,
+        implementation: str = "eager",
+    ):
+        if implementation not in IMPLEMENTATIONS:
+            raise UnsupportedError(
+                f"attn_implementation: unknown {implementation!r}; "
+                f"known: {', '.join(IMPLEMENTATIONS)}"
+            )
+        self.q, self.k, self.v, self.o = q, k, v, o
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.scale, self.dropout_rate, self.implementation = scale, dropout_rate, implementation
+
+    def keys_values(
+        self, x: Float[Array, "B S D"], rotary=None
+    ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        shape = (*x.shape[:2], self.kv_heads, self.head_dim)
+        k, v = self.k(x).reshape(shape), self.v(x).reshape(shape)
+        return (k if rotary is None else rotate(k, *rotary)), v
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        kv: KV,
+        *,
+        visible: Bool[Array, "B 1 #T S"],
+        rotary=None,
+        bias=None,
+        head_mask: Float[Array, " N"] | None = None,
+        key: jax.Array | None = None,
+        want_weights: bool = False,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B N T S"] | None]:
+        """Attends from x to given keys and values, and projects back to the model's width."""
+        B, T, _ = x.shape
+        q = self.q(x).reshape(B, T, self.heads, self.head_dim)
+        if rotary is not None:
+            q = rotate(q, *rotary)
+        weights = None
+        written_out = want_weights or head_mask is not None or (key is not None)
+        # The fused kernels return no weights and take neither head mask nor dropout.
+        if self.implementation == "eager" or written_out:
+            out, weights = attend(
+                q,
+                kv,
+                visible=visible,
+                bias=bias,
+                scale=self.scale,
+                head_mask=head_mask,
+                dropout_rate=self.dropout_rate,
+                key=key,
+            )
+        else:
+            out = attend_fused(
+                q,
+                kv,
+                visible=visible,
+                bias=bias,
+                scale=self.scale,
+                implementation=self.implementation,
+            )
+        y = self.o(out.reshape(B, T, self.heads * self.head_dim))
+        return y, (weights if want_weights else None)

@@ -1,0 +1,57 @@
+"""Matrices: Linear and Embedding. Weights are [out, in], the layout that one-token decoding reads fastest."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+
+def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, dtype) -> nnx.Param:
+    """A parameter drawn from N(0, std^2), in float32 first so that every dtype gets the same draw."""
+    return nnx.Param((jax.random.normal(rngs.params(), shape) * std).astype(dtype))
+
+
+class Linear(nnx.Module):
+    """``y = x W^T + b``, computed in `dtype` whatever the dtype of the parameters."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        std: float = 0.02,
+        dtype,
+        param_dtype,
+        rngs: nnx.Rngs,
+    ):
+        self.weight = normal(rngs, (out_features, in_features), std, param_dtype)
+        self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else None
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        y = times_transposed(x.astype(self.dtype), self.weight[...].astype(self.dtype))
+        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+class Embedding(nnx.Module):
+    """A table of vectors; `attend` is the output projection of a tied head."""
+
+    def __init__(
+        self, rows: int, features: int, *, std: float = 0.02, dtype, param_dtype, rngs: nnx.Rngs
+    ):
+        self.weight = normal(rngs, (rows, features), std, param_dtype)
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, ids: Int[Array, ...]) -> Float[Array, "... D"]:
+        # Ids are checked on the host. `clip` keeps a traced id from becoming a NaN row in silence.
+        return jnp.take(self.weight[...], ids, axis=0, mode="clip").astype(self.dtype)
+
+    def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        return times_transposed(x.astype(self.dtype), self.weight[...].astype(self.dtype))
+
+
+def times_transposed(x: Float[Array, "... I"], w: Float[Array, "O I"]) -> Float[Array, "... O"]:
+    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))

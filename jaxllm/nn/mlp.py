@@ -1,0 +1,40 @@
+"""Feed-forward layers. Both keep `down` apart so that T5 can hold it in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxllm.nn.dropout import dropout
+from jaxllm.nn.linear import Linear
+
+
+class MLP(nnx.Module):
+    """``down(act(up(x)))``: GPT-2 and T5 v1.0."""
+
+    def __init__(self, up: Linear, down: Linear, act: Callable, *, dropout_rate: float = 0.0):
+        self.up, self.down, self.act, self.dropout_rate = up, down, act, dropout_rate
+
+    def __call__(
+        self, x: Float[Array, "B T D"], key: jax.Array | None = None
+    ) -> Float[Array, "B T D"]:
+        return self.down(dropout(self.act(self.up(x)), self.dropout_rate, key))
+
+
+class GatedMLP(nnx.Module):
+    """``down(act(gate(x)) * up(x))``: SwiGLU in Llama, gated GELU in T5 v1.1 (Shazeer 2020,
+    arXiv:2002.05202)."""
+
+    def __init__(
+        self, gate: Linear, up: Linear, down: Linear, act: Callable, *, dropout_rate: float = 0.0
+    ):
+        self.gate, self.up, self.down = gate, up, down
+        self.act, self.dropout_rate = act, dropout_rate
+
+    def __call__(
+        self, x: Float[Array, "B T D"], key: jax.Array | None = None
+    ) -> Float[Array, "B T D"]:
+        return self.down(dropout(self.act(self.gate(x)) * self.up(x), self.dropout_rate, key))

@@ -1,0 +1,43 @@
+"""Normalisations. Statistics are in float32 always (TF and HF do the same); the result is cast back
+before it is multiplied by the weight."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight: no mean, no bias (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    >>> norm = RMSNorm(4, eps=0.0, dtype=jnp.float32, param_dtype=jnp.float32)
+    >>> norm(jnp.array([1.0, -1.0, 1.0, -1.0])).tolist()
+    [1.0, -1.0, 1.0, -1.0]
+    """
+
+    def __init__(self, features: int, *, eps: float, dtype, param_dtype):
+        self.weight = nnx.Param(jnp.ones((features,), param_dtype))
+        self.eps, self.dtype = eps, jnp.dtype(dtype)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return y.astype(self.dtype) * self.weight[...].astype(self.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / std * weight + bias (Ba et al. 2016, arXiv:1607.06450)."""
+
+    def __init__(self, features: int, *, eps: float, dtype, param_dtype):
+        self.weight = nnx.Param(jnp.ones((features,), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((features,), param_dtype))
+        self.eps, self.dtype = eps, jnp.dtype(dtype)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return y.astype(self.dtype)

@@ -1,0 +1,70 @@
+"""T5's relative position bias (Raffel et al. 2019, arXiv:1910.10683, section 2.1)."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxllm.nn.linear import Embedding
+
+
+@functools.lru_cache
+def buckets_by_distance(num_buckets: int, max_distance: int) -> np.ndarray:
+    """Bucket of each distance 0..max_distance: exact up to half the buckets, logarithmic above.
+
+    A table made on the host in float32: bfloat16 puts distances into wrong buckets, and so may an
+    accelerator's own logarithm.
+
+    >>> buckets_by_distance(8, 20).tolist()
+    [0, 1, 2, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7]
+    """
+    exact = num_buckets // 2
+    distance = np.arange(max_distance + 1)
+    ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(exact)
+    scale = np.float32(math.log(max_distance / exact))
+    large = exact + (np.log(ratio) / scale * np.float32(num_buckets - exact)).astype(np.int32)
+    table = np.where(distance < exact, distance, np.minimum(large, num_buckets - 1))
+    return table.astype(np.int32)
+
+
+class RelativeBias(nnx.Module):
+    """A learned number per head and bucket of the distance key - query.
+
+    The distance is between slots, so a left-padded row gets the bias of the same row alone, and a
+    cached step the bias of its absolute place.
+    """
+
+    def __init__(
+        self,
+        num_buckets: int,
+        max_distance: int,
+        heads: int,
+        *,
+        bidirectional: bool,
+        std: float,
+        dtype,
+        param_dtype,
+        rngs: nnx.Rngs,
+    ):
+        self.table = Embedding(
+            num_buckets, heads, std=std, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        self.num_buckets, self.max_distance = num_buckets, max_distance
+        self.bidirectional = bidirectional
+
+    def __call__(
+        self, query_slots: Int[Array, " T"], key_slots: Int[Array, " S"]
+    ) -> Float[Array, "1 N T S"]:
+        distance = key_slots[None, :] - query_slots[:, None]
+        num_buckets = self.num_buckets // 2 if self.bidirectional else self.num_buckets
+        table = jnp.asarray(buckets_by_distance(num_buckets, self.max_distance))
+        back = jnp.abs(distance) if self.bidirectional else jnp.maximum(-distance, 0)
+        bucket = table[jnp.minimum(back, self.max_distance)]
+        if self.bidirectional:
+            bucket = bucket + jnp.where(distance > 0, num_buckets, 0)
+        return self.table(bucket).transpose(2, 0, 1)[None]

@@ -1,0 +1,261 @@
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864): the six types that config.json names.
+
+Frequencies are computed on the host in float32; angles, cosines and sines in float32 too, since
+bfloat16 cannot even hold the positions. Pairs are half-split, as in Hugging Face's Llama weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxllm.errors import ConfigError, UnsupportedError
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_OPTIONAL = {
+    "default": (),
+    "linear": (),
+    "dynamic": (),
+    "yarn": (
+        "factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+    "longrope": ("factor", "attention_factor"),
+    "llama3": (),
+}
+# Carried by every type in files of some versions, and acting in none of those where it is not needed.
+_COMMON = ("rope_type", "type", "rope_theta", "original_max_position_embeddings")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Frequencies of one model. A static attribute: two models of one config share one program.
+
+    `max_positions` is the length that dynamic scaling compares with; `original_positions` the length
+    before it was stretched (yarn, longrope, llama3).
+    """
+
+    head_dim: int
+    theta: float = 10000.0
+    rope_type: str = "default"
+    max_positions: int = 2048
+    original_positions: int = 2048
+    factor: float = 1.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def angles(
+        self, positions: Int[Array, "B T"], horizon: Int[Array, ""]
+    ) -> tuple[Float[Array, "B T 1 H"], Float[Array, "B T 1 H"]]:
+        """Cosines and sines for `rotate`; `horizon` is 1 + the largest position in the batch."""
+        angle = positions[..., None, None].astype(jnp.float32) * self.frequencies(horizon)
+        angle = jnp.concatenate([angle, angle], axis=-1)
+        scale = self.attention_scaling
+        return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+    def frequencies(self, horizon: Int[Array, ""]) -> Float[Array, " H/2"]:
+        """Radians per position. Only the types that depend on the length so far are traced."""
+        match self.rope_type:
+            case "dynamic":
+                return self._dynamic(horizon)
+            case "longrope":
+                short, long = (
+                    1.0 / (np.asarray(f, np.float32) * self._powers())
+                    for f in (self.short_factor, self.long_factor)
+                )
+                return jnp.where(horizon > self.original_positions, long, short)
+            case "linear":
+                return jnp.asarray(1.0 / self._powers() / np.float32(self.factor))
+            case "llama3":
+                return jnp.asarray(self._llama3())
+            case "yarn":
+                return jnp.asarray(self._yarn())
+            case _:
+                return jnp.asarray(1.0 / self._powers())
+
+    @property
+    def attention_scaling(self) -> float:
+        """Factor on cos and sin (yarn and longrope), so on each score its square."""
+        if self.rope_type not in ("yarn", "longrope"):
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.rope_type == "longrope":
+            if self.factor <= 1.0:
+                return 1.0
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_positions))
+        if self.mscale and self.mscale_all_dim:
+            return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+        return _mscale(self.factor, 1.0)
+
+    def _powers(self) -> np.ndarray:
+        exponent = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        return np.float32(self.theta) ** exponent
+
+    def _dynamic(self, horizon: Int[Array, ""]) -> Float[Array, " H/2"]:
+        """NTK-aware scaling: the base grows once the text is longer than the model was trained for."""
+        length = jnp.maximum(horizon, self.max_positions).astype(jnp.float32)
+        growth = self.factor * length / self.max_positions - (self.factor - 1)
+        base = self.theta * growth ** (self.head_dim / (self.head_dim - 2))
+        exponent = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        return 1.0 / base**exponent
+
+    def _llama3(self) -> np.ndarray:
+        """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+        plain = 1.0 / self._powers()
+        wavelength = 2 * np.pi / plain
+        longest = self.original_positions / self.low_freq_factor
+        shortest = self.original_positions / self.high_freq_factor
+        smooth = (self.original_positions / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        between = (1 - smooth) * plain / self.factor + smooth * plain
+        scaled = np.where(wavelength > longest, plain / self.factor, between)
+        return np.where(wavelength < shortest, plain, scaled).astype(np.float32)
+
+    def _yarn(self) -> np.ndarray:
+        """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolate low frequencies, keep high ones."""
+
+        def dimension(rotations: float) -> float:
+            turns = self.original_positions / (rotations * 2 * math.pi)
+            return self.head_dim * math.log(turns) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = (np.arange(self.head_dim // 2, dtype=np.float32) - low) / (high - low)
+        ramp = np.clip(ramp, 0, 1)
+        plain = 1.0 / self._powers()
+        return (plain / self.factor * ramp + plain * (1 - ramp)).astype(np.float32)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rotate(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 H"], sin: Float[Array, "B T 1 H"]
+) -> Float[Array, "B T N H"]:
+    """Turns each pair (x[i], x[i + H/2]) by its angle, in float32."""
+    half = x.shape[-1] // 2
+    y = x.astype(jnp.float32)
+    turned = jnp.concatenate([-y[..., half:], y[..., :half]], axis=-1)
+    return (y * cos + turned * sin).astype(x.dtype)
+
+
+def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions: int) -> Rope:
+    """Reads both spellings: v4 (`rope_theta` + `rope_scaling`) and v5 (`rope_parameters`).
+
+    Raises ConfigError on a missing, ill-typed or out-of-range value and UnsupportedError on an unknown
+    type or parameter: a scaling that is dropped in silence gives fluent nonsense.
+    """
+    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    given = config.get(field) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{field}: expected an object, found {given!r}")
+    rope_type = given.get("rope_type", given.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedError(
+            f"{field}.rope_type: unknown type {rope_type!r}; known: {', '.join(ROPE_TYPES)}"
+        )
+    allowed = {*_COMMON, *_NEEDED[rope_type], *_OPTIONAL[rope_type]}
+    for key, value in given.items():
+        if key == "partial_rotary_factor" and value in (None, 1, 1.0):
+            continue
+        if key not in allowed and value is not None:
+            raise UnsupportedError(f"{field}.{key}: not a parameter of rope type {rope_type!r}")
+    for key in _NEEDED[rope_type]:
+        if given.get(key) is None:
+            raise ConfigError(f"{field}.{key}: missing; rope type {rope_type!r} needs it")
+
+    def number(key: str, default: float, *, low: float = 0.0) -> float:
+        value = given.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > low:
+            raise ConfigError(f"{field}.{key}: expected a number > {low}, found {value!r}")
+        return float(value)
+
+    def factors(key: str) -> tuple[float, ...]:
+        value = given.get(key)
+        if value is None:
+            return ()
+        ok = isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value)
+        if not ok or len(value) != head_dim // 2 or not all(v > 0 for v in value):
+            raise ConfigError(
+                f"{field}.{key}: expected {head_dim // 2} positive numbers (head_dim / 2), found "
+                f"{len(value) if isinstance(value, list | tuple) else value!r}"
+            )
+        return tuple(float(v) for v in value)
+
+    theta = given.get("rope_theta", config.get("rope_theta"))
+    theta = 10000.0 if theta is None else theta
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 1:
+        raise ConfigError(f"rope_theta: expected a number > 1, found {theta!r}")
+    # The top-level spelling wins, as in transformers: Phi-style files keep it outside the object.
+    original = config.get("original_max_position_embeddings")
+    if original is None:
+        original = given.get("original_max_position_embeddings")
+    original = max_positions if original is None else original
+    if isinstance(original, bool) or not isinstance(original, int) or original < 1:
+        raise ConfigError(
+            f"{field}.original_max_position_embeddings: expected an integer >= 1, found {original!r}"
+        )
+    low_freq = number("low_freq_factor", 1.0)
+    high_freq = number("high_freq_factor", 4.0)
+    if rope_type == "llama3" and not low_freq < high_freq:
+        raise ConfigError(
+            f"{field}.low_freq_factor: {low_freq} must be below high_freq_factor, {high_freq}"
+        )
+    if head_dim % 2 or (rope_type == "dynamic" and head_dim < 4):
+        raise ConfigError(f"head_dim: rotary embeddings need an even number, found {head_dim}")
+    truncate = given.get("truncate")
+    return Rope(
+        head_dim=head_dim,
+        theta=float(theta),
+        rope_type=rope_type,
+        max_positions=max_positions,
+        original_positions=original,
+        factor=number("factor", max_positions / original),
+        attention_factor=number("attention_factor", 0.0) or None,
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        mscale=number("mscale", 0.0, low=-1.0) or None,
+        mscale_all_dim=number("mscale_all_dim", 0.0, low=-1.0) or None,
+        truncate=True if truncate is None else bool(truncate),
+        low_freq_factor=low_freq,
+        high_freq_factor=high_freq,
+        short_factor=factors("short_factor"),
+        long_factor=factors("long_factor"),
+    )

@@ -1,0 +1,23 @@
+"""Text to token ids and back: sentencepiece, tokenizer.json, GGUF vocabularies, chat templates."""
+
+from jaxllm.tokenizers.base import BatchEncoding, Tokenizer, bucket_length
+from jaxllm.tokenizers.decoding import StreamDecoder
+from jaxllm.tokenizers.fast import FastTokenizer, GPT2Tokenizer
+from jaxllm.tokenizers.gguf_vocab import tokenizer_from_gguf
+from jaxllm.tokenizers.loading import load_tokenizer
+from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
+from jaxllm.tokenizers.settings import AddedToken
+
+__all__ = [
+    "AddedToken",
+    "BatchEncoding",
+    "FastTokenizer",
+    "GPT2Tokenizer",
+    "LlamaTokenizer",
+    "StreamDecoder",
+    "T5Tokenizer",
+    "Tokenizer",
+    "bucket_length",
+    "load_tokenizer",
+    "tokenizer_from_gguf",
+]

@@ -1,0 +1,295 @@
+"""Tokenizers from the metadata of a GGUF file, which may come from a stranger.
+
+The keys are llama.cpp's (gguf-py's ``constants.py``). Three kinds of vocabulary are read: "gpt2"
+(byte-level BPE with merges), "llama" (sentencepiece BPE with scores) and "t5" (Unigram). The latter
+two are written back as the sentencepiece model that they once were.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.errors import TokenizerError, UnsupportedError
+from jaxllm.tokenizers import sentencepiece_proto as proto
+from jaxllm.tokenizers.base import Tokenizer
+from jaxllm.tokenizers.fast import BYTE_LEVEL, FastTokenizer
+from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
+from jaxllm.tokenizers.settings import AddedToken, Settings
+
+MAX_TOKENS = 2**20
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_PLACEHOLDER = re.compile(r"\[PAD\d+\]")
+
+_GPT2 = [{**BYTE_LEVEL, "use_regex": True}]
+# Digits are split off one by one before the words are.
+_DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2]
+
+
+def _split(pattern: str) -> list[dict[str, Any]]:
+    split = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return [{"type": "Split", **split}, {**BYTE_LEVEL, "use_regex": False}]
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL)
+_QWEN2 = _split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL)
+# How a byte-level vocabulary cuts text into words: tokenizer.ggml.pre -> pre-tokenizers. As in
+# llama.cpp's llama-vocab.cpp; "default", which llama.cpp warns about, is GPT-2's in transformers.
+_PRE_TOKENIZERS = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "gpt2": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+}
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    tokens: list[str]
+    types: list[int]
+
+    def control(self) -> list[int]:
+        return [i for i, kind in enumerate(self.types) if kind == proto.CONTROL]
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that the ``tokenizer.*`` keys of a GGUF file describe.
+
+    ``tokenizer.save`` writes files that transformers loads.
+
+    Args:
+        metadata: The file's keys and values; arrays are lists or numpy arrays.
+
+    Raises:
+        TokenizerError: A key is missing or contradicts another one.
+        UnsupportedError: An unknown kind of vocabulary or of pre-tokenizer, by name.
+    """
+    model = _value(metadata, "tokenizer.ggml.model", str)
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}
+    if model not in builders:
+        raise UnsupportedError(
+            f"GGUF: tokenizer.ggml.model is {model!r}; supported are {sorted(builders)}"
+        )
+    tokens = _array(metadata, "tokenizer.ggml.tokens", str)
+    if not 0 < len(tokens) <= MAX_TOKENS:
+        raise TokenizerError(f"GGUF: tokenizer.ggml.tokens has {len(tokens)} entries")
+    types = [proto.NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        types = _array(metadata, "tokenizer.ggml.token_type", int, len(tokens))
+        if not set(types) <= set(range(1, 7)):
+            raise TokenizerError("GGUF: tokenizer.ggml.token_type holds types other than 1 to 6")
+    return builders[model](metadata, _Vocabulary(tokens, types))
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
+    pre = _value(metadata, "tokenizer.ggml.pre", str, "default")
+    if pre not in _PRE_TOKENIZERS:
+        raise UnsupportedError(
+            f"GGUF: tokenizer.ggml.pre is {pre!r}; supported are {sorted(_PRE_TOKENIZERS)}"
+        )
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    if len(ids) != len(vocabulary.tokens):
+        raise TokenizerError("GGUF: tokenizer.ggml.tokens holds a token twice")
+    added = [
+        {
+            "id": index,
+            "content": token,
+            "special": kind == proto.CONTROL,
+            **dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False),
+        }
+        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        if kind in (proto.CONTROL, proto.USER_DEFINED) and token
+    ]
+    spec = {
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[pre]},
+        "decoder": {**BYTE_LEVEL, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": ids,
+            "merges": _array(metadata, "tokenizer.ggml.merges", str),
+            "ignore_merges": pre in _LLAMA3_NAMES,
+        },
+    }
+    settings = _settings(metadata, vocabulary, add_bos=pre in _LLAMA3_NAMES, add_eos=False)
+    return FastTokenizer(spec, settings, source="GGUF: tokenizer.ggml")
+
+
+def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
+    add_space = _value(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
+    model = proto.write_model(
+        _pieces(metadata, vocabulary),
+        model_type=proto.BPE,
+        unk_id=_unknown_id(vocabulary),
+        add_dummy_prefix=add_space,
+        remove_extra_whitespaces=False,
+        byte_fallback=proto.BYTE in vocabulary.types,
+    )
+    # As in llama.cpp, text behind a special token begins anew, with a space: legacy.
+    options = {"legacy": True, "add_prefix_space": add_space}
+    settings = _settings(metadata, vocabulary, add_bos=True, add_eos=False, **options)
+    files = {"tokenizer.model": model, **_config_file("LlamaTokenizer", settings)}
+    return LlamaTokenizer(model, settings, files, source="GGUF: tokenizer.ggml")
+
+
+def _unigram(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
+    tokens, types = vocabulary.tokens, vocabulary.types
+    # The converter fills the vocabulary up to the size of the embedding; T5's first hundred of
+    # these places are its sentinels, which the sentencepiece model does not hold.
+    size = len(tokens)
+    while size and _PLACEHOLDER.fullmatch(tokens[size - 1]):
+        size -= 1
+    sentinels = min(100, len(tokens) - size)
+    vocabulary = _Vocabulary(tokens[:size], types[:size])
+    charsmap = bytes(_array(metadata, "tokenizer.ggml.precompiled_charsmap", int, default=[]))
+    model = proto.write_model(
+        _pieces(metadata, vocabulary),
+        model_type=proto.UNIGRAM,
+        unk_id=_unknown_id(vocabulary),
+        add_dummy_prefix=_value(metadata, "tokenizer.ggml.add_space_prefix", bool, True),
+        remove_extra_whitespaces=_value(
+            metadata, "tokenizer.ggml.remove_extra_whitespaces", bool, True
+        ),
+        byte_fallback=proto.BYTE in vocabulary.types,
+        charsmap=charsmap,
+    )
+    options = {"legacy": True, "extra_ids": sentinels}
+    settings = _settings(metadata, vocabulary, add_bos=False, add_eos=True, **options)
+    if not settings.flag("add_eos_token", True) or settings.flag("add_bos_token", False):
+        raise UnsupportedError("GGUF: a T5 tokenizer that does not end texts, or begins them")
+    files = {"spiece.model": model, **_config_file("T5Tokenizer", settings)}
+    return T5Tokenizer(model, settings, files, source="GGUF: tokenizer.ggml")
+
+
+def _pieces(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[tuple[str, float, int]]:
+    scores = _array(metadata, "tokenizer.ggml.scores", float)
+    if len(scores) < len(vocabulary.tokens):
+        raise TokenizerError(
+            f"GGUF: tokenizer.ggml.scores has {len(scores)} entries for"
+            f" {len(vocabulary.tokens)} tokens"
+        )
+    if not all(math.isfinite(score) and abs(score) < 1e30 for score in scores):
+        raise TokenizerError("GGUF: tokenizer.ggml.scores holds numbers that are not finite")
+    return list(zip(vocabulary.tokens, scores, vocabulary.types, strict=False))
+
+
+def _unknown_id(vocabulary: _Vocabulary) -> int:
+    unknown = [i for i, kind in enumerate(vocabulary.types) if kind == proto.UNKNOWN]
+    if len(unknown) != 1:
+        raise TokenizerError(
+            f"GGUF: tokenizer.ggml.token_type marks {len(unknown)} tokens as unknown, not one"
+        )
+    return unknown[0]
+
+
+def _settings(
+    metadata: Mapping[str, Any],
+    vocabulary: _Vocabulary,
+    *,
+    add_bos: bool,
+    add_eos: bool,
+    **options: Any,
+) -> Settings:
+    tokens = vocabulary.tokens
+    named = {}
+    for name, key in _NAMED.items():
+        key = f"tokenizer.ggml.{key}_token_id"
+        if key in metadata:
+            index = _value(metadata, key, int)
+            if not 0 <= index < len(tokens):
+                raise TokenizerError(f"GGUF: {key} is {index}, but there are {len(tokens)} tokens")
+            if tokens[index]:
+                named[f"{name}_token"] = AddedToken(tokens[index])
+    add_bos = _value(metadata, "tokenizer.ggml.add_bos_token", bool, add_bos)
+    add_eos = _value(metadata, "tokenizer.ggml.add_eos_token", bool, add_eos)
+    options |= {
+        "add_bos_token": add_bos and "bos_token" in named,
+        "add_eos_token": add_eos and "eos_token" in named,
+        # Null, unlike absent, keeps a class from assuming a token.
+        **{f"{name}_token": None for name in _NAMED if f"{name}_token" not in named},
+    }
+    templates = {}
+    for key in metadata:
+        if key == "tokenizer.chat_template":
+            templates["default"] = _value(metadata, key, str)
+        elif key.startswith("tokenizer.chat_template."):
+            templates[key.removeprefix("tokenizer.chat_template.")] = _value(metadata, key, str)
+    return Settings(
+        named=named,
+        added={i: AddedToken(tokens[i]) for i in vocabulary.control() if tokens[i]},
+        chat_templates=templates,
+        options=options,
+    )
+
+
+def _config_file(tokenizer_class: str, settings: Settings) -> dict[str, bytes]:
+    config: dict[str, Any] = {
+        "tokenizer_class": tokenizer_class,
+        "clean_up_tokenization_spaces": False,
+        **settings.options,
+        **{name: token.content for name, token in settings.named.items()},
+        "added_tokens_decoder": {
+            str(index): {
+                "content": token.content,
+                "special": True,
+                **dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False),
+            }
+            for index, token in settings.added.items()
+        },
+    }
+    if "default" in settings.chat_templates:
+        config["chat_template"] = settings.chat_templates["default"]
+    return {"tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode()}
+
+
+def _value(metadata: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    value = metadata.get(key, default)
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if value is None:
+        raise TokenizerError(f"GGUF: the key {key} is missing")
+    if type(value) is not kind:
+        raise TokenizerError(f"GGUF: {key} is {str(value)[:80]!r}, not {kind.__name__}")
+    if kind is str:
+        _check_unicode(value, key)
+    return value
+
+
+def _array(
+    metadata: Mapping[str, Any],
+    key: str,
+    kind: type,
+    length: int | None = None,
+    default: list[Any] | None = None,
+) -> list[Any]:
+    values = metadata.get(key, default)
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, list | tuple):
+        raise TokenizerError(f"GGUF: {key} is missing or no array")
+    if length is not None and len(values) != length:
+        raise TokenizerError(f"GGUF: {key} has {len(values)} entries for {length} tokens")
+    wrong = next((v for v in values if type(v) is not kind), None)
+    if wrong is not None:
+        raise TokenizerError(f"GGUF: {key} holds {str(wrong)[:80]!r}, not {kind.__name__}")
+    if kind is str:
+        _check_unicode("".join(values), key)
+    return list(values)
+
+
+def _check_unicode(text: str, key: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as failure:
+        raise TokenizerError(f"GGUF: {key} holds an unpaired surrogate") from failure

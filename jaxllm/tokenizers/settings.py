@@ -1,0 +1,292 @@
+"""What the small JSON files beside a vocabulary say: special tokens, flags, chat templates.
+
+Hugging Face spreads this over ``tokenizer_config.json``, ``special_tokens_map.json``,
+``added_tokens.json`` and ``chat_template.jinja``; the precedence here is that of transformers
+4.57's ``PreTrainedTokenizerBase._from_pretrained``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import MissingFileError, TokenizerError
+from jaxllm.json_file import parse_json
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+# What the classes of transformers assume where no file names a token.
+LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+GPT2_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+MAX_FILE_BYTES = 64 * 2**20
+FILE_NAMES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+_FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that is found in the text before the model of the vocabulary sees it.
+
+    ``lstrip`` and ``rstrip`` let it swallow the white space on its left and right; ``single_word``
+    keeps it from matching inside a word; ``normalized`` matches it in the normalised text.
+    """
+
+    content: str
+    special: bool = True
+    normalized: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The special tokens and flags of one tokenizer.
+
+    ``named`` maps ``bos_token``, ``eos_token``, ... to tokens; ``extra`` are further special ones;
+    ``added`` maps ids to tokens; ``options`` is tokenizer_config.json as it stands.
+    """
+
+    tokenizer_class: str | None = None
+    named: Mapping[str, AddedToken] = field(default_factory=dict)
+    extra: tuple[AddedToken, ...] = ()
+    added: Mapping[int, AddedToken] = field(default_factory=dict)
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """A true-or-false option; absent or null means ``default``."""
+        value = self.options.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise TokenizerError(f"tokenizer_config.json: {name} is {value!r}, not true or false")
+        return value
+
+    def with_defaults(self, **named: str | None) -> Settings:
+        """Fill in the named tokens that the files do not mention, as a class of tokenizer does.
+
+        A token that the files set to null stays unset.
+        """
+        tokens = {
+            name: AddedToken(content)
+            for name, content in named.items()
+            if content is not None and name not in self.options
+        }
+        tokens |= self.named
+        return replace(self, named={name: tokens[name] for name in NAMED_TOKENS if name in tokens})
+
+
+class TokenizerFiles:
+    """The tokenizer files of one folder, read once and kept byte for byte for ``save``."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise MissingFileError(f"{folder}: no such folder")
+        self.folder = folder
+        self.contents = {
+            name: self._read(folder / name) for name in FILE_NAMES if (folder / name).is_file()
+        }
+
+    @staticmethod
+    def _read(path: Path) -> bytes:
+        try:
+            size = path.stat().st_size
+            if size > MAX_FILE_BYTES:
+                raise TokenizerError(
+                    f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} are read of this file"
+                )
+            return path.read_bytes()
+        except OSError as failure:
+            raise TokenizerError(f"{path}: cannot be read ({failure.strerror})") from failure
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.contents
+
+    def json_object(self, name: str) -> dict[str, Any]:
+        """The file ``name`` as a JSON object; an absent file is an empty one."""
+        if name not in self.contents:
+            return {}
+        source = str(self.folder / name)
+        value = parse_json(self.contents[name], source=source, error=TokenizerError)
+        if not isinstance(value, dict):
+            raise TokenizerError(f"{source}: holds {type(value).__name__}, not an object")
+        return value
+
+    def text(self, name: str) -> str:
+        try:
+            return self.contents[name].decode("utf-8")
+        except UnicodeDecodeError as failure:
+            raise TokenizerError(f"{self.folder / name}: not UTF-8") from failure
+
+
+def read_settings(files: TokenizerFiles) -> Settings:
+    """Read everything but the vocabulary itself.
+
+    Raises:
+        TokenizerError: A file is malformed; the message names file and field.
+    """
+    options = files.json_object("tokenizer_config.json")
+    source = str(files.folder / "tokenizer_config.json")
+    named_values = {name: options.get(name) for name in NAMED_TOKENS}
+    extra_values = [
+        *_tokens_of(options, "additional_special_tokens", source),
+        *_tokens_of(options, "extra_special_tokens", source),
+    ]
+    added: dict[int, AddedToken] = {}
+    if "added_tokens_decoder" in options:
+        added = _read_added_tokens_decoder(options["added_tokens_decoder"], source)
+    else:
+        map_source = str(files.folder / "special_tokens_map.json")
+        special_map = files.json_object("special_tokens_map.json")
+        named_values |= {name: special_map[name] for name in NAMED_TOKENS if name in special_map}
+        extra_values += _tokens_of(special_map, "additional_special_tokens", map_source)
+
+    named = {
+        name: parse_added_token(value, f"{source}: {name}")
+        for name, value in named_values.items()
+        if value is not None and value != ""
+    }
+    extra = tuple(
+        dict.fromkeys(parse_added_token(v, f"{source}: extra_special_tokens") for v in extra_values)
+    )
+    if "added_tokens_decoder" not in options:
+        specials = {token.content for token in (*named.values(), *extra)}
+        added = _read_added_tokens_file(files, specials)
+
+    by_content = {token.content: token for token in added.values()}
+    named = {name: by_content.get(token.content, token) for name, token in named.items()}
+    tokenizer_class = options.get("tokenizer_class")
+    if tokenizer_class is not None and not isinstance(tokenizer_class, str):
+        raise TokenizerError(f"{source}: tokenizer_class is {tokenizer_class!r}, not a string")
+    return Settings(
+        tokenizer_class=tokenizer_class,
+        named=named,
+        extra=extra,
+        added=added,
+        chat_templates=_read_chat_templates(files, options, source),
+        options=options,
+    )
+
+
+def added_tokens_of_json(files: TokenizerFiles) -> dict[int, AddedToken]:
+    """The ``added_tokens`` of tokenizer.json, by id."""
+    source = str(files.folder / "tokenizer.json")
+    entries = files.json_object("tokenizer.json").get("added_tokens") or []
+    if not isinstance(entries, list):
+        raise TokenizerError(f"{source}: added_tokens is not a list")
+    added: dict[int, AddedToken] = {}
+    for number, entry in enumerate(entries):
+        token = parse_added_token(entry, f"{source}: added_tokens[{number}]", special=False)
+        index = entry.get("id") if isinstance(entry, dict) else None
+        if type(index) is not int or index < 0 or index in added:
+            raise TokenizerError(f"{source}: added_tokens[{number}] has the id {index!r}")
+        added[index] = token
+    _refuse_repeats([token.content for token in added.values()], f"{source}: added_tokens")
+    return added
+
+
+def parse_added_token(value: Any, source: str, *, special: bool = True) -> AddedToken:
+    """A token spelt as a string, or as the object that transformers writes."""
+    if isinstance(value, str):
+        return AddedToken(value, special=special)
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise TokenizerError(f"{source}: {value!r} is no token (a string, or an object)")
+    if not value["content"]:
+        raise TokenizerError(f"{source}: the token's content is empty")
+    unknown = set(value) - {"content", "id", "__type", *_FLAGS}
+    if unknown:
+        raise TokenizerError(f"{source}: a token has the unknown fields {sorted(unknown)}")
+    flags = {name: value[name] for name in _FLAGS if name in value}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TokenizerError(f"{source}: {name} is {flag!r}, not true or false")
+    return AddedToken(value["content"], **{"special": special, **flags})
+
+
+def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
+    """The tokens of a list, or of an object as some ``extra_special_tokens`` are."""
+    value = options.get(name)
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    if not isinstance(value, list):
+        raise TokenizerError(f"{source}: {name} is {value!r}, not a list of tokens")
+    return value
+
+
+def _read_added_tokens_decoder(table: Any, source: str) -> dict[int, AddedToken]:
+    if not isinstance(table, dict):
+        raise TokenizerError(f"{source}: added_tokens_decoder is not an object")
+    added = {}
+    for key, value in table.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise TokenizerError(f"{source}: added_tokens_decoder has the key {key!r}, not an id")
+        added[int(key)] = parse_added_token(
+            value, f"{source}: added_tokens_decoder[{key}]", special=False
+        )
+    _refuse_repeats([token.content for token in added.values()], f"{source}: added_tokens_decoder")
+    return dict(sorted(added.items()))
+
+
+def _read_added_tokens_file(files: TokenizerFiles, specials: set[str]) -> dict[int, AddedToken]:
+    source = str(files.folder / "added_tokens.json")
+    added: dict[int, AddedToken] = {}
+    for content, index in files.json_object("added_tokens.json").items():
+        if not content or isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            raise TokenizerError(f"{source}: {content!r} has the id {index!r}")
+        if index in added:
+            raise TokenizerError(f"{source}: two tokens have the id {index}")
+        special = content in specials
+        added[index] = AddedToken(content, special=special, normalized=not special)
+    return dict(sorted(added.items()))
+
+
+def _refuse_repeats(contents: list[str], source: str) -> None:
+    if len(set(contents)) != len(contents):
+        repeated = next(content for content in contents if contents.count(content) > 1)
+        raise TokenizerError(f"{source}: {repeated!r} appears under two ids")
+
+
+def _read_chat_templates(
+    files: TokenizerFiles, options: dict[str, Any], source: str
+) -> dict[str, str]:
+    if "chat_template.jinja" in files:
+        return {"default": files.text("chat_template.jinja")}
+    value = options.get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    templates = {}
+    for entry in value if isinstance(value, list) else [value]:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        template = entry.get("template") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise TokenizerError(
+                f"{source}: chat_template is neither a string nor a list of"
+                ' {"name": ..., "template": ...}'
+            )
+        templates[name] = template
+    return templates

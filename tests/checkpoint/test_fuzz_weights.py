@@ -1,0 +1,256 @@
+"""Hostile weight files: they load or raise a JaxLLMError, quickly and in bounded memory.
+
+Each file is read in a child process with 4 GiB and 10 seconds. ``JAXLLM_FUZZ_N`` sets the number of
+mutated files for each format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fuzzing import fuzz_count, mutate, run_batch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from test_gguf import MALFORMED as MALFORMED_GGUF
+from test_safetensors import MALFORMED as MALFORMED_SAFETENSORS
+from test_safetensors import every_dtype
+from weight_files import (
+    gguf_bytes,
+    gguf_field,
+    gguf_string,
+    gguf_tensor,
+    safetensors_bytes,
+    written,
+)
+
+from jaxllm.checkpoint.gguf_header import MAX_HEADER_BYTES as MAX_GGUF_HEADER
+from jaxllm.checkpoint.safetensors_header import DTYPES, MAX_HEADER_BYTES
+from jaxllm.checkpoint.safetensors_writer import write_safetensors
+
+COUNTS = [
+    pytest.param(fuzz_count(500), id="some"),
+    pytest.param(fuzz_count(10_000), id="many", marks=pytest.mark.slow),
+]
+# What a number or a string may be changed to.
+EXTREMES = [0, 1, 2, 3, 7, 31, 32, 33, 255, 2**24, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 32]
+
+
+def check(target: str, files: list[Path]) -> Counter[str]:
+    """Assert that every file is harmless; how many did what."""
+    outcomes = run_batch(f"weight_targets:{target}", files)
+    assert [outcome for outcome in outcomes if not outcome.harmless] == []
+    greedy = [o for o in outcomes if o.grown_mib > 3 * o.path.stat().st_size / 2**20 + 512]
+    assert greedy == []
+    return Counter(outcome.status for outcome in outcomes)
+
+
+def mutants(original: bytes, count: int, folder: Path, suffix: str, head: int = 0) -> list[Path]:
+    """Seeded mutations; most of them within the first ``head`` bytes, where it is given."""
+    rng = random.Random(f"{suffix} {count}")
+    files = []
+    for i in range(count):
+        if head and rng.random() < 0.8:
+            data = mutate(original[:head], rng) + original[head:]
+        else:
+            data = mutate(original, rng)
+        files.append(written(folder / f"{i}{suffix}", data))
+    return files
+
+
+FIELDS = {
+    "general.architecture": "llama",
+    "general.alignment": 32,
+    "llama.context_length": 64,
+    "llama.embedding_length": 32,
+    "llama.block_count": 1,
+    "llama.feed_forward_length": 48,
+    "llama.attention.head_count": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.scaling.type": "none",
+    "llama.rope.scaling.factor": 1.0,
+    "tokenizer.ggml.tokens": ["<s>", "</s>", "Ġa", "見"],
+    "tokenizer.ggml.scores": struct.pack("<IIQ4f", 9, 6, 4, 0, -1, -2, -3),
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.ggml.eos_token_id": 1,
+}
+# A tensor of each type that is read, and one that is not.
+TENSORS = {
+    "token_embd.weight": "F16",
+    "rope_freqs.weight": "F32",
+    "output_norm.weight": "BF16",
+    "blk.0.attn_q.weight": "Q8_0",
+    "blk.0.attn_k.weight": "Q4_0",
+    "blk.0.attn_v.weight": "Q4_1",
+    "blk.0.ffn_up.weight": "Q4_K",
+    "blk.0.ffn_down.weight": "Q6_K",
+    "blk.0.ffn_gate.weight": "Q5_0",
+}
+VALUES = [
+    *EXTREMES,
+    -1,
+    True,
+    False,
+    0.0,
+    -1.0,
+    1e30,
+    math.nan,
+    math.inf,
+    "",
+    "llama",
+    "gpt2",
+    "t5",
+]
+VALUES += ["linear", "yarn", [], ["a"], struct.pack("<IIQ2I", 9, 4, 2, 1, 2)]
+
+
+def gguf_file(rng: random.Random | None = None) -> bytes:
+    """A small Llama; with a generator, one to three of its fields and sizes are other ones."""
+    fields: list[tuple[str, Any]] = list(FIELDS.items())
+    tensors, data = [], b""
+    noise = random.Random(0)
+    for name, kind in TENSORS.items():
+        ggml_type = GGMLQuantizationType[kind]
+        block, block_bytes = GGML_QUANT_SIZES[ggml_type]
+        dims = [8] if name.startswith("rope") else [256, 4]
+        tensors.append([name, dims, int(ggml_type), len(data)])
+        ones = struct.pack("<8f", *[1.0] * 8)
+        data += ones if dims == [8] else noise.randbytes(math.prod(dims) // block * block_bytes)
+        data += b"\0" * (-len(data) % 32)
+    for _ in range(rng.randint(1, 3) if rng else 0):
+        tensor = rng.choice(tensors)
+        match rng.randrange(6):
+            case 0 | 1:
+                i = rng.randrange(len(fields))
+                fields[i] = (fields[i][0], rng.choice(VALUES))
+            case 2:
+                fields[rng.randrange(len(fields))] = rng.choice(fields)
+            case 3:
+                tensor[1] = [rng.choice(EXTREMES) for _ in range(rng.randint(0, 5))]
+            case 4:
+                tensor[2] = rng.randrange(44)
+            case 5:
+                tensor[3] = rng.choice([*EXTREMES, *(other[3] for other in tensors)])
+    described = [gguf_tensor(*tensor) for tensor in tensors]
+    return gguf_bytes([gguf_field(*field) for field in fields], described, data)
+
+
+def safetensors_file(original: bytes, rng: random.Random) -> bytes:
+    """The file with one to three numbers, dtypes or names of its header changed."""
+    end = 8 + int.from_bytes(original[:8], "little")
+    header = json.loads(original[8:end])
+    entries = [entry for name, entry in header.items() if name != "__metadata__"]
+    for _ in range(rng.randint(1, 3)):
+        entry, other = rng.choice(entries), rng.choice(entries)
+        match rng.randrange(5):
+            case 0:
+                entry["shape"] = [rng.choice(EXTREMES) for _ in range(rng.randint(0, 3))]
+            case 1:
+                entry["data_offsets"][rng.randrange(2)] = rng.choice([*EXTREMES, -1, 1.5, None])
+            case 2:
+                entry["dtype"] = rng.choice([*DTYPES, "F8_E4M3", "", 1])
+            case 3:
+                entry.update(json.loads(json.dumps(other)))
+            case 4:
+                entry["shape"] = [*entry["shape"], 1]
+    return safetensors_bytes(header, original[end:])
+
+
+class TestMutations:
+    @pytest.mark.parametrize("count", COUNTS)
+    def test_safetensors(self, count, tmp_path):
+        write_safetensors(tmp_path / "a.safetensors", every_dtype())
+        original = (tmp_path / "a.safetensors").read_bytes()
+        head = 8 + int.from_bytes(original[:8], "little")
+        files = mutants(original, count // 2, tmp_path, ".safetensors", head)
+        rng = random.Random(count)
+        for i in range(count // 2):
+            data = safetensors_file(original, rng)
+            files.append(written(tmp_path / f"numbers-{i}.safetensors", data))
+        statuses = check("read_safetensors", files)
+        assert statuses["refused"] > count / 2
+        assert statuses["ok"] > 0
+
+    @pytest.mark.parametrize("count", COUNTS)
+    def test_index(self, count, tmp_path):
+        weight_map = {}
+        for i in range(3):
+            name = f"model-0000{i}-of-00003.safetensors"
+            write_safetensors(tmp_path / name, {f"w.{i}": np.ones(3), f"b.{i}": np.ones(2)})
+            weight_map |= {f"w.{i}": name, f"b.{i}": name}
+        index = {"metadata": {"total_size": 120}, "weight_map": weight_map}
+        original = json.dumps(index, indent=2).encode()
+        files = mutants(original, count, tmp_path, ".json")
+        files.append(written(tmp_path / "whole.json", original))
+        statuses = check("read_index", files)
+        assert statuses["refused"] > count / 2
+        assert statuses["ok"] > 0
+
+    @pytest.mark.parametrize("count", COUNTS)
+    def test_gguf(self, count, tmp_path):
+        original = gguf_file()
+        assert check("read_gguf", [written(tmp_path / "whole.gguf", original)]) == {"ok": 1}
+        head = original.index(b"blk.0.ffn_gate") + 64
+        files = mutants(original, count // 2, tmp_path, ".gguf", head)
+        rng = random.Random(count)
+        for i in range(count // 2):
+            files.append(written(tmp_path / f"numbers-{i}.gguf", gguf_file(rng)))
+        statuses = check("read_gguf", files)
+        assert statuses["refused"] > count / 2
+        assert statuses["ok"] > 0
+
+
+class TestDirected:
+    def test_the_malformed_safetensors(self, tmp_path):
+        contents = [safetensors_bytes(h, b"\0" * n) for h, n, _ in MALFORMED_SAFETENSORS.values()]
+        files = [written(tmp_path / f"{i}.safetensors", c) for i, c in enumerate(contents)]
+        assert check("read_safetensors", files) == {"refused": len(files)}
+
+    def test_the_malformed_gguf(self, tmp_path):
+        contents = [data for data, _ in MALFORMED_GGUF.values()]
+        files = [written(tmp_path / f"{i}.gguf", c) for i, c in enumerate(contents)]
+        assert check("read_gguf", files) == {"refused": len(files)}
+
+    def test_many_tensors(self, tmp_path):
+        entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+        header = json.dumps({f"{i}": entry for i in range(50_000)}).encode()
+        files = [written(tmp_path / "many.safetensors", safetensors_bytes(header))]
+        assert check("read_safetensors", files) == {"ok": 1}
+
+    @pytest.mark.slow
+    def test_the_largest_safetensors_headers(self, tmp_path):
+        room = MAX_HEADER_BYTES - 20
+        headers = [
+            b'{"w":[' + item * (room // len(item)) + b"0]}"
+            for item in (b"[],", b"{},", b'"",', b"0,", b"1e9,", b'{"":0},')
+        ]
+        headers.append(b'{"' + b"w" * room + b'":1}')
+        headers.append(b'{"w":' + b"9" * room + b"}")
+        headers.append(b'{"w":' * (room // 6) + b"1" + b"}" * (room // 6))
+        assert all(len(header) <= MAX_HEADER_BYTES for header in headers)
+        files = [
+            written(tmp_path / f"{i}.safetensors", safetensors_bytes(header))
+            for i, header in enumerate(headers)
+        ]
+        assert check("read_safetensors", files) == {"refused": len(files)}
+
+    @pytest.mark.slow
+    def test_the_largest_gguf_headers(self, tmp_path):
+        room = MAX_GGUF_HEADER - 100
+        arrays = [
+            struct.pack("<IIQ", 9, 8, room // 8) + b"\0" * (room // 8 * 8),
+            struct.pack("<IIQ", 9, 8, room // 11) + gguf_string("見") * (room // 11),
+            struct.pack("<IIQ", 9, 0, 2**24) + b"\1" * 2**24,
+        ]
+        contents = [gguf_bytes([gguf_field("k", array)], []) for array in arrays]
+        contents.append(gguf_bytes([gguf_field(str(i), i) for i in range(500_000)], []))
+        many = [gguf_tensor(str(i), [1], 0, 32 * i) for i in range(500_000)]
+        contents.append(gguf_bytes([], many))
+        files = [written(tmp_path / f"{i}.gguf", c) for i, c in enumerate(contents)]
+        assert check("read_gguf", files) == {"refused": len(files)}

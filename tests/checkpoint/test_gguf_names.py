@@ -1,0 +1,229 @@
+"""GGUF models as Hugging Face checkpoints: names, layout and config, each way round."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from jaxllm.checkpoint.gguf import GGUFFile
+from jaxllm.checkpoint.gguf_names import HFView, hf_name, unpermute
+from jaxllm.checkpoint.safetensors import open_safetensors
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's LlamaModel.permute: half-split rows of each head to interleaved ones."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def convert_llama(writer: gguf.GGUFWriter, config: dict) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def convert_gpt2(writer: gguf.GGUFWriter, config: dict) -> None:
+    writer.add_block_count(config["n_layer"])
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(config["n_embd"])
+    writer.add_feed_forward_length(4 * config["n_embd"])  # whatever n_inner is
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+
+
+def convert_t5(writer: gguf.GGUFWriter, config: dict) -> None:
+    writer.add_context_length(512)
+    writer.add_embedding_length(config["d_model"])
+    writer.add_feed_forward_length(config["d_ff"])
+    writer.add_block_count(config["num_layers"])
+    if writer.arch == "t5":
+        writer.add_decoder_block_count(config["num_decoder_layers"])
+        writer.add_decoder_start_token_id(config["decoder_start_token_id"])
+    writer.add_head_count(config["num_heads"])
+    writer.add_key_length(config["d_kv"])
+    writer.add_value_length(config["d_kv"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    writer.add_relative_attn_buckets_count(config["relative_attention_num_buckets"])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": (gguf.MODEL_ARCH.LLAMA, convert_llama),
+    "GPT2LMHeadModel": (gguf.MODEL_ARCH.GPT2, convert_gpt2),
+    "T5ForConditionalGeneration": (gguf.MODEL_ARCH.T5, convert_t5),
+    "UMT5ForConditionalGeneration": (gguf.MODEL_ARCH.T5, convert_t5),
+    "T5EncoderModel": (gguf.MODEL_ARCH.T5ENCODER, convert_t5),
+}
+# Masks, frequencies and copies of T5's shared embedding, which some checkpoints hold.
+DROPPED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "coder.embed_tokens.weight")
+TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "pad_token_id"}
+
+
+def convert(folder: Path, path: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """What llama.cpp's convert_hf_to_gguf.py does, with the ``gguf`` package's own name table.
+
+    Returns:
+        The folder's config and those of its tensors that are converted.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    architecture, set_parameters = ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    set_parameters(writer, config)
+    for name, key in TOKENS.items():
+        if key in config:
+            getattr(writer, f"add_{name}_token_id")(config[key])
+    name_map = gguf.get_tensor_name_map(architecture, 8)
+    tensors = {}
+    with open_safetensors(folder) as source:
+        for name in source.names():
+            if name.endswith(DROPPED):
+                continue
+            array = tensors[name] = source.read(name)
+            target = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert target is not None, name
+            if ".q_proj." in name and config["model_type"] == "llama":
+                array = permute(array, config["num_attention_heads"])
+            if ".k_proj." in name and config["model_type"] == "llama":
+                array = permute(array, config["num_key_value_heads"])
+            if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+                array = np.ascontiguousarray(array.T)
+            writer.add_tensor(target, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return config, tensors
+
+
+# In config.json but not in a GGUF file: training only, or what the formats say differently.
+NOT_IN_GGUF = {
+    *("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate"),
+    *("initializer_range", "initializer_factor", "pretraining_tp", "torch_dtype", "dtype"),
+    *("is_gated_act", "dense_act_fn", "scale_decoder_outputs", "tie_word_embeddings"),
+}
+# (checkpoint, what the formats cannot say and llama.cpp assumes)
+CHECKPOINTS = {
+    "llama_bias": {"hidden_act": "silu"},
+    "llama_untied": {},
+    "gpt2_base": {"activation_function": "gelu_new"},
+    "gpt2_hub_layout": {"n_inner": 72},
+    "gpt2_untied": {"activation_function": "gelu_new"},
+    "t5_relu": {"relative_attention_max_distance": 128},
+    "umt5": {"relative_attention_max_distance": 128},
+    "t5_flan_resaved": {"relative_attention_max_distance": 128},
+    "t5_encoder": {"relative_attention_max_distance": 128, "is_encoder_decoder": False},
+}
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("name", CHECKPOINTS)
+    def test_tensors_come_back_bit_for_bit(self, name, tmp_path):
+        _, tensors = convert(DATA / "parity" / name, tmp_path / "a.gguf")
+        if name == "gpt2_hub_layout":  # GPT2Model's names; a model with a head has the prefix
+            tensors = {f"transformer.{key}": array for key, array in tensors.items()}
+        with HFView(GGUFFile(tmp_path / "a.gguf")) as view:
+            assert set(view.names()) == set(tensors)
+            for key, expected in tensors.items():
+                actual = view.read(key)
+                assert actual.shape == expected.shape == view.info(key).shape, key
+                assert actual.dtype == expected.dtype == view.info(key).dtype, key
+                np.testing.assert_array_equal(actual, expected, err_msg=key)
+
+    @pytest.mark.parametrize("name", CHECKPOINTS)
+    def test_the_config_comes_back(self, name, tmp_path):
+        config, tensors = convert(DATA / "parity" / name, tmp_path / "a.gguf")
+        actual = HFView(GGUFFile(tmp_path / "a.gguf")).config
+        expected = {k: v for k, v in config.items() if k not in NOT_IN_GGUF and v is not None}
+        if name == "t5_encoder":
+            del expected["num_decoder_layers"], expected["decoder_start_token_id"]
+        if "rope_parameters" in expected:  # of transformers 5; ours is the form that both read
+            expected["rope_theta"] = expected.pop("rope_parameters")["rope_theta"]
+        expected |= CHECKPOINTS[name]
+        assert actual.pop("tie_word_embeddings") is ("lm_head.weight" not in tensors)
+        if config["model_type"].endswith("t5"):
+            assert actual.pop("n_positions") == 512
+        for key in ("rms_norm_eps", "layer_norm_epsilon"):
+            if key in expected:
+                assert actual.pop(key) == np.float32(expected.pop(key))
+        assert actual == expected
+
+    def test_t5_with_a_plain_feed_forward(self):
+        assert hf_name("t5", "enc.blk.1.ffn_up.weight", gated=False) == (
+            "encoder.block.1.layer.1.DenseReluDense.wi.weight"
+        )
+        assert hf_name("t5", "dec.blk.1.ffn_up.weight", gated=False) == (
+            "decoder.block.1.layer.2.DenseReluDense.wi.weight"
+        )
+
+    def test_unpermute_is_the_inverse_of_llama_cpps(self):
+        weight = np.arange(3 * 8 * 2).reshape(24, 2)
+        np.testing.assert_array_equal(unpermute(permute(weight, 3), 3), weight)
+        assert (permute(weight, 3) != weight).any()
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "blk.0.attn_q",
+            "blk..attn_q.weight",
+            "blk.{}.attn_q.weight",
+            "blk.0.attn_q.scale",
+            "enc.blk.0.attn_q.weight",
+            "blk.0.ffn_gate_exps.weight",
+            "",
+            "weight",
+        ],
+    )
+    def test_other_names_have_no_counterpart(self, name):
+        assert hf_name("llama", name) is None
+
+
+class TestSmolLM2:
+    def test_equals_transformers_bit_for_bit(self, smollm2_gguf):
+        checksums = json.loads((DATA / "smollm2" / "tensors.json").read_text())
+        with HFView(GGUFFile(smollm2_gguf)) as view:
+            names = "\n".join(sorted([*view.names(), "lm_head.weight"]))  # which is tied
+            assert hashlib.sha256(names.encode()).hexdigest() == checksums.pop("every name")
+            for name, expected in checksums.items():
+                array = np.ascontiguousarray(view.read(name))
+                assert array.dtype == np.float32
+                assert hashlib.sha256(array.tobytes()).hexdigest() == expected, name
+
+    def test_config(self, smollm2_gguf):
+        """Every field is what transformers 5.23 reads from the same file."""
+        assert HFView(GGUFFile(smollm2_gguf)).config == {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 9.999999747378752e-06,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rope_theta": 100000.0,
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 2,
+        }

@@ -1,0 +1,36 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+
+# Before jax is imported: on a machine with a GPU the tests still compare float32 on the CPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxllm.cli.bundled import smollm2
+from jaxllm.errors import MissingFileError
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The real model's file. Its absence is a failure: a test that skips shows nothing."""
+    try:
+        return smollm2()
+    except MissingFileError as error:
+        pytest.fail(str(error))
+
+
+@pytest.fixture
+def highest_precision() -> Iterator[None]:
+    """Full float32 in matrix products, for comparisons with the reference on any device."""
+    import jax
+
+    with jax.default_matmul_precision("highest"):
+        yield

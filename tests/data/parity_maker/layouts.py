@@ -1,0 +1,49 @@
+"""Layouts of weight files that exist on the Hub: renamed keys, repeated tensors, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from parity_maker.inputs import Weights
+
+
+def without_prefix(prefix: str) -> Callable[[Weights, dict], Weights]:
+    """Saved from the base model: no `model.` / `transformer.` before the names."""
+    return lambda weights, config: {k.removeprefix(prefix): v for k, v in weights.items()}
+
+
+def with_inv_freq(weights: Weights, config: dict) -> Weights:
+    """Llama files of 2023 hold each layer's rotary frequencies; readers skip them."""
+    frequencies = np.linspace(1, 0.1, config["head_dim"] // 2, dtype=np.float32)
+    name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+    layers = range(config["num_hidden_layers"])
+    return weights | {name.format(i): frequencies for i in layers}
+
+
+def old_gpt2(weights: Weights, config: dict) -> Weights:
+    """openai-community/gpt2: no prefix, and each block's causal mask and its fill value."""
+    weights = without_prefix("transformer.")(weights, config)
+    n = config["n_positions"]
+    mask = np.tril(np.ones((1, 1, n, n), np.float32))
+    for i in range(config["n_layer"]):
+        weights[f"h.{i}.attn.bias"] = mask
+        weights[f"h.{i}.attn.masked_bias"] = np.array(-1e4, np.float32)
+    return weights
+
+
+def with_tied_head(head: str, embedding: str) -> Callable[[Weights, dict], Weights]:
+    """The tied head is in the file as well, equal to the embedding."""
+    return lambda weights, config: {**weights, head: weights[embedding].copy()}
+
+
+def old_t5(weights: Weights, config: dict) -> Weights:
+    """google-t5 files repeat the embedding, and hold a cross-attention bias that nobody uses."""
+    bias = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    shape = config["relative_attention_num_buckets"], config["num_heads"]
+    return weights | {
+        "encoder.embed_tokens.weight": weights["shared.weight"].copy(),
+        "decoder.embed_tokens.weight": weights["shared.weight"].copy(),
+        bias: np.full(shape, 3.0, np.float32),
+    }
