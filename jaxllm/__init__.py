@@ -1,1 +1,18 @@
 """T5, Llama and GPT-2 in JAX/Flax, with jit-compiled decoding."""
+
+from jaxllm.errors import JaxLLMError
+from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.generate import GenerateOutput, generate, stream
+from jaxllm.loading import load, save_hf
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GenerateOutput",
+    "GenerationConfig",
+    "JaxLLMError",
+    "generate",
+    "load",
+    "save_hf",
+    "stream",
+]

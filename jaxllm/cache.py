@@ -1,4 +1,4 @@
-"""The key/value cache: preallocated, zeros, fixed shape; an explicit value that goes in and comes out.
+"""The key/value cache: preallocated, zeros, fixed shape; a value that goes in and comes out.
 
 A slot of the cache is a column of the sequence: column ``j`` of ``sequences`` has its keys in slot
 ``j``. What a slot holds is decided by ``mask`` alone, so left pads, right pads and finished rows
@@ -15,11 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
-def _pytree(cls):
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
-
-
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class KV:
     """Keys and values of one attention layer, heads merged into the batch."""
 
@@ -57,12 +54,14 @@ def merge_heads(x: Float[Array, "B S K H"]) -> Float[Array, "BK S H"]:
     return x.transpose(0, 2, 1, 3).reshape(B * K, S, H)
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Cache:
     """All that a decoder remembers between two calls.
 
-    `length` counts the columns written so far, pads included, and is shared by the rows; `next_position`
-    counts each row's real tokens. Cross keys and values are projected once, when generation starts.
+    `length` counts the columns written so far, pads included, and is shared by the rows;
+    `next_position` counts each row's real tokens. Cross keys and values are projected once, when
+    generation starts.
     """
 
     layers: tuple[KV, ...]
@@ -109,7 +108,8 @@ class Cache:
         return jax.tree.map(rows, self)
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class View:
     """What one forward call sees: positions from the cumulative mask, visibility from the slots."""
 
@@ -126,7 +126,7 @@ class View:
 
 def look(mask: Bool[Array, "B T"], *, causal: bool = True) -> View:
     """The view of one uncached call over a whole sequence."""
-    T = mask.shape[1]
+    mask, T = jnp.asarray(mask), mask.shape[1]
     counts = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     slots = jnp.arange(T, dtype=jnp.int32)
     visible = mask[:, None, None, :]
@@ -150,7 +150,7 @@ def look_cached(
     `fresh` says that the cache holds nothing yet: the queries then see only each other, so that
     prefill does not attend over the free slots.
     """
-    T, S = mask.shape[1], cache.capacity
+    mask, T, S = jnp.asarray(mask), mask.shape[1], cache.capacity
     counts = cache.next_position[:, None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     query_slots = cache.length + jnp.arange(T, dtype=jnp.int32)
     known = jax.lax.dynamic_update_slice(cache.mask, mask, (0, cache.length))

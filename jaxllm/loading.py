@@ -32,8 +32,8 @@ def load(
     """Loads a model and its tokenizer.
 
     Args:
-        path_or_hub_id: a Hugging Face folder (config.json, one or many safetensors), a .gguf file, or
-            a Hub id such as ``"HuggingFaceTB/SmolLM2-135M-Instruct"``.
+        path_or_hub_id: a Hugging Face folder (config.json, one or many safetensors), a .gguf file,
+            or a Hub id such as ``"HuggingFaceTB/SmolLM2-135M-Instruct"``.
         dtype: what to compute in: float32, bfloat16 or float16. None: the checkpoint's own, but
             float32 on a CPU, where half precision is many times slower.
         param_dtype: what to keep the weights in. None: as in the file (on a CPU that computes in
@@ -98,7 +98,7 @@ def save_hf(
     dtype: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a folder that transformers 4 and 5 load: config, weights, generation config, tokenizer.
+    """Writes a folder that transformers 4 and 5 load: configs, weights, tokenizer.
 
     Loading a checkpoint and saving it gives the same tensor names, shapes, dtypes and bytes. Every
     weight file is read back and compared before it takes its name.

@@ -110,11 +110,3 @@ def test_import_is_quick_and_light() -> None:
     seconds, *modules = run_python(code).split()
     assert float(seconds) < 2
     assert not FOREIGN.intersection(modules)
-
-
-def test_the_command_line_starts_without_jax() -> None:
-    code = (
-        "import sys; from jaxllm.cli.main import main; main(['--help'])\n"
-        "print('jax' in sys.modules)"
-    )
-    assert run_python(code).split()[-1] == "False"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import jaxllm
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -53,6 +55,7 @@ def test_versions_agree() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert re.findall(r"^## \[?(\d[^] ]*)", changelog, re.MULTILINE)[0] == version
     assert f"\nversion: {version}\n" in citation
+    assert jaxllm.__version__ == version
 
 
 def test_entry_points_exist() -> None:

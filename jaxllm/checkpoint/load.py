@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -97,15 +98,12 @@ def load_model(
         plan = recipe(checkpoint.config, architecture)
     except JaxLLMError as error:
         raise type(error)(f"{where}: {error}") from None
+    check_depth(plan, source, where)
     plan = settle_tying(plan, source)
-    dtype, options_dtype = choose_dtypes(source, dtype, param_dtype)
+    compute, keep = choose_dtypes(source, dtype, param_dtype)
     options = Options(
-        dtype=dtype,
-        param_dtype=options_dtype,
-        attn_implementation=attn_implementation,
-        remat=remat,
+        dtype=compute, param_dtype=keep, attn_implementation=attn_implementation, remat=remat
     )
-    check_names(plan, source)
     shapes = nnx.eval_shape(lambda: plan.make(plan.config, options, rngs=nnx.Rngs(0)))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     expected = {parameter_path(path): leaf for path, leaf in leaves}
@@ -129,15 +127,19 @@ def load_model(
         for ours, part in zip(entry.ours, entry.split(tensor), strict=True):
             want = expected[ours].dtype
             if param_dtype is None:  # keep what the file has, unless the model needs it wider
-                want = np.promote_types(tensor.dtype, want)
+                want = jnp.promote_types(tensor.dtype, want)
+            check_range(name, part, want)
             arrays[ours] = jnp.array(part, dtype=want)
         done += source.info(name).nbytes
         if progress is not None:
             progress(name, done, total)
     model = jax.tree_util.tree_unflatten(treedef, [arrays[parameter_path(p)] for p, _ in leaves])
+    config = dict(checkpoint.config)
+    if architecture is not None:
+        config["architectures"] = [plan.architecture]
+    dtypes |= {name: source.info(name).dtype.name for name, _ in copies}
     model.origin = Origin(
-        config=json.dumps(dict(checkpoint.config)),
-        architecture=plan.architecture,
+        config=json.dumps(config),
         dtypes=tuple(sorted(dtypes.items())),
         copies=copies,
         stripped=stripped,
@@ -169,7 +171,11 @@ def settle_tying(plan: Recipe, source: WeightSource) -> Recipe:
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    """Equal shapes, dtypes and bytes: -0 is not 0 here, and a NaN is itself."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    bits = f"u{a.itemsize}"
+    return bool((a.view(bits) == b.view(bits)).all())
 
 
 def choose_dtypes(source: WeightSource, dtype: Any, param_dtype: Any) -> tuple[Any, Any]:
@@ -209,17 +215,25 @@ def tensor_name(entry: Entry, table: Table, stripped: bool) -> str:
     return entry.theirs.removeprefix(table.prefix) if stripped else entry.theirs
 
 
-def check_names(plan: Recipe, source: WeightSource) -> None:
-    """A config that claims absurdly many layers fails here, before a model of that size is traced."""
-    layers = sum(
-        getattr(plan.config, name, 0) or 0
-        for name in ("num_hidden_layers", "n_layer", "num_layers")
-    )
-    if layers > len(source.names()):
-        raise CheckpointError(
-            f"{source.info(source.names()[0]).file if source.names() else 'the checkpoint'}: the "
-            f"config asks for {layers} layers, but there are {len(source.names())} tensors"
-        )
+def check_range(name: str, tensor: np.ndarray, dtype: Any) -> None:
+    """Casting to float16 must not make an infinity of a finite weight."""
+    if dtype == np.float16 != tensor.dtype and tensor.size:
+        largest = max(abs(float(tensor.max())), abs(float(tensor.min())))
+        if np.finfo(np.float16).max < largest < np.inf:
+            raise NonFiniteError(
+                f"{name}: holds {largest:g}, which float16 cannot; keep it in bfloat16 or float32"
+            )
+
+
+def check_depth(plan: Recipe, source: WeightSource, where: Path) -> None:
+    """A config that claims absurdly many layers fails here, before such a model is traced."""
+    found = len(source.names())
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"):
+        layers = getattr(plan.config, name, None) or 0
+        if layers > found:
+            raise CheckpointError(
+                f"{where}: {name}: {layers}, but there are only {found} tensors in the weights"
+            )
 
 
 def check_tensors(
@@ -239,7 +253,7 @@ def check_tensors(
         if name in wanted or table.is_buffer(name) or name.startswith(plan.unread or ("\0",)):
             continue
         original = table.copied_from(name)
-        if original in expected:
+        if original is not None and original in expected:
             by_ours = {e.ours[0]: n for n, e in entries}
             if not same_bits(source.read(name), source.read(by_ours[original])):
                 raise CheckpointError(
@@ -250,8 +264,9 @@ def check_tensors(
         else:
             unexpected.append(name)
     if missing or unexpected:
+        config = ", ".join(f"{f} {getattr(plan.config, f)!r}" for f in plan.family.structure)
         raise CheckpointError(
-            f"{file}: the tensors do not fit a {plan.architecture}"
+            f"{file}: the tensors do not fit a {plan.architecture} of this config.json ({config})"
             + _listed("; missing", missing)
             + _listed("; unexpected", unexpected)
         )
@@ -261,15 +276,28 @@ def check_tensors(
         shape[0] *= len(entry.ours)
         wanted_shape = tuple(reversed(shape)) if entry.transposed else tuple(shape)
         if info.shape != wanted_shape:
+            sizes = expected[entry.ours[0]].shape
+            fields = {f for size in sizes for f in fields_behind(plan.config, size)}
             raise CheckpointError(
-                f"{info.file}: {name} has shape {list(info.shape)}, but the config implies "
-                f"{list(wanted_shape)}"
+                f"{info.file}: {name} has shape {list(info.shape)}, but config.json implies "
+                f"{list(wanted_shape)} (from {', '.join(sorted(fields))})"
             )
         if info.dtype not in FLOATS:
             raise UnsupportedError(
                 f"{info.file}: {name} is {info.dtype}; weights must be float32, bfloat16 or float16"
             )
     return tuple(copies)
+
+
+def fields_behind(config: Any, size: int) -> list[str]:
+    """Names of the config's fields that make up a dimension: equal to it, or two that multiply."""
+    sizes = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    sizes = {k: v for k, v in sizes.items() if type(v) is int and not k.endswith("_id")}
+    if hasattr(config, "size_per_head"):
+        sizes |= {"head_dim": config.size_per_head, "num_key_value_heads": config.kv_heads}
+    equal = [name for name, value in sizes.items() if value == size]
+    pairs = itertools.combinations(sizes, 2)
+    return equal or [n for pair in pairs if sizes[pair[0]] * sizes[pair[1]] == size for n in pair]
 
 
 def _listed(label: str, names: list[str]) -> str:

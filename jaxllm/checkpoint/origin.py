@@ -9,12 +9,11 @@ import dataclasses
 class Origin:
     """Static and hashable: it travels on the model as an attribute.
 
-    `config` is the config.json as text. `dtypes` are the file's, by tensor name. `copies` are tensors
-    that repeat one of our parameters. `stripped`: names lack the base model's prefix.
+    `config` is the config.json as text. `dtypes` are the file's, by tensor name. `copies` are
+    tensors that repeat one of our parameters. `stripped`: names lack the base model's prefix.
     """
 
     config: str
-    architecture: str
     dtypes: tuple[tuple[str, str], ...]
     copies: tuple[tuple[str, str], ...] = ()
     stripped: bool = False

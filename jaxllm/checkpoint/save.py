@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.checkpoint.load import float_dtype, tensor_name
+from jaxllm.checkpoint.load import check_range, float_dtype, tensor_name
 from jaxllm.checkpoint.origin import Origin
 from jaxllm.checkpoint.safetensors_writer import write_sharded
 from jaxllm.errors import CheckpointError
@@ -26,18 +26,22 @@ def save_model(
     folder: Path, model: Any, *, dtype: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
     """Writes config.json and the weights; see `jaxllm.save_hf`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise CheckpointError(f"{folder}: cannot be made ({failure.strerror})") from failure
     tensors = dict(hf_tensors(model))
     original = original_dtypes(model, tensors)
     dtype = float_dtype("dtype", dtype)
-    cast = {
-        name: np.asarray(x, dtype or original.get(name, x.dtype)) for name, x in tensors.items()
-    }
+    cast = {}
+    for name, x in tensors.items():
+        target = dtype or original.get(name, x.dtype)
+        check_range(name, x, target)
+        cast[name] = np.asarray(x, target)
     write_sharded(folder, cast, max_shard_bytes)
-    config = saved_config(model, {str(x.dtype) for x in cast.values()})
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", saved_config(model, [str(x.dtype) for x in cast.values()]))
 
 
 def hf_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -57,21 +61,16 @@ def hf_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
 def original_dtypes(model: Any, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
     """The file's own dtypes, if going back to them loses nothing; else none.
 
-    A half-precision checkpoint that was widened at load goes back to its bytes; one that was trained
-    further in float32 keeps its float32.
+    A half-precision checkpoint that was widened at load goes back to its bytes; one that was
+    trained further in float32 keeps its float32.
     """
     origin: Origin | None = getattr(model, "origin", None)
     if origin is None or origin.quantised:
         return {}
     dtypes = {name: jnp.dtype(dtype) for name, dtype in origin.dtypes}
-    copies = dict(origin.copies)
-    for name, x in tensors.items():
-        target = dtypes.get(name)
-        if target is None and name in copies:
-            dtypes[name] = target = x.dtype
-        if target is None or not survives(x, target):
-            return {}
-    return dtypes
+    same_names = dtypes.keys() == tensors.keys()
+    lossless = same_names and all(survives(x, dtypes[name]) for name, x in tensors.items())
+    return dtypes if lossless else {}
 
 
 def survives(x: np.ndarray, dtype: Any) -> bool:
@@ -83,22 +82,20 @@ def survives(x: np.ndarray, dtype: Any) -> bool:
     return bool((back.view(f"u{x.itemsize}") == x.view(f"u{x.itemsize}")).all())
 
 
-def saved_config(model: Any, dtypes: set[str]) -> dict[str, Any]:
-    """The checkpoint's own config.json, with architecture and dtype as saved."""
+def saved_config(model: Any, dtypes: list[str]) -> dict[str, Any]:
+    """The checkpoint's own config.json, with the dtype as saved and what the caller has changed."""
     origin: Origin | None = getattr(model, "origin", None)
     model_type, architecture = architecture_of(model)
+    now = config_to_json(model.config, model_type, architecture)
     if origin is None:
-        config = config_to_json(model.config, model_type, architecture)
-        spelling = "torch_dtype"
-    else:
-        config = json.loads(origin.config)
-        if origin.architecture != (config.get("architectures") or [origin.architecture])[0]:
-            config["architectures"] = [origin.architecture]
-        spelling = "dtype" if "dtype" in config else "torch_dtype"
-    if len(dtypes) == 1:
-        (dtype,) = dtypes
-        if origin is None or config.get(spelling) not in (None, dtype):
-            config[spelling] = dtype
+        return now | {"torch_dtype": max(set(dtypes), key=dtypes.count)}
+    config = json.loads(origin.config)
+    read = config_to_json(type(model.config).from_dict(config), model_type, architecture)
+    settled = ("tie_word_embeddings", "scale_decoder_outputs")  # by the loader, from the tensors
+    config |= {k: v for k, v in now.items() if k not in settled and v != read.get(k)}
+    for spelling in ("dtype", "torch_dtype"):
+        if len(set(dtypes)) == 1 and config.get(spelling) is not None:
+            config[spelling] = dtypes[0]
     return config
 
 
@@ -106,8 +103,11 @@ def write_json(path: Path, value: Any) -> None:
     """Writes beside the target and renames, so that a reader never sees half a file."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as failure:
+        raise CheckpointError(f"{path}: cannot be written ({failure.strerror})") from failure
 
 
 __all__ = ["hf_tensors", "save_model", "write_json"]

@@ -6,6 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import jax
+
 
 def default_folder() -> Path:
     """``$JAXLLM_CACHE_DIR``, else ``jaxllm/xla`` under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
@@ -24,8 +26,6 @@ def enable(folder: Path) -> str | None:
         None, or one line that says why there is no cache. A cache is a convenience: a folder that
         cannot be made or written is no error.
     """
-    import jax
-
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         try:
             # Compiled programs are code: nobody else may write there.

@@ -14,16 +14,20 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+
+from jaxllm import load
+from jaxllm.cli import bundled, compile_cache
 from jaxllm.cli.exits import Parser, guard
-from jaxllm.errors import InputError
-
-if TYPE_CHECKING:
-    from jaxllm.cli.progress import CompileClock, Reporter
-    from jaxllm.cli.request import Decoder, Request
-    from jaxllm.generation.config import GenerationConfig
-    from jaxllm.tokenizers.base import Tokenizer
+from jaxllm.cli.field_flags import add_field_flags, given_fields, int_list
+from jaxllm.cli.progress import CompileClock, Reporter
+from jaxllm.cli.request import Decoder, IdDecoder, Request
+from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.config import GenerationConfig, check_supported
+from jaxllm.generation.prepare import merged_config
+from jaxllm.tokenizers.base import MAX_TEXT_BYTES, Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
 DTYPES = ("float32", "bfloat16", "float16")
@@ -41,8 +45,6 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm generate") ->
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    from jaxllm.cli.field_flags import add_field_flags, int_list
-
     parser = Parser(
         prog=program,
         usage=f"{program} [options] [PROMPT]",
@@ -51,7 +53,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt; - reads stdin")
     parser.add_argument("--prompt", help="the same as an option")
-    parser.add_argument("--input-ids", type=int_list, help="token ids instead of a prompt: 1,2,3")
+    parser.add_argument("--input-ids", type=_token_ids, help="token ids instead of a prompt: 1,2,3")
     parser.add_argument("--chat", action="store_true", help="ask through the chat template")
     parser.add_argument("--system", help="a system message before the prompt, with --chat")
     parser.add_argument(
@@ -79,17 +81,18 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _token_ids(text: str) -> list[int]:
+    try:
+        return int_list(text)
+    except ValueError:
+        message = f"expected comma separated integers, found {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
 def _run(arguments: argparse.Namespace) -> int:
-    import jax
-
-    from jaxllm.cli import bundled, compile_cache
-    from jaxllm.cli.field_flags import given_fields
-    from jaxllm.cli.progress import CompileClock, Reporter
-    from jaxllm.cli.request import IdDecoder, Request
-    from jaxllm.generation.config import GenerationConfig
-
     _check(arguments)
-    fields = GenerationConfig(**given_fields(arguments))  # before minutes of loading
+    fields = GenerationConfig(**given_fields(arguments))
+    check_supported(fields)  # now, not after minutes of loading
     prompt = None if arguments.input_ids is not None else _prompt(arguments)
     reporter = Reporter(quiet=arguments.quiet)
     if arguments.keep_compiled:
@@ -99,13 +102,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
     path = bundled.smollm2() if arguments.model is None else arguments.model
     with contextlib.closing(CompileClock()) as clock:
-        with reporter.phase(f"loading {Path(path).name}") as update:
-            from jaxllm import load
-
+        with reporter.phase(f"loading {Path(path).resolve().name}") as update:
             dtypes = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype}
             model, tokenizer = load(
                 path, **dtypes, allow_nonfinite=arguments.allow_nonfinite, progress=update
             )
+        if not hasattr(model, "decode"):
+            raise UnsupportedError(f"{path}: a {type(model).__name__} generates no text")
         ids = _ids(arguments, prompt, model, tokenizer)
         fields = _with_length(fields, model, len(ids))
         config, ends = _effective(fields, model)
@@ -141,8 +144,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
-    from jaxllm.tokenizers.base import MAX_TEXT_BYTES
-
     text = arguments.prompt if arguments.text is None else arguments.text
     if text != "-":
         return text
@@ -188,8 +189,6 @@ def _effective(fields: GenerationConfig, model: Any) -> tuple[GenerationConfig, 
 
     In code a field without effect is a warning; who types one here meant something by it.
     """
-    from jaxllm.generation.prepare import merged_config
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
@@ -222,10 +221,10 @@ def _answer_whole(
     request: Request, new_decoder: Callable[[], Decoder], reporter: Reporter, clock: CompileClock
 ) -> None:
     """Print whole rows, with a line of three dashes between them."""
-    start = time.perf_counter()
+    start, compiled = time.perf_counter(), clock.seconds
     with reporter.phase("compiling and generating"):
         rows = request.generate()
-    seconds = time.perf_counter() - start - clock.seconds
+    seconds = time.perf_counter() - start - (clock.seconds - compiled)
     for number, ids in enumerate(rows):
         decoder = new_decoder()
         _write(("---\n" if number else "") + decoder.put(ids) + decoder.end() + "\n")

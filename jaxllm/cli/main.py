@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import jaxllm
 from jaxllm.cli.exits import USAGE_ERROR, one_line
 
 # Each command's module has `main(argv, program) -> int`; it is imported when it is asked for.
@@ -25,9 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n`jaxllm COMMAND --help` lists a command's options; `jaxllm --version`.")
         return 0
     if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"jaxllm {version('jaxllm')}")
+        print(f"jaxllm {jaxllm.__version__}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
+import jax.monitoring
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -51,8 +52,6 @@ class CompileClock:
     """Counts what JAX compiles, through the events that it reports."""
 
     def __init__(self) -> None:
-        import jax.monitoring
-
         self.seconds = 0.0
         self.programs = 0
         self.cached = 0
@@ -77,7 +76,5 @@ class CompileClock:
 
     def close(self) -> None:
         """Stop listening."""
-        import jax.monitoring
-
         jax.monitoring.unregister_event_duration_listener(self._duration)
         jax.monitoring.unregister_event_listener(self._event)

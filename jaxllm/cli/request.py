@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from jax import Array
 
-if TYPE_CHECKING:
-    from jax import Array
-
-    from jaxllm.generation.config import GenerationConfig
-
-
-CHUNK = 1
+from jaxllm import GenerationConfig, generate, stream
 
 
 class Decoder(Protocol):
@@ -71,9 +66,7 @@ class Request:
 
     def stream(self) -> Iterator[list[int]]:
         """New ids of the one row, a few at a time, up to and with its end token."""
-        from jaxllm import stream
-
-        for chunk in stream(self._model, **self._arguments, chunk_size=CHUNK):
+        for chunk in stream(self._model, **self._arguments):
             ids = self._until_end(chunk[0].tolist())
             yield ids
             if ids and ids[-1] in self._ends:
@@ -81,8 +74,6 @@ class Request:
 
     def generate(self) -> list[list[int]]:
         """New ids of every row, each up to and with its end token."""
-        from jaxllm import generate
-
         sequences = np.asarray(generate(self._model, **self._arguments).sequences)
         return [self._until_end(row) for row in sequences[:, self._start :].tolist()]
 

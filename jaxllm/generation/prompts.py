@@ -108,9 +108,6 @@ def encoder_side(
         if attention_mask is None:
             attention_mask = inferred_mask(ids, model.config.pad_token_id, eos, config)
         source = Columns(ids, _mask(attention_mask, ids.shape))
-    if not is_traced(source.mask) and not np.asarray(source.mask).any(axis=1).all():
-        row = int(np.argmin(np.asarray(source.mask).any(axis=1)))
-        raise InputError(f"attention_mask: row {row} has no real token")
     source = source.pad_to(bucket(source.length), model.config.pad_token_id or 0)
     arguments = {"attention_mask": source.mask}
     arguments["input_ids" if source.embeds is None else "inputs_embeds"] = (
@@ -169,7 +166,13 @@ def _ids(name: str, ids: Any, vocab_size: int) -> Any:
 
 def _mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask") -> Any:
     checked = check.mask_of(name, mask, shape)
-    return checked if is_traced(checked) else np.asarray(checked)
+    if is_traced(checked):
+        return checked
+    host = np.asarray(checked)
+    if not host.any(axis=1).all():
+        row = int(np.argmin(host.any(axis=1)))
+        raise InputError(f"{name}: row {row} has no real token")
+    return host
 
 
 def floats(x: Any) -> Any:

@@ -1,8 +1,8 @@
 """What a strategy of generation needs from a model, and what decoder-only models share.
 
-The protocol has two calls. `start` allocates the cache (an encoder-decoder encodes here, and projects
-its cross keys and values, once). `decode` runs new columns on top of the cache. Strategies know
-nothing of models beyond this; models know nothing of strategies.
+The protocol has two calls. `start` allocates the cache (an encoder-decoder encodes here, and
+projects its cross keys and values, once). `decode` runs new columns on top of the cache. Strategies
+know nothing of models beyond this; models know nothing of strategies.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jaxllm.cache import Cache, View, look, look_cached
 from jaxllm.errors import InputError
 from jaxllm.models import inputs as check
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.losses import causal_loss, classification_loss
-from jaxllm.models.outputs import BaseOutput, CausalLMOutput, SequenceClassifierOutput
+from jaxllm.models.losses import causal_loss
+from jaxllm.models.outputs import BaseOutput, CausalLMOutput
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.stack import Context, Stack, StackOutput
 
@@ -46,21 +46,6 @@ class Decoder(Protocol):
     ) -> tuple[Float[Array, "B T V"] | Float[Array, "B 1 V"], Cache]:
         """Float32 logits of each new column, or of column `at` of each row only, and the cache."""
         ...
-
-
-def with_positions(view: View, position_ids: Int[Array, "B T"] | None) -> View:
-    """The view with the caller's own positions in place of the cumulative mask's."""
-    if position_ids is None:
-        return view
-    positions = jnp.broadcast_to(jnp.asarray(position_ids, jnp.int32), view.positions.shape)
-    return dataclasses.replace(view, positions=positions, horizon=jnp.max(positions) + 1)
-
-
-def pick_columns(x: Float[Array, "B T D"], keep: Any) -> Float[Array, "B K D"]:
-    """Hugging Face's `logits_to_keep`: 0 keeps all, n the last n, an index array these columns."""
-    if isinstance(keep, int):
-        return x if keep == 0 else x[:, -keep:]
-    return x[:, jnp.asarray(keep)]
 
 
 class Backbone(nnx.Module):
@@ -129,11 +114,9 @@ class DecoderOnly(nnx.Module):
             input_ids = check.token_ids("input_ids", input_ids, self.config.vocab_size)
             shape = input_ids.shape
         else:
-            inputs_embeds = jnp.asarray(inputs_embeds)
+            width = self.backbone.embed.weight.shape[1]
+            inputs_embeds = check.embeddings("inputs_embeds", inputs_embeds, width)
             shape = inputs_embeds.shape[:2]
-        limit = self.config.max_positions
-        if limit is not None and shape[1] > limit:
-            raise InputError(f"input_ids: {shape[1]} columns, but this model has {limit} positions")
         return Prepared(
             input_ids, inputs_embeds, check.mask_of("attention_mask", attention_mask, shape)
         )
@@ -155,20 +138,38 @@ class DecoderOnly(nnx.Module):
     ) -> BaseOutput:
         """The backbone with every option of a forward call; see `__call__` of the heads."""
         given = self.prepare(input_ids, inputs_embeds, attention_mask)
+        shape, limit = given.mask.shape, self.config.max_positions
+        check.check_room(given.mask, cache, None if position_ids is not None else limit)
         if cache is None:
             view = look(given.mask)
         else:
             view, cache = look_cached(given.mask, cache)
+        if position_ids is not None:
+            positions = check.position_ids(position_ids, shape, limit)
+            view = dataclasses.replace(view, positions=positions, horizon=jnp.max(positions) + 1)
+        if token_type_ids is not None:
+            token_type_ids = check.token_ids(
+                "token_type_ids", token_type_ids, self.config.vocab_size
+            )
+            if token_type_ids.shape != shape:
+                raise InputError(f"token_type_ids: expected {shape}, found {token_type_ids.shape}")
+        blocks = self.backbone.stack.blocks
+        head_mask = check.head_mask("head_mask", head_mask, len(blocks), blocks[0].attn.heads)
         memory = memory_mask = None
         if encoder_hidden_states is not None:
             memory, memory_mask = self.memory(encoder_hidden_states, encoder_attention_mask)
+            if memory_mask.shape[0] != shape[0]:
+                raise InputError(
+                    f"encoder_hidden_states: {memory_mask.shape[0]} rows, but the call has "
+                    f"{shape[0]}"
+                )
         elif encoder_attention_mask is not None:
             raise InputError("encoder_attention_mask: given without encoder_hidden_states")
         elif cache is not None and cache.cross is not None:
             memory, memory_mask = cache.cross, cache.cross_mask
         out = self.backbone.run(
             given.input_ids,
-            with_positions(view, position_ids),
+            view,
             inputs_embeds=given.inputs_embeds,
             token_type_ids=token_type_ids,
             cache=cache,
@@ -194,7 +195,8 @@ class DecoderOnly(nnx.Module):
             raise InputError(
                 "encoder_hidden_states: this model has no cross-attention (add_cross_attention)"
             )
-        states = jnp.asarray(encoder_hidden_states)
+        width = self.backbone.embed.weight.shape[1]
+        states = check.embeddings("encoder_hidden_states", encoder_hidden_states, width)
         mask = check.mask_of("encoder_attention_mask", encoder_attention_mask, states.shape[:2])
         return self.backbone.stack.project_memory(states), mask
 
@@ -237,15 +239,11 @@ class CausalLM(DecoderOnly):
             InputError: ids outside the vocabulary, shapes that do not fit.
         """
         out = self.hidden(input_ids, attention_mask, **options)
-        logits = self.logits(pick_columns(out.last_hidden_state, logits_to_keep))
+        x = out.last_hidden_state
+        logits = self.logits(x[:, check.columns_to_keep(logits_to_keep, x.shape[1])])
         loss = None
         if labels is not None:
-            if not isinstance(logits_to_keep, int) or logits_to_keep:
-                raise InputError("labels: the loss needs all logits; drop logits_to_keep")
-            labels = check.check_label_ids(labels, self.config.vocab_size)
-            if labels.shape != logits.shape[:2]:
-                raise InputError(f"labels: expected {logits.shape[:2]}, found {labels.shape}")
-            loss = causal_loss(logits, labels)
+            loss = causal_loss(logits, check.checked_labels(labels, x.shape[:2], logits))
         return CausalLMOutput(
             logits=logits,
             loss=loss,
@@ -317,44 +315,3 @@ def last_column(x: Int[Array, "B T"], at: Int[Array, " B"] | None) -> Int[Array,
     if at is None:
         return x[:, -1]
     return jnp.take_along_axis(x, at[:, None], axis=1)[:, 0]
-
-
-class SequenceClassifier(DecoderOnly):
-    """The backbone and a score of each row's last real token (right under either padding)."""
-
-    score: Linear
-
-    def __call__(
-        self,
-        input_ids: Int[Array, "B T"] | None = None,
-        attention_mask: Int[Array, "B T"] | None = None,
-        *,
-        labels: Array | None = None,
-        **options: Any,
-    ) -> SequenceClassifierOutput:
-        """`logits` [B, C]; with `labels` the loss of the config's `problem_type`.
-
-        The last real token is the last one that the mask keeps; without a mask the last one that is
-        not `pad_token_id`, as in transformers.
-        """
-        out = self.hidden(input_ids, attention_mask, **options)
-        x = out.last_hidden_state
-        columns = jnp.arange(x.shape[1])
-        if attention_mask is not None:
-            real = jnp.asarray(attention_mask).astype(bool)
-        elif input_ids is not None and self.config.pad_token_id is not None:
-            real = jnp.asarray(input_ids) != self.config.pad_token_id
-        elif input_ids is not None and x.shape[0] > 1:
-            raise InputError(
-                "attention_mask: needed for a batch, since the config has no pad_token_id"
-            )
-        else:
-            real = jnp.ones(x.shape[:2], bool)
-        last = jnp.max(jnp.where(real, columns, 0), axis=-1)
-        logits = self.score(take_column(x, last))[:, 0].astype(jnp.float32)
-        loss = None
-        if labels is not None:
-            loss = classification_loss(logits, jnp.asarray(labels), self.config.problem_type)
-        return SequenceClassifierOutput(
-            logits=logits, loss=loss, hidden_states=out.hidden_states, attentions=out.attentions
-        )

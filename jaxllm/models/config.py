@@ -12,15 +12,37 @@ from jaxllm.errors import ConfigError, UnsupportedError
 
 C = TypeVar("C")
 
+# fmt: off
 # Bookkeeping of other tools: no effect on what the model computes.
-INERT = frozenset(
-    ["_name_or_path", "_from_model_config", "_commit_hash", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset", "attn_implementation", "architectures", "auto_class", "custom_pipelines", "dtype", "torch_dtype", "transformers_version", "transformers.js_config", "model_type", "tokenizer_class", "use_cache", "is_llama_config", "is_encoder_decoder", "is_decoder", "return_dict", "finetuning_task", "task_specific_params", "prefix", "label2id", "id2label", "tf_legacy_loss", "use_bfloat16", "pruned_heads", "chunk_size_feed_forward", "is_gated_act", "dense_act_fn", "n_ctx", "output_past", "predict_special_tokens", "gradient_checkpointing", "keys_to_ignore_at_inference", "unsloth_version", "unsloth_fixed", "unsloth_optimized", "model_max_length", "max_sequence_length", "classifier_dropout", "cross_attention_hidden_size", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "sep_token_id"]
-)
+INERT = frozenset({
+    # Where a file came from, and for what.
+    "_name_or_path", "_from_model_config", "_commit_hash", "model_type", "architectures",
+    "auto_class", "custom_pipelines", "transformers_version", "transformers.js_config",
+    "finetuning_task", "task_specific_params", "prefix", "keys_to_ignore_at_inference",
+    "is_llama_config", "unsloth_version", "unsloth_fixed", "unsloth_optimized",
+    # How transformers runs it: dtypes, kernels, caches, memory.
+    "dtype", "torch_dtype", "use_bfloat16", "attn_implementation", "_attn_implementation",
+    "_attn_implementation_internal", "_attn_implementation_autoset", "use_cache", "output_past",
+    "return_dict", "chunk_size_feed_forward", "gradient_checkpointing",
+    # What follows from the class, or belongs to the tokenizer.
+    "is_encoder_decoder", "is_decoder", "n_ctx", "cross_attention_hidden_size",
+    "tokenizer_class", "model_max_length", "max_sequence_length", "sep_token_id",
+    # Names of labels (their number is read), and heads that jaxllm does not have.
+    "id2label", "label2id", "_num_labels", "tf_legacy_loss", "predict_special_tokens",
+    "classifier_dropout", "summary_type", "summary_use_proj", "summary_activation",
+    "summary_proj_to_labels", "summary_first_dropout",
+})
 
 # Old files keep generation settings in config.json; the loader takes them from there.
-GENERATION_KEYS = frozenset(
-    ["max_length", "max_new_tokens", "min_length", "min_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"]
-)
+GENERATION_KEYS = frozenset({
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping",
+    "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_return_sequences",
+    "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty",
+    "repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "remove_invalid_values",
+    "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+})
+# fmt: on
 
 MAX_LAYERS = 4096
 MAX_SIZE = 2**26
@@ -55,47 +77,68 @@ def read_config(
     *,
     aliases: Mapping[str, str] | None = None,
     handled: frozenset[str] = frozenset(),
+    derived: frozenset[str] = frozenset(),
 ) -> C:
     """Fills the dataclass `cls` from a config.json object, checking types.
 
-    `aliases` maps other spellings to field names; `handled` are keys that the caller reads itself.
-    A key that nobody knows raises, unless its value is off (null, false, empty): it might change what
-    the model computes, and a dropped setting gives fluent nonsense.
+    `aliases` maps other spellings to field names; `handled` are keys that the caller reads itself;
+    `derived` are fields of `cls` that follow from others and are no keys of a file.
+    A key that nobody knows raises, unless its value is off (null, false, empty): it might change
+    what the model computes, and a dropped setting gives fluent nonsense.
     """
     hints = typing.get_type_hints(cls)
-    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
     for key, value in raw.items():
         name = (aliases or {}).get(key, key)
-        if name in names:
-            if value is not None or name not in values:
-                values[name] = coerce(key, value, hints[name])
+        if name in defaults and name not in derived:
+            value = coerce(key, value, hints[name])
+            if value is None and name in values:
+                continue
+            if values.get(name) not in (None, value):
+                raise ConfigError(
+                    f"{key}: {value!r} contradicts {spelled[name]}, {values[name]!r}: two names of "
+                    "one field"
+                )
+            values[name], spelled[name] = value, key
         elif key == "quantization_config" and value:
             raise UnsupportedError(
-                "quantization_config: quantised checkpoints are read from GGUF files only; load the "
-                "unquantised checkpoint, or a .gguf file of this model"
+                "quantization_config: quantised checkpoints are read from GGUF files only; load "
+                "the unquantised checkpoint, or a .gguf file of this model"
             )
         elif value and key not in INERT and key not in GENERATION_KEYS and key not in handled:
             raise UnsupportedError(
-                f"{key}: unknown field of a {raw.get('model_type')!r} config, found {value!r}; it may "
-                "change what the model computes, so it is not ignored. Remove it from config.json "
-                "if you know that it does not"
+                f"{key}: unknown field of a {raw.get('model_type')!r} config, found {value!r}; it "
+                "may change what the model computes, so it is not ignored. Remove it from "
+                "config.json if you know that it does not"
             )
-    if values.get("num_labels") is None:
-        labels = raw.get("id2label")
-        if labels is not None and not isinstance(labels, Mapping):
-            raise ConfigError(f"id2label: expected an object, found {labels!r}")
-        values["num_labels"] = len(labels) if labels else 2
-    required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}  # type: ignore[arg-type]
+    values["num_labels"] = count_labels(raw.get("id2label"), values.get("num_labels"))
+    for name in ("pad_token_id", "bos_token_id", "decoder_start_token_id"):
+        if values.get(name) == -1:  # how some old files write "no such token"
+            values[name] = None
+    if values.get("eos_token_id") == -1:
+        values["eos_token_id"] = None
+    required = {name for name, default in defaults.items() if default is dataclasses.MISSING}
     for name in sorted(required - {k for k, v in values.items() if v is not None}):
         raise ConfigError(f"{name}: missing")
-    defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     kept = {
         k: v
         for k, v in values.items()
         if v is not None or type(None) in typing.get_args(hints[k]) or defaults[k] is None
     }
     return cls(**kept)
+
+
+def count_labels(id2label: Any, num_labels: int | None) -> int:
+    """The number of classes that `id2label` lists; it and `num_labels` must agree."""
+    if id2label is None:
+        return 2 if num_labels is None else num_labels
+    if not isinstance(id2label, Mapping):
+        raise ConfigError(f"id2label: expected an object, found {id2label!r}")
+    if num_labels not in (None, len(id2label)):
+        raise ConfigError(f"num_labels: {num_labels}, but id2label lists {len(id2label)} labels")
+    return len(id2label) or 2
 
 
 def coerce(key: str, value: Any, hint: Any) -> Any:
@@ -108,9 +151,7 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
             return value
         if option is int and isinstance(value, int) and not isinstance(value, bool):
             return value
-        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            if value != value or value in (float("inf"), float("-inf")):
-                break
+        if option is float and is_number(value):
             return float(value)
         if option is str and isinstance(value, str):
             return value
@@ -121,6 +162,11 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
         return None
     wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not type(None))
     raise ConfigError(f"{key}: expected {wanted}, found {value!r}")
+
+
+def is_number(value: Any) -> bool:
+    """A finite number that float32 can hold. JSON has integers of any length."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 def check_size(config: Any, *names: str, limit: int = MAX_SIZE) -> None:
@@ -158,8 +204,7 @@ def check_common(config: ModelConfig) -> None:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         value = getattr(config, name)
         for i in value if isinstance(value, tuple) else (value,):
-            # Some old files write -1 for "no such token".
-            if i is not None and not -1 <= i < config.vocab_size:
+            if i is not None and not 0 <= i < config.vocab_size:
                 raise ConfigError(
                     f"{name}: {i} is not in the vocabulary (vocab_size {config.vocab_size})"
                 )

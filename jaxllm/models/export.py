@@ -31,9 +31,10 @@ def config_to_json(config: Any, model_type: str, architecture: str) -> dict[str,
     if config.problem_type is not None:
         raw["problem_type"] = config.problem_type
     if isinstance(config, LlamaConfig):
-        raw["rope_theta"] = config.rope.theta
-        raw["rope_scaling"] = _rope_scaling(config.rope)
+        raw["rope_theta"] = config.rotary.theta
+        raw["rope_scaling"] = _rope_scaling(config.rotary)
     if isinstance(config, T5Config):
+        raw["scale_decoder_outputs"] = config.scaled
         raw["is_encoder_decoder"] = "Encoder" not in architecture
     return raw
 

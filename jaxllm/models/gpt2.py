@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.models import config as cfg
-from jaxllm.models.base import Backbone, CausalLM, SequenceClassifier
-from jaxllm.models.options import Options
+from jaxllm.models.base import Backbone, CausalLM
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.options import FLOAT32, Options
 from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.activations import activation
 from jaxllm.nn.attention import Attention
@@ -33,7 +33,7 @@ ALIASES = {
 class GPT2Config(cfg.ModelConfig):
     """Fields of config.json under their own names.
 
-    `reorder_and_upcast_attn` asks for attention scores in float32, which is what is done here always.
+    `reorder_and_upcast_attn` asks for attention scores in float32: what is always done here.
     """
 
     vocab_size: int = 50257
@@ -66,7 +66,10 @@ class GPT2Config(cfg.ModelConfig):
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> GPT2Config:
-        """Reads and checks a config.json object; raises ConfigError or UnsupportedError by field."""
+        """Reads and checks a config.json object.
+
+        Raises ConfigError or UnsupportedError, naming the field.
+        """
         if "vocab_size" in raw and isinstance(raw["vocab_size"], int):
             # The defaults of bos and eos are GPT-2's own; a smaller vocabulary does not have them.
             absent = {
@@ -149,14 +152,13 @@ class GPT2Model(Backbone):
         )
 
     def embed_tokens(self, input_ids, inputs_embeds, view, token_type_ids):
-        x = self.embed(input_ids) if inputs_embeds is None else jnp.asarray(inputs_embeds)
-        x = x.astype(self.embed.dtype) + self.positions(view.positions)
+        x = self.embed.of(input_ids, inputs_embeds) + self.positions(view.positions)
         # Token types are looked up in the word embeddings, as the original does.
-        return x if token_type_ids is None else x + self.embed(jnp.asarray(token_type_ids))
+        return x if token_type_ids is None else x + self.embed(token_type_ids)
 
 
 class GPT2LMHeadModel(CausalLM):
-    def __init__(self, config: GPT2Config, options: Options = Options(), *, rngs: nnx.Rngs):
+    def __init__(self, config: GPT2Config, options: Options = FLOAT32, *, rngs: nnx.Rngs):
         self.config = config
         self.backbone = GPT2Model(config, options, rngs=rngs)
         head = (config.n_embd, config.vocab_size)
@@ -168,7 +170,7 @@ class GPT2LMHeadModel(CausalLM):
 
 
 class GPT2ForSequenceClassification(SequenceClassifier):
-    def __init__(self, config: GPT2Config, options: Options = Options(), *, rngs: nnx.Rngs):
+    def __init__(self, config: GPT2Config, options: Options = FLOAT32, *, rngs: nnx.Rngs):
         self.config = config
         self.backbone = GPT2Model(config, options, rngs=rngs)
         self.score = Linear(

@@ -8,10 +8,11 @@ from typing import Any
 
 from flax import nnx
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, InputError
 from jaxllm.models import config as cfg
-from jaxllm.models.base import Backbone, CausalLM, SequenceClassifier
-from jaxllm.models.options import Options
+from jaxllm.models.base import Backbone, CausalLM
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.options import FLOAT32, Options
 from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.activations import activation
 from jaxllm.nn.attention import Attention
@@ -22,7 +23,13 @@ from jaxllm.nn.rope import Rope, rope_from_config
 from jaxllm.nn.stack import Block, Stack
 
 ROPE_KEYS = frozenset(
-    {"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"}
+    {
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+    }
 )
 
 
@@ -31,7 +38,8 @@ class LlamaConfig(cfg.ModelConfig):
     """Fields of config.json under their own names; RoPE's two spellings end up in `rope`.
 
     `pretraining_tp` changes how a product was split, not its result. `max_position_embeddings`
-    acts through RoPE (dynamic scaling) and as generate()'s default limit.
+    acts through RoPE (dynamic scaling) and as generate()'s default limit. `rope` None is RoPE
+    without scaling, base 10000.
     """
 
     vocab_size: int = 32000
@@ -50,7 +58,7 @@ class LlamaConfig(cfg.ModelConfig):
     attention_dropout: float = 0.0
     mlp_bias: bool = False
     pretraining_tp: int = 1
-    rope: Rope = Rope(head_dim=128)
+    rope: Rope | None = None
     bos_token_id: int | None = 1
     eos_token_id: int | tuple[int, ...] | None = 2
 
@@ -63,15 +71,28 @@ class LlamaConfig(cfg.ModelConfig):
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def rotary(self) -> Rope:
+        rope = self.rope or Rope(
+            head_dim=self.size_per_head, max_positions=self.max_position_embeddings
+        )
+        if rope.head_dim != self.size_per_head:
+            raise ConfigError(f"rope: for head_dim {rope.head_dim}, not {self.size_per_head}")
+        return rope
+
+    @property
     def context_length(self) -> int:
         return self.max_position_embeddings
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> LlamaConfig:
-        """Reads and checks a config.json object; raises ConfigError or UnsupportedError by field."""
-        config = cfg.read_config(
-            cls, {k: v for k, v in raw.items() if k != "rope"}, handled=ROPE_KEYS
-        )
+        """Reads and checks a config.json object.
+
+        Raises ConfigError or UnsupportedError, naming the field.
+
+        >>> LlamaConfig.from_dict({"hidden_size": 64, "num_attention_heads": 4}).size_per_head
+        16
+        """
+        config = cfg.read_config(cls, raw, handled=ROPE_KEYS, derived=frozenset({"rope"}))
         cfg.check_common(config)
         sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "pretraining_tp")
         cfg.check_size(config, *sizes, "max_position_embeddings")
@@ -131,7 +152,7 @@ class LlamaModel(Backbone):
         def rms() -> RMSNorm:
             return RMSNorm(c.hidden_size, eps=c.rms_norm_eps, **kinds)
 
-        self.config = c
+        self.config, self.rope = c, c.rotary
         self.embed = Embedding(
             c.vocab_size, c.hidden_size, std=c.initializer_range, rngs=rngs, **kinds
         )
@@ -141,15 +162,15 @@ class LlamaModel(Backbone):
 
     def embed_tokens(self, input_ids, inputs_embeds, view, token_type_ids):
         if token_type_ids is not None:
-            raise ConfigError("token_type_ids: Llama has no token types")
-        return self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+            raise InputError("token_type_ids: Llama has no token types")
+        return self.embed.of(input_ids, inputs_embeds)
 
     def rotary(self, view):
-        return self.config.rope.angles(view.positions, view.horizon)
+        return self.rope.angles(view.positions, view.horizon)
 
 
 class LlamaForCausalLM(CausalLM):
-    def __init__(self, config: LlamaConfig, options: Options = Options(), *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs):
         self.config = config
         self.backbone = LlamaModel(config, options, rngs=rngs)
         head = (config.hidden_size, config.vocab_size)
@@ -161,7 +182,7 @@ class LlamaForCausalLM(CausalLM):
 
 
 class LlamaForSequenceClassification(SequenceClassifier):
-    def __init__(self, config: LlamaConfig, options: Options = Options(), *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs):
         self.config = config
         self.backbone = LlamaModel(config, options, rngs=rngs)
         self.score = Linear(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import InputError
-
-IGNORED = -100
+from jaxllm.models.inputs import IGNORED, label_ids, on_host
 
 
 def token_loss(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, ""]:
@@ -26,13 +27,14 @@ def causal_loss(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Flo
 
 
 def classification_loss(
-    logits: Float[Array, "B C"], labels: Array, problem_type: str | None
+    logits: Float[Array, "B C"], labels: Any, problem_type: str | None
 ) -> Float[Array, ""]:
     """Regression (MSE), one label of C (cross-entropy) or any of C (binary cross-entropy).
 
     Where the config names no `problem_type` it is inferred as Hugging Face does: one output means
     regression; integer labels mean single label; others multi-label.
     """
+    labels = on_host("labels", labels)
     logits, outputs = logits.astype(jnp.float32), logits.shape[-1]
     if problem_type is None:
         if outputs == 1:
@@ -44,10 +46,10 @@ def classification_loss(
     if problem_type == "single_label_classification":
         if labels.ndim > 2 or labels.size != logits.shape[0]:
             raise InputError(f"labels: expected one a row, shape [B], found {labels.shape}")
-        return token_loss(logits[:, None], labels.reshape(-1, 1))
+        return token_loss(logits[:, None], label_ids(labels, outputs).reshape(-1, 1))
     if labels.size != logits.size:
         raise InputError(f"labels: expected shape {logits.shape}, found {labels.shape}")
-    targets = labels.reshape(logits.shape).astype(jnp.float32)
+    targets = jnp.asarray(labels, jnp.float32).reshape(logits.shape)
     if problem_type == "regression":
         return jnp.mean(jnp.square(logits - targets))
     return jnp.mean(jax.nn.softplus(logits) - targets * logits)

@@ -24,3 +24,6 @@ class Options:
     @property
     def dtypes(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "param_dtype": self.param_dtype}
+
+
+FLOAT32 = Options()

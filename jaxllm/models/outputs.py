@@ -1,4 +1,4 @@
-"""What a call of a model returns: Hugging Face's field names, as pytrees, so they pass through jit."""
+"""What a call of a model returns: Hugging Face's field names, in pytrees that pass through jit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from jaxllm.cache import Cache
 Layers = tuple[Float[Array, " ..."], ...] | None
 
 
-def _pytree(cls):
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
-
-
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseOutput:
     last_hidden_state: Float[Array, "B T D"]
     hidden_states: Layers = None
@@ -25,7 +22,8 @@ class BaseOutput:
     cache: Cache | None = None
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLMOutput:
     """`logits` are float32. `loss` is the mean over the labels that are not -100."""
 
@@ -37,7 +35,8 @@ class CausalLMOutput:
     cache: Cache | None = None
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Seq2SeqLMOutput:
     logits: Float[Array, "B T V"]
     loss: Float[Array, ""] | None = None
@@ -50,7 +49,8 @@ class Seq2SeqLMOutput:
     cache: Cache | None = None
 
 
-@_pytree
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceClassifierOutput:
     logits: Float[Array, "B C"]
     loss: Float[Array, ""] | None = None

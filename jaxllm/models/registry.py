@@ -20,8 +20,9 @@ from jaxllm.models.llama import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
-from jaxllm.models.t5 import T5EncoderModel, T5ForConditionalGeneration, t5_table
+from jaxllm.models.t5 import T5EncoderModel, T5ForConditionalGeneration
 from jaxllm.models.t5_config import T5Config
+from jaxllm.models.t5_weights import t5_table
 from jaxllm.models.weights import Table
 
 
@@ -36,6 +37,8 @@ class Family:
     config: type[Any]
     classes: Mapping[str, Callable[..., Any]]
     table: Callable[[Any], Table]
+    structure: tuple[str, ...]
+    """The config's fields that decide which tensors there are."""
     headless_means_tied: bool = False
     """Without an lm_head.weight the head is tied, whatever the config says (T5)."""
     parts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -49,6 +52,7 @@ def _t5(prefix: str) -> Family:
             f"{prefix}EncoderModel": T5EncoderModel,
         },
         table=lambda config: t5_table(gated=config.gated),
+        structure=("num_layers", "num_decoder_layers", "feed_forward_proj", "bias_per_layer"),
         headless_means_tied=True,
         parts={f"{prefix}EncoderModel": ("decoder.", "lm_head.")},
     )
@@ -62,6 +66,7 @@ FAMILIES: Mapping[str, Family] = {
             "LlamaForSequenceClassification": LlamaForSequenceClassification,
         },
         table=lambda config: LLAMA_TABLE,
+        structure=("num_hidden_layers", "attention_bias", "mlp_bias", "tie_word_embeddings"),
     ),
     "gpt2": Family(
         config=GPT2Config,
@@ -70,6 +75,7 @@ FAMILIES: Mapping[str, Family] = {
             "GPT2ForSequenceClassification": GPT2ForSequenceClassification,
         },
         table=lambda config: GPT2_TABLE,
+        structure=("n_layer", "add_cross_attention", "tie_word_embeddings"),
     ),
     "t5": _t5("T5"),
     "mt5": _t5("MT5"),
@@ -121,21 +127,24 @@ def recipe(raw: Mapping[str, Any], architecture: str | None = None) -> Recipe:
     if model_type not in FAMILIES:
         raise UnsupportedError(f"model_type: {model_type!r}; jaxllm has {_names(FAMILIES)}")
     family = FAMILIES[model_type]
-    if architecture is None:
-        listed = raw.get("architectures")
-        if listed is None:
-            architecture = next(iter(family.classes))
-        elif isinstance(listed, list) and listed and all(isinstance(a, str) for a in listed):
-            architecture = listed[0]
-        else:
-            raise ConfigError(f"architectures: expected a list of names, found {listed!r}")
-    architecture = _BARE.get(architecture, architecture)
-    if architecture not in family.classes:
+    name = architecture if architecture is not None else _listed(raw, family)
+    name = _BARE.get(name, name)
+    if name not in family.classes:
         raise UnsupportedError(
-            f"architectures: {architecture!r}; for model_type {model_type!r} jaxllm has "
+            f"architectures: {name!r}; for model_type {model_type!r} jaxllm has "
             f"{_names(family.classes)}"
         )
-    return Recipe(family, architecture, family.config.from_dict(raw))
+    return Recipe(family, name, family.config.from_dict(raw))
+
+
+def _listed(raw: Mapping[str, Any], family: Family) -> str:
+    """The class that the file names; the language model where it names none."""
+    listed = raw.get("architectures")
+    if listed is None or listed == []:
+        return next(iter(family.classes))
+    if not isinstance(listed, list) or not isinstance(listed[0], str):
+        raise ConfigError(f"architectures: expected a list of names, found {listed!r}")
+    return listed[0]
 
 
 def architecture_of(model: Any) -> tuple[str, str]:

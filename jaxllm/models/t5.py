@@ -13,13 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache import Cache, look, look_cached
 from jaxllm.errors import ConfigError, InputError
 from jaxllm.models import inputs as check
-from jaxllm.models.base import pick_columns, take_column
-from jaxllm.models.losses import IGNORED, token_loss
-from jaxllm.models.options import Options
+from jaxllm.models.base import take_column
+from jaxllm.models.inputs import IGNORED
+from jaxllm.models.losses import token_loss
+from jaxllm.models.options import FLOAT32, Options
 from jaxllm.models.outputs import BaseOutput, Seq2SeqLMOutput
 from jaxllm.models.t5_config import T5Config
 from jaxllm.models.t5_stack import make_stack
-from jaxllm.models.weights import Entry, Table, linear, norm, same
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.stack import Context, Stack, StackOutput
 
@@ -51,7 +51,7 @@ class T5Encoder(nnx.Module):
         **options: Any,
     ) -> StackOutput:
         """Runs the encoder over checked arrays."""
-        x = self.shared(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self.shared.of(input_ids, inputs_embeds)
         return self.encoder(x, Context(view=look(mask, causal=False)), **options)
 
     def prepare(self, input_ids, inputs_embeds, attention_mask):
@@ -61,16 +61,19 @@ class T5Encoder(nnx.Module):
             input_ids = check.token_ids("input_ids", input_ids, self.config.vocab_size)
             shape = input_ids.shape
         else:
-            inputs_embeds = jnp.asarray(inputs_embeds)
+            inputs_embeds = check.embeddings("inputs_embeds", inputs_embeds, self.config.d_model)
             shape = inputs_embeds.shape[:2]
         mask = check.mask_of("attention_mask", attention_mask, shape)
         return input_ids, inputs_embeds, mask
+
+    def head_mask(self, name: str, mask, stack: Stack) -> Float[Array, "L N"] | None:
+        return check.head_mask(name, mask, len(stack.blocks), self.config.num_heads)
 
 
 class T5EncoderModel(T5Encoder):
     """The encoder alone, for embeddings of texts."""
 
-    def __init__(self, config: T5Config, options: Options = Options(), *, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs):
         super().__init__(config, options, rngs=rngs)
 
     def __call__(
@@ -90,7 +93,7 @@ class T5EncoderModel(T5Encoder):
             ids,
             mask,
             inputs_embeds=embeds,
-            head_mask=head_mask,
+            head_mask=self.head_mask("head_mask", head_mask, self.encoder),
             key=dropout_key,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
@@ -106,7 +109,7 @@ class T5ForConditionalGeneration(T5Encoder):
     is_encoder_decoder = True
     lm_head: Linear | None
 
-    def __init__(self, config: T5Config, options: Options = Options(), *, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs):
         super().__init__(config, options, rngs=rngs)
         self.decoder = make_stack(config, options, decoder=True, rngs=rngs)
         head = (config.d_model, config.vocab_size)
@@ -118,7 +121,7 @@ class T5ForConditionalGeneration(T5Encoder):
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Float32 logits. Scaling and tying are two things; see T5Config."""
-        if self.config.scale_decoder_outputs:
+        if self.config.scaled:
             x = x * self.config.d_model**-0.5
         head = self.shared.attend if self.lm_head is None else self.lm_head
         return head(x).astype(jnp.float32)
@@ -145,10 +148,10 @@ class T5ForConditionalGeneration(T5Encoder):
         """One forward pass of encoder and decoder.
 
         Args:
-            input_ids, attention_mask: the encoder's, or `inputs_embeds`, or `encoder_outputs` that an
-                earlier call gave.
-            decoder_input_ids: starts with `decoder_start_token_id`; with `labels` alone they are the
-                labels shifted right, -100 becoming pad.
+            input_ids, attention_mask: the encoder's, or `inputs_embeds`, or `encoder_outputs` that
+                an encoder gave (the mask goes with them).
+            decoder_input_ids: starts with `decoder_start_token_id`; with `labels` alone they are
+                the labels shifted right, -100 becoming pad.
             labels: ids, -100 where nothing is predicted; `loss` is their mean cross-entropy.
             head_mask, decoder_head_mask, cross_attn_head_mask: a factor per layer and head.
             dropout_key: training.
@@ -156,66 +159,87 @@ class T5ForConditionalGeneration(T5Encoder):
         Raises:
             InputError: ids outside the vocabulary, shapes that do not fit.
         """
-        wanted = {
+        wanted: dict[str, Any] = {
             "output_hidden_states": output_hidden_states,
             "output_attentions": output_attentions,
         }
         encoder_key = decoder_key = None
         if dropout_key is not None:
             encoder_key, decoder_key = jax.random.split(dropout_key)
-        encoded = None
         if encoder_outputs is None:
             ids, embeds, mask = self.prepare(input_ids, inputs_embeds, attention_mask)
-            encoded = self.encode(
+            head_mask = self.head_mask("head_mask", head_mask, self.encoder)
+            out = self.encode(
                 ids, mask, inputs_embeds=embeds, head_mask=head_mask, key=encoder_key, **wanted
             )
-            states = encoded.x
-        else:
-            given = encoder_outputs
-            states = jnp.asarray(
-                given.last_hidden_state if isinstance(given, BaseOutput) else given
+            encoded = BaseOutput(
+                last_hidden_state=out.x, hidden_states=out.hidden_states, attentions=out.attentions
             )
-            mask = check.mask_of("attention_mask", attention_mask, states.shape[:2])
-        if labels is not None:
-            labels = check.check_label_ids(labels, self.config.vocab_size)
+        else:
+            for name, value in (
+                ("input_ids", input_ids),
+                ("inputs_embeds", inputs_embeds),
+                ("head_mask", head_mask),
+            ):
+                if value is not None:
+                    raise InputError(f"{name}: has no effect beside encoder_outputs; drop it")
+            encoded, mask = self.given_encoding(encoder_outputs, attention_mask)
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
-            decoder_input_ids = self.shift_right(labels)
-        check.one_of(
-            decoder_input_ids, decoder_inputs_embeds, "decoder_input_ids", "decoder_inputs_embeds"
+            decoder_input_ids = self.shift_right(check.label_ids(labels, self.config.vocab_size))
+        x, decoder_mask = self.prepare_decoder(
+            decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask
         )
-        if decoder_input_ids is not None:
-            decoder_input_ids = check.token_ids(
-                "decoder_input_ids", decoder_input_ids, self.config.vocab_size
+        if x.shape[0] != mask.shape[0]:
+            raise InputError(
+                f"decoder_input_ids: {x.shape[0]} rows, but the encoder has {mask.shape[0]}"
             )
-            x = self.shared(decoder_input_ids)
-        else:
-            x = jnp.asarray(decoder_inputs_embeds)
-        decoder_mask = check.mask_of("decoder_attention_mask", decoder_attention_mask, x.shape[:2])
         out = self.decoder(
             x,
             Context(view=look(decoder_mask), memory_visible=mask[:, None, None, :]),
-            memory=self.decoder.project_memory(states),
-            head_mask=decoder_head_mask,
-            cross_head_mask=cross_attn_head_mask,
+            memory=self.decoder.project_memory(encoded.last_hidden_state),
+            head_mask=self.head_mask("decoder_head_mask", decoder_head_mask, self.decoder),
+            cross_head_mask=self.head_mask(
+                "cross_attn_head_mask", cross_attn_head_mask, self.decoder
+            ),
             key=decoder_key,
             **wanted,
         )
-        logits = self.logits(pick_columns(out.x, logits_to_keep))
+        logits = self.logits(out.x[:, check.columns_to_keep(logits_to_keep, x.shape[1])])
         loss = None
         if labels is not None:
-            if labels.shape != logits.shape[:2]:
-                raise InputError(f"labels: expected {logits.shape[:2]}, found {labels.shape}")
-            loss = token_loss(logits, labels)
+            loss = token_loss(logits, check.checked_labels(labels, x.shape[:2], logits))
         return Seq2SeqLMOutput(
             logits=logits,
             loss=loss,
-            encoder_last_hidden_state=states,
-            encoder_hidden_states=None if encoded is None else encoded.hidden_states,
-            encoder_attentions=None if encoded is None else encoded.attentions,
+            encoder_last_hidden_state=encoded.last_hidden_state,
+            encoder_hidden_states=encoded.hidden_states,
+            encoder_attentions=encoded.attentions,
             decoder_hidden_states=out.hidden_states,
             decoder_attentions=out.attentions,
             cross_attentions=out.cross_attentions,
         )
+
+    def given_encoding(
+        self, given: BaseOutput | Float[Array, "B E D"], attention_mask
+    ) -> tuple[BaseOutput, Bool[Array, "B E"]]:
+        """The caller's `encoder_outputs`, and the mask that belongs to them."""
+        if not isinstance(given, BaseOutput):
+            given = BaseOutput(last_hidden_state=given)
+        states = check.embeddings("encoder_outputs", given.last_hidden_state, self.config.d_model)
+        mask = check.mask_of("attention_mask", attention_mask, states.shape[:2])
+        return dataclasses.replace(given, last_hidden_state=states), mask
+
+    def prepare_decoder(self, input_ids, inputs_embeds, attention_mask):
+        """Embedded decoder inputs, and their mask."""
+        check.one_of(input_ids, inputs_embeds, "decoder_input_ids", "decoder_inputs_embeds")
+        if inputs_embeds is not None:
+            width = self.config.d_model
+            inputs_embeds = check.embeddings("decoder_inputs_embeds", inputs_embeds, width)
+        else:
+            size = self.config.vocab_size
+            input_ids = check.token_ids("decoder_input_ids", input_ids, size)
+        x = self.shared.of(input_ids, inputs_embeds)
+        return x, check.mask_of("decoder_attention_mask", attention_mask, x.shape[:2])
 
     def shift_right(self, labels: Int[Array, "B T"]) -> Int[Array, "B T"]:
         """Decoder inputs for labels: the start token first, the last label dropped, -100 as pad."""
@@ -268,55 +292,3 @@ class T5ForConditionalGeneration(T5Encoder):
         )
         x = out.x if at is None else take_column(out.x, at)
         return self.logits(x), cache.replace(layers=out.layers)
-
-
-def _stack_entries(ours: str, theirs: str, *, decoder: bool) -> tuple[Entry, ...]:
-    layer, their_layer = f"{ours}.blocks.{{i}}", f"{theirs}.block.{{i}}.layer"
-    attn, ff = f"{their_layer}.0.SelfAttention", 2 if decoder else 1
-    dense = f"{their_layer}.{ff}.DenseReluDense"
-    cross = (
-        *norm(f"{layer}.cross_norm", f"{their_layer}.1.layer_norm"),
-        *(
-            e
-            for x in "qkvo"
-            for e in _plain(f"{layer}.cross.{x}", f"{their_layer}.1.EncDecAttention.{x}")
-        ),
-    )
-    return (
-        *same(f"{ours}.position_bias.{{i}}.table.weight", f"{attn}.relative_attention_bias.weight"),
-        *norm(f"{layer}.attn_norm", f"{their_layer}.0.layer_norm"),
-        *(e for x in "qkvo" for e in _plain(f"{layer}.attn.{x}", f"{attn}.{x}")),
-        *(cross if decoder else ()),
-        *norm(f"{layer}.mlp_norm", f"{their_layer}.{ff}.layer_norm"),
-        *_plain(f"{layer}.mlp.gate", f"{dense}.wi_0"),
-        *_plain(f"{layer}.mlp.up", f"{dense}.wi_1"),
-        *_plain(f"{layer}.mlp.down", f"{dense}.wo"),
-        *norm(f"{ours}.norm", f"{theirs}.final_layer_norm"),
-    )
-
-
-def _plain(ours: str, theirs: str):
-    return linear(ours, theirs, bias=False)
-
-
-def t5_table(*, gated: bool) -> Table:
-    """v1.0 calls its one input matrix `wi`; gated layouts have `wi_0` (gate) and `wi_1`."""
-    entries = (
-        *same("shared.weight", "shared.weight"),
-        *_stack_entries("encoder", "encoder", decoder=False),
-        *_stack_entries("decoder", "decoder", decoder=True),
-        *same("lm_head.weight", "lm_head.weight"),
-    )
-    if not gated:
-        entries = tuple(
-            dataclasses.replace(e, theirs=e.theirs.replace(".wi_1.", ".wi.")) for e in entries
-        )
-    return Table(
-        entries,
-        # Files of the first T5 models carry a cross-attention bias that the model never used.
-        buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
-        copies=(
-            (r"(encoder|decoder)\.embed_tokens\.weight", "shared.weight"),
-            (r"lm_head\.weight", "shared.weight"),
-        ),
-    )

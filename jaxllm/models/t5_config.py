@@ -16,19 +16,26 @@ ALIASES = {
     "num_hidden_layers": "num_layers",
     "head_dim": "d_kv",
 }
-# T5 has no limit on positions; files of the first models state the length of pretraining.
-HANDLED = frozenset({"n_positions"})
+# Keys that follow from others are compared with them. T5 has no limit on positions: the first
+# files state the length of pretraining. `scalable_attention` of umT5 never had an effect.
+HANDLED = frozenset({"is_gated_act", "dense_act_fn", "n_positions", "scalable_attention"})
+# What a file of that model_type means by leaving a key out, where it is not the class's default.
+ABSENT = {
+    "mt5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "umt5": {"feed_forward_proj": "gated-gelu"},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config(cfg.ModelConfig):
     """Fields of config.json under their own names.
 
-    Two fields are resolved when the file is read. `scale_decoder_outputs` (the head's input times
-    d_model**-0.5) is the file's key of that name when it is there, else follows from
-    `tie_word_embeddings` not being false: version 4 has only the latter, and version 5 writes both,
-    with other meanings. `tie_word_embeddings` is corrected by the loader: a checkpoint with an
-    `lm_head.weight` of its own is not tied, one without is.
+    Two fields are resolved when a file is read. `tie_word_embeddings` is corrected by the loader:
+    a checkpoint with an `lm_head.weight` of its own is not tied, one without is.
+    `scale_decoder_outputs` (the head's input times d_model**-0.5) is the file's key of that name
+    when it is there, else follows from `tie_word_embeddings` not being false: version 4 has only
+    the latter, and version 5 writes both, with other meanings. But version 5 writes a plain
+    ``"tie_word_embeddings": true`` for every mT5 and umT5, so for these None means: if tied.
     """
 
     vocab_size: int = 32128
@@ -46,7 +53,7 @@ class T5Config(cfg.ModelConfig):
     initializer_factor: float = 1.0
     feed_forward_proj: str = "relu"
     tie_word_embeddings: bool = True
-    scale_decoder_outputs: bool = True
+    scale_decoder_outputs: bool | None = True
     pad_token_id: int | None = 0
     eos_token_id: int | tuple[int, ...] | None = 1
     decoder_start_token_id: int | None = None
@@ -54,6 +61,12 @@ class T5Config(cfg.ModelConfig):
     @property
     def decoder_layers(self) -> int:
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the head's input is scaled."""
+        scale = self.scale_decoder_outputs
+        return self.tie_word_embeddings if scale is None else scale
 
     @property
     def gated(self) -> bool:
@@ -72,17 +85,22 @@ class T5Config(cfg.ModelConfig):
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> T5Config:
-        """Reads and checks a config.json object; raises ConfigError or UnsupportedError by field."""
-        if "bias_per_layer" in raw:
-            raise ConfigError("bias_per_layer: not a field of config.json; umT5 implies it")
-        config = cfg.read_config(cls, raw, aliases=ALIASES, handled=HANDLED)
+        """Reads and checks a config.json object.
+
+        Raises ConfigError or UnsupportedError, naming the field.
+        """
+        model_type = raw.get("model_type")
+        raw = {**ABSENT.get(str(model_type), {}), **raw}
+        config = cfg.read_config(
+            cls, raw, aliases=ALIASES, handled=HANDLED, derived=frozenset({"bias_per_layer"})
+        )
         if raw.get("scale_decoder_outputs") is None:
-            scaled = raw.get("tie_word_embeddings") is not False
-            config = dataclasses.replace(config, scale_decoder_outputs=scaled)
-        if raw.get("model_type") == "umt5":
+            untied = raw.get("tie_word_embeddings") is False
+            unclear = model_type in ("mt5", "umt5")
+            scale = False if untied else None if unclear else True
+            config = dataclasses.replace(config, scale_decoder_outputs=scale)
+        if model_type == "umt5":
             config = dataclasses.replace(config, bias_per_layer=True)
-        if raw.get("model_type") in ("umt5", "mt5") and "feed_forward_proj" not in raw:
-            config = dataclasses.replace(config, feed_forward_proj="gated-gelu")
         if config.decoder_start_token_id is None:
             # The T5 papers' convention, and what transformers falls back to in training.
             config = dataclasses.replace(config, decoder_start_token_id=config.pad_token_id)
@@ -102,13 +120,14 @@ class T5Config(cfg.ModelConfig):
             )
         if not buckets // 2 < distance <= 2**20:
             raise ConfigError(
-                f"relative_attention_max_distance: expected more than half of "
-                f"relative_attention_num_buckets ({buckets // 2}) and at most 2**20, found {distance}"
+                f"relative_attention_max_distance: expected at most 2**20 and more than half of "
+                f"relative_attention_num_buckets ({buckets // 2}), found {distance}"
             )
         activation(config.act, where="feed_forward_proj")
         for key, value in (("is_gated_act", config.gated), ("dense_act_fn", config.act)):
             if raw.get(key) is not None and raw[key] != value:
                 raise ConfigError(
-                    f"{key}: {raw[key]!r} contradicts feed_forward_proj, {config.feed_forward_proj!r}"
+                    f"{key}: {raw[key]!r} contradicts feed_forward_proj, "
+                    f"{config.feed_forward_proj!r}"
                 )
         return config

@@ -26,7 +26,12 @@ def wide(kinds: dict[str, Any]) -> dict[str, Any]:
 
 
 def clamp_float16(x: jax.Array) -> jax.Array:
-    """Keeps float16 activations finite, as the original does; other dtypes pass."""
+    """Keeps float16 activations finite, as Hugging Face's model does; other dtypes pass.
+
+    Since `wo` is float32, so is the residual stream from the first feed-forward layer on.
+    """
+    if x.dtype != jnp.float16:
+        return x
     top = jnp.finfo(jnp.float16).max
     limit = jnp.where(jnp.isinf(x).any(), top - 1000, top).astype(x.dtype)
     return jnp.clip(x, -limit, limit)

@@ -18,8 +18,8 @@ import numpy as np
 class Entry:
     """One Hugging Face tensor and the parameters of ours that it holds.
 
-    Ours are [out, in]. `transposed`: theirs is [in, out] (GPT-2's Conv1D). Several of ours mean that
-    theirs is their concatenation along the output axis (GPT-2's fused q, k, v).
+    Ours are [out, in]. `transposed`: theirs is [in, out] (GPT-2's Conv1D). Several of ours mean
+    that theirs is their concatenation along the output axis (GPT-2's fused q, k, v).
     """
 
     ours: tuple[str, ...]
@@ -49,9 +49,9 @@ class Entry:
 class Table:
     """All tensors of a family.
 
-    `prefix` begins the names of the base model's tensors in files of a model with a head; files of the
-    base model alone lack it. `buffers` match tensors that old files carry and no one needs (masks,
-    rotary frequencies). `copies` match tensors that repeat another one of ours.
+    `prefix` begins the names of the base model's tensors in files of a model with a head; files of
+    the base model alone lack it. `buffers` match tensors that old files carry and no one needs
+    (masks, rotary frequencies). `copies` match tensors that repeat another one of ours.
     """
 
     entries: tuple[Entry, ...]

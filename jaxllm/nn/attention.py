@@ -1,6 +1,8 @@
-"""Multi-head attention with grouped keys, for all three families and both kinds (self and cross)."""
+"""Multi-head attention with grouped keys, for all families and both kinds (self and cross)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +59,7 @@ def attend_fused(
     visible: Bool[Array, "B 1 #T S"],
     bias: Float[Array, "#B N T S"] | None,
     scale: float,
-    implementation: str,
+    implementation: Any,
 ) -> Float[Array, "B T N H"]:
     """The same by `jax.nn.dot_product_attention` (XLA's, or cuDNN's flash kernel)."""
     B, T, N, H = q.shape
@@ -74,7 +76,7 @@ def attend_fused(
 
 
 class Attention(nnx.Module):
-    """Projections around `attend`. Position arrives from outside: rotary angles, a bias, or neither."""
+    """Projections around `attend`. Position comes from outside: rotary angles, bias, or neither."""
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""Matrices: Linear and Embedding. Weights are [out, in], the layout that one-token decoding reads fastest."""
+"""Matrices: Linear and Embedding.
+
+Weights are [out, in], the layout that one-token decoding reads fastest.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, dtype) -> nnx.Param:
-    """A parameter drawn from N(0, std^2), in float32 first so that every dtype gets the same draw."""
+    """A parameter drawn from N(0, std^2); in float32 first, so every dtype gets the same draw."""
     return nnx.Param((jax.random.normal(rngs.params(), shape) * std).astype(dtype))
 
 
@@ -48,6 +51,15 @@ class Embedding(nnx.Module):
     def __call__(self, ids: Int[Array, ...]) -> Float[Array, "... D"]:
         # Ids are checked on the host. `clip` keeps a traced id from becoming a NaN row in silence.
         return jnp.take(self.weight[...], ids, axis=0, mode="clip").astype(self.dtype)
+
+    def of(
+        self, ids: Int[Array, ...] | None, embeds: Float[Array, "... D"] | None
+    ) -> Float[Array, "... D"]:
+        """The vectors of `ids`, or the caller's own in their place, in this table's dtype."""
+        if embeds is not None:
+            return jnp.asarray(embeds, self.dtype)
+        assert ids is not None
+        return self(ids)
 
     def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         return times_transposed(x.astype(self.dtype), self.weight[...].astype(self.dtype))

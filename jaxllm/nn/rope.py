@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864): the six types that config.json names.
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864): the six types of config.json.
 
 Frequencies are computed on the host in float32; angles, cosines and sines in float32 too, since
 bfloat16 cannot even hold the positions. Pairs are half-split, as in Hugging Face's Llama weights.
@@ -43,16 +43,16 @@ _OPTIONAL = {
     "longrope": ("factor", "attention_factor"),
     "llama3": (),
 }
-# Carried by every type in files of some versions, and acting in none of those where it is not needed.
-_COMMON = ("rope_type", "type", "rope_theta", "original_max_position_embeddings")
+# Files of some versions carry these with every type, where they act or not.
+_COMMON = ("rope_type", "rope_theta", "original_max_position_embeddings")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Frequencies of one model. A static attribute: two models of one config share one program.
 
-    `max_positions` is the length that dynamic scaling compares with; `original_positions` the length
-    before it was stretched (yarn, longrope, llama3).
+    `max_positions` is the length that dynamic scaling compares with; `original_positions` the
+    length before it was stretched (yarn, longrope, llama3).
     """
 
     head_dim: int
@@ -121,7 +121,7 @@ class Rope:
         return np.float32(self.theta) ** exponent
 
     def _dynamic(self, horizon: Int[Array, ""]) -> Float[Array, " H/2"]:
-        """NTK-aware scaling: the base grows once the text is longer than the model was trained for."""
+        """NTK-aware scaling: the base grows once the text is longer than the training's."""
         length = jnp.maximum(horizon, self.max_positions).astype(jnp.float32)
         growth = self.factor * length / self.max_positions - (self.factor - 1)
         base = self.theta * growth ** (self.head_dim / (self.head_dim - 2))
@@ -129,7 +129,7 @@ class Rope:
         return 1.0 / base**exponent
 
     def _llama3(self) -> np.ndarray:
-        """Long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+        """Long wavelengths are stretched by `factor`, short ones kept, others interpolated."""
         plain = 1.0 / self._powers()
         wavelength = 2 * np.pi / plain
         longest = self.original_positions / self.low_freq_factor
@@ -142,7 +142,7 @@ class Rope:
         return np.where(wavelength < shortest, plain, scaled).astype(np.float32)
 
     def _yarn(self) -> np.ndarray:
-        """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolate low frequencies, keep high ones."""
+        """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolates low frequencies only."""
 
         def dimension(rotations: float) -> float:
             turns = self.original_positions / (rotations * 2 * math.pi)
@@ -177,23 +177,25 @@ def rotate(
 def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions: int) -> Rope:
     """Reads both spellings: v4 (`rope_theta` + `rope_scaling`) and v5 (`rope_parameters`).
 
-    Raises ConfigError on a missing, ill-typed or out-of-range value and UnsupportedError on an unknown
-    type or parameter: a scaling that is dropped in silence gives fluent nonsense.
+    Raises ConfigError on a missing, ill-typed, out-of-range or contradictory value and
+    UnsupportedError on an unknown type or parameter: a scaling that is dropped in silence gives
+    fluent nonsense.
+
+    >>> raw = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}
+    >>> rope = rope_from_config(raw, head_dim=64, max_positions=4096)
+    >>> rope.rope_type, rope.theta, rope.factor
+    ('linear', 500000.0, 2.0)
     """
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    given = config.get(field) or {}
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{field}: expected an object, found {given!r}")
-    rope_type = given.get("rope_type", given.get("type", "default"))
+    field, given = _parameters(config)
+    rope_type = given.get("rope_type")
+    rope_type = "default" if rope_type is None else rope_type
     if rope_type not in ROPE_TYPES:
         raise UnsupportedError(
             f"{field}.rope_type: unknown type {rope_type!r}; known: {', '.join(ROPE_TYPES)}"
         )
     allowed = {*_COMMON, *_NEEDED[rope_type], *_OPTIONAL[rope_type]}
     for key, value in given.items():
-        if key == "partial_rotary_factor" and value in (None, 1, 1.0):
-            continue
-        if key not in allowed and value is not None:
+        if value is not None and key not in allowed:
             raise UnsupportedError(f"{field}.{key}: not a parameter of rope type {rope_type!r}")
     for key in _NEEDED[rope_type]:
         if given.get(key) is None:
@@ -201,36 +203,25 @@ def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions:
 
     def number(key: str, default: float, *, low: float = 0.0) -> float:
         value = given.get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > low:
-            raise ConfigError(f"{field}.{key}: expected a number > {low}, found {value!r}")
-        return float(value)
+        return default if value is None else _number(f"{field}.{key}", value, low=low)
 
     def factors(key: str) -> tuple[float, ...]:
         value = given.get(key)
         if value is None:
             return ()
-        ok = isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value)
-        if not ok or len(value) != head_dim // 2 or not all(v > 0 for v in value):
+        if not isinstance(value, list | tuple) or len(value) != head_dim // 2:
+            found = f"{len(value)}" if isinstance(value, list | tuple) else repr(value)
             raise ConfigError(
-                f"{field}.{key}: expected {head_dim // 2} positive numbers (head_dim / 2), found "
-                f"{len(value) if isinstance(value, list | tuple) else value!r}"
+                f"{field}.{key}: expected {head_dim // 2} numbers (head_dim / 2), found {found}"
             )
-        return tuple(float(v) for v in value)
+        return tuple(_number(f"{field}.{key}", v) for v in value)
 
-    theta = given.get("rope_theta", config.get("rope_theta"))
-    theta = 10000.0 if theta is None else theta
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 1:
-        raise ConfigError(f"rope_theta: expected a number > 1, found {theta!r}")
-    # The top-level spelling wins, as in transformers: Phi-style files keep it outside the object.
-    original = config.get("original_max_position_embeddings")
-    if original is None:
-        original = given.get("original_max_position_embeddings")
+    original = given.get("original_max_position_embeddings")
     original = max_positions if original is None else original
-    if isinstance(original, bool) or not isinstance(original, int) or original < 1:
+    if isinstance(original, bool) or not isinstance(original, int) or not 1 <= original < 2**31:
         raise ConfigError(
-            f"{field}.original_max_position_embeddings: expected an integer >= 1, found {original!r}"
+            f"{field}.original_max_position_embeddings: expected an integer >= 1, found "
+            f"{original!r}"
         )
     low_freq = number("low_freq_factor", 1.0)
     high_freq = number("high_freq_factor", 4.0)
@@ -241,9 +232,11 @@ def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions:
     if head_dim % 2 or (rope_type == "dynamic" and head_dim < 4):
         raise ConfigError(f"head_dim: rotary embeddings need an even number, found {head_dim}")
     truncate = given.get("truncate")
+    if truncate is not None and not isinstance(truncate, bool):
+        raise ConfigError(f"{field}.truncate: expected true or false, found {truncate!r}")
     return Rope(
         head_dim=head_dim,
-        theta=float(theta),
+        theta=number("rope_theta", 10000.0, low=1.0),
         rope_type=rope_type,
         max_positions=max_positions,
         original_positions=original,
@@ -253,9 +246,47 @@ def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions:
         beta_slow=number("beta_slow", 1.0),
         mscale=number("mscale", 0.0, low=-1.0) or None,
         mscale_all_dim=number("mscale_all_dim", 0.0, low=-1.0) or None,
-        truncate=True if truncate is None else bool(truncate),
+        truncate=truncate is not False,
         low_freq_factor=low_freq,
         high_freq_factor=high_freq,
         short_factor=factors("short_factor"),
         long_factor=factors("long_factor"),
     )
+
+
+def _parameters(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """All RoPE settings of a config.json as one object, and the name of the field they are in.
+
+    They may stand in `rope_parameters`, in `rope_scaling` and at the top level; where two places
+    say different things, versions of transformers differ in which one they believe.
+    """
+    merged: dict[str, Any] = {}
+
+    def add(where: str, key: str, value: Any) -> None:
+        key = "rope_type" if key == "type" else key
+        if value is None:
+            return
+        if merged.setdefault(key, value) != value:
+            raise ConfigError(f"{where}: {value!r} contradicts another {key}, {merged[key]!r}")
+
+    present = [name for name in ("rope_parameters", "rope_scaling") if config.get(name)]
+    for name in present:
+        given = config[name]
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{name}: expected an object, found {given!r}")
+        for key, value in given.items():
+            add(f"{name}.{key}", key, value)
+    for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
+        add(key, key, config.get(key))
+    part = merged.pop("partial_rotary_factor", 1)
+    if part != 1:
+        raise UnsupportedError(
+            f"partial_rotary_factor: found {part!r}; Llama turns all of a head's dimensions"
+        )
+    return present[0] if present else "rope_scaling", merged
+
+
+def _number(where: str, value: Any, *, low: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < 1e30:
+        raise ConfigError(f"{where}: expected a number > {low:g}, found {value!r}")
+    return float(value)

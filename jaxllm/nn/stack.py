@@ -26,6 +26,7 @@ class Context:
     bias: Float[Array, "1 N T S"] | None = None
     """Added to the self-attention scores."""
     memory_visible: Bool[Array, "B 1 1 E"] | None = None
+    """Which columns of the encoder's output cross-attention may see; there where `memory` is."""
 
 
 @jax.tree_util.register_dataclass
@@ -104,6 +105,7 @@ class Block(nnx.Module):
         x = self._add(x, y, keys[1])
         cross_weights = None
         if self.cross is not None and self.cross_norm is not None and memory is not None:
+            assert context.memory_visible is not None
             y, cross_weights = self.cross(
                 self.cross_norm(x),
                 memory,
@@ -162,7 +164,8 @@ class Stack(nnx.Module):
 
     def project_memory(self, memory: Float[Array, "B E D"]) -> tuple[KV, ...]:
         """Cross-attention keys and values of every block, once for a whole generation."""
-        return tuple(KV.of(*block.cross.keys_values(memory)) for block in self.blocks)
+        crosses = [block.cross for block in self.blocks if block.cross is not None]
+        return tuple(KV.of(*cross.keys_values(memory)) for cross in crosses)
 
     def __call__(
         self,

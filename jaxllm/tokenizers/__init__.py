@@ -1,6 +1,7 @@
 """Text to token ids and back: sentencepiece, tokenizer.json, GGUF vocabularies, chat templates."""
 
-from jaxllm.tokenizers.base import BatchEncoding, Tokenizer, bucket_length
+from jaxllm.tokenizers.base import Tokenizer
+from jaxllm.tokenizers.batch import BatchEncoding, bucket_length
 from jaxllm.tokenizers.decoding import StreamDecoder
 from jaxllm.tokenizers.fast import FastTokenizer, GPT2Tokenizer
 from jaxllm.tokenizers.gguf_vocab import tokenizer_from_gguf

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-from jaxtyping import Int32
+from typing import Any
 
 from jaxllm.errors import InputError, TemplateError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers import chat
+from jaxllm.tokenizers.batch import BatchEncoding, Bucket, PaddingSide, checked_side, pad_rows
 from jaxllm.tokenizers.decoding import Stage, StreamDecoder
 from jaxllm.tokenizers.settings import AddedToken, Settings
 
 MAX_TEXT_BYTES = 1_000_000
-PaddingSide = Literal["left", "right"]
 # Arguments of transformers' apply_chat_template, which a template would take for its variables.
 _UNSUPPORTED_CHAT_OPTIONS = frozenset(
     {
@@ -32,18 +28,6 @@ _UNSUPPORTED_CHAT_OPTIONS = frozenset(
         "truncation",
     }
 )
-
-
-@dataclass(frozen=True)
-class BatchEncoding:
-    """A batch of prompts, padded to one length.
-
-    ``attention_mask`` is 1 at real tokens and 0 at pads; nothing else tells them apart, because
-    the pad id may also be a real token.
-    """
-
-    input_ids: Int32[np.ndarray, "B T"]
-    attention_mask: Int32[np.ndarray, "B T"]
 
 
 class Tokenizer(ABC):
@@ -66,7 +50,7 @@ class Tokenizer(ABC):
         self.settings = settings
         self._files = dict(files)
         side = settings.options.get("padding_side", padding_side)
-        self.padding_side = _checked_side(side, TokenizerError, "tokenizer_config.json: ")
+        self.padding_side = checked_side(side, TokenizerError, "tokenizer_config.json: ")
 
     @abstractmethod
     def __len__(self) -> int:
@@ -192,7 +176,7 @@ class Tokenizer(ABC):
         texts: str | Sequence[str],
         *,
         padding_side: PaddingSide | None = None,
-        bucket: int | Literal["power_of_two"] | None = None,
+        bucket: Bucket = None,
         add_special_tokens: bool = True,
         split_special_tokens: bool | None = None,
         max_length: int | None = None,
@@ -211,7 +195,7 @@ class Tokenizer(ABC):
         Raises:
             InputError: No prompt, an empty one without BOS, or one that is too long.
         """
-        side = _checked_side(padding_side or self.padding_side, InputError)
+        side = checked_side(padding_side or self.padding_side, InputError)
         rows = [
             self.encode(
                 text,
@@ -228,11 +212,11 @@ class Tokenizer(ABC):
         rows: Sequence[Sequence[int]],
         *,
         padding_side: PaddingSide | None = None,
-        bucket: int | Literal["power_of_two"] | None = None,
+        bucket: Bucket = None,
         max_length: int | None = None,
     ) -> BatchEncoding:
         """Pad lists of ids to one length; the arguments and errors are those of ``__call__``."""
-        side = _checked_side(padding_side or self.padding_side, InputError)
+        side = checked_side(padding_side or self.padding_side, InputError)
         if len(rows) == 0:
             raise InputError("the batch is empty: give at least one prompt")
         rows = [self._filled(row, number) for number, row in enumerate(rows)]
@@ -241,15 +225,8 @@ class Tokenizer(ABC):
                 raise InputError(
                     f"prompt {number} has {len(row)} tokens, but max_length is {max_length}"
                 )
-        length = bucket_length(max(len(row) for row in rows), bucket)
         pad = self.pad_token_id if self.pad_token_id is not None else self.eos_token_id
-        input_ids = np.full((len(rows), length), 0 if pad is None else pad, np.int32)
-        attention_mask = np.zeros((len(rows), length), np.int32)
-        for number, row in enumerate(rows):
-            where = slice(length - len(row), length) if side == "left" else slice(0, len(row))
-            input_ids[number, where] = row
-            attention_mask[number, where] = 1
-        return BatchEncoding(input_ids, attention_mask)
+        return pad_rows(rows, 0 if pad is None else pad, side, bucket)
 
     def _filled(self, row: Sequence[int], number: int) -> Sequence[int]:
         if len(row) > 0:
@@ -331,29 +308,6 @@ class Tokenizer(ABC):
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
             (folder / name).write_bytes(content)
-
-
-def bucket_length(length: int, bucket: int | Literal["power_of_two"] | None) -> int:
-    """``length`` rounded up to its bucket.
-
-    >>> bucket_length(9, None), bucket_length(9, 8), bucket_length(9, "power_of_two")
-    (9, 16, 16)
-    """
-    if bucket is None:
-        return length
-    if bucket == "power_of_two":
-        return 1 << (length - 1).bit_length()
-    if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1:
-        raise InputError(f"bucket is {bucket!r}: give None, a positive int or 'power_of_two'")
-    return -(-length // bucket) * bucket
-
-
-def _checked_side(
-    side: Any, error: type[InputError] | type[TokenizerError], where: str = ""
-) -> PaddingSide:
-    if side not in ("left", "right"):
-        raise error(f"{where}padding_side is {side!r}: it must be 'left' or 'right'")
-    return side
 
 
 def _check_text(text: Any, max_bytes: int) -> None:

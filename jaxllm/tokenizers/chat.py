@@ -2,11 +2,11 @@
 
 A template writes ``<|im_end|>`` to end a turn; a user who types the same characters must not end
 it. The characters alone cannot tell the two apart, so the conversation is rendered twice: as it
-stands, and with one character of every special token replaced, in everything that users wrote, by
-a stand-in that occurs nowhere else. Special tokens found in the second text are the template's
-own. The stand-ins are one character each, so that trimming, slicing and measuring give the same;
-that the two texts agree once the stand-ins are put back is checked, and where they do not (the
-template looks for that very character) another character of the tokens is tried.
+stands, and with one character of every special token (``<``, for most) replaced, in everything that
+users wrote, by a stand-in that occurs nowhere else. Special tokens found in the second text are the
+template's own. The stand-ins are one character each, so that trimming, slicing and measuring give
+the same; that the two texts agree once the stand-ins are put back is checked, and where they do not
+(the template looks for that very character) another character of the tokens is tried.
 
 The text itself stays untouched: for messages that spell no special token the ids are exactly those
 of the whole text, as in transformers.
@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import InputError, TemplateError
+from jaxllm.tokenizers.added_tokens import token_pattern
 from jaxllm.tokenizers.sandbox import render as _render
 from jaxllm.tokenizers.settings import AddedToken
 
 _STAND_INS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode: never characters
-_POSITIONS = 4
+_ATTEMPTS = 6
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
@@ -63,14 +65,13 @@ def render_parts(
     trusted = _plain(variables, {})
     plain = _plain(untrusted, {})
     text = _checked(_render(template, {**plain, **trusted}, now))
-    pattern = _pattern(special)
+    pattern = token_pattern(special)
     found = pattern.findall(text)
     if not found:
         return text
     written = "\0".join(_strings(plain))
-    for position in range(_POSITIONS):
-        characters = {token[min(position, len(token) - 1)] for token in special}
-        if not any(c in written or c.lower() != c.upper() for c in characters):
+    for characters in _hitting_sets(special):
+        if not any(character in written for character in characters):
             return text
         stand_ins = _choose_stand_ins(characters, written + template)
         if stand_ins is None:
@@ -97,17 +98,19 @@ def render_parts(
 def _plain(value: Any, stand_ins: Mapping[int, str]) -> Any:
     """``value`` rebuilt of JSON's types, with characters of its strings replaced.
 
-    Keys that are names ("role", "content") are what templates look up and stay as they are.
+    Names that templates look up stay as they are: keys ("content"), and the role of a message.
     """
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
         return str(value).translate(stand_ins)
     if isinstance(value, Mapping):
-        return {
-            _plain(key, {} if str(key).isidentifier() else stand_ins): _plain(item, stand_ins)
-            for key, item in value.items()
-        }
+        result = {}
+        for key, item in value.items():
+            is_role = key == "role" and str(item).isidentifier()
+            name = _plain(key, {} if str(key).isidentifier() else stand_ins)
+            result[name] = _plain(item, {} if is_role else stand_ins)
+        return result
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_plain(item, stand_ins) for item in value]
     raise InputError(
@@ -127,10 +130,26 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _pattern(special: Mapping[str, AddedToken]) -> re.Pattern[str]:
-    """Any special token; where several begin at one place, the longest."""
-    longest_first = sorted(special, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+def _hitting_sets(special: Mapping[str, AddedToken]) -> Iterator[set[str]]:
+    """Sets of characters of which every special token has one, each of other characters if it can.
+
+    With a letter goes its other case, so that a template that changes case cannot make a token.
+
+    >>> list(_hitting_sets({"<s>": AddedToken("<s>"), "<|a|>": AddedToken("<|a|>")}))[:2]
+    [{'<'}, {'>'}]
+    """
+    used: set[str] = set()
+    for _ in range(_ATTEMPTS):
+        chosen: set[str] = set()
+        # Tokens that all their characters were tried of take part with all of them again.
+        left = [set(token) - used or set(token) for token in special]
+        while left:
+            counts = Counter(character for characters in left for character in characters)
+            best = max(counts, key=lambda character: (counts[character], -ord(character)))
+            chosen.add(best)
+            left = [characters for characters in left if best not in characters]
+        used |= chosen
+        yield {variant for c in chosen for variant in (c, *c.lower(), *c.upper())}
 
 
 def _choose_stand_ins(characters: set[str], text: str) -> dict[str, str] | None:

@@ -18,8 +18,10 @@ import tokenizers
 
 from jaxllm.errors import TokenizerError
 from jaxllm.json_file import parse_json
-from jaxllm.tokenizers.base import PaddingSide, Tokenizer
+from jaxllm.tokenizers.base import Tokenizer
+from jaxllm.tokenizers.batch import PaddingSide
 from jaxllm.tokenizers.decoding import CleanUp, Stage, decoder_stages
+from jaxllm.tokenizers.post_processor import choose_post_processor, read_template
 from jaxllm.tokenizers.settings import (
     GPT2_TOKENS,
     LLAMA_TOKENS,
@@ -63,12 +65,12 @@ class FastTokenizer(Tokenizer):
         super().__init__(settings, files or {}, padding_side)
         spec = check_tokenizer_json(spec, source)
         spec["added_tokens"] = _all_added_tokens(spec, settings, source)
-        spec["post_processor"] = _post_processor(spec, settings)
+        spec["post_processor"] = choose_post_processor(spec, settings)
         decoder_stages(spec["decoder"])  # raises on what cannot be decoded
         self._source = source
         self._backend = _build(spec, source)
         self._decoder = spec["decoder"]
-        self._template = _template(spec["post_processor"])
+        self._template = read_template(spec["post_processor"])
         self._is_bpe = spec["model"]["type"] == "BPE"
         self._special = {
             entry["content"]: parse_added_token(entry, source)
@@ -84,20 +86,28 @@ class FastTokenizer(Tokenizer):
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: Settings) -> FastTokenizer:
-        """From a folder that holds tokenizer.json; the class that it names fills in defaults."""
+        """From a folder that holds tokenizer.json; the class that it names fills in defaults.
+
+        As in transformers, ``add_bos_token`` and ``add_eos_token`` count for Llama's class only:
+        the file itself says what is put around a text.
+        """
         source = str(files.folder / "tokenizer.json")
         spec = parse_json(files.contents["tokenizer.json"], source=source, error=TokenizerError)
         side: PaddingSide = "right"
+        options = dict(settings.options)
+        flags = {name: options.pop(name, None) for name in ("add_bos_token", "add_eos_token")}
         match (settings.tokenizer_class or "").removesuffix("Fast"):
             case "LlamaTokenizer":
                 settings = settings.with_defaults(**LLAMA_TOKENS)
-                options = {"add_bos_token": True, **settings.options}
-                settings = replace(settings, options=options)
+                options |= flags
+                if options["add_bos_token"] is None:
+                    options["add_bos_token"] = True
                 side = "left"
             case "GPT2Tokenizer":
                 settings = settings.with_defaults(**GPT2_TOKENS)
             case "T5Tokenizer":
                 settings = settings.with_defaults(**T5_TOKENS)
+        settings = replace(settings, options=options)
         return cls(spec, settings, files.contents, source=source, padding_side=side)
 
     def __len__(self) -> int:
@@ -221,53 +231,6 @@ def _all_added_tokens(
         else:
             present["special"] = True
     return sorted(entries.values(), key=lambda entry: entry["id"])
-
-
-def _post_processor(spec: Mapping[str, Any], settings: Settings) -> dict[str, Any] | None:
-    """The file's, unless the settings say whether BOS and EOS are added."""
-    flags = [settings.options.get("add_bos_token"), settings.options.get("add_eos_token")]
-    if flags == [None, None]:
-        return spec["post_processor"]
-    ids = {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
-    used: dict[str, dict[str, Any]] = {}
-
-    def special(name: str, type_id: int) -> list[dict[str, Any]]:
-        token = settings.named.get(f"{name}_token")
-        if token is None or not settings.flag(f"add_{name}_token", False):
-            return []
-        text = token.content
-        used[text] = {"id": text, "ids": [ids[text]], "tokens": [text]}
-        return [{"SpecialToken": {"id": text, "type_id": type_id}}]
-
-    def around(sequence: str, type_id: int) -> list[dict[str, Any]]:
-        middle = {"Sequence": {"id": sequence, "type_id": type_id}}
-        return [*special("bos", type_id), middle, *special("eos", type_id)]
-
-    single, pair = around("A", 0), [*around("A", 0), *around("B", 1)]
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": used}
-
-
-def _template(
-    processor: Mapping[str, Any] | None,
-) -> tuple[list[str | list[int]], list[str | list[int]]]:
-    """What to put around one text and around two: "A" and "B" stand for the texts."""
-    steps = [] if processor is None else processor.get("processors", [processor])
-    templates = [step for step in steps if step["type"] == "TemplateProcessing"]
-    if not templates:
-        return ["A"], ["A", "B"]
-    if len(templates) > 1:
-        raise TokenizerError("tokenizer.json: post_processor: two TemplateProcessing")
-    tokens = templates[0]["special_tokens"]
-
-    def read(pieces: list[dict[str, Any]]) -> list[str | list[int]]:
-        return [
-            tokens[piece["SpecialToken"]["id"]]["ids"]
-            if "SpecialToken" in piece
-            else piece["Sequence"]["id"]
-            for piece in pieces
-        ]
-
-    return read(templates[0]["single"]), read(templates[0]["pair"])
 
 
 def _written_files(backend: tokenizers.Tokenizer, settings: Settings) -> dict[str, bytes]:

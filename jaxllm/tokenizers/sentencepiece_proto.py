@@ -22,7 +22,7 @@ WITHOUT_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 @dataclass(frozen=True)
 class NormalizerFlags:
-    """What sentencepiece does to the spaces of a text; protobuf's defaults where a model is silent."""
+    """What sentencepiece does to spaces; protobuf's defaults where a model is silent."""
 
     add_dummy_prefix: bool = True
     remove_extra_whitespaces: bool = True

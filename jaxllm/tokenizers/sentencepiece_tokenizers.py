@@ -10,15 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import sentencepiece
 
 from jaxllm.errors import TokenizerError, UnsupportedError
-from jaxllm.tokenizers.base import PaddingSide, Tokenizer
+from jaxllm.tokenizers.added_tokens import (
+    place_added_tokens,
+    split_added_tokens,
+    token_pattern,
+)
+from jaxllm.tokenizers.base import Tokenizer
+from jaxllm.tokenizers.batch import PaddingSide
 from jaxllm.tokenizers.decoding import CleanUp, Stage
 from jaxllm.tokenizers.sentencepiece_decoding import SPACE, DecodeRules, PiecesToText
-from jaxllm.tokenizers.sentencepiece_proto import WITHOUT_DUMMY_PREFIX, read_normalizer_flags
+from jaxllm.tokenizers.sentencepiece_model import SentencePieceModel
+from jaxllm.tokenizers.sentencepiece_proto import WITHOUT_DUMMY_PREFIX
 from jaxllm.tokenizers.settings import (
     LLAMA_TOKENS,
     T5_TOKENS,
@@ -58,29 +62,23 @@ class SentencePieceTokenizer(Tokenizer):
         self.add_prefix_space = settings.flag("add_prefix_space", True)
         if not self.legacy and not settings.flag("from_slow", False):
             model += WITHOUT_DUMMY_PREFIX
-        self._flags = read_normalizer_flags(model, source)
-        self._sp = _load(model, source)
-        self.vocab_size = self._sp.get_piece_size()
-        self._pieces: list[str] = self._sp.id_to_piece(list(range(self.vocab_size)))
-        self._vocabulary = frozenset(self._pieces)
-        self._unk_piece = self._pieces[self._sp.unk_id()]
-        self._control = {p for i, p in enumerate(self._pieces) if self._sp.is_control(i)}
-        self._bytes = {p for i, p in enumerate(self._pieces) if self._sp.is_byte(i)}
-        self._unk_surface = self._sp.decode_pieces([self._unk_piece])
-        self._added = _place_added_tokens(self._pieces, self._known_added(), settings, source)
-        self._added_by_text = {token.content: i for i, token in self._added.items()}
+        self._model = SentencePieceModel(model, source)
+        self.vocab_size = len(self._model.pieces)
+        self._added = place_added_tokens(self._model.pieces, self._known_added(), settings, source)
+        self._tokens = {token.content: token for token in self._added.values()}
+        self._added_ids = {token.content: i for i, token in self._added.items()}
         named = {t.content for t in (*settings.named.values(), *settings.extra)}
         self._special = {
             token.content: token
             for token in self._added.values()
             if token.special or token.content in named
         }
-        self.special_ids = frozenset(self._added_by_text[text] for text in self._special)
-        self._any_added = _matcher(self._added_by_text)
-        self._plain_added = _matcher(set(self._added_by_text) - set(self._special))
+        self.special_ids = frozenset(self._added_ids[text] for text in self._special)
+        self._any_added = token_pattern(self._added_ids)
+        self._plain_added = token_pattern(set(self._added_ids) - set(self._special))
         unk = settings.named.get("unk_token")
-        self._unk_text = self._unk_piece if unk is None else unk.content
-        self._unk_length = len(self._sp.encode(self._unk_text, out_type=str))
+        self._unk_text = self._model.unk_piece if unk is None else unk.content
+        self._unk_length = len(self._model.encode(self._unk_text))
 
     def _known_added(self) -> dict[int, AddedToken]:
         """Added tokens with their ids, from the settings and from the class."""
@@ -90,25 +88,24 @@ class SentencePieceTokenizer(Tokenizer):
         return max(self.vocab_size, max(self._added, default=-1) + 1)
 
     def token_to_id(self, token: str) -> int | None:
-        if token in self._added_by_text:
-            return self._added_by_text[token]
-        index = self._sp.piece_to_id(token)
-        return index if self._pieces[index] == token else None
+        if token in self._added_ids:
+            return self._added_ids[token]
+        return self._model.piece_to_id(token) if token in self._model.vocabulary else None
 
     def id_to_token(self, index: int) -> str | None:
         if index in self._added:
             return self._added[index].content
-        return self._pieces[index] if index < self.vocab_size else None
+        return self._model.pieces[index] if index < self.vocab_size else None
 
     @property
     def special_tokens(self) -> Mapping[str, AddedToken]:
         return self._special
 
     def _encode_text(self, text: str) -> list[int]:
-        return self._encode(self._split(self._prefixed([text]), self._any_added))
+        return self._encode([text], self._any_added)
 
     def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
-        return self._encode(self._split(self._prefixed(parts), self._plain_added))
+        return self._encode(parts, self._plain_added)
 
     def _prefixed(self, parts: Sequence[str | AddedToken]) -> list[str | AddedToken]:
         """The new behaviour writes the prefix space itself, once, at the start of the text."""
@@ -120,40 +117,9 @@ class SentencePieceTokenizer(Tokenizer):
         first = texts[0]
         return [SPACE + first, *texts[1:]] if isinstance(first, str) else [SPACE, *texts]
 
-    def _split(
-        self, parts: Sequence[str | AddedToken], matcher: re.Pattern[str]
-    ) -> list[str | AddedToken]:
-        """Cut the added tokens out of texts; they may swallow the white space beside them."""
-        items: list[str | AddedToken] = []
-        for part in parts:
-            if not isinstance(part, str):
-                items.append(part)
-                continue
-            start = 0
-            for match in matcher.finditer(part):
-                items.append(part[start : match.start()])
-                items.append(self._added[self._added_by_text[match[0]]])
-                start = match.end()
-            items.append(part[start:])
-        items = [item for item in items if item != ""]
-        for i, token in enumerate(items):
-            if isinstance(token, str):
-                continue
-            left = items[i - 1] if i > 0 else ""
-            right = items[i + 1] if i + 1 < len(items) else ""
-            if token.rstrip and isinstance(right, str) and right:
-                items[i + 1] = right.lstrip()
-            if token.lstrip and isinstance(left, str) and left:
-                items[i - 1] = left.rstrip()
-            if token.single_word and isinstance(left, str) and left and left[-1] != " ":
-                items[i - 1 : i + 1] = [items[i - 1] + token.content, ""]
-            elif token.single_word and isinstance(right, str) and right and right[0] != " ":
-                items[i : i + 2] = ["", token.content + items[i + 1]]
-        return [item for item in items if item != ""]
-
-    def _encode(self, items: Sequence[str | AddedToken]) -> list[int]:
+    def _encode(self, parts: Sequence[str | AddedToken], pattern: re.Pattern[str]) -> list[int]:
         tokens: list[str | AddedToken] = []
-        for item in items:
+        for item in split_added_tokens(self._prefixed(parts), self._tokens, pattern):
             tokens += [item] if isinstance(item, AddedToken) else self._tokenize(item)
         if (
             not self.legacy
@@ -166,8 +132,8 @@ class SentencePieceTokenizer(Tokenizer):
         return [self._id(t.content if isinstance(t, AddedToken) else t) for t in tokens]
 
     def _id(self, token: str) -> int:
-        index = self._added_by_text.get(token)
-        return self._sp.piece_to_id(token) if index is None else index
+        index = self._added_ids.get(token)
+        return self._model.piece_to_id(token) if index is None else index
 
     def _tokenize(self, text: str) -> list[str]:
         """Pieces of a text without added tokens.
@@ -176,25 +142,18 @@ class SentencePieceTokenizer(Tokenizer):
         token in front of it, whose pieces are cut off again, keeps the space.
         """
         if self.legacy or not text.startswith((SPACE, " ")):
-            return self._sp.encode(text, out_type=str)
-        tokens = self._sp.encode(self._unk_text + text, out_type=str)
+            return self._model.encode(text)
+        tokens = self._model.encode(self._unk_text + text)
         return tokens[self._unk_length :] if len(tokens) >= self._unk_length else tokens
 
-    def _fixed_text(self, piece: str) -> str | None:
-        if piece in self._control:
-            return ""
-        if piece == self._unk_piece:
-            return self._unk_surface
-        return None if piece in self._vocabulary else piece
-
     def _decode_rules(self) -> DecodeRules:
-        flags = self._flags
+        flags = self._model.flags
         extra = {token.content for token in self.settings.extra}
-        plain = set(self._added_by_text) - set(self._special)
-        beyond = {t for t in extra if self._added_by_text[t] >= self.vocab_size}
+        plain = set(self._added_ids) - set(self._special)
+        beyond = {t for t in extra if self._added_ids[t] >= self.vocab_size}
         return DecodeRules(
-            fixed_text=self._fixed_text,
-            is_byte=self._bytes.__contains__,
+            fixed_text=self._model.fixed_text,
+            is_byte=self._model.bytes.__contains__,
             strip_chunk_start=flags.add_dummy_prefix or flags.remove_extra_whitespaces,
             strip_all_chunk_starts=flags.remove_extra_whitespaces,
             special=frozenset(self._special),
@@ -254,7 +213,7 @@ class LlamaTokenizer(SentencePieceTokenizer):
 
 
 class T5Tokenizer(SentencePieceTokenizer):
-    """T5's tokenizer: ``</s>`` after a text, and ``<extra_id_n>`` sentinels from the end of the ids.
+    """T5's tokenizer: ``</s>`` after a text, ``<extra_id_n>`` sentinels at the end of the ids.
 
     Options (tokenizer_config.json): ``extra_ids`` (100), ``legacy`` (true), ``add_prefix_space``
     (true). Sentinel n has the id ``len(tokenizer) - 1 - n`` and swallows the white space around it.
@@ -309,48 +268,11 @@ class T5Tokenizer(SentencePieceTokenizer):
         )
 
 
-def _load(model: bytes, source: str) -> sentencepiece.SentencePieceProcessor:
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        processor.LoadFromSerializedProto(model)
-        size, unk = processor.get_piece_size(), processor.unk_id()
-    except (RuntimeError, OSError, ValueError, TypeError) as failure:
-        raise TokenizerError(f"{source}: not a sentencepiece model ({failure})") from failure
-    if not 0 <= unk < size:
-        raise TokenizerError(f"{source}: the model has no unknown piece")
-    return processor
-
-
 def _refuse_options(settings: Settings) -> None:
     if settings.options.get("sp_model_kwargs"):
         raise UnsupportedError("tokenizer_config.json: sp_model_kwargs: sampling is not supported")
     if settings.flag("do_lower_case", False):
         raise UnsupportedError("tokenizer_config.json: do_lower_case is not supported")
-
-
-def _place_added_tokens(
-    pieces: Sequence[str], known: Mapping[int, AddedToken], settings: Settings, source: str
-) -> dict[int, AddedToken]:
-    """Added tokens by id; special tokens that have no id yet get the next free ones."""
-    added = dict(sorted(known.items()))
-    ids = {piece: index for index, piece in enumerate(pieces)}
-    ids |= {token.content: index for index, token in added.items()}
-    placed = {token.content for token in added.values()}
-    for token in (*settings.named.values(), *settings.extra):
-        if token.content not in placed:
-            index = ids.setdefault(token.content, len(ids))
-            added[index] = replace(token, special=True)
-            placed.add(token.content)
-    limit = len(pieces) + 2**16
-    if max(added, default=0) > limit:
-        raise TokenizerError(f"{source}: an added token has the id {max(added)}, beyond {limit}")
-    return added
-
-
-def _matcher(texts: Any) -> re.Pattern[str]:
-    """Any of the texts; where several begin at one place, the longest."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _with_tokens_of_json(files: TokenizerFiles, settings: Settings) -> Settings:

@@ -1,0 +1,77 @@
+"""One peer, one process: it loads its model once, then times workloads on demand.
+
+All peers stay loaded and take turns, so that a noisy minute of the machine hits every one of them.
+A request and an answer are a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Greedy generation of exactly `new` tokens (no end token) for `batch` prompts of `prompt`."""
+
+    batch: int
+    prompt: int = 128
+    new: int = 128
+
+    def ids(self, vocab_size: int) -> np.ndarray:
+        high = min(vocab_size, 32000)
+        return np.random.RandomState(0).randint(10, high, size=(self.batch, self.prompt))
+
+
+def serve(info: dict, run: Callable[[Workload], object]) -> None:
+    """A worker's main loop: times `run` once per request; the first call of a shape is a warm-up."""
+    print(json.dumps(info), flush=True)
+    for line in sys.stdin:
+        workload = Workload(**json.loads(line))
+        cpu, start = time.process_time(), time.perf_counter()
+        run(workload)
+        seconds = time.perf_counter() - start
+        busy = (time.process_time() - cpu) / seconds
+        print(json.dumps({"seconds": seconds, "cpu_per_wall": busy}), flush=True)
+
+
+class Peer:
+    """The other end of `serve`."""
+
+    def __init__(self, name: str, python: str, script: str, model: str) -> None:
+        self.name = name
+        # Idle OpenMP threads that spin would take the core of whoever's turn it is.
+        env = os.environ | {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+        self.process = subprocess.Popen(
+            [python, script, model],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        self.info = self._answer()
+
+    def measure(self, workload: Workload) -> dict:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(dataclasses.asdict(workload)) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+    def _answer(self) -> dict:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name}: the worker died; see its error above")
+        return json.loads(line)

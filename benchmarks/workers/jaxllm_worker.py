@@ -1,0 +1,25 @@
+"""jaxllm as a peer: `python jaxllm_worker.py MODEL`."""
+
+import sys
+from pathlib import Path
+
+import jax
+
+import jaxllm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from protocol import Workload, serve
+
+model, _ = jaxllm.load(sys.argv[1])
+
+
+def run(workload: Workload) -> object:
+    ids = workload.ids(model.config.vocab_size)
+    out = jaxllm.generate(model, ids, max_new_tokens=workload.new, eos_token_id=None).sequences
+    start = 1 if model.is_encoder_decoder else workload.prompt
+    assert out.shape == (workload.batch, start + workload.new), out.shape
+    return out
+
+
+weights = sum(x.nbytes for x in jax.tree.leaves(model))
+serve({"peer": "jaxllm", "version": f"jax {jax.__version__}", "weight_bytes": weights}, run)

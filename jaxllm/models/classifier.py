@@ -1,0 +1,58 @@
+"""Classification of whole texts by a decoder-only model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxllm.errors import InputError
+from jaxllm.models.base import DecoderOnly, take_column
+from jaxllm.models.losses import classification_loss
+from jaxllm.models.outputs import SequenceClassifierOutput
+from jaxllm.nn.linear import Linear
+
+
+class SequenceClassifier(DecoderOnly):
+    """The backbone and a score of each row's last real token (right under either padding)."""
+
+    score: Linear
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Int[Array, "B T"] | None = None,
+        *,
+        labels: Array | None = None,
+        **options: Any,
+    ) -> SequenceClassifierOutput:
+        """`logits` [B, C]; with `labels` the loss of the config's `problem_type`.
+
+        The last real token is the last one that the mask keeps; without a mask the last one that is
+        not `pad_token_id`, as in transformers. `options` are those of a language model, but for
+        `logits_to_keep` and `cache`.
+        """
+        if options.get("cache") is not None:
+            raise InputError("cache: a classifier reads its text in one call")
+        out = self.hidden(input_ids, attention_mask, **options)
+        x = out.last_hidden_state
+        columns = jnp.arange(x.shape[1])
+        if attention_mask is not None:
+            real = jnp.asarray(attention_mask).astype(bool)
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            real = jnp.asarray(input_ids) != self.config.pad_token_id
+        elif input_ids is not None and x.shape[0] > 1:
+            raise InputError(
+                "attention_mask: needed for a batch, since the config has no pad_token_id"
+            )
+        else:
+            real = jnp.ones(x.shape[:2], bool)
+        last = jnp.max(jnp.where(real, columns, 0), axis=-1)
+        logits = self.score(take_column(x, last))[:, 0].astype(jnp.float32)
+        loss = None
+        if labels is not None:
+            loss = classification_loss(logits, labels, self.config.problem_type)
+        return SequenceClassifierOutput(
+            logits=logits, loss=loss, hidden_states=out.hidden_states, attentions=out.attentions
+        )

@@ -1,0 +1,79 @@
+"""Added tokens: their ids, and finding them in a text as transformers' slow tokenizers do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from jaxllm.errors import TokenizerError
+from jaxllm.tokenizers.settings import AddedToken, Settings
+
+
+def place_added_tokens(
+    pieces: Sequence[str], known: Mapping[int, AddedToken], settings: Settings, source: str
+) -> dict[int, AddedToken]:
+    """Added tokens by id; special tokens that have no id yet get the next free ones."""
+    added = dict(sorted(known.items()))
+    ids = {piece: index for index, piece in enumerate(pieces)}
+    ids |= {token.content: index for index, token in added.items()}
+    placed = {token.content for token in added.values()}
+    for token in (*settings.named.values(), *settings.extra):
+        if token.content not in placed:
+            index = ids.setdefault(token.content, len(ids))
+            if index in added:
+                raise TokenizerError(
+                    f"{source}: {token.content!r} and {added[index].content!r} get the id {index}"
+                )
+            added[index] = replace(token, special=True)
+            placed.add(token.content)
+    limit = len(pieces) + 2**16
+    if max(added, default=0) > limit:
+        raise TokenizerError(f"{source}: an added token has the id {max(added)}, beyond {limit}")
+    return added
+
+
+def token_pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """Any of the texts; where several begin at one place, the longest."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def split_added_tokens(
+    parts: Sequence[str | AddedToken], tokens: Mapping[str, AddedToken], pattern: re.Pattern[str]
+) -> list[str | AddedToken]:
+    """Cut added tokens out of texts; they may swallow the white space beside them.
+
+    Args:
+        parts: Texts, and tokens that were found already.
+        tokens: The added tokens by their text.
+        pattern: Which of them to look for; see :func:`token_pattern`.
+    """
+    items: list[str | AddedToken] = []
+    for part in parts:
+        if not isinstance(part, str):
+            items.append(part)
+            continue
+        start = 0
+        for match in pattern.finditer(part):
+            items.append(part[start : match.start()])
+            items.append(tokens[match[0]])
+            start = match.end()
+        items.append(part[start:])
+    items = [item for item in items if item != ""]
+    for i, token in enumerate(items):
+        if isinstance(token, str):
+            continue
+        left = items[i - 1] if i > 0 else ""
+        right = items[i + 1] if i + 1 < len(items) else ""
+        left_text = left if isinstance(left, str) else ""
+        right_text = right if isinstance(right, str) else ""
+        if token.lstrip and left_text:
+            items[i - 1] = left_text.rstrip()
+        if token.rstrip and right_text:
+            items[i + 1] = right_text.lstrip()
+        if token.single_word and left_text and left_text[-1] != " ":
+            items[i - 1 : i + 1] = [f"{items[i - 1]}{token.content}", ""]
+        elif token.single_word and right_text and right_text[0] != " ":
+            items[i : i + 2] = ["", f"{token.content}{items[i + 1]}"]
+    return [item for item in items if item != ""]

@@ -1,0 +1,70 @@
+"""Rows of ids as one array: padded to a bucket, with a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int32
+
+from jaxllm.errors import InputError, TokenizerError
+
+PaddingSide = Literal["left", "right"]
+Bucket = int | Literal["power_of_two"] | None
+
+
+@dataclass(frozen=True)
+class BatchEncoding:
+    """A batch of prompts, padded to one length.
+
+    ``attention_mask`` is 1 at real tokens and 0 at pads; nothing else tells them apart, because
+    the pad id may also be a real token.
+    """
+
+    input_ids: Int32[np.ndarray, "B T"]
+    attention_mask: Int32[np.ndarray, "B T"]
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int]], pad: int, side: PaddingSide, bucket: Bucket
+) -> BatchEncoding:
+    """Pad at least one row to the bucket of the longest.
+
+    >>> batch = pad_rows([[5, 6, 7], [8]], 0, "left", 4)
+    >>> batch.input_ids.tolist(), batch.attention_mask.tolist()
+    ([[0, 5, 6, 7], [0, 0, 0, 8]], [[0, 1, 1, 1], [0, 0, 0, 1]])
+    """
+    length = bucket_length(max(len(row) for row in rows), bucket)
+    input_ids = np.full((len(rows), length), pad, np.int32)
+    attention_mask = np.zeros((len(rows), length), np.int32)
+    for number, row in enumerate(rows):
+        where = slice(length - len(row), length) if side == "left" else slice(0, len(row))
+        input_ids[number, where] = row
+        attention_mask[number, where] = 1
+    return BatchEncoding(input_ids, attention_mask)
+
+
+def bucket_length(length: int, bucket: Bucket) -> int:
+    """``length`` rounded up to its bucket.
+
+    >>> bucket_length(9, None), bucket_length(9, 8), bucket_length(9, "power_of_two")
+    (9, 16, 16)
+    """
+    if bucket is None:
+        return length
+    if bucket == "power_of_two":
+        return 1 << (length - 1).bit_length()
+    if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1:
+        raise InputError(f"bucket is {bucket!r}: give None, a positive int or 'power_of_two'")
+    return -(-length // bucket) * bucket
+
+
+def checked_side(
+    side: Any, error: type[InputError] | type[TokenizerError], where: str = ""
+) -> PaddingSide:
+    """``side``, unless it is neither "left" nor "right"."""
+    if side not in ("left", "right"):
+        raise error(f"{where}padding_side is {side!r}: it must be 'left' or 'right'")
+    return side

@@ -1,0 +1,259 @@
+"""The command line as a person meets it: what is printed where, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from jaxllm.cli.generate import main
+
+ROOT = Path(__file__).parent.parent.parent
+MODELS = ROOT / "tests" / "data" / "conformance" / "models"
+PARITY = ROOT / "tests" / "data" / "parity"
+LLAMA = MODELS / "s_llama_tok"  # with a tokenizer
+T5 = MODELS / "s_t5"  # without
+FOR_MINUTES = ("--eos-token-id", "none", "--max-new-tokens", 30_000)
+SHORT = ("--max-new-tokens", "8", "--no-compile-cache")
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    """The command in this process."""
+
+    def run(*arguments: object) -> Result:
+        try:
+            code = main([str(argument) for argument in arguments], program="generate.py")
+        except SystemExit as stop:  # argparse
+            code = int(stop.code or 0)
+        return Result(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    cache = tmp_path_factory.mktemp("cache") / "programs"
+    return {**os.environ, "JAXLLM_CACHE_DIR": str(cache), "PYTHONWARNINGS": "error"}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, str(ROOT / "generate.py"), *map(str, arguments)]
+
+
+def spawn(environment: dict[str, str], *arguments: object, stdin: str = "") -> Result:
+    """The command in a process of its own, started in another folder."""
+    done = subprocess.run(
+        command(*arguments),
+        env=environment,
+        cwd=environment["JAXLLM_CACHE_DIR"].rsplit("/", 1)[0],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def test_a_real_answer(environment: dict[str, str], smollm2_gguf: Path) -> None:
+    first = spawn(environment, "--chat", "What is the capital of France?")
+    assert (first.code, first.out) == (0, "The capital of France is Paris.\n"), first.err
+    assert "loading SmolLM2-135M-Instruct.Q4_1.gguf" in first.err
+    assert " s\n" in first.err
+    assert "tokens/s" in first.err
+    assert " 0 of " in first.err  # programs from the cache
+
+    again = spawn(environment, "--chat", "-", stdin="What is the capital of France?\n")
+    assert again.out == first.out
+    from_cache, programs = again.err.split(" programs from the cache")[0].split()[-3::2]
+    assert from_cache == programs, "a second start compiles nothing"
+
+
+def test_help_lists_what_works_and_hides_what_does_not(run) -> None:
+    result = run("--help")
+    assert result.code == 0
+    assert "--repetition-penalty" in result.out
+    assert "--penalty-alpha" not in result.out
+
+
+def test_streamed_text_is_the_whole_text(run) -> None:
+    sampling = ("--do-sample", "--seed", 3, "--max-new-tokens", 30, "--no-compile-cache")
+    streamed = run("--model", LLAMA, *sampling, "Once upon a time")
+    whole = run("--model", LLAMA, *sampling, "--no-stream", "Once upon a time")
+    assert streamed.code == whole.code == 0, streamed.err
+    assert streamed.out == whole.out
+    assert len(streamed.out) > 10
+
+
+def test_prompt_as_option(run) -> None:
+    assert (
+        run("--model", LLAMA, *SHORT, "--prompt", "Once").out
+        == run("--model", LLAMA, *SHORT, "Once").out
+    )
+
+
+def test_seeds(run) -> None:
+    def sample(*seed: object) -> Result:
+        return run("--model", LLAMA, *SHORT, "--do-sample", *seed, "Once")
+
+    unseeded = [sample() for _ in range(2)]
+    assert unseeded[0].out != unseeded[1].out, "a constant key gives the same text at each call"
+    printed = unseeded[0].err.split("seed: ")[1].split()[0]
+    assert sample("--seed", printed).out == unseeded[0].out
+
+
+def test_several_results(run) -> None:
+    result = run("--model", LLAMA, *SHORT, "--do-sample", "--num-return-sequences", 3, "Once")
+    assert result.code == 0, result.err
+    assert result.out.count("\n---\n") == 2
+
+
+def test_ids_of_an_encoder_decoder(run) -> None:
+    result = run("--model", T5, *SHORT, "--eos-token-id", "none", "--input-ids", "5,6,7,1")
+    assert result.code == 0, result.err
+    assert len([int(index) for index in result.out.split(",")]) == 8
+    whole = run(
+        "--model", T5, *SHORT, "--eos-token-id", "none", "--input-ids", "5,6,7,1", "--no-stream"
+    )
+    assert whole.out == result.out
+
+
+def test_lists_and_end_tokens(run) -> None:
+    def ids(*options: object) -> list[str]:
+        result = run("--model", T5, *SHORT, "--input-ids", "5,6,7,1", *options)
+        assert result.code == 0, result.err
+        return result.out.strip().split(",")
+
+    free = ids("--eos-token-id", "none")
+    assert ids("--eos-token-id", f"{free[0]},1") == free[:1], "the end token is the last"
+    assert free[0] not in ids("--bad-words-ids", f"[[{free[0]}]]", "--eos-token-id", "none")
+
+
+def test_quiet(run) -> None:
+    result = run("--model", LLAMA, *SHORT, "--quiet", "Once")
+    assert (result.code, result.err) == (0, "")
+
+
+ERRORS = {
+    "missing model": (("--model", "./nowhere", "hi"), "no such file or folder"),
+    "no prompt": (("--model", LLAMA), "no prompt"),
+    "two prompts": (("--prompt", "a", "b"), "not several"),
+    "unknown option": (("--top-q", "3", "hi"), "--top-q"),
+    "abbreviated option": (("--max-new-t=3", "hi"), "--max-new-t"),
+    "not a number": (("--top-k", "many", "hi"), "`top_k` must be an integer"),
+    "out of range": (("--top-p", "1.5", "hi"), "`top_p` must be a number in [0, 1]"),
+    "not there yet": (("--model", LLAMA, "--penalty-alpha", "0.6", "hi"), "`penalty_alpha`"),
+    "no effect": (("--model", LLAMA, "--temperature", "0.5", "hi"), "add --do-sample"),
+    "seed": (("--seed", str(2**32), "hi"), "--seed must be from 0"),
+    "system alone": (("--system", "be brief", "hi"), "--chat"),
+    "chat with ids": (("--chat", "--input-ids", "1"), "--chat needs a prompt"),
+    "no tokenizer": (("--model", T5, "hi"), "--input-ids"),
+    "a classifier": (("--model", PARITY / "gpt2_cls_single", "--input-ids", "1"), "no text"),
+    "an encoder": (("--model", PARITY / "t5_encoder", "--input-ids", "1"), "no text"),
+    "no template": (("--model", LLAMA, "--chat", "hi"), "chat template"),
+    "ids beyond the vocabulary": (("--model", T5, "--input-ids", "5,100000"), "100000"),
+    "not ids": (("--model", T5, "--input-ids", "a,b"), "comma separated integers, found 'a,b'"),
+    "no room": (("--model", LLAMA, "--max-length", "1", "hello there"), "max_length"),
+    "both caches": (("--no-compile-cache", "--compile-cache", "x", "hi"), "not allowed"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS.values(), ids=ERRORS)
+def test_an_error_takes_one_line(run, arguments: tuple[object, ...], message: str) -> None:
+    cache = () if "--no-compile-cache" in arguments else ("--no-compile-cache",)
+    result = run("--quiet", *cache, *arguments)
+    assert result.code == 2
+    assert result.out == ""
+    (line,) = result.err.splitlines()
+    assert line.startswith("generate.py: error: ")
+    assert message in line
+
+
+def test_a_corrupted_file_is_named(run, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(LLAMA, tmp_path / "broken"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    result = run("--quiet", "--model", folder, *SHORT, "Once")
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert str(weights) in result.err
+
+    debug = run("--debug", "--quiet", "--model", folder, *SHORT, "Once")
+    assert debug.code == 2
+    assert "Traceback" in debug.err
+
+
+def test_without_the_bundled_model(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm.cli.bundled.PACKAGE", "no-such-package-as-this")
+    result = run("--quiet", "--no-compile-cache", "hi")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "make model" in result.err
+    assert "--require-hashes" in result.err
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    options = ("--model", LLAMA, "--max-new-tokens", 4, "--compile-cache", blocked / "cache")
+    result = spawn(environment, *options, "Once")
+    assert result.code == 0, result.err
+    assert result.out
+    assert f"{blocked / 'cache'} cannot be written" in result.err
+
+
+def test_stdin_must_be_text(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        command("--model", LLAMA, "-"), env=environment, input=b"\xff\xfe", capture_output=True
+    )
+    assert done.returncode == 2
+    assert b"stdin is not UTF-8" in done.stderr
+
+
+@pytest.fixture
+def endless(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that has begun to print and would go on for minutes."""
+    process = subprocess.Popen(
+        command("--model", T5, "--input-ids", "5,6,7,1", *FOR_MINUTES),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1) != b""
+    yield process
+    process.kill()
+    process.wait()
+    for pipe in (process.stdout, process.stderr):
+        assert pipe is not None
+        pipe.close()
+
+
+def test_interrupted_in_silence(endless: subprocess.Popen[bytes]) -> None:
+    endless.send_signal(signal.SIGINT)
+    assert endless.wait(timeout=60) == 130
+    assert endless.stderr is not None
+    assert b"Traceback" not in endless.stderr.read()
+
+
+def test_the_reader_may_go_away(endless: subprocess.Popen[bytes]) -> None:
+    assert endless.stdout is not None
+    endless.stdout.close()
+    assert endless.wait(timeout=60) == 141
+    assert endless.stderr is not None
+    errors = endless.stderr.read()
+    assert b"Traceback" not in errors
+    assert b"BrokenPipe" not in errors

@@ -1,0 +1,99 @@
+"""The dispatcher, the compile cache's folder, and the options made from the table of fields."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+import jaxllm
+from jaxllm.cli.compile_cache import default_folder
+from jaxllm.cli.exits import guard
+from jaxllm.cli.field_flags import add_field_flags, given_fields, is_metadata
+from jaxllm.cli.main import COMMANDS, main
+from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.fields import FIELDS, boolean
+
+
+def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    assert f"usage: jaxllm {name}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxllm {jaxllm.__version__}\n"
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["genrate"]) == 2
+    assert "'genrate'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_field_flags(parser)
+    return parser
+
+
+def test_no_field_is_given_unless_it_is(parser: argparse.ArgumentParser) -> None:
+    assert given_fields(parser.parse_args([])) == {}
+
+
+@pytest.mark.parametrize("name", [n for n, f in FIELDS.items() if not is_metadata(n, f)])
+def test_every_field_is_an_option(parser: argparse.ArgumentParser, name: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    words = [flag] if FIELDS[name].check is boolean else [flag, "none"]
+    expected = True if FIELDS[name].check is boolean else None
+    assert given_fields(parser.parse_args(words)) == {name: expected}
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--top-k", "5"], 5),
+        (["--temperature", "1e-1"], 0.1),
+        (["--eos-token-id", "2,7"], (2, 7)),
+        (["--bad-words-ids", "[[1, 2], [3]]"], ((1, 2), (3,))),
+        (["--sequence-bias", "[[[1], -2.5]]"], (((1,), -2.5),)),
+        (["--exponential-decay-length-penalty", "[5, 1.2]"], (5, 1.2)),
+        (["--no-do-sample"], False),
+        (["--early-stopping", "never"], "never"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_values_reach_the_config(
+    parser: argparse.ArgumentParser, words: list[str], value: object
+) -> None:
+    fields = given_fields(parser.parse_args(words))
+    (name,) = fields
+    assert getattr(GenerationConfig(**fields), name) == value
+
+
+def test_where_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAXLLM_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert default_folder() == Path("/home/someone/.cache/jaxllm/xla")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert default_folder() == Path("/cache/jaxllm/xla")
+    monkeypatch.setenv("JAXLLM_CACHE_DIR", "/mine")
+    assert default_folder() == Path("/mine")
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    def command(arguments: list[str]) -> int:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        guard(command, "test", [])

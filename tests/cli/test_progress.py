@@ -1,0 +1,53 @@
+"""What is said on stderr, and what is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxllm.cli.progress import CompileClock, Reporter
+
+
+def test_a_phase_says_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    with Reporter().phase("loading [red]x[/red].gguf") as update:
+        update("tensor", 5_000_000, 10_000_000)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"loading \[red\]x\[/red\]\.gguf: \d+\.\d s\n", err)
+
+
+def test_a_long_line_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    Reporter().say("word " * 100)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter(quiet=True)
+    with reporter.phase("loading"):
+        reporter.say("something")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_failing_phase_claims_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="broken"), Reporter().phase("loading"):
+        raise ValueError("broken")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_clock_counts_programs() -> None:
+    x = jnp.arange(3)
+
+    def compile_one(number: int) -> None:
+        jax.jit(lambda x: x * number + number)(x).block_until_ready()
+
+    compile_one(1)
+    with contextlib.closing(CompileClock()) as clock:
+        compile_one(2)
+    assert (clock.programs, clock.cached) == (1, 0)
+    assert clock.seconds > 0
+    compile_one(3)
+    assert clock.programs == 1, "closed"

@@ -1,0 +1,145 @@
+"""`jaxllm verify`: its measures, its verdict, and what it says where the reference is missing.
+
+torch and transformers are no test dependencies, so the reference here is jaxllm's own model behind
+transformers' interface, with an error of a known size added to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.cli.main import main
+from jaxllm.cli.verify import distance
+from jaxllm.errors import InputError
+
+MODELS = Path(__file__).parent.parent / "data" / "conformance" / "models"
+
+
+def test_distance_of_equals() -> None:
+    logits = np.random.default_rng(0).normal(size=(5, 7))
+    found = distance(logits, logits, 1.0)
+    assert (found.positions, found.max_abs, found.relative, found.top1) == (5, 0, 0, 1)
+    assert found.kl_max == pytest.approx(0, abs=1e-12)
+
+
+def test_distance_by_hand() -> None:
+    reference = np.log([[0.5, 0.5], [0.25, 0.75]])
+    ours = np.log([[0.25, 0.75], [0.25, 0.75]])
+    found = distance(ours, reference, 2.0)
+    assert found.max_abs == pytest.approx(np.log(2))
+    assert found.relative == pytest.approx(np.log(2) / 2)
+    assert found.kl_max == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(0.5 / 0.75))
+    assert found.kl_mean == pytest.approx(found.kl_max / 2)
+    assert found.top1 == 0.5
+
+
+def test_distance_ignores_a_constant_in_the_probabilities() -> None:
+    logits = np.random.default_rng(0).normal(size=(2, 7))
+    found = distance(logits + 3, logits, 1.0)
+    assert found.max_abs == pytest.approx(3)
+    assert found.kl_max == pytest.approx(0, abs=1e-12)
+
+
+def test_distance_needs_equal_shapes() -> None:
+    with pytest.raises(InputError, match=r"\(1, 2\).*\(1, 3\)"):
+        distance(np.zeros((1, 2)), np.zeros((1, 3)), 1.0)
+
+
+class Reference:
+    """transformers' interface over a model of ours, whose logits are off by `error`."""
+
+    error = 0.0
+
+    def __init__(self, folder: str) -> None:
+        self.model, _ = jaxllm.load(folder)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str, attn_implementation: str
+    ) -> Reference:
+        assert attn_implementation == "eager"
+        return cls(pretrained_model_name_or_path)
+
+    def float(self) -> Reference:
+        return self
+
+    def eval(self) -> Reference:
+        return self
+
+    def __call__(self, **inputs: np.ndarray):
+        output = self.model(**inputs)
+        return dataclasses.replace(output, logits=output.logits.at[0, -1, 0].add(self.error))
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> type[Reference]:
+    torch = SimpleNamespace(
+        __version__="0", no_grad=contextlib.nullcontext, from_numpy=lambda array: array
+    )
+    logging = SimpleNamespace(set_verbosity_error=lambda: None, disable_progress_bar=lambda: None)
+    transformers = SimpleNamespace(
+        __version__="0",
+        logging=logging,
+        AutoModelForCausalLM=Reference,
+        AutoModelForSeq2SeqLM=Reference,
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    monkeypatch.setattr(Reference, "error", 0.0)
+    return Reference
+
+
+@pytest.mark.parametrize("name", ["s_llama_tok", "s_t5", "s_gpt2_xattn"])
+def test_equal_is_good(
+    reference: type[Reference], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(MODELS / name)]) == 0
+    printed = capsys.readouterr().out
+    assert "OK: " in printed
+    assert "100.00%" in printed
+
+
+def test_a_difference_is_found(
+    reference: type[Reference],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(reference, "error", 0.01)
+    model = str(MODELS / "s_llama_tok")
+    assert main(["verify", model, "--prompt", "Once upon a time"]) == 1
+    assert "BEYOND THE TOLERANCE" in capsys.readouterr().out
+    assert main(["verify", model, "--tolerance", "0.5"]) == 0
+
+
+def test_nan_is_no_agreement(
+    reference: type[Reference],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(reference, "error", float("nan"))
+    assert main(["verify", str(MODELS / "s_llama_tok"), "--prompt", "Once"]) == 1
+    assert "BEYOND THE TOLERANCE" in capsys.readouterr().out
+
+
+def test_without_the_reference(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["verify", str(MODELS / "s_llama_tok")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install torch transformers" in line
+
+
+def test_a_prompt_needs_a_tokenizer(
+    reference: type[Reference], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(MODELS / "s_t5"), "--prompt", "hello"]) == 2
+    assert "no tokenizer" in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""What the fuzz tests do with each file: load it, and use what was loaded a little."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from jaxllm.tokenizers import Tokenizer, load_tokenizer
+from jaxllm.tokenizers.sandbox import render
+
+TEXT = "Hello <s>world</s>, 12 345 見<|im_end|>  é\n\t😀 don't " + "a" * 500
+CHAT = [{"role": "user", "content": "hi <b>"}, {"role": "assistant", "content": "ho"}]
+
+
+def use(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT, "pair")
+    tokenizer.encode_user(TEXT)
+    tokenizer.decode(ids)
+    tokenizer.decode(range(len(tokenizer)), skip_special_tokens=True)
+    tokenizer(["a", TEXT], bucket=64)
+
+
+def load_as(name: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / name).symlink_to(path)
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer is not None
+        use(tokenizer)
+
+
+def tokenizer_json(path: Path) -> None:
+    load_as("tokenizer.json", path)
+
+
+def llama_model(path: Path) -> None:
+    load_as("tokenizer.model", path)
+
+
+def t5_model(path: Path) -> None:
+    load_as("spiece.model", path)
+
+
+def tokenizer_config(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(__file__).parents[1] / "data" / "tokenizers"
+        (Path(folder) / "tokenizer_config.json").symlink_to(path)
+        (Path(folder) / "tokenizer.model").symlink_to(data / "llama.model")
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer is not None
+        use(tokenizer)
+
+
+def chat_template(path: Path) -> None:
+    template = path.read_bytes().decode("utf-8", "replace")
+    variables = {"messages": CHAT, "bos_token": "<s>", "eos_token": "</s>"}
+    render(template, {**variables, "add_generation_prompt": True}, now=0.0)

@@ -1,0 +1,119 @@
+"""Mutated files in a child process: an error of ours or success, no panic, hang or signal."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from fuzzing import Outcome, fuzz_count, mutate, run_batch
+
+DATA = Path(__file__).parents[1] / "data" / "tokenizers"
+FAST = sorted(path.name for path in (DATA / "fast").iterdir())
+CONFIG = {
+    "legacy": False,
+    "bos_token": "<s>",
+    "added_tokens_decoder": {"420": {"content": "<|im_end|>", "special": True}},
+    "additional_special_tokens": ["<|im_end|>"],
+    "clean_up_tokenization_spaces": True,
+    "chat_template": [{"name": "default", "template": "{{ messages }}"}],
+}
+
+
+def templates() -> list[bytes]:
+    text = (DATA / "chat_templates.json").read_text(encoding="utf-8")
+    return [template["template"].encode() for template in json.loads(text).values()]
+
+
+SEEDS = {
+    "tokenizer_json": [(DATA / "fast" / name).read_bytes() for name in FAST],
+    "llama_model": [(DATA / "llama.model").read_bytes()],
+    "t5_model": [(DATA / "t5.model").read_bytes()],
+    "tokenizer_config": [json.dumps(CONFIG).encode()],
+    "chat_template": templates(),
+}
+EXTREMES = (0, -1, 2**31, 2**40, 2**70, 1e300, -0.5, "", "x", "\ufdd0", None, True, [], {}, [[]])
+
+
+def mutate_json(data: bytes, rng: random.Random) -> bytes:
+    """Replace, delete or swap values anywhere in the tree: files that are JSON, and wrong."""
+    tree = json.loads(data)
+    for _ in range(rng.randint(1, 3)):
+        node, parent, key = tree, None, None
+        while isinstance(node, dict | list) and node and (parent is None or rng.random() < 0.85):
+            parent = node
+            key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+            node = parent[key]
+        match rng.randrange(4):
+            case 0:
+                del parent[key]
+            case 1 if isinstance(parent, list):
+                parent.append(rng.choice(parent))
+            case 2 if isinstance(parent, dict):
+                parent[rng.choice(("type", "x", "Ġ", "pattern"))] = parent[key]
+            case _:
+                parent[key] = rng.choice(EXTREMES)
+        if not tree:
+            break
+    return json.dumps(tree, ensure_ascii=False).encode()
+
+
+def run(kind: str, count: int, folder: Path, seed: int) -> list[Outcome]:
+    rng = random.Random(seed)
+    files = []
+    for number in range(count):
+        data = rng.choice(SEEDS[kind])
+        is_json = data.startswith(b"{") and kind != "chat_template"
+        change = mutate_json if is_json and rng.random() < 0.7 else mutate
+        files.append(folder / f"{number}")
+        files[-1].write_bytes(change(data, rng))
+    return run_batch(f"fuzz_targets:{kind}", files)
+
+
+def check(outcomes: list[Outcome]) -> None:
+    bad = [o for o in outcomes if not o.harmless or o.grown_mib > 512]
+    assert not bad, "\n".join(map(str, bad[:5]))
+
+
+@pytest.mark.parametrize("kind", SEEDS)
+def test_mutated_files(kind, tmp_path):
+    outcomes = run(kind, fuzz_count(100), tmp_path, seed=0)
+    check(outcomes)
+    assert {"ok", "refused"} <= {outcome.status for outcome in outcomes}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SEEDS)
+def test_many_mutated_files(kind, tmp_path):
+    check(run(kind, fuzz_count(500), tmp_path, seed=1))
+
+
+def test_the_harness_sees_what_goes_wrong(tmp_path):
+    """Every kind of harm is told apart, and the files after it are still run."""
+    names = ("fine", "refused", "escaped", "hang", "died", "memory", "fine")
+    files = [tmp_path / f"{number}-{name}" for number, name in enumerate(names)]
+    for path in files:
+        path.touch()
+    outcomes = run_batch("test_fuzz:misbehave", files, seconds=2, gib=2)
+    statuses = [outcome.status for outcome in outcomes]
+    assert statuses == ["ok", "refused", "escaped", "hang", "died", "escaped", "ok"]
+    assert "MemoryError" in outcomes[5].detail
+
+
+def misbehave(path: Path) -> None:
+    import os
+    import signal
+    import time
+
+    from jaxllm.errors import ConfigError
+
+    match path.name.partition("-")[2]:
+        case "refused":
+            raise ConfigError("no")
+        case "escaped":
+            raise BaseException("panic")
+        case "hang":
+            time.sleep(60)
+        case "died":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "memory":
+            bytearray(4 * 2**30)
