@@ -85,7 +85,8 @@ def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
     path = checkpoint.path / "generation_config.json"
     if checkpoint.gguf is None and path.exists():
         return GenerationConfig.from_file(path)
-    names = {*GENERATION_KEYS, "pad_token_id", "bos_token_id", "decoder_start_token_id"}
+    special = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
+    names = GENERATION_KEYS | special
     old: Mapping[str, Any] = {k: v for k, v in checkpoint.config.items() if k in names}
     return GenerationConfig.from_dict(old, where=str(checkpoint.config_file))
 

@@ -238,6 +238,7 @@ def _written_files(backend: tokenizers.Tokenizer, settings: Settings) -> dict[st
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
         **settings.options,
         **{name: t.content for name in NAMED_TOKENS if (t := settings.named.get(name))},
     }

@@ -238,6 +238,8 @@ def _config_file(tokenizer_class: str, settings: Settings) -> dict[str, bytes]:
     config: dict[str, Any] = {
         "tokenizer_class": tokenizer_class,
         "clean_up_tokenization_spaces": False,
+        # Without it transformers 4 passes token types, which these models do not take.
+        "model_input_names": ["input_ids", "attention_mask"],
         **settings.options,
         **{name: token.content for name, token in settings.named.items()},
         "added_tokens_decoder": {
