@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache import KV
 from jaxllm.errors import UnsupportedError
@@ -16,6 +16,10 @@ from jaxllm.nn.linear import Linear
 from jaxllm.nn.rope import rotate
 
 IMPLEMENTATIONS = ("eager", "xla", "cudnn")
+
+PREFIXES = 4
+SMALLEST_SPLIT_CACHE = 64
+MOST_SPLIT_QUERIES = 8
 
 
 def attend(
@@ -75,6 +79,38 @@ def attend_fused(
     return jnp.where(sees_something, out, 0)
 
 
+def attend_used(
+    q: Float[Array, "B T N H"],
+    kv: KV,
+    used: Int[Array, ""],
+    *,
+    visible: Bool[Array, "B 1 #T S"],
+    bias: Float[Array, "#B N T S"] | None,
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """`attend` over a cache of which only the first `used` slots hold anything.
+
+    On a CPU, where reading the cache is a good part of a step, the shortest of four prefixes that
+    covers them is read. Elsewhere a branch costs more than it saves.
+    """
+    size = kv.length
+    prefixes = [size * i // PREFIXES for i in range(1, PREFIXES + 1)]
+
+    def over(length: int):
+        def run(q, kv, visible, bias):
+            kv = KV(kv.k[:, :length], kv.v[:, :length])
+            bias = None if bias is None else bias[..., :length]
+            return attend(q, kv, visible=visible[..., :length], bias=bias, scale=scale)[0]
+
+        return run
+
+    def shortest(q, kv, visible, bias):
+        which = jnp.searchsorted(jnp.asarray(prefixes), used)
+        return jax.lax.switch(which, [over(p) for p in prefixes], q, kv, visible, bias)
+
+    return jax.lax.platform_dependent(q, kv, visible, bias, cpu=shortest, default=over(size))
+
+
 class Attention(nnx.Module):
     """Projections around `attend`. Position comes from outside: rotary angles, bias, or neither."""
 
@@ -119,8 +155,12 @@ class Attention(nnx.Module):
         head_mask: Float[Array, " N"] | None = None,
         key: jax.Array | None = None,
         want_weights: bool = False,
+        used: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B N T S"] | None]:
-        """Attends from x to given keys and values, and projects back to the model's width."""
+        """Attends from x to given keys and values, and projects back to the model's width.
+
+        `used` says how many slots of a cache hold anything; None means all.
+        """
         B, T, _ = x.shape
         q = self.q(x).reshape(B, T, self.heads, self.head_dim)
         if rotary is not None:
@@ -128,7 +168,10 @@ class Attention(nnx.Module):
         weights = None
         written_out = want_weights or head_mask is not None or (key is not None)
         # The fused kernels return no weights and take neither head mask nor dropout.
-        if self.implementation == "eager" or written_out:
+        large = kv.length >= SMALLEST_SPLIT_CACHE and T <= MOST_SPLIT_QUERIES
+        if used is not None and large and self.implementation == "eager" and not written_out:
+            out = attend_used(q, kv, used, visible=visible, bias=bias, scale=self.scale)
+        elif self.implementation == "eager" or written_out:
             out, weights = attend(
                 q,
                 kv,

@@ -87,11 +87,12 @@ class Block(nnx.Module):
         keys = split(extras.key, 6)
         y = self.attn_norm(x)
         k, v = self.attn.keys_values(y, context.rotary)
-        kv = None
+        kv = used = None
         if cache is not None and context.view.write_at is not None:
             cache = kv = cache.write(k, v, context.view.write_at)
+            used = context.view.write_at + x.shape[1]
         if kv is None or fresh:  # nothing older to see than what this call brings
-            kv = KV.of(k, v)
+            kv, used = KV.of(k, v), None
         y, weights = self.attn(
             y,
             kv,
@@ -101,6 +102,7 @@ class Block(nnx.Module):
             head_mask=extras.head_mask,
             key=keys[0],
             want_weights=want_weights,
+            used=used,
         )
         x = self._add(x, y, keys[1])
         cross_weights = None
