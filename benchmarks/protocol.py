@@ -31,7 +31,7 @@ class Workload:
 
 
 def serve(info: dict, run: Callable[[Workload], object]) -> None:
-    """A worker's main loop: times `run` once per request; the first call of a shape is a warm-up."""
+    """A worker's main loop: times `run` once per request; a shape's first call is a warm-up."""
     print(json.dumps(info), flush=True)
     for line in sys.stdin:
         workload = Workload(**json.loads(line))

@@ -75,8 +75,8 @@ def generate(
 
     Args:
         model: a causal or encoder-decoder language model.
-        input_ids: the prompt (decoder-only) or the encoder's input, padded on either side. None starts
-            a decoder-only model from its BOS token.
+        input_ids: the prompt (decoder-only) or the encoder's input, padded on either side. None
+            starts a decoder-only model from its BOS token.
         attention_mask: 1 at real tokens. None: pads are recognised if the pad token ends no text.
         generation_config: settings; `fields` win over it, and it over the model's own file.
         key: `jax.random.key(...)` or an int seed, for sampling. None: a fresh one at each call.
@@ -97,7 +97,8 @@ def generate(
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     bare = without_notes(model)
     if request.traced:
-        state = decode(bare, start(bare, request, prefill), request.settings, request.until)
+        state = start(bare, request, prefill)
+        state = decode(bare, state, request.settings, jnp.int32(request.until))
         return output(state, request.until, request.until - request.start_len)
     state = start(bare, request, prefill_program)
     state = decode_program(bare, state, request.settings, np.int32(request.until))
@@ -159,9 +160,7 @@ def prepare_call(
     known = {k: v for k, v in fields.items() if k in FIELDS}
     rest = {k: v for k, v in fields.items() if k not in INPUTS and k not in UNSUPPORTED}
     settings = known if len(known) == len(rest) else rest  # an unknown name raises with its nearest
-    return prepare(
-        model, input_ids, attention_mask, generation_config, key, settings, **inputs
-    )
+    return prepare(model, input_ids, attention_mask, generation_config, key, settings, **inputs)
 
 
 def start(bare: Any, request: Request, run: Any) -> State:

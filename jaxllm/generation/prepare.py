@@ -191,7 +191,7 @@ def prepare(
             extra=tuple(logits_processor or ()),
         ),
         eos=id_table("generate()", "eos_token_id", list(eos)),
-        pad=np.asarray(0 if pad is None else pad, np.int32),
+        pad=jnp.asarray(0 if pad is None else pad, jnp.int32),
         sampling=bool(config.do_sample),
         allow_nonfinite=bool(config.remove_invalid_values),
         keep_scores=bool(config.output_scores),

@@ -117,7 +117,7 @@ def encoder_side(
 
 
 def decoder_prompt(model, ids, mask, batch: int, config: GenerationConfig) -> Columns:
-    """What the decoder of an encoder-decoder starts with: the start token, then the caller's ids."""
+    """What an encoder-decoder's decoder starts with: the start token, then the caller's ids."""
     start = config.decoder_start_token_id
     start = model.config.decoder_start_token_id if start is None else start
     start = config.bos_token_id if start is None else start

@@ -17,7 +17,7 @@ NEVER = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The numbers of one call. All traced: another temperature, seed or EOS set compiles nothing."""
+    """The numbers of one call, all traced: another temperature or EOS set compiles nothing."""
 
     processors: LogitsProcessorList
     eos: Int[Array, " E"]
