@@ -13,6 +13,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# A process for each core: most of the time goes into compiling, which uses one.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
 # Empty files that say what is installed in .venv, so that a second `make` has nothing to do.
 PACKAGE := $(VENV)/.stamp-package
 DEV := $(VENV)/.stamp-dev
@@ -25,13 +28,13 @@ demo: $(PACKAGE) $(MODEL) ## Install everything and let SmolLM2-135M answer a qu
 	$(BIN)/python generate.py --chat "What is the capital of France?"
 
 test: $(DEV) $(MODEL) ## Run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: $(DEV) $(MODEL) ## Run the slow tests too
-	$(BIN)/python -m pytest -m "" $(PYTEST_ARGS)
+	$(PYTEST) -m "" $(PYTEST_ARGS)
 
 fuzz: $(DEV) $(MODEL) ## Run the mutation tests with 10,000 files a format (FUZZ_N=...)
-	JAXLLM_FUZZ_N=$(or $(FUZZ_N),10000) $(BIN)/python -m pytest -m "" -k fuzz $(PYTEST_ARGS)
+	JAXLLM_FUZZ_N=$(or $(FUZZ_N),10000) $(PYTEST) -m "" -k fuzz $(PYTEST_ARGS)
 
 lint: $(DEV) ## Check style and formatting
 	$(BIN)/ruff check .

@@ -20,7 +20,9 @@ from jaxllm.cli.main import main
 from jaxllm.cli.verify import distance
 from jaxllm.errors import InputError
 
-MODELS = Path(__file__).parent.parent / "data" / "conformance" / "models"
+DATA = Path(__file__).parent.parent / "data"
+MODELS = DATA / "conformance" / "models"
+PARITY = DATA / "parity"
 
 
 def test_distance_of_equals() -> None:
@@ -68,7 +70,8 @@ class Reference:
         assert attn_implementation == "eager"
         return cls(pretrained_model_name_or_path)
 
-    def float(self) -> Reference:
+    def to(self, dtype: str) -> Reference:
+        assert dtype == "a float64"
         return self
 
     def eval(self) -> Reference:
@@ -82,11 +85,11 @@ class Reference:
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch) -> type[Reference]:
     torch = SimpleNamespace(
-        __version__="0", no_grad=contextlib.nullcontext, from_numpy=lambda array: array
+        float64="a float64", no_grad=contextlib.nullcontext, from_numpy=lambda array: array
     )
     logging = SimpleNamespace(set_verbosity_error=lambda: None, disable_progress_bar=lambda: None)
     transformers = SimpleNamespace(
-        __version__="0",
+        __version__="5.0",
         logging=logging,
         AutoModelForCausalLM=Reference,
         AutoModelForSeq2SeqLM=Reference,
@@ -117,6 +120,16 @@ def test_a_difference_is_found(
     assert main(["verify", model, "--prompt", "Once upon a time"]) == 1
     assert "BEYOND THE TOLERANCE" in capsys.readouterr().out
     assert main(["verify", model, "--tolerance", "0.5"]) == 0
+
+
+def test_a_mistake_of_the_reference_is_named(
+    reference: type[Reference],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(reference, "error", 0.01)
+    assert main(["verify", str(PARITY / "umt5")]) == 1
+    assert "compare with that" in capsys.readouterr().out
 
 
 def test_nan_is_no_agreement(

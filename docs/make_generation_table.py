@@ -1,0 +1,34 @@
+"""Writes the table of docs/generation.md from the table of fields in the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxllm.generation.fields import FIELDS
+
+DOC = Path(__file__).with_name("generation.md")
+START, END = "<!-- fields -->\n", "<!-- /fields -->\n"
+
+
+def table() -> str:
+    """One row a field: default, meaning, and what raises."""
+    rows = ["| field | default | what it does | values that raise |", "|---|---|---|---|"]
+    for name, field in FIELDS.items():
+        if field.only is None:
+            raises = ""
+        else:
+            raises = "all but " + ", ".join(f"`{value!r}`" for value in field.only)
+        needs = f" (needs {field.needs})" if field.needs else ""
+        rows.append(f"| `{name}` | `{field.default!r}` | {field.note}{needs} | {raises} |")
+    return "\n".join(rows) + "\n"
+
+
+def rewritten(text: str) -> str:
+    """The document with today's table."""
+    before, rest = text.split(START)
+    after = rest.split(END)[1]
+    return before + START + table() + END + after
+
+
+if __name__ == "__main__":
+    DOC.write_text(rewritten(DOC.read_text()))
