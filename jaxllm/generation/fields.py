@@ -206,7 +206,7 @@ FIELDS: Mapping[str, Field] = {
     "disable_compile": Field(False, boolean, "generation is always compiled", UNSET, only=(False,)),
     "continuous_batching_config": Field(None, anything, "serving", only=(None,)),
     # Scores
-    "temperature": Field(1.0, number("(0, inf)"), "divides the scores", 1.0, "do_sample"),
+    "temperature": Field(1.0, number("[1e-30, 1e30]"), "divides the scores", 1.0, "do_sample"),
     "top_k": Field(50, integer(0), "keeps the k best; 0 is off", 0, "do_sample"),
     "top_p": Field(1.0, number("[0, 1]"), "nucleus; 1 is off", 1.0, "do_sample"),
     "min_p": Field(None, number("[0, 1]"), "relative to the best", needs="do_sample"),

@@ -204,6 +204,7 @@ def check_finite(state: State) -> None:
     if (broken >= 0).any():
         row = int(np.argmax(broken >= 0))
         raise NonFiniteError(
-            f"generate: the model's logits are NaN or infinite at new token {int(broken[row])} of "
-            f"row {row}; check the weights, or compute in float32 (dtype='float32')"
+            f"generate: at new token {int(broken[row])} of row {row} the model's logits are NaN or "
+            "infinite, or the settings forbid every token; check the weights and the settings, or "
+            "compute in float32 (dtype='float32')"
         )

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from jaxllm.errors import InputError
+from jaxllm.generation.values import is_traced
 
 
 def row_keys(
@@ -32,16 +33,26 @@ def row_keys(
         if sampling and under_jit:
             raise InputError("key: sampling inside jax.jit needs a key, as an argument")
         key = secrets.randbits(32) if sampling else 0
-    if isinstance(key, int | np.integer):
+    if np.ndim(key) == 0 and np.issubdtype(getattr(key, "dtype", type(key)), np.integer):
         key = jax.random.key(int(key) % 2**32)
     elif not hasattr(key, "dtype"):
         raise InputError(f"key: expected jax.random.key(...) or an int, found {key!r}")
     elif not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
+        try:
+            key = jax.random.wrap_key_data(key)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"key: not the data of a PRNG key ({error})") from None
+    if key.shape != ():
+        raise InputError(f"key: expected one key, found {key.shape}; rows fold their ids into it")
     if row_ids is None:
         row_ids = np.arange(batch, dtype=np.uint32)
     elif np.shape(row_ids) != (batch,):
         raise InputError(f"row_ids: expected shape {(batch,)}, found {np.shape(row_ids)}")
+    elif not is_traced(row_ids):
+        host = np.asarray(row_ids)
+        if host.dtype.kind not in "iu" or (host < 0).any() or (host >= 2**32).any():
+            raise InputError("row_ids: expected integers from 0 to 2**32 - 1")
+        row_ids = host.astype(np.uint32)
     return _fold(key, jnp.asarray(row_ids, jnp.uint32), samples)
 
 

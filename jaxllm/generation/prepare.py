@@ -188,7 +188,7 @@ def prepare(
             encoder_mask=None if source is None else source.mask,
             prompt_ids=padded.ids,
             prompt_mask=padded.mask,
-            extra=tuple(logits_processor or ()),
+            extra=processor_list(logits_processor),
         ),
         eos=id_table("generate()", "eos_token_id", list(eos)),
         pad=jnp.asarray(0 if pad is None else pad, jnp.int32),
@@ -222,6 +222,15 @@ def prepare(
         config=config,
         traced=traced or _any_traced(keys),
     )
+
+
+def processor_list(processors: Any) -> tuple[Any, ...]:
+    """The caller's processors; transformers takes them as a list, and so do we."""
+    if processors is None:
+        return ()
+    if not isinstance(processors, list | tuple):
+        raise InputError(f"logits_processor: expected a list of callables, found {processors!r}")
+    return tuple(processors)
 
 
 def whole(name: str, value: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -52,8 +53,8 @@ def decoder_only_prompt(
 ) -> Columns:
     """The prompt of a decoder-only model: ids, embeddings, or a lone BOS."""
     embeds = None if inputs_embeds is None else floats(inputs_embeds)
-    if embeds is not None and embeds.ndim != 3:
-        raise InputError(f"inputs_embeds: expected [batch, length, width], found {embeds.shape}")
+    if embeds is not None:
+        check_width("inputs_embeds", embeds, model.config.width)
     if input_ids is None and embeds is None:
         bos = config.bos_token_id
         bos = model.config.bos_token_id if bos is None else bos
@@ -93,7 +94,8 @@ def encoder_side(
     if sum(given) == 0:
         raise InputError("input_ids: an encoder-decoder needs the encoder's input")
     if encoder_outputs is not None:
-        states = jnp.asarray(getattr(encoder_outputs, "last_hidden_state", encoder_outputs))
+        states = jnp.asarray(last_hidden_state(encoder_outputs))
+        check_width("encoder_outputs", states, model.config.width)
         mask = _mask(attention_mask, states.shape[:2])
         ids = None if input_ids is None else _ids("input_ids", input_ids, model.config.vocab_size)
         source = Columns(ids, mask, states)
@@ -102,6 +104,7 @@ def encoder_side(
         raise InputError("input_ids, inputs_embeds: give exactly one of the two")
     if inputs_embeds is not None:
         embeds = floats(inputs_embeds)
+        check_width("inputs_embeds", embeds, model.config.width)
         source = Columns(None, _mask(attention_mask, embeds.shape[:2]), embeds)
     else:
         ids = _ids("input_ids", input_ids, model.config.vocab_size)
@@ -114,6 +117,20 @@ def encoder_side(
         source.ids if source.embeds is None else source.embeds
     )
     return source, arguments
+
+
+def last_hidden_state(encoder_outputs: Any) -> Any:
+    """The encoder's result from an output of ours, a mapping, a tuple that it leads, or itself."""
+    if isinstance(encoder_outputs, Mapping):
+        return encoder_outputs["last_hidden_state"]
+    if isinstance(encoder_outputs, tuple | list):
+        return encoder_outputs[0]
+    return getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
+
+
+def check_width(name: str, x: Any, width: int) -> None:
+    if x.ndim != 3 or x.shape[-1] != width or 0 in x.shape:
+        raise InputError(f"{name}: expected [batch, length, {width}], found {list(x.shape)}")
 
 
 def decoder_prompt(model, ids, mask, batch: int, config: GenerationConfig) -> Columns:

@@ -29,7 +29,9 @@ def emit(state: State, logits: Float[Array, "B V"], settings: Settings) -> State
         token=token,
         done=state.done | jnp.isin(token, settings.eos),
         step=state.step + 1,
-        broken_at=state.broken_at if settings.allow_nonfinite else note_broken(state, logits),
+        broken_at=state.broken_at
+        if settings.allow_nonfinite
+        else note_broken(state, logits, scores),
     )
 
 

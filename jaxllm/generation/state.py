@@ -51,7 +51,7 @@ class State:
     step: Int[Array, ""]
     """New tokens so far."""
     broken_at: Int[Array, " B"]
-    """The first step at which a live row's logits were NaN or infinite, or -1."""
+    """The first step at which a live row had no finite logits or no token left, or -1."""
     cache: Cache
     scores: Float[Array, "N B V"] | None = None
     """Processed scores of every step (`output_scores`)."""
@@ -84,7 +84,12 @@ class State:
         return dataclasses.replace(self, **changes)
 
 
-def note_broken(state: State, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """`broken_at` after a look at this step's logits. -inf alone is no fault: a head may mask."""
-    fault = ~jnp.isfinite(jnp.max(logits, axis=-1)) & ~state.done
-    return jnp.where(fault & (state.broken_at == NEVER), state.step, state.broken_at)
+def note_broken(
+    state: State, logits: Float[Array, "B V"], scores: Float[Array, "B V"]
+) -> Int[Array, " B"]:
+    """`broken_at` after a look at this step: NaN or infinite logits, or every token forbidden.
+
+    A -inf among the logits is no fault (a head may mask); nothing but -inf is.
+    """
+    fault = ~jnp.isfinite(jnp.max(logits, axis=-1)) | (jnp.max(scores, axis=-1) == -jnp.inf)
+    return jnp.where(fault & ~state.done & (state.broken_at == NEVER), state.step, state.broken_at)

@@ -61,6 +61,10 @@ class GPT2Config(cfg.ModelConfig):
         return self.n_positions
 
     @property
+    def width(self) -> int:
+        return self.n_embd
+
+    @property
     def context_length(self) -> int:
         return self.n_positions
 

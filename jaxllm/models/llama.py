@@ -80,6 +80,10 @@ class LlamaConfig(cfg.ModelConfig):
         return rope
 
     @property
+    def width(self) -> int:
+        return self.hidden_size
+
+    @property
     def context_length(self) -> int:
         return self.max_position_embeddings
 

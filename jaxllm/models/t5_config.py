@@ -79,6 +79,10 @@ class T5Config(cfg.ModelConfig):
         return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
 
     @property
+    def width(self) -> int:
+        return self.d_model
+
+    @property
     def context_length(self) -> None:
         """Relative positions have no end."""
         return None
