@@ -1,4 +1,4 @@
-"""Runs the calls of tests/data/parity on our models, and says how far they are from the reference."""
+"""Runs the calls of tests/data/parity on our models and compares with the reference."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import numpy as np
+from parity_data import Call, load_case
 
 import jaxllm
-from parity_data import Call, load_case
 
 NOT_FORWARD = ("generate", "grad", "rope_")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,8 @@ def settle_tying(plan: Recipe, source: WeightSource) -> Recipe:
     writes such files. No head at all means tied for T5, and is an error elsewhere.
     """
     config, has_head = plan.config, "lm_head.weight" in source.names()
+    if "lm_head.weight".startswith(plan.unread):
+        return plan
     if config.tie_word_embeddings and has_head:
         embedding = plan.table.copied_from("lm_head.weight")
         entry = next(e for e in plan.table.entries if e.ours == (embedding,))
@@ -219,7 +222,7 @@ def check_range(name: str, tensor: np.ndarray, dtype: Any) -> None:
     """Casting to float16 must not make an infinity of a finite weight."""
     if dtype == np.float16 != tensor.dtype and tensor.size:
         largest = max(abs(float(tensor.max())), abs(float(tensor.min())))
-        if np.finfo(np.float16).max < largest < np.inf:
+        if float(np.finfo(np.float16).max) < largest < math.inf:
             raise NonFiniteError(
                 f"{name}: holds {largest:g}, which float16 cannot; keep it in bfloat16 or float32"
             )
@@ -250,7 +253,7 @@ def check_tensors(
     missing = [n for n, _ in entries if n not in have]
     copies, unexpected = [], []
     for name in names:
-        if name in wanted or table.is_buffer(name) or name.startswith(plan.unread or ("\0",)):
+        if name in wanted or table.is_buffer(name) or name.startswith(plan.unread):
             continue
         original = table.copied_from(name)
         if original is not None and original in expected:
@@ -290,14 +293,14 @@ def check_tensors(
 
 
 def fields_behind(config: Any, size: int) -> list[str]:
-    """Names of the config's fields that make up a dimension: equal to it, or two that multiply."""
+    """Names of the config's fields that give a dimension: equal to it, or heads times size."""
     sizes = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     sizes = {k: v for k, v in sizes.items() if type(v) is int and not k.endswith("_id")}
     if hasattr(config, "size_per_head"):
         sizes |= {"head_dim": config.size_per_head, "num_key_value_heads": config.kv_heads}
-    equal = [name for name, value in sizes.items() if value == size]
-    pairs = itertools.combinations(sizes, 2)
-    return equal or [n for pair in pairs if sizes[pair[0]] * sizes[pair[1]] == size for n in pair]
+    heads = [name for name in sizes if "head" in name or name == "d_kv"]
+    pairs = [p for p in itertools.combinations(heads, 2) if sizes[p[0]] * sizes[p[1]] == size]
+    return [name for name, value in sizes.items() if value == size] + [n for p in pairs for n in p]
 
 
 def _listed(label: str, names: list[str]) -> str:

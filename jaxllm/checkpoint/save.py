@@ -41,7 +41,8 @@ def save_model(
         check_range(name, x, target)
         cast[name] = np.asarray(x, target)
     write_sharded(folder, cast, max_shard_bytes)
-    write_json(folder / "config.json", saved_config(model, [str(x.dtype) for x in cast.values()]))
+    dtypes = {name: str(x.dtype) for name, x in cast.items()}
+    write_json(folder / "config.json", saved_config(model, dtypes))
 
 
 def hf_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -82,20 +83,25 @@ def survives(x: np.ndarray, dtype: Any) -> bool:
     return bool((back.view(f"u{x.itemsize}") == x.view(f"u{x.itemsize}")).all())
 
 
-def saved_config(model: Any, dtypes: list[str]) -> dict[str, Any]:
-    """The checkpoint's own config.json, with the dtype as saved and what the caller has changed."""
+def saved_config(model: Any, dtypes: dict[str, str]) -> dict[str, Any]:
+    """The checkpoint's own config.json, but for what the caller has changed; `dtypes` as saved."""
     origin: Origin | None = getattr(model, "origin", None)
     model_type, architecture = architecture_of(model)
     now = config_to_json(model.config, model_type, architecture)
     if origin is None:
-        return now | {"torch_dtype": max(set(dtypes), key=dtypes.count)}
-    config = json.loads(origin.config)
-    read = config_to_json(type(model.config).from_dict(config), model_type, architecture)
-    settled = ("tie_word_embeddings", "scale_decoder_outputs")  # by the loader, from the tensors
-    config |= {k: v for k, v in now.items() if k not in settled and v != read.get(k)}
-    for spelling in ("dtype", "torch_dtype"):
-        if len(set(dtypes)) == 1 and config.get(spelling) is not None:
-            config[spelling] = dtypes[0]
+        config = now
+    else:
+        config = json.loads(origin.config)
+        read = config_to_json(type(model.config).from_dict(config), model_type, architecture)
+        settled = (
+            "tie_word_embeddings",
+            "scale_decoder_outputs",
+        )  # by the loader, from the tensors
+        config |= {k: v for k, v in now.items() if k not in settled and v != read.get(k)}
+    if origin is None or dtypes != dict(origin.dtypes):
+        found = list(dtypes.values())
+        spelling = "dtype" if "dtype" in config else "torch_dtype"
+        config[spelling] = max(set(found), key=found.count)
     return config
 
 

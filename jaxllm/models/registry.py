@@ -52,7 +52,7 @@ def _t5(prefix: str) -> Family:
             f"{prefix}EncoderModel": T5EncoderModel,
         },
         table=lambda config: t5_table(gated=config.gated),
-        structure=("num_layers", "num_decoder_layers", "feed_forward_proj", "bias_per_layer"),
+        structure=("num_layers", "num_decoder_layers", "feed_forward_proj"),
         headless_means_tied=True,
         parts={f"{prefix}EncoderModel": ("decoder.", "lm_head.")},
     )

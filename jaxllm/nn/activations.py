@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -20,6 +21,10 @@ def gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=False)
 
 
+def gelu_10(x: jax.Array) -> jax.Array:
+    return jnp.clip(gelu(x), -10, 10)
+
+
 def quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
@@ -28,22 +33,43 @@ def relu2(x: jax.Array) -> jax.Array:
     return jnp.square(jax.nn.relu(x))
 
 
+def sqrt_softplus(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jax.nn.softplus(x))
+
+
+def linear(x: jax.Array) -> jax.Array:
+    return x
+
+
+def laplace(x: jax.Array) -> jax.Array:
+    """A bounded relu2 (Ma et al. 2022, arXiv:2209.10655)."""
+    return 0.5 * (1 + jax.lax.erf((x - 0.707107) / (0.282095 * math.sqrt(2))))
+
+
+# All of transformers' names but "prelu" and "xielu", which have weights.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
+    "gelu_python": gelu,
+    "gelu_10": gelu_10,
     "gelu_new": gelu_new,
+    "gelu_accurate": gelu_new,
     "gelu_fast": gelu_new,
+    "gelu_python_tanh": gelu_new,
     "gelu_pytorch_tanh": gelu_new,
+    "hardswish": jax.nn.hard_swish,
+    "laplace": laplace,
+    "leaky_relu": jax.nn.leaky_relu,
+    "linear": linear,
+    "mish": jax.nn.mish,
     "quick_gelu": quick_gelu,
     "relu": jax.nn.relu,
     "relu2": relu2,
     "relu6": jax.nn.relu6,
-    "leaky_relu": jax.nn.leaky_relu,
     "sigmoid": jax.nn.sigmoid,
     "silu": jax.nn.silu,
+    "sqrtsoftplus": sqrt_softplus,
     "swish": jax.nn.silu,
-    "mish": jax.nn.mish,
     "tanh": jnp.tanh,
-    "linear": lambda x: x,
 }
 
 

@@ -1,0 +1,76 @@
+"""Loading needs the model, one tensor and the mapped file; no second copy of the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm.checkpoint.safetensors_writer import write_safetensors
+from jaxllm.models.registry import recipe
+from jaxllm.models.weights import parameters
+
+MB = 2**20
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 16000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+# VmHWM belongs to this process alone; getrusage's figure begins with its parent's.
+MEASURE = """
+import re, sys
+import jax, jax.numpy as jnp
+import jaxllm
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+jnp.ones((1000, 1000)).block_until_ready()
+before = peak()
+model, _ = jaxllm.load(sys.argv[1])
+jax.block_until_ready(jax.tree.leaves(model))
+"""
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory):
+    """A checkpoint of 66 million parameters in the given dtype."""
+
+    def make(dtype) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        plan = recipe(CONFIG)
+        shapes = parameters(nnx.eval_shape(lambda: plan.make(plan.config, rngs=nnx.Rngs(0))))
+        tensors = {
+            e.theirs: np.full(shapes[e.ours[0]].shape, 0.01, dtype)
+            for e in plan.table.for_model(shapes)
+        }
+        write_safetensors(folder / "model.safetensors", tensors)
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        return folder
+
+    return make
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_peak_memory(write, dtype):
+    """bfloat16 is widened on a CPU: its one tensor is there in both precisions for a moment."""
+    folder = write(dtype)
+    file = (folder / "model.safetensors").stat().st_size
+    run = [sys.executable, "-c", MEASURE, str(folder)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    before, peak, model = map(int, done.stdout.split())
+    largest = 4 * CONFIG["vocab_size"] * CONFIG["hidden_size"]
+    assert model > 200 * MB
+    assert peak - before < file + model + largest + 40 * MB
+    # What a second copy of the model would need lies above the limit.
+    assert model > largest + 40 * MB

@@ -1,0 +1,229 @@
+"""Folders that are incomplete, contradictory or hostile: named errors, and nothing executed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from parity_data import ROOT, load_case
+from parity_runs import distances, forward
+
+import jaxllm
+from jaxllm.checkpoint.safetensors import open_safetensors
+from jaxllm.checkpoint.safetensors_writer import write_safetensors
+from jaxllm.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingFileError,
+    NonFiniteError,
+    UnsupportedError,
+)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Makes a copy of a parity model with changed tensors (None removes one) and config fields."""
+
+    def make(name: str, tensors: dict | None = None, config: dict | None = None) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(ROOT / name, folder)
+        with open_safetensors(folder) as source:
+            arrays = {n: np.array(source.read(n)) for n in source.names()}
+        arrays |= tensors or {}
+        write_safetensors(
+            folder / "model.safetensors", {n: x for n, x in arrays.items() if x is not None}
+        )
+        raw = json.loads((folder / "config.json").read_text()) | (config or {})
+        (folder / "config.json").write_text(json.dumps(raw))
+        return folder
+
+    return make
+
+
+def tensor(name: str, of: str) -> np.ndarray:
+    with open_safetensors(ROOT / of) as source:
+        return np.array(source.read(name))
+
+
+def test_missing_and_unexpected_tensors_are_listed_up_to_ten(copy):
+    folder = copy("gpt2_base")
+    with open_safetensors(folder) as source:
+        arrays = {f"renamed.{n}": np.array(source.read(n)) for n in source.names()}
+    write_safetensors(folder / "model.safetensors", arrays)
+    with pytest.raises(CheckpointError) as caught:
+        jaxllm.load(folder)
+    missing, unexpected = str(caught.value).split("missing ")[1].split("; unexpected ")
+    for part in (missing, unexpected):
+        assert part.count(",") == 9
+        assert part.endswith(f" and {len(arrays) - 10} more")
+
+
+def test_one_missing_tensor(copy):
+    folder = copy("llama_bias", {"model.norm.weight": None})
+    with pytest.raises(CheckpointError, match=r"; missing model\.norm\.weight$"):
+        jaxllm.load(folder)
+
+
+def test_one_unexpected_tensor(copy):
+    folder = copy("llama_bias", {"model.layers.0.self_attn.q_norm.weight": np.ones(6, np.float32)})
+    with pytest.raises(CheckpointError, match=r"; unexpected model.*q_norm\.weight$"):
+        jaxllm.load(folder)
+
+
+def test_wrong_shapes(copy):
+    weight = tensor("model.layers.0.mlp.up_proj.weight", "llama_bias")
+    folder = copy("llama_bias", {"model.layers.0.mlp.up_proj.weight": weight.T.copy()})
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight has shape .* \(from hidden_size"):
+        jaxllm.load(folder)
+    fused = tensor("transformer.h.0.attn.c_attn.weight", "gpt2_base")
+    folder = copy("gpt2_base", {"transformer.h.0.attn.c_attn.weight": fused.T.copy()})
+    with pytest.raises(CheckpointError, match=r"c_attn\.weight has shape"):
+        jaxllm.load(folder)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float64])
+def test_weights_of_other_dtypes(copy, dtype):
+    norm = tensor("model.norm.weight", "llama_bias").astype(dtype)
+    with pytest.raises(UnsupportedError, match=r"model\.norm\.weight"):
+        jaxllm.load(copy("llama_bias", {"model.norm.weight": norm}))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_nonfinite_weights(copy, value, dtype):
+    norm = tensor("model.norm.weight", "llama_bias").astype(dtype)
+    norm[3] = value
+    folder = copy("llama_bias", {"model.norm.weight": norm})
+    with pytest.raises(NonFiniteError, match=r"model\.norm\.weight: 1 of .*allow_nonfinite"):
+        jaxllm.load(folder)
+    model, _ = jaxllm.load(folder, allow_nonfinite=True)
+    np.testing.assert_equal(np.asarray(model.backbone.stack.norm.weight[...])[3], value)
+
+
+def test_halves_of_both_kinds_in_one_file(copy):
+    norm = tensor("model.norm.weight", "sharded/bf16").astype(np.float16)
+    folder = copy("sharded/bf16", {"model.norm.weight": norm})
+    for options in ({}, {"dtype": "bfloat16"}, {"param_dtype": "bfloat16"}):
+        assert jaxllm.load(folder, **options)
+
+
+def test_a_pickle_is_never_opened(copy, tmp_path):
+    bomb, mark = Bomb(), tmp_path / "exploded"
+    bomb.mark = mark
+    folder = copy("llama_bias")
+    for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth", "training_args.pkl"):
+        (folder / name).write_bytes(pickle.dumps(bomb))
+    jaxllm.load(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedError, match="safetensors"):
+        jaxllm.load(folder)
+    with pytest.raises(UnsupportedError, match="safetensors"):
+        jaxllm.load(folder / "pytorch_model.bin")
+    assert not mark.exists()
+
+
+class Bomb:
+    mark: Path
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin"])
+def test_an_index_that_leads_elsewhere(copy, shard):
+    folder = copy("llama_bias")
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": shard}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="plain name"):
+        jaxllm.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "expected an object"),
+        ("{", "not JSON"),
+        ('{"model_type": "llama", "model_type": "gpt2"}', "twice"),
+        ('{"model_type": "llama", "rms_norm_eps": NaN}', "not finite"),
+        ('{"model_type": "llama", "rms_norm_eps": 1e999}', "not finite"),
+        ("{" * 100, "not JSON"),
+        ('{"a":' * 100 + "1" + "}" * 100, "deeper than"),
+    ],
+)
+def test_malformed_config(copy, text, message):
+    folder = copy("llama_bias")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        jaxllm.load(folder)
+    assert str(folder / "config.json") in str(caught.value)
+
+
+def test_files_that_are_not_there(copy, tmp_path):
+    folder = copy("llama_bias")
+    with pytest.raises(UnsupportedError, match=r"folder that also holds config\.json"):
+        jaxllm.load(folder / "model.safetensors")
+    (folder / "config.json").unlink()
+    with pytest.raises(MissingFileError, match=r"config\.json"):
+        jaxllm.load(folder)
+    with pytest.raises(MissingFileError):
+        jaxllm.load(tmp_path / "nowhere")
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(MissingFileError, match=r"several \.gguf files \(a\.gguf, b\.gguf\)"):
+        jaxllm.load(tmp_path)
+
+
+def test_a_tied_head_that_differs_is_used(copy):
+    """As transformers 5 does; version 4 ties it over."""
+    head = np.array(tensor("lm_head.weight", "gpt2_unscaled"))
+    head[0] += 1.0
+    folder = copy("gpt2_unscaled", {"lm_head.weight": head})
+    model, _ = jaxllm.load(folder)
+    assert not model.config.tie_word_embeddings
+    np.testing.assert_array_equal(model.lm_head.weight[...], head)
+    tied, _ = jaxllm.load(ROOT / "gpt2_unscaled")
+    assert tied.lm_head is None
+    tokens = tiny.ids(vocab=20)
+    changed = np.abs(tiny.logits(model, tokens) - tiny.logits(tied, tokens)).max(axis=(0, 1))
+    assert (changed > 1e-3).nonzero()[0].tolist() == [0]
+
+
+def test_minus_zero_is_not_zero(copy):
+    """A head that equals the embedding but for the sign of a zero comes back with its own bytes."""
+    head = np.array(tensor("transformer.wte.weight", "gpt2_unscaled"))
+    head[0, 0] = 0.0
+    other = head.copy()
+    other[0, 0] = -0.0
+    folder = copy("gpt2_unscaled", {"transformer.wte.weight": head, "lm_head.weight": other})
+    jaxllm.save_hf(folder.parent / "saved", jaxllm.load(folder)[0])
+    with open_safetensors(folder.parent / "saved") as saved:
+        assert saved.read("lm_head.weight").tobytes() == other.tobytes()
+
+
+def test_an_unscaled_head_of_mt5_that_version_5_saved(copy):
+    """It writes tie_word_embeddings true, and no other key, beside mT5's own unscaled head."""
+    folder = copy("mt5", config={"tie_word_embeddings": True})
+    model, _ = jaxllm.load(folder)
+    case = load_case("mt5")
+    found = distances(case.calls["plain"], forward(model, case.calls["plain"]), 1.0)
+    assert max(found.values()) < 2e-4
+
+
+def test_copies_must_agree(copy):
+    name = "encoder.embed_tokens.weight"
+    with pytest.raises(CheckpointError, match=r"encoder\.embed_tokens\.weight is a copy of shared"):
+        jaxllm.load(copy("t5_relu", {name: tensor(name, "t5_relu") + 1}))
+
+
+def test_untied_without_a_head_is_an_error_but_for_t5(copy):
+    folder = copy("llama_base_keys", config={"tie_word_embeddings": False})
+    with pytest.raises(CheckpointError, match=r"missing lm_head\.weight"):
+        jaxllm.load(folder)
+    assert jaxllm.load(copy("t5_relu", config={"tie_word_embeddings": False}))[0].lm_head is None

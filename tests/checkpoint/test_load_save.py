@@ -1,0 +1,274 @@
+"""load and save_hf: the same tensors and config back, dtypes, shards; models of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from parity_data import ROOT, cases
+
+import jaxllm
+from jaxllm.checkpoint.safetensors import open_safetensors
+from jaxllm.errors import CheckpointError, InputError, NonFiniteError, UnsupportedError
+from jaxllm.models.options import Options
+from jaxllm.models.weights import parameters
+
+DATA = Path(__file__).parents[1] / "data"
+MODELS = [name for name in cases() if name != "tables"]
+
+
+def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor of a checkpoint: dtype, shape, bytes."""
+    with open_safetensors(folder) as source:
+        arrays = {name: source.read(name) for name in source.names()}
+    return {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in arrays.items()}
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def is_buffer(name: str) -> bool:
+    return name.endswith(
+        (
+            ".attn.bias",
+            ".masked_bias",
+            ".inv_freq",
+            "EncDecAttention.relative_attention_bias.weight",
+        )
+    )
+
+
+def check_round_trip(folder: Path, saved: Path, **options) -> None:
+    model, tokenizer = jaxllm.load(folder, **options)
+    jaxllm.save_hf(saved, model, tokenizer)
+    expected = tensors_of(folder)
+    assert tensors_of(saved) == {k: v for k, v in expected.items() if not is_buffer(k)}
+    assert config_of(saved) == config_of(folder)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip(name, tmp_path):
+    check_round_trip(ROOT / name, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["gpt2_hub_layout", "llama_base_keys", "t5_relu", "mt5"])
+def test_round_trip_of_half_precision(name, dtype, tmp_path):
+    """On a CPU the weights are widened to float32; saving gives the file's bytes all the same."""
+    half = tmp_path / "half"
+    model, _ = jaxllm.load(ROOT / name)
+    jaxllm.save_hf(half, model, dtype=dtype)
+    assert {d for d, _, _ in tensors_of(half).values()} == {dtype}
+    assert config_of(half) == config_of(ROOT / name) | {"torch_dtype": dtype}
+    check_round_trip(half, tmp_path / "widened")
+    check_round_trip(half, tmp_path / "kept", dtype=dtype)
+    widened = {x.dtype for x in parameters(jaxllm.load(half)[0]).values()}
+    kept = {path: x.dtype for path, x in parameters(jaxllm.load(half, dtype=dtype)[0]).items()}
+    assert widened == {jnp.dtype(jnp.float32)}
+    for path, found in kept.items():  # T5's wo alone is float32 whatever the file says
+        wide = "t5" in name and path.endswith("mlp.down.weight")
+        assert found == ("float32" if wide else dtype), path
+
+
+def test_generation_config_and_tokenizer_files_come_along(tmp_path):
+    folder = DATA / "conformance" / "models" / "s_llama_tok"
+    check_round_trip(folder, tmp_path)
+    for name in ("generation_config.json", "tokenizer.json"):
+        saved = json.loads((tmp_path / name).read_text())
+        assert saved == json.loads((folder / name).read_text())
+
+
+def test_saving_over_the_files_it_was_read_from(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "sharded" / "f32", folder)
+    before = tensors_of(folder)
+    model, _ = jaxllm.load(folder)
+    jaxllm.save_hf(folder, model)
+    assert tensors_of(folder) == before
+    assert [p.name for p in folder.glob("*.safetensors*")] == ["model.safetensors"]
+
+
+def test_shards(tmp_path):
+    model, _ = jaxllm.load(ROOT / "gpt2_base")
+    jaxllm.save_hf(tmp_path, model, max_shard_bytes=8000)
+    shards = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert tensors_of(tmp_path) == tensors_of(ROOT / "gpt2_base")
+
+
+def test_weights_that_were_trained_further_keep_float32(tmp_path):
+    model, _ = jaxllm.load(ROOT / "sharded" / "bf16")
+    trained = jax.tree.map(lambda x: x * 1.001, model)
+    jaxllm.save_hf(tmp_path, trained)
+    assert {d for d, _, _ in tensors_of(tmp_path).values()} == {"float32"}
+    assert config_of(tmp_path)["dtype"] == "float32"
+    again, _ = jaxllm.load(tmp_path)
+    for path, x in parameters(trained).items():
+        np.testing.assert_array_equal(parameters(again)[path], x)
+
+
+def test_a_field_of_the_config_that_was_changed_is_saved(tmp_path):
+    model, _ = jaxllm.load(ROOT / "llama_bias")
+    model.config = dataclasses.replace(model.config, pad_token_id=3)
+    jaxllm.save_hf(tmp_path, model)
+    assert config_of(tmp_path) == config_of(ROOT / "llama_bias") | {"pad_token_id": 3}
+
+
+OWN = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "llama yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}},
+    "llama llama3": {
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "gpt2": {},
+    "gpt2 cross": {"add_cross_attention": True, "tie_word_embeddings": False, "n_inner": 40},
+    "t5": {},
+    "t5 tied": {"tie_word_embeddings": True, "feed_forward_proj": "relu"},
+    "t5 umt5": {"model_type": "umt5", "num_decoder_layers": 1},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_model_of_ones_own(name, tmp_path):
+    model = tiny.make(name.split()[0], **OWN[name])
+    jaxllm.save_hf(tmp_path, model)
+    again, tokenizer = jaxllm.load(tmp_path)
+    assert tokenizer is None
+    assert type(again) is type(model)
+    assert again.config == model.config
+    ours, theirs = parameters(model), parameters(again)
+    assert ours.keys() == theirs.keys()
+    for path, x in ours.items():
+        np.testing.assert_array_equal(theirs[path], x)
+    assert config_of(tmp_path)["torch_dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [
+        ("llama", "LlamaForSequenceClassification"),
+        ("gpt2", "GPT2ForSequenceClassification"),
+        ("t5", "T5EncoderModel"),
+    ],
+)
+def test_other_heads_of_ones_own(family, architecture, tmp_path):
+    model = tiny.make(family, architecture=architecture, num_labels=3)
+    jaxllm.save_hf(tmp_path, model)
+    assert config_of(tmp_path)["architectures"] == [architecture]
+    again, _ = jaxllm.load(tmp_path)
+    assert type(again) is type(model)
+    assert again.config == model.config
+
+
+def test_the_encoder_of_a_full_t5(tmp_path):
+    whole, _ = jaxllm.load(ROOT / "t5_v11")
+    encoder, _ = jaxllm.load(ROOT / "t5_v11", architecture="T5EncoderModel")
+    tokens = tiny.ids(vocab=40)
+    out = whole(tokens, decoder_input_ids=tokens)
+    np.testing.assert_allclose(
+        encoder(tokens).last_hidden_state, out.encoder_last_hidden_state, atol=1e-6
+    )
+    jaxllm.save_hf(tmp_path, encoder)
+    saved = tensors_of(tmp_path)
+    assert not [name for name in saved if name.startswith(("decoder.", "lm_head."))]
+    assert config_of(tmp_path)["architectures"] == ["T5EncoderModel"]
+    again, _ = jaxllm.load(tmp_path)
+    np.testing.assert_array_equal(
+        again(tokens).last_hidden_state, encoder(tokens).last_hidden_state
+    )
+
+
+@pytest.mark.parametrize("name", ["llama_bias", "gpt2_base", "t5_v11"])
+def test_dtypes_are_what_was_asked_for(name):
+    """bf16 computing over float32 weights, and bf16 weights; logits are float32 always."""
+    tokens = tiny.ids(vocab=40)
+    exact = tiny.logits(jaxllm.load(ROOT / name)[0], tokens)
+    for options in ({"dtype": "bfloat16"}, {"dtype": jnp.bfloat16, "param_dtype": "bfloat16"}):
+        model, _ = jaxllm.load(ROOT / name, **options)
+        kept = {str(x.dtype) for path, x in parameters(model).items() if "mlp.down" not in path}
+        assert kept == {options.get("param_dtype", "float32")}
+        logits = tiny.logits(model, tokens)
+        assert logits.dtype == np.float32
+        distance = np.abs(logits - exact).max() / exact.std()
+        assert 1e-4 < distance < 0.2
+
+
+def test_t5_feed_forward_output_is_float32_in_half_precision():
+    for dtype in ("bfloat16", "float16"):
+        model, _ = jaxllm.load(ROOT / "t5_v11", dtype=dtype, param_dtype=dtype)
+        found = {p: str(x.dtype) for p, x in parameters(model).items()}
+        wide = {p for p, d in found.items() if d == "float32"}
+        assert wide == {p for p in found if p.endswith("mlp.down.weight")}
+        assert model.encoder.blocks[0].mlp.down.dtype == jnp.float32
+
+
+def test_weights_too_large_for_float16(tmp_path):
+    model = tiny.make("llama")
+    model.backbone.embed.weight[...] = model.backbone.embed.weight[...].at[0, 0].set(1e5)
+    with pytest.raises(NonFiniteError, match=r"embed_tokens.* 100000, which float16 cannot"):
+        jaxllm.save_hf(tmp_path, model, dtype="float16")
+    jaxllm.save_hf(tmp_path, model)
+    with pytest.raises(NonFiniteError, match=r"embed_tokens.* 100000, which float16 cannot"):
+        jaxllm.load(tmp_path, param_dtype="float16")
+    assert jaxllm.load(tmp_path, param_dtype="bfloat16")
+
+
+def test_progress_counts_bytes():
+    seen = []
+    jaxllm.load(ROOT / "gpt2_base", progress=lambda *report: seen.append(report))
+    names, done, total = zip(*seen, strict=True)
+    assert set(names) == {n for n in tensors_of(ROOT / "gpt2_base") if not is_buffer(n)}
+    assert list(done) == sorted(done)
+    assert set(total) == {done[-1]}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dtype": "float64"}, UnsupportedError, "dtype: expected float32"),
+        ({"param_dtype": "int8"}, UnsupportedError, "param_dtype: expected float32"),
+        ({"dtype": "half-ish"}, UnsupportedError, "'half-ish'"),
+        ({"attn_implementation": "flash"}, UnsupportedError, "attn_implementation: unknown"),
+        ({"architecture": "LlamaForTokenClassification"}, UnsupportedError, "architectures"),
+        ({"revision": "main"}, InputError, "revision='main'"),
+        ({"mesh": object()}, UnsupportedError, "mesh"),
+    ],
+)
+def test_options_that_do_not_exist(options, error, message):
+    with pytest.raises(error, match=message):
+        jaxllm.load(ROOT / "llama_bias", **options)
+
+
+def test_saving_to_a_file(tmp_path):
+    (tmp_path / "here").write_text("")
+    with pytest.raises(CheckpointError, match="not a folder"):
+        jaxllm.save_hf(tmp_path / "here", tiny.make("llama"))
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        jaxllm.save_hf(tmp_path / "here" / "below", tiny.make("llama"))
+
+
+def test_half_precision_models_of_ones_own(tmp_path):
+    options = Options(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    jaxllm.save_hf(tmp_path, tiny.make("t5", options=options))
+    assert config_of(tmp_path)["torch_dtype"] == "bfloat16"
+    found = {name: dtype for name, (dtype, _, _) in tensors_of(tmp_path).items()}
+    assert {n for n, d in found.items() if d == "float32"} == {
+        n for n in found if n.endswith("DenseReluDense.wo.weight")
+    }

@@ -1,0 +1,87 @@
+"""Decoding on top of a cache gives what one call over the whole text gives."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from parity_data import load_case
+from parity_runs import model_of
+
+from jaxllm.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+# Prompt of 5 columns, then one token, one token, and three at once.
+CHUNKS = (slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 10))
+MASK = np.ones((2, 10), bool)
+MASK[0, :3] = False  # left padding
+MASK[1, 4:6] = False  # pads in the middle: the end of a shorter prompt, and a finished step
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_forward_with_a_cache(family):
+    model, ids = tiny.cached(family), tiny.ids(2, 10)
+    whole = tiny.logits(model, ids, attention_mask=MASK)
+    cache = model.start(2, 12)
+    for columns in CHUNKS:
+        out = model(ids[:, columns], MASK[:, columns], cache=cache)
+        cache, real = out.cache, MASK[:, columns]
+        np.testing.assert_allclose(out.logits[real], whole[:, columns][real], atol=2e-5)
+    assert int(cache.length) == 10
+    assert cache.next_position.tolist() == [7, 8]
+    with pytest.raises(InputError, match="cache: 12 columns, of which 10 are in use; 3 more"):
+        model(ids[:, :3], cache=cache)
+    with pytest.raises(InputError, match="cache: holds 2 rows, but the call has 1"):
+        model(ids[:1, :1], cache=cache)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_decode(family, fresh):
+    """The protocol of generation. `fresh` prefill looks at its own columns only."""
+    model, ids = tiny.cached(family), tiny.ids(2, 10)
+    if family == "t5":
+        source, source_mask = tiny.ids(2, 6, seed=1), np.arange(6)[None] < [[6], [4]]
+        whole = tiny.logits(
+            model,
+            source,
+            attention_mask=source_mask,
+            decoder_input_ids=ids,
+            decoder_attention_mask=MASK,
+        )
+        cache = model.start(2, 12, input_ids=source, attention_mask=source_mask)
+    else:
+        whole = tiny.logits(model, ids, attention_mask=MASK)
+        cache = model.start(2, 12)
+    decode = jax.jit(model.decode, static_argnames="fresh")
+    for columns in CHUNKS:
+        real = MASK[:, columns]
+        first = fresh and columns.start == 0
+        logits, cache = decode(jnp.asarray(ids[:, columns]), real, cache, fresh=first)
+        np.testing.assert_allclose(logits[real], whole[:, columns][real], atol=2e-5)
+
+
+def test_gpt2_positions_end_with_the_cache_too():
+    model = tiny.make("gpt2", n_positions=8)
+    cache = model(tiny.ids(1, 6), cache=model.start(1, 16)).cache
+    with pytest.raises(InputError, match="9 tokens, but this model has 8 positions"):
+        model(tiny.ids(1, 3), cache=cache)
+
+
+def test_cross_attention_and_token_types_stay_in_the_cache():
+    model = model_of("gpt2_cross")
+    states = load_case("gpt2_cross").calls["plain"].inputs["encoder_hidden_states"]
+    ids, types = tiny.ids(len(states), 6, vocab=20), tiny.ids(len(states), 6, seed=1, vocab=20)
+    types[:, 4:] = types[:, 3:4]  # new tokens take the type of the prompt's last
+    whole = model(ids, token_type_ids=types, encoder_hidden_states=states).logits
+    cache = model.start(len(ids), 8, encoder_hidden_states=states)
+    mask = jnp.ones((len(ids), 4), bool)
+    logits, cache = model.decode(
+        jnp.asarray(ids[:, :4]), mask, cache, token_type_ids=jnp.asarray(types[:, :4])
+    )
+    np.testing.assert_allclose(logits, whole[:, :4], atol=1e-4)
+    logits, _ = model.decode(jnp.asarray(ids[:, 4:]), mask[:, :2], cache)
+    np.testing.assert_allclose(logits, whole[:, 4:], atol=1e-4)

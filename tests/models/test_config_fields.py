@@ -1,0 +1,356 @@
+"""Every field of a config acts, is shown to be without effect, or raises."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+
+from jaxllm.errors import ConfigError, InputError, UnsupportedError
+from jaxllm.models.config import GENERATION_KEYS, INERT
+from jaxllm.models.registry import FAMILIES, recipe
+
+TOKEN_IDS = {"pad_token_id": 7, "bos_token_id": 8, "eos_token_id": [2, 9]}
+
+# A change of each field that changes the logits.
+ACTS = {
+    "llama": {
+        "vocab_size": 60,
+        "hidden_size": 64,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "hidden_act": "gelu",
+        "rms_norm_eps": 1e-2,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "gpt2": {
+        "vocab_size": 60,
+        "n_embd": 64,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_inner": 64,
+        "activation_function": "relu",
+        "layer_norm_epsilon": 1e-2,
+        "scale_attn_weights": False,
+        "scale_attn_by_inverse_layer_idx": True,
+        "tie_word_embeddings": False,
+    },
+    "t5": {
+        "vocab_size": 60,
+        "d_model": 64,
+        "d_kv": 4,
+        "d_ff": 40,
+        "num_layers": 1,
+        "num_decoder_layers": 1,
+        "num_heads": 2,
+        "relative_attention_num_buckets": 12,
+        "relative_attention_max_distance": 6,
+        "layer_norm_epsilon": 1e-2,
+        "feed_forward_proj": "gated-silu",
+        "tie_word_embeddings": True,
+        "scale_decoder_outputs": True,
+    },
+}
+# Dropout: no effect without a key (inference), an effect with one.
+DROPOUT = {
+    "llama": {"attention_dropout": 0.5},
+    "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
+    "t5": {"dropout_rate": 0.5},
+}
+# No effect on the logits; each has a test of its own below, or is explained.
+OTHERS = {
+    "llama": {
+        **TOKEN_IDS,  # of generation, tokenizers, and pooling (pad)
+        "decoder_start_token_id": 5,  # Llama has no decoder start
+        "max_position_embeddings": 128,  # acts through dynamic RoPE, and as a default length
+        "pretraining_tp": 2,  # splits a product, with the same result
+        "initializer_range": 0.5,
+        "num_labels": 3,
+        "problem_type": "regression",
+    },
+    "gpt2": {
+        **TOKEN_IDS,
+        "decoder_start_token_id": 5,
+        "n_positions": 32,
+        "reorder_and_upcast_attn": True,  # float32 scores: what is always done
+        "add_cross_attention": True,
+        "initializer_range": 0.5,
+        "num_labels": 3,
+        "problem_type": "regression",
+    },
+    "t5": {
+        **TOKEN_IDS,
+        "decoder_start_token_id": 5,
+        "initializer_factor": 0.5,
+        "num_labels": 3,  # jaxllm has no T5 classifier
+        "problem_type": "regression",
+    },
+}
+DERIVED = {"llama": {"rope"}, "gpt2": set(), "t5": {"bias_per_layer"}}
+
+
+@pytest.fixture
+def op_by_op() -> Iterator[None]:
+    """Without jit: operations compile once by shape, not once a config."""
+    with jax.disable_jit():
+        yield
+
+
+def pairs(table):
+    return [(family, field) for family, fields in table.items() for field in fields]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_lists_cover_every_field(family):
+    tables = (ACTS[family], DROPOUT[family], OTHERS[family], DERIVED[family])
+    listed = [field for table in tables for field in table]
+    fields = {f.name for f in dataclasses.fields(FAMILIES[family].config)}
+    assert sorted(listed) == sorted(fields)
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize(("family", "field"), pairs(ACTS))
+def test_changes_the_logits(family, field):
+    before = tiny.logits(tiny.cached(family))
+    after = tiny.logits(tiny.make(family, **{field: ACTS[family][field]}))
+    if field == "vocab_size":
+        assert after.shape[-1] == ACTS[family][field]
+    else:
+        assert np.abs(after - before).max() > 1e-3 * before.std()
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize(("family", "field"), pairs(OTHERS))
+def test_keeps_the_logits(family, field):
+    before = tiny.logits(tiny.cached(family))
+    after = tiny.logits(tiny.make(family, **{field: OTHERS[family][field]}))
+    np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize(("family", "field"), pairs(DROPOUT))
+def test_dropout(family, field):
+    off = dict.fromkeys(DROPOUT[family], 0.0)
+    still = tiny.make(family, **off)
+    model = tiny.make(family, **{**off, field: DROPOUT[family][field]})
+    key = jax.random.key(0)
+    np.testing.assert_array_equal(tiny.logits(model), tiny.logits(still))
+    np.testing.assert_array_equal(tiny.logits(still, dropout_key=key), tiny.logits(still))
+    assert np.abs(tiny.logits(model, dropout_key=key) - tiny.logits(model)).max() > 1e-2
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+LONG = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG |= {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+# Settings before and after a change of one parameter.
+ROPE = {
+    "theta": ({"rope_theta": 1e4}, {"rope_theta": 1e3}),
+    "linear": ({"rope_theta": 1e4}, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "dynamic": ({"rope_theta": 1e4}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    "dynamic factor": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 3.0}},
+    ),
+    "original, top level": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            "original_max_position_embeddings": 1000,
+        },
+    ),
+    **{
+        f"{base['rope_type']} {key}": ({"rope_scaling": base}, {"rope_scaling": base | {key: new}})
+        for base, changes in (
+            (LLAMA3, {"factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 3.0}),
+            (LLAMA3, {"original_max_position_embeddings": 128}),
+            (YARN, {"factor": 8.0, "attention_factor": 1.5, "beta_fast": 4.0, "beta_slow": 0.1}),
+            (YARN, {"original_max_position_embeddings": 4000, "truncate": False}),
+            (YARN | {"mscale_all_dim": 1.0}, {"mscale": 0.7}),
+            (YARN | {"mscale": 0.7}, {"mscale_all_dim": 1.0}),
+            (LONG, {"factor": 8.0, "attention_factor": 1.5}),
+            (LONG, {"original_max_position_embeddings": 32}),
+            (LONG, {"short_factor": [1.0, 1.0, 1.0, 1.0]}),
+        )
+        for key, new in changes.items()
+    },
+}
+
+
+@pytest.mark.usefixtures("op_by_op")
+@pytest.mark.parametrize("name", ROPE)
+def test_rope_parameters_act(name):
+    """In both spellings alike. The call has more positions than `max_position_embeddings`, 8."""
+    logits = []
+    for change in ROPE[name]:
+        config = {"max_position_embeddings": 8, **change}
+        spelt_v4 = tiny.logits(tiny.make("llama", **config))
+        parameters = dict(config.pop("rope_scaling", {}))
+        parameters["rope_theta"] = config.pop("rope_theta", 10000.0)
+        spelt_v5 = tiny.logits(tiny.make("llama", **config, rope_parameters=parameters))
+        np.testing.assert_array_equal(spelt_v4, spelt_v5)
+        logits.append(spelt_v4)
+    assert np.abs(logits[0] - logits[1]).max() > 1e-4
+
+
+def test_long_factor_acts_past_the_original_length():
+    tokens = tiny.ids(1, 20)
+    changed = LONG | {"long_factor": [1.0, 1.0, 1.0, 1.0]}
+    a, b = (tiny.logits(tiny.make("llama", rope_scaling=r), tokens) for r in (LONG, changed))
+    assert np.abs(a - b).max() > 1e-3
+    a, b = (
+        tiny.logits(tiny.make("llama", rope_scaling=r), tokens[:, :16]) for r in (LONG, changed)
+    )
+    np.testing.assert_array_equal(a, b)
+
+
+def test_max_position_embeddings_acts_through_dynamic_rope():
+    rope = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    short, long = (
+        tiny.logits(tiny.make("llama", max_position_embeddings=n, **rope)) for n in (4, 64)
+    )
+    assert np.abs(short - long).max() > 1e-3
+
+
+def test_n_positions_is_a_hard_limit():
+    model = tiny.make("gpt2", n_positions=8)
+    with pytest.raises(InputError, match="9 tokens, but this model has 8 positions"):
+        tiny.logits(model, tiny.ids(1, 9))
+    left_padded = np.arange(9)[None] > 0
+    assert tiny.logits(model, tiny.ids(1, 9), attention_mask=left_padded).shape == (1, 9, 50)
+
+
+def test_add_cross_attention_acts_with_encoder_states():
+    states = np.random.default_rng(0).standard_normal((2, 5, 32)).astype(np.float32)
+    with pytest.raises(InputError, match="add_cross_attention"):
+        tiny.logits(tiny.cached("gpt2"), encoder_hidden_states=states)
+    model = tiny.make("gpt2", add_cross_attention=True)
+    assert np.abs(tiny.logits(model, encoder_hidden_states=states) - tiny.logits(model)).max() > 0.1
+
+
+def test_umt5_has_a_bias_in_every_layer():
+    a, b = (tiny.make(tiny.CONFIGS["t5"] | {"model_type": m}) for m in ("t5", "umt5"))
+    assert (len(a.encoder.position_bias), len(b.encoder.position_bias)) == (1, 2)
+    assert np.abs(tiny.logits(a) - tiny.logits(b)).max() > 1e-3
+
+
+def test_start_and_pad_act_in_the_shift_of_labels():
+    labels = tiny.ids(2, 6)
+    labels[0, 3] = -100
+    losses = {
+        str(change): float(tiny.make("t5", **change)(tiny.ids(), labels=labels).loss)
+        for change in (
+            {},
+            {"decoder_start_token_id": 5},
+            {"pad_token_id": 5, "decoder_start_token_id": 0},
+        )
+    }
+    assert len(set(losses.values())) == 3
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_label_fields_act_in_classification(family):
+    name = f"{ {'llama': 'Llama', 'gpt2': 'GPT2'}[family] }ForSequenceClassification"
+    tokens = tiny.ids()
+    tokens[:, -1] = 7
+
+    def run(**changes):
+        return tiny.make(family, architecture=name, **changes)
+
+    three = run(num_labels=3, pad_token_id=0)
+    assert three(tokens).logits.shape == (2, 3)
+    named = run(id2label={"0": "a", "1": "b", "2": "c"}, pad_token_id=0)
+    np.testing.assert_array_equal(three(tokens).logits, named(tokens).logits)
+    pooled_before_pad = run(num_labels=3, pad_token_id=7)(tokens).logits
+    assert np.abs(three(tokens).logits - pooled_before_pad).max() > 1e-3
+    labels = np.eye(3, dtype=np.int32)[:2]
+    losses = {
+        float(run(num_labels=3, pad_token_id=0, problem_type=p)(tokens, labels=y).loss)
+        for p, y in (
+            ("regression", labels),
+            ("multi_label_classification", labels),
+            ("single_label_classification", np.array([0, 1])),
+        )
+    }
+    assert len(losses) == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [("llama", "initializer_range"), ("gpt2", "initializer_range"), ("t5", "initializer_factor")],
+)
+def test_initial_weights_follow_the_config(family, field):
+    def weights(value):
+        plan = recipe({**tiny.CONFIGS[family], field: value})
+        leaves = jax.tree.leaves(plan.make(plan.config, rngs=nnx.Rngs(0)))
+        return [np.asarray(x) for x in leaves if np.std(x) > 0]
+
+    for a, b in zip(weights(0.5), weights(2.0), strict=True):
+        np.testing.assert_allclose(b, 4 * a, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sliding_window", 128),
+        ("pruned_heads", {"0": [1]}),
+        ("rope", {"theta": 1.0}),
+        ("bias_per_layer", True),
+        ("output_hidden_states", True),
+        ("tie_encoder_decoder", True),
+        ("logit_scale", 0.5),
+    ],
+)
+def test_an_unknown_key_that_is_on_raises(family, key, value):
+    with pytest.raises(UnsupportedError, match=rf"^{key}: unknown field"):
+        recipe({**tiny.CONFIGS[family], key: value})
+    for off in (None, False, [], {}, 0, ""):
+        plain = recipe(tiny.CONFIGS[family]).config
+        assert recipe({**tiny.CONFIGS[family], key: off}).config == plain
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_bookkeeping_has_no_effect(family):
+    raw = tiny.CONFIGS[family]
+    plain = recipe(raw).config
+    read_elsewhere = {"model_type", "architectures", "id2label"}
+    for key in (INERT | GENERATION_KEYS) - read_elsewhere:
+        assert recipe({**raw, key: "anything"}).config == plain, key
+
+
+def test_two_spellings_of_a_field():
+    raw = tiny.CONFIGS["gpt2"]
+    assert recipe({**raw, "hidden_size": 32, "num_hidden_layers": 2}).config == recipe(raw).config
+    with pytest.raises(ConfigError, match="hidden_size: 64 contradicts n_embd, 32"):
+        recipe({**raw, "hidden_size": 64})
+    raw = {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+    assert recipe({**tiny.CONFIGS["llama"], **raw}).config.rotary.theta == 1e4
+    raw = {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear"}}
+    with pytest.raises(ConfigError, match=r"rope_scaling\.type: 'linear' contradicts"):
+        recipe({**tiny.CONFIGS["llama"], **raw})
+    raw = {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match=r"rope_theta: 500000\.0 contradicts"):
+        recipe({**tiny.CONFIGS["llama"], **raw})
+
+
+@pytest.mark.parametrize("model_type", ["mt5", "umt5"])
+def test_scaling_where_version_5_calls_every_model_tied(model_type):
+    """It writes `tie_word_embeddings` true beside an own, unscaled head: the tensors decide."""
+    raw = {**tiny.CONFIGS["t5"], "model_type": model_type, "tie_word_embeddings": True}
+    config = recipe(raw).config
+    assert config.scaled
+    assert not dataclasses.replace(config, tie_word_embeddings=False).scaled
+    assert not recipe({**raw, "tie_word_embeddings": False}).config.scaled
+    assert recipe({**raw, "scale_decoder_outputs": True}).config.scaled

@@ -1,0 +1,46 @@
+"""The config.json files of well-known models are understood."""
+
+from __future__ import annotations
+
+import pytest
+from hub_configs import CONFIGS
+
+from jaxllm.models.export import config_to_json
+from jaxllm.models.registry import FAMILIES, recipe
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_is_understood_and_written_back(name):
+    raw = CONFIGS[name]
+    plan = recipe(raw)
+    assert plan.architecture == raw["architectures"][0]
+    written = config_to_json(plan.config, raw["model_type"], plan.architecture)
+    assert FAMILIES[raw["model_type"]].config.from_dict(written) == plan.config
+
+
+def config(name):
+    return recipe(CONFIGS[name]).config
+
+
+def test_t5_scales_and_gates_as_its_version_did():
+    small, flan = config("t5-small"), config("flan-t5-base")
+    assert (small.scaled, small.gated, small.act) == (True, False, "relu")
+    assert (flan.scaled, flan.gated, flan.act) == (False, True, "gelu_new")
+    assert small.relative_attention_max_distance == 128  # absent in the file
+    assert not config("mt5-small").scaled
+    assert not config("umt5-small").scaled
+    assert config("umt5-small").bias_per_layer
+
+
+def test_llama_rope_and_heads():
+    v4, v5 = config("Llama-3.2-1B"), config("Llama-3.2-1B, saved by transformers 5")
+    assert v4 == v5
+    assert (v4.rotary.rope_type, v4.rotary.theta, v4.rotary.factor) == ("llama3", 5e5, 32.0)
+    assert v4.eos_token_ids == (128001, 128008, 128009)
+    assert (v4.size_per_head, config("SmolLM2-135M").size_per_head) == (64, 64)
+    assert config("llama-7b").kv_heads == 32
+    assert config("llama-7b").pad_token_id is None  # -1 in the file
+
+
+def test_labels():
+    assert (config("distilgpt2").num_labels, config("gpt2").num_labels) == (1, 2)

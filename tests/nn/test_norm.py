@@ -1,0 +1,55 @@
+"""Statistics in float32, whatever the dtype."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.nn.norm import LayerNorm, RMSNorm
+
+
+def values(shape=(3, 64), scale=1.0):
+    return (np.random.default_rng(0).standard_normal(shape) * scale).astype(np.float32)
+
+
+def made(cls, dtype, eps=1e-6):
+    norm = cls(64, eps=eps, dtype=dtype, param_dtype=jnp.float32)
+    norm.weight[...] = jnp.asarray(1 + values((64,)) / 4)
+    if cls is LayerNorm:
+        norm.bias[...] = jnp.asarray(values((64,))[::-1])
+    return norm
+
+
+def expected(norm, x, eps=1e-6):
+    x = x.astype(np.float64)
+    if isinstance(norm, LayerNorm):
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * np.asarray(norm.weight[...])
+    return x + np.asarray(norm.bias[...]) if isinstance(norm, LayerNorm) else x
+
+
+@pytest.mark.parametrize("cls", [RMSNorm, LayerNorm])
+def test_formula(cls):
+    x, norm = values() + 0.5, made(cls, jnp.float32)
+    np.testing.assert_allclose(norm(jnp.asarray(x)), expected(norm, x), atol=1e-5)
+    norm = made(cls, jnp.float32, eps=0.5)
+    np.testing.assert_allclose(norm(jnp.asarray(x)), expected(norm, x, 0.5), atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [RMSNorm, LayerNorm])
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1e4), ("float16", 3e3)])
+def test_half_precision(cls, dtype, scale):
+    """Squares of these values are infinite in float16, and lose their sum in bfloat16."""
+    x, norm = jnp.asarray(values(scale=scale), dtype), made(cls, dtype)
+    got = norm(x)
+    assert got.dtype == dtype
+    distance = np.abs(np.asarray(got, np.float32) - expected(norm, np.asarray(x, np.float32)))
+    assert distance.max() < {"bfloat16": 2e-2, "float16": 3e-3}[dtype]
+
+
+def test_rms_norm_casts_before_it_multiplies_by_the_weight():
+    x = jnp.asarray(values(), jnp.bfloat16)
+    norm = made(RMSNorm, jnp.bfloat16)
+    plain = RMSNorm(64, eps=1e-6, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    np.testing.assert_array_equal(norm(x), plain(x) * norm.weight[...].astype(jnp.bfloat16))

@@ -1,0 +1,136 @@
+"""Cosines and sines against the reference's, and the rotation itself."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity_data import cases, load_case
+from parity_runs import model_of
+
+from jaxllm.errors import ConfigError, UnsupportedError
+from jaxllm.nn.rope import ROPE_TYPES, Rope, rope_from_config, rotate
+
+TABLES = [
+    (name, call)
+    for name in cases("llama_")
+    for call in ("rope_short", "rope_long")
+    if call in load_case(name).calls
+]
+
+
+@pytest.mark.parametrize(("name", "call"), TABLES)
+def test_angles(name, call):
+    stored = load_case(name).calls[call]
+    positions = jnp.asarray(stored.inputs["position_ids"], jnp.int32)
+    cos, sin = model_of(name).config.rotary.angles(positions, positions.max() + 1)
+    np.testing.assert_allclose(cos[:, :, 0], stored.outputs["cos"], atol=1e-5)
+    np.testing.assert_allclose(sin[:, :, 0], stored.outputs["sin"], atol=1e-5)
+
+
+def test_all_types_are_among_the_tables():
+    assert {model_of(name).config.rotary.rope_type for name, _ in TABLES} | {"default"} == set(
+        ROPE_TYPES
+    )
+
+
+def test_rotation_turns_half_split_pairs():
+    """Pair (i, i + 2) of four dimensions turns by position * theta**(-i / 2)."""
+    rope = Rope(head_dim=4, theta=100.0)
+    x = np.random.default_rng(0).standard_normal((1, 3, 2, 4)).astype(np.float32)
+    positions = jnp.array([[0, 1, 7]])
+    got = rotate(jnp.asarray(x), *rope.angles(positions, jnp.int32(8)))
+    expected = np.empty_like(x)
+    for t, position in enumerate([0, 1, 7]):
+        for i, frequency in enumerate([1.0, 0.1]):
+            c, s = math.cos(position * frequency), math.sin(position * frequency)
+            a, b = x[:, t, :, i], x[:, t, :, i + 2]
+            expected[:, t, :, i], expected[:, t, :, i + 2] = a * c - b * s, b * c + a * s
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_scores_depend_on_distance_only():
+    rope = Rope(head_dim=8)
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
+
+    def score(a, b):
+        turned = [
+            rotate(jnp.asarray(x), *rope.angles(jnp.array([[p]]), jnp.int32(4096)))
+            for x, p in ((q, a), (k, b))
+        ]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(5, 3) == pytest.approx(score(2005, 2003), abs=2e-3)
+    assert abs(score(5, 3) - score(5, 4)) > 1e-2
+
+
+def test_far_positions_stay_apart_under_bfloat16():
+    """bfloat16 holds 769 of the positions 0..4095; the angles are float32 whatever x is."""
+    cos, sin = Rope(head_dim=64).angles(jnp.arange(4096)[None], jnp.int32(4096))
+    assert cos.dtype == sin.dtype == jnp.float32
+    assert len(np.unique(np.asarray(sin[0, :, 0, 0]))) > 4000
+    x = jnp.ones((1, 4096, 1, 64), jnp.bfloat16)
+    assert rotate(x, cos, sin).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_where_the_ramp_has_no_width(truncate):
+    """low == high must not divide by zero."""
+    scaling = {"type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 1.0}
+    raw = {"rope_scaling": scaling | {"truncate": truncate}}
+    rope = rope_from_config(raw, head_dim=16, max_positions=64)
+    assert np.isfinite(rope.frequencies(jnp.int32(1))).all()
+
+
+@pytest.mark.parametrize(
+    ("raw", "error", "field"),
+    [
+        ({"rope_scaling": {"rope_type": "mrope"}}, UnsupportedError, "rope_scaling.rope_type"),
+        ({"rope_parameters": {"rope_type": "linear"}}, ConfigError, "rope_parameters.factor"),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, ConfigError, "factor"),
+        ({"rope_scaling": {"finetuned": True}}, UnsupportedError, "rope_scaling.finetuned"),
+        ({"rope_parameters": {"full_attention": {}}}, UnsupportedError, "full_attention"),
+        ({"rope_theta": "1e4"}, ConfigError, "rope_theta"),
+        ({"rope_theta": 1}, ConfigError, "rope_theta"),
+        ({"rope_theta": math.inf}, ConfigError, "rope_theta"),
+        ({"rope_theta": math.nan}, ConfigError, "rope_theta"),
+        ({"partial_rotary_factor": 0.25}, UnsupportedError, "partial_rotary_factor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            UnsupportedError,
+            "partial_rotary_factor",
+        ),
+        (
+            {
+                "original_max_position_embeddings": 8,
+                "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 4},
+            },
+            ConfigError,
+            "original_max_position_embeddings",
+        ),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, ConfigError, "rope_type"),
+    ],
+)
+def test_errors_name_the_field(raw, error, field):
+    with pytest.raises(error) as caught:
+        rope_from_config(raw, head_dim=16, max_positions=64)
+    assert field in str(caught.value)
+
+
+def test_odd_heads_raise():
+    with pytest.raises(ConfigError, match=r"head_dim: .* found 5"):
+        rope_from_config({}, head_dim=5, max_positions=64)
+
+
+def test_settings_without_effect_are_accepted():
+    plain = rope_from_config({}, head_dim=16, max_positions=64)
+    for raw in (
+        {"rope_scaling": None, "rope_parameters": {}, "rope_theta": None},
+        {"partial_rotary_factor": 1.0},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
+        {"rope_scaling": {"rope_type": None, "factor": None}},
+        {"rope_scaling": {"type": "default", "rope_type": "default"}},
+    ):
+        assert rope_from_config(raw, head_dim=16, max_positions=64) == plain

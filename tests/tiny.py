@@ -1,0 +1,109 @@
+"""Tiny models with random weights, one a family, for tests that need no stored reference.
+
+Weights have standard deviations around 0.5, so that logits do, too, and a term that is left out
+shows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxllm.models.options import Options
+from jaxllm.models.registry import recipe
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama",
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 50,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "t5": {
+        "model_type": "t5",
+        "vocab_size": 50,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 16,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    },
+}
+FAMILIES = tuple(CONFIGS)
+
+
+def make(
+    family: str | Mapping[str, Any],
+    *,
+    architecture: str | None = None,
+    seed: int = 0,
+    options: Options | None = None,
+    **changes: Any,
+) -> Any:
+    """A model of that family's tiny config, or of a config.json object, with `changes`.
+
+    Every parameter is drawn by its path and shape, so that two configs that differ in one field
+    share all the weights that they can.
+    """
+    raw = {**(CONFIGS[family] if isinstance(family, str) else family), **changes}
+    plan = recipe(raw, architecture)
+    options = Options() if options is None else options
+    shapes = nnx.eval_shape(lambda: plan.make(plan.config, options, rngs=nnx.Rngs(0)))
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path)
+        rng = np.random.default_rng([seed, *name.encode()])
+        values = rng.standard_normal(leaf.shape)
+        if "norm" in name and "weight" in name:
+            values = 1 + 0.2 * values
+        elif leaf.ndim == 2 and "embed" not in name and "positions" not in name:
+            values *= 1.5 / np.sqrt(leaf.shape[1])
+        return jnp.asarray(values, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+@functools.cache
+def cached(family: str) -> Any:
+    """The family's model as it is in CONFIGS; shared, so that its programs compile once."""
+    return make(family)
+
+
+def ids(rows: int = 2, columns: int = 9, *, seed: int = 0, vocab: int = 50) -> np.ndarray:
+    """Token ids from 3 on: none of them is a special token."""
+    return np.random.default_rng(seed).integers(3, vocab, (rows, columns))
+
+
+def logits(model: Any, tokens: np.ndarray | None = None, **inputs: Any) -> np.ndarray:
+    """Logits of one call; T5 gets the tokens on both sides."""
+    tokens = ids() if tokens is None else tokens
+    if model.is_encoder_decoder and "decoder_input_ids" not in inputs:
+        inputs["decoder_input_ids"] = tokens[:, ::-1]
+    return np.asarray(model(tokens, **inputs).logits)
