@@ -38,11 +38,12 @@ class KV:
         self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], slot: Int[Array, ""]
     ) -> KV:
         """Writes T new columns from `slot` on. The caller guarantees slot + T <= S."""
-        at = (0, slot, 0)
-        return KV(
-            jax.lax.dynamic_update_slice(self.k, merge_heads(k).astype(self.k.dtype), at),
-            jax.lax.dynamic_update_slice(self.v, merge_heads(v).astype(self.v.dtype), at),
-        )
+
+        def put(old, new):
+            new = merge_heads(new).astype(old.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=1)
+
+        return KV(put(self.k, k), put(self.v, v))
 
     @property
     def length(self) -> int:
@@ -153,7 +154,7 @@ def look_cached(
     mask, T, S = jnp.asarray(mask), mask.shape[1], cache.capacity
     counts = cache.next_position[:, None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     query_slots = cache.length + jnp.arange(T, dtype=jnp.int32)
-    known = jax.lax.dynamic_update_slice(cache.mask, mask, (0, cache.length))
+    known = jax.lax.dynamic_update_slice_in_dim(cache.mask, mask, cache.length, axis=1)
     if fresh:
         view = dataclasses.replace(look(mask), write_at=cache.length)
     else:

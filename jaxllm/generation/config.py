@@ -280,7 +280,7 @@ def resolve_lengths(
     """
     stated = config.to_dict()
     if config.max_new_tokens is not None:
-        if {"max_new_tokens", "max_length"} <= config.given:
+        if "max_length" in config.given:
             warnings.warn(
                 "`max_length` has no effect beside `max_new_tokens`", UserWarning, stacklevel=2
             )
@@ -301,8 +301,9 @@ def resolve_lengths(
                 f"the prompt has {prompt_len} tokens, but `max_length` is {max_length}: "
                 "nothing can be generated; raise it, or set `max_new_tokens`"
             )
-        if not is_traced(min_length) and min_length > max_length:
-            name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
+        name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
+        # A minimum that only the checkpoint's file states does not forbid a short call.
+        if name in config.given and not is_traced(min_length) and min_length > max_length:
             raise InputError(
                 f"`{name}` asks for at least {min_length} tokens in all, but the maximum is "
                 f"{max_length}: lower it, or raise `max_new_tokens`"

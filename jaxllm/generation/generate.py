@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.fields import FIELDS
 from jaxllm.generation.loop import decode, decode_program, prefill, prefill_program
 from jaxllm.generation.prepare import Request, prepare
 from jaxllm.generation.state import State
+from jaxllm.generation.values import is_integer
 
 # Arguments of transformers' generate() that are not fields of the config.
 INPUTS = frozenset(
@@ -40,10 +40,10 @@ UNSUPPORTED = {
     "prefix_allowed_tokens_fn": "prefix constraints",
     "negative_prompt_ids": "classifier-free guidance",
     "negative_prompt_attention_mask": "classifier-free guidance",
-    "streamer": "streamers; use jaxllm.stream(...)",
+    "streamer": "a streamer object (jaxllm.stream yields tokens)",
     "synced_gpus": "synced devices",
     "tokenizer": "stop_strings and token_healing",
-    "position_ids": "positions of the caller; they follow from attention_mask",
+    "position_ids": "giving positions (they follow from attention_mask)",
     "past_key_values": "a cache of the caller",
     "custom_generate": "custom_generate",
 }
@@ -77,11 +77,13 @@ def generate(
         model: a causal or encoder-decoder language model.
         input_ids: the prompt (decoder-only) or the encoder's input, padded on either side. None
             starts a decoder-only model from its BOS token.
-        attention_mask: 1 at real tokens. None: pads are recognised if the pad token ends no text.
+        attention_mask: 1 at real tokens. None: all are, but that a decoder-only model recognises
+            pads if the pad token ends no text.
         generation_config: settings; `fields` win over it, and it over the model's own file.
         key: `jax.random.key(...)` or an int seed, for sampling. None: a fresh one at each call.
         fields: any field of `GenerationConfig`, and the inputs `inputs_embeds`, `token_type_ids`
-            (GPT-2), `decoder_input_ids`, `decoder_attention_mask`, `encoder_outputs` (T5),
+            (GPT-2), `decoder_input_ids` (inside jax.jit they must begin with the start token, which
+            is put before them otherwise), `decoder_attention_mask`, `encoder_outputs` (T5),
             `encoder_hidden_states`, `encoder_attention_mask` (GPT-2 with cross-attention),
             `logits_processor` (a list of callables) and `row_ids` [B], the numbers that a row's
             random draws depend on (default 0..B-1).
@@ -122,8 +124,11 @@ def stream(
     The chunks side by side are the new columns of `generate(...).sequences`. The programs are those
     of `generate`: after one of the two has run, the other compiles nothing.
     """
-    if chunk_size < 1:
-        raise InputError(f"chunk_size: expected 1 or more, found {chunk_size}")
+    if not is_integer(chunk_size) or chunk_size < 1:
+        raise InputError(f"chunk_size: expected an integer of 1 or more, found {chunk_size!r}")
+    for name in ("output_scores", "output_logits"):
+        if fields.get(name):
+            raise InputError(f"{name}: stream yields tokens alone; use generate")
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     if request.traced:
         raise InputError("stream: runs on the host, outside jax.jit; use generate inside")
@@ -157,9 +162,7 @@ def prepare_call(
         if fields.get(name) is not None:
             raise UnsupportedError(f"{name}: {feature} is not supported")
     inputs = {k: v for k, v in fields.items() if k in INPUTS}
-    known = {k: v for k, v in fields.items() if k in FIELDS}
-    rest = {k: v for k, v in fields.items() if k not in INPUTS and k not in UNSUPPORTED}
-    settings = known if len(known) == len(rest) else rest  # an unknown name raises with its nearest
+    settings = {k: v for k, v in fields.items() if k not in INPUTS and k not in UNSUPPORTED}
     return prepare(model, input_ids, attention_mask, generation_config, key, settings, **inputs)
 
 
@@ -186,7 +189,8 @@ def without_notes(model: Any) -> Any:
     bare = copy.copy(model)
     for name in ("generation_config", "origin", "extra_eos"):
         if hasattr(bare, name):
-            setattr(bare, name, None)
+            # Past nnx's own setter, which refuses a model that the caller's jit closes over.
+            vars(bare)[name] = None
     return bare
 
 

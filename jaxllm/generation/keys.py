@@ -33,8 +33,8 @@ def row_keys(
         if sampling and under_jit:
             raise InputError("key: sampling inside jax.jit needs a key, as an argument")
         key = secrets.randbits(32) if sampling else 0
-    if np.ndim(key) == 0 and np.issubdtype(getattr(key, "dtype", type(key)), np.integer):
-        key = jax.random.key(int(key) % 2**32)
+    if np.ndim(key) == 0 and jnp.issubdtype(getattr(key, "dtype", type(key)), jnp.integer):
+        key = jax.random.key(key if is_traced(key) else int(key) % 2**32)
     elif not hasattr(key, "dtype"):
         raise InputError(f"key: expected jax.random.key(...) or an int, found {key!r}")
     elif not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):

@@ -1,15 +1,12 @@
-"""The driver: one prefill program, and one while_loop that every token-by-token strategy runs in.
+"""The two compiled programs of a generation: prefill, and one while_loop over the new tokens.
 
-The trip limit is traced, so that one compiled loop serves a whole `generate()` and each chunk of
-`stream()`. On a GPU XLA copies a while loop's predicate to the host at every iteration unless it
-knows the trip count; `inner` then puts a loop of a fixed number of steps inside (with no effect on
-the result, only on how late an end is noticed).
+The loop's limit is traced, so that one compiled program serves a whole `generate()` and each chunk
+of `stream()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +14,6 @@ from jaxtyping import Array, Bool, Int, Key
 
 from jaxllm.generation.sample import emit
 from jaxllm.generation.state import Settings, State
-
-S = TypeVar("S")
-
-
-def drive(
-    step: Callable[[S], S], alive: Callable[[S], Bool[Array, ""]], state: S, inner: int = 1
-) -> S:
-    """Steps while `alive`; a step of a state that is not alive must change nothing."""
-    body = step if inner == 1 else lambda s: jax.lax.fori_loop(0, inner, lambda _, s: step(s), s)
-    return jax.lax.while_loop(alive, body, state)
 
 
 def prefill(
@@ -77,9 +64,7 @@ def prefill(
     return emit(state, logits, settings)
 
 
-def decode(
-    model: Any, state: State, settings: Settings, until: Int[Array, ""], *, inner: int = 1
-) -> State:
+def decode(model: Any, state: State, settings: Settings, until: Int[Array, ""]) -> State:
     """Generates until every row has ended or `until` columns are in use."""
 
     def alive(state: State) -> Bool[Array, ""]:
@@ -90,12 +75,9 @@ def decode(
         logits, cache = model.decode(state.token[:, None], live, state.cache)
         return emit(state.replace(cache=cache), logits[:, 0], settings)
 
-    def guarded(state: State) -> State:
-        return jax.lax.cond(alive(state), step, lambda s: s, state)
-
-    return drive(step if inner == 1 else guarded, alive, state, inner)
+    return jax.lax.while_loop(alive, step, state)
 
 
 prefill_program = jax.jit(prefill, static_argnames=("capacity", "room"))
 # The state is donated: cache and sequences are updated in the buffers that prefill made.
-decode_program = jax.jit(decode, static_argnames=("inner",), donate_argnames=("state",))
+decode_program = jax.jit(decode, donate_argnames=("state",))

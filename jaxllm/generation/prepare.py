@@ -38,6 +38,14 @@ from jaxllm.generation.state import Settings
 from jaxllm.generation.values import id_table, is_traced
 from jaxllm.models import inputs as check
 
+# Settings that shape the program or the host's checks; all other numbers may be tracers.
+STATIC = (
+    *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+    *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+    *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample"),
+)
+MOST_COLUMNS = 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -59,7 +67,6 @@ class Request:
     capacity: int
     room: int
     """Bucket of the number of new tokens."""
-    config: GenerationConfig
     traced: bool
 
 
@@ -80,6 +87,9 @@ def merged_config(
             f"generation_config: expected a GenerationConfig, found {type(generation_config)}"
         )
     explicit = generation_config.merge(GenerationConfig(**fields))
+    for name in STATIC:
+        if any(is_traced(x) for x in jax.tree.leaves(explicit.to_dict().get(name))):
+            raise InputError(f"{name}: must be known outside jax.jit; found a tracer")
     own = getattr(model, "generation_config", None) or GenerationConfig()
     config = own.merge(explicit)
     check_supported(config)
@@ -110,10 +120,13 @@ def prepare(
 ) -> Request:
     """Checks everything that can be checked before jit, and lays the call out in buckets."""
     config, eos = merged_config(model, generation_config, fields)
+    if encoder_attention_mask is not None and encoder_hidden_states is None:
+        raise InputError("encoder_attention_mask: given without encoder_hidden_states")
     pad = resolve_pad(config, eos)
     pad = model.config.pad_token_id if pad is None else pad
-    pad = eos[0] if pad is None and eos else pad
     vocabulary = model.config.vocab_size
+    if pad is not None and not 0 <= pad < vocabulary:
+        raise InputError(f"pad_token_id: {pad} is not in the vocabulary (0 to {vocabulary - 1})")
     encoder: dict[str, Any] = {}
     source: Columns | None = None
     if model.is_encoder_decoder:
@@ -125,7 +138,7 @@ def prepare(
             if value is not None:
                 raise InputError(f"{name}: not an input of an encoder-decoder")
         source, encoder = encoder_side(
-            model, input_ids, attention_mask, inputs_embeds, encoder_outputs, config, eos
+            model, input_ids, attention_mask, inputs_embeds, encoder_outputs
         )
         batch = source.mask.shape[0]
         given = decoder_prompt(model, decoder_input_ids, decoder_attention_mask, batch, config)
@@ -142,6 +155,11 @@ def prepare(
         )
         if encoder_hidden_states is not None:
             states = jnp.asarray(encoder_hidden_states)
+            if states.shape[0] != given.mask.shape[0]:
+                raise InputError(
+                    f"encoder_hidden_states: {states.shape[0]} rows for "
+                    f"{given.mask.shape[0]} prompts"
+                )
             encoder["encoder_hidden_states"] = states
             encoder["encoder_attention_mask"] = check.mask_of(
                 "encoder_attention_mask", encoder_attention_mask, states.shape[:2]
@@ -153,7 +171,14 @@ def prepare(
         until -= given.length  # max_length counts the embedded prompt, which is not returned
         if until < 1:
             raise InputError("inputs_embeds: the prompt alone reaches max_length")
+    if given.ids is None and config.min_length:  # and so does min_length
+        config = config.replace(min_length=max(config.min_length - given.length, 0))
     new = until - start_len
+    if until > MOST_COLUMNS:
+        raise InputError(
+            f"max_length: {until} columns; the cache is allocated for all of them, at most "
+            f"{MOST_COLUMNS}: lower max_new_tokens or max_length"
+        )
     check_room(model, given, new)
     padded = given.pad_to(bucket(given.length) if given.length > 1 else 1, pad or 0)
     length = (0 if given.ids is None else padded.length) + bucket(new)
@@ -176,7 +201,9 @@ def prepare(
         types = check.token_ids("token_type_ids", token_type_ids, vocabulary)
         if types.shape != given.mask.shape:
             raise InputError(f"token_type_ids: expected {given.mask.shape}, found {types.shape}")
-        prompt["token_type_ids"] = pad_right(np.asarray(types), padded.length - given.length, 0)
+        prompt["token_type_ids"] = pad_right(
+            types if is_traced(types) else np.asarray(types), padded.length - given.length, 0
+        )
     settings = Settings(
         processors=build_processors(
             config,
@@ -219,7 +246,6 @@ def prepare(
         until=until,
         capacity=padded.length + bucket(new),
         room=bucket(new),
-        config=config,
         traced=traced or _any_traced(keys),
     )
 

@@ -70,26 +70,25 @@ def decoder_only_prompt(
     if embeds is not None and embeds.shape[:2] != ids.shape:
         raise InputError(f"inputs_embeds: expected {ids.shape} positions, found {embeds.shape[:2]}")
     if attention_mask is None:
-        attention_mask = inferred_mask(ids, pad, eos, config)
+        attention_mask = inferred_mask(ids, pad, eos)
     return Columns(ids, _mask(attention_mask, ids.shape), embeds)
 
 
-def inferred_mask(ids: Any, pad: int | None, eos: tuple[int, ...], config: GenerationConfig) -> Any:
+def inferred_mask(ids: Any, pad: int | None, eos: tuple[int, ...]) -> Any:
     """Without a mask: pads are masked if there is a pad token that ends no text (as transformers).
 
     A pad that is also an end token cannot be told from a real one; every token is then real.
     """
-    stated = config.pad_token_id if config.pad_token_id is not None else pad
-    if stated is None or stated in eos or is_traced(ids):
-        return None
-    mask = ids != stated
-    return mask if not mask.all() else None
+    return None if pad is None or pad in eos else ids != pad
 
 
 def encoder_side(
-    model, input_ids, attention_mask, inputs_embeds, encoder_outputs, config, eos
+    model, input_ids, attention_mask, inputs_embeds, encoder_outputs
 ) -> tuple[Columns, dict[str, Any]]:
-    """The encoder's input in its bucket, and the arguments of `model.start`."""
+    """The encoder's input in its bucket, and the arguments of `model.start`.
+
+    Without a mask every token is real, pads too, as in transformers 5.
+    """
     given = [x is not None for x in (input_ids, inputs_embeds, encoder_outputs)]
     if sum(given) == 0:
         raise InputError("input_ids: an encoder-decoder needs the encoder's input")
@@ -98,6 +97,11 @@ def encoder_side(
         check_width("encoder_outputs", states, model.config.width)
         mask = _mask(attention_mask, states.shape[:2])
         ids = None if input_ids is None else _ids("input_ids", input_ids, model.config.vocab_size)
+        if ids is not None and ids.shape != states.shape[:2]:
+            raise InputError(
+                f"encoder_outputs: of {list(states.shape[:2])} tokens, but input_ids has "
+                f"{list(ids.shape)}"
+            )
         source = Columns(ids, mask, states)
         return source, {"encoder_states": states, "attention_mask": jnp.asarray(mask)}
     if given[0] and given[1]:
@@ -108,8 +112,6 @@ def encoder_side(
         source = Columns(None, _mask(attention_mask, embeds.shape[:2]), embeds)
     else:
         ids = _ids("input_ids", input_ids, model.config.vocab_size)
-        if attention_mask is None:
-            attention_mask = inferred_mask(ids, model.config.pad_token_id, eos, config)
         source = Columns(ids, _mask(attention_mask, ids.shape))
     source = source.pad_to(bucket(source.length), model.config.pad_token_id or 0)
     arguments = {"attention_mask": source.mask}
@@ -122,6 +124,8 @@ def encoder_side(
 def last_hidden_state(encoder_outputs: Any) -> Any:
     """The encoder's result from an output of ours, a mapping, a tuple that it leads, or itself."""
     if isinstance(encoder_outputs, Mapping):
+        if "last_hidden_state" not in encoder_outputs:
+            raise InputError("encoder_outputs: the mapping has no last_hidden_state")
         return encoder_outputs["last_hidden_state"]
     if isinstance(encoder_outputs, tuple | list):
         return encoder_outputs[0]

@@ -19,12 +19,16 @@ def emit(state: State, logits: Float[Array, "B V"], settings: Settings) -> State
     else:
         token = choose_greedy(scores)
     token = jnp.where(state.done, settings.pad, token)
-    column = (0, state.cur_len)
+
+    def write(buffer, column):
+        update = column[:, None]
+        return jax.lax.dynamic_update_slice_in_dim(buffer, update, state.cur_len, axis=1)
+
     return state.replace(
         scores=_keep(state.scores, scores, state.step),
         logits=_keep(state.logits, logits, state.step),
-        sequences=jax.lax.dynamic_update_slice(state.sequences, token[:, None], column),
-        mask=jax.lax.dynamic_update_slice(state.mask, ~state.done[:, None], column),
+        sequences=write(state.sequences, token),
+        mask=write(state.mask, ~state.done),
         cur_len=state.cur_len + 1,
         token=token,
         done=state.done | jnp.isin(token, settings.eos),
@@ -39,4 +43,4 @@ def _keep(record, values, step):
     """Writes this step into a record, where one is kept."""
     if record is None:
         return None
-    return jax.lax.dynamic_update_slice(record, values[None], (step, 0, 0))
+    return jax.lax.dynamic_update_slice_in_dim(record, values[None], step, axis=0)

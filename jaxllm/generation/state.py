@@ -91,5 +91,6 @@ def note_broken(
 
     A -inf among the logits is no fault (a head may mask); nothing but -inf is.
     """
-    fault = ~jnp.isfinite(jnp.max(logits, axis=-1)) | (jnp.max(scores, axis=-1) == -jnp.inf)
+    best = jnp.max(scores, axis=-1)
+    fault = ~jnp.isfinite(jnp.max(logits, axis=-1)) | jnp.isnan(best) | (best == -jnp.inf)
     return jnp.where(fault & ~state.done & (state.broken_at == NEVER), state.step, state.broken_at)

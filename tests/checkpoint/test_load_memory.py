@@ -38,6 +38,7 @@ jnp.ones((1000, 1000)).block_until_ready()
 before = peak()
 model, _ = jaxllm.load(sys.argv[1])
 jax.block_until_ready(jax.tree.leaves(model))
+print(before, peak(), sum(x.nbytes for x in jax.tree.leaves(model)))
 """
 
 

@@ -17,7 +17,7 @@ import pytest
 import jaxllm
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.generate import prepare_call, start, without_notes
-from jaxllm.generation.loop import decode, decode_program, prefill_program
+from jaxllm.generation.loop import decode_program, prefill_program
 
 DATA = Path(__file__).parents[1] / "data" / "conformance"
 sys.path.insert(0, str(DATA))
@@ -228,17 +228,6 @@ def test_the_compiled_loop_copies_no_cache(name, batch):
     assert [size for size in sizes if size >= cache_size] == []
 
 
-def test_inner_steps_change_nothing():
-    bare, call = without_notes(model("s_llama")), request("s_llama", eos_token_id=[74, 71])
-    runs = []
-    for inner in (1, 8):
-        state = start(bare, call, prefill_program)
-        run = jax.jit(decode, static_argnames=("inner",))
-        runs.append(run(bare, state, call.settings, np.int32(call.until), inner=inner))
-    np.testing.assert_array_equal(runs[0].sequences, runs[1].sequences)
-    assert int(runs[0].cur_len) == int(runs[1].cur_len)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_inside_the_callers_jit(name):
     net = model(name)
@@ -255,6 +244,52 @@ def test_inside_the_callers_jit(name):
         net, ids, mask, key=jax.random.key(5), max_new_tokens=8, do_sample=True, temperature=0.8
     ).sequences
     np.testing.assert_array_equal(np.asarray(got)[:, : want.shape[1]], want)
+
+
+def test_a_model_that_the_callers_jit_closes_over():
+    net = model("s_llama")
+    padded = np.array([[0, 0, 5, 6], [9, 8, 7, 6]])  # whose mask is inferred, there as here
+
+    @jax.jit
+    def call(ids):
+        return jaxllm.generate(net, ids, max_new_tokens=5, eos_token_id=2).sequences
+
+    want = jaxllm.generate(net, padded, max_new_tokens=5, eos_token_id=2).sequences
+    np.testing.assert_array_equal(np.asarray(call(padded))[:, : want.shape[1]], want)
+
+
+def test_every_form_of_key():
+    fields = {"do_sample": True, "max_new_tokens": 6, "eos_token_id": None, "top_k": 0}
+    forms = [3, np.int64(3), jnp.int32(3), jax.random.key(3), jax.random.PRNGKey(3)]
+    runs = [jaxllm.generate(model("s_llama"), [[5, 6]], key=k, **fields).sequences for k in forms]
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run, runs[0])
+    under_jit = jax.jit(
+        lambda key: jaxllm.generate(model("s_llama"), [[5, 6]], key=key, **fields).sequences
+    )
+    np.testing.assert_array_equal(under_jit(jax.random.key(3)), runs[0])
+    np.testing.assert_array_equal(under_jit(jnp.int32(3)), runs[0])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_64_bit_mode(name):
+    _, ids, mask = prompts(name)
+    want = jaxllm.generate(model(name), ids, mask, max_new_tokens=5).sequences
+    with jax.enable_x64(True):
+        got = jaxllm.generate(model(name), ids, mask, max_new_tokens=5).sequences
+    np.testing.assert_array_equal(got, want)
+
+
+def test_min_length_counts_the_embedded_prompt():
+    """As in transformers, which subtracts it from both lengths."""
+    net = model("s_llama")
+    embeds = np.asarray(net.backbone.embed.weight[...])[None, [5, 6, 7, 8]]
+    free = jaxllm.generate(net, inputs_embeds=embeds, max_new_tokens=8, eos_token_id=None)
+    stop = int(free.sequences[0, 4])
+    fields = {"max_new_tokens": 8, "eos_token_id": stop}
+    short = jaxllm.generate(net, inputs_embeds=embeds, min_length=5, **fields).sequences
+    first = int(np.flatnonzero(free.sequences[0] == stop)[0])
+    assert short.shape[1] == first + 1
 
 
 def test_sampling_inside_jit_needs_a_key():
@@ -365,6 +400,12 @@ def test_non_finite_logits_name_step_and_row():
         ({"input_ids": [[5]], "temprature": 0.5}, "temperature"),
         ({"input_ids": [[5]], "eos_token_id": 500}, "eos_token_id"),
         ({"input_ids": [[5]], "num_return_sequences": 2}, "num_return_sequences"),
+        ({"input_ids": [[5]], "max_new_tokens": 10**9}, "max_new_tokens"),
+        ({"input_ids": [[5]], "pad_token_id": 999}, "pad_token_id"),
+        ({"input_ids": [[5]], "row_ids": [-1]}, "row_ids"),
+        ({"inputs_embeds": np.zeros((1, 3, 7))}, "inputs_embeds"),
+        ({"input_ids": [[5]], "encoder_attention_mask": [[1]]}, "encoder_attention_mask"),
+        ({"input_ids": [[5]], "logits_processor": len}, "logits_processor"),
     ],
 )
 def test_bad_input_is_named(inputs, match):
@@ -379,6 +420,17 @@ def test_bad_input_is_named(inputs, match):
 def test_unsupported_options_raise_by_name(fields):
     with pytest.raises(UnsupportedError, match=next(iter(fields))):
         jaxllm.generate(model("s_llama"), [[5]], **fields)
+
+
+def test_what_stream_cannot_give_is_named():
+    for fields in ({"chunk_size": 2.5}, {"chunk_size": 0}, {"output_scores": True}):
+        with pytest.raises(InputError, match=next(iter(fields))):
+            next(jaxllm.stream(model("s_llama"), [[5]], **fields))
+
+
+def test_a_step_with_every_token_forbidden_is_an_error():
+    with pytest.raises(NonFiniteError, match="forbid every token"):
+        jaxllm.generate(model("s_llama"), [[5]], suppress_tokens=list(range(131)))
 
 
 def test_gpt2_has_a_hard_end():

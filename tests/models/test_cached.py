@@ -14,8 +14,8 @@ from jaxllm.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
-# Prompt of 5 columns, then one token, one token, and three at once.
-CHUNKS = (slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 10))
+# A prompt of 4 columns, then one token, one token, and four at once.
+CHUNKS = (slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 10))
 MASK = np.ones((2, 10), bool)
 MASK[0, :3] = False  # left padding
 MASK[1, 4:6] = False  # pads in the middle: the end of a shorter prompt, and a finished step
