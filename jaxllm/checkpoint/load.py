@@ -129,7 +129,7 @@ def load_model(
             want = expected[ours].dtype
             if param_dtype is None:  # keep what the file has, unless the model needs it wider
                 want = jnp.promote_types(tensor.dtype, want)
-            check_range(name, part, want)
+            check_range(f"{source.info(name).file}: {name}", part, want)
             arrays[ours] = jnp.array(part, dtype=want)
         done += source.info(name).nbytes
         if progress is not None:
