@@ -105,7 +105,7 @@ def load_model(
     options = Options(
         dtype=compute, param_dtype=keep, attn_implementation=attn_implementation, remat=remat
     )
-    shapes = nnx.eval_shape(lambda: plan.make(plan.config, options, rngs=nnx.Rngs(0)))
+    shapes = nnx.eval_shape(lambda: plan.make(plan.config, options, rngs=None))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     expected = {parameter_path(path): leaf for path, leaf in leaves}
     table, names = plan.table, source.names()

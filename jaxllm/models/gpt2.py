@@ -98,7 +98,7 @@ class GPT2Config(cfg.ModelConfig):
 class GPT2Model(Backbone):
     """Token and position embeddings, and pre-norm blocks with LayerNorm, biases and GELU."""
 
-    def __init__(self, config: GPT2Config, options: Options, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPT2Config, options: Options, *, rngs: nnx.Rngs | None):
         c, kinds = config, options.dtypes
         size = c.n_embd // c.n_head
 
@@ -162,7 +162,7 @@ class GPT2Model(Backbone):
 
 
 class GPT2LMHeadModel(CausalLM):
-    def __init__(self, config: GPT2Config, options: Options = FLOAT32, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPT2Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         self.config = config
         self.backbone = GPT2Model(config, options, rngs=rngs)
         head = (config.n_embd, config.vocab_size)
@@ -174,7 +174,7 @@ class GPT2LMHeadModel(CausalLM):
 
 
 class GPT2ForSequenceClassification(SequenceClassifier):
-    def __init__(self, config: GPT2Config, options: Options = FLOAT32, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPT2Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         self.config = config
         self.backbone = GPT2Model(config, options, rngs=rngs)
         self.score = Linear(

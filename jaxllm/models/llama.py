@@ -123,7 +123,7 @@ class LlamaConfig(cfg.ModelConfig):
 class LlamaModel(Backbone):
     """Token embedding and blocks: RMSNorm, rotary attention with grouped keys, SwiGLU."""
 
-    def __init__(self, config: LlamaConfig, options: Options, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, options: Options, *, rngs: nnx.Rngs | None):
         c, kinds = config, options.dtypes
         heads, kv_heads, size = c.num_attention_heads, c.kv_heads, c.size_per_head
 
@@ -174,7 +174,7 @@ class LlamaModel(Backbone):
 
 
 class LlamaForCausalLM(CausalLM):
-    def __init__(self, config: LlamaConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         self.config = config
         self.backbone = LlamaModel(config, options, rngs=rngs)
         head = (config.hidden_size, config.vocab_size)
@@ -186,7 +186,7 @@ class LlamaForCausalLM(CausalLM):
 
 
 class LlamaForSequenceClassification(SequenceClassifier):
-    def __init__(self, config: LlamaConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         self.config = config
         self.backbone = LlamaModel(config, options, rngs=rngs)
         self.score = Linear(

@@ -31,7 +31,7 @@ class T5Encoder(nnx.Module):
     shared: Embedding
     encoder: Stack
 
-    def __init__(self, config: T5Config, options: Options, *, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, options: Options, *, rngs: nnx.Rngs | None):
         self.config = config
         self.shared = Embedding(
             config.vocab_size,
@@ -73,7 +73,7 @@ class T5Encoder(nnx.Module):
 class T5EncoderModel(T5Encoder):
     """The encoder alone, for embeddings of texts."""
 
-    def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config, options, rngs=rngs)
 
     def __call__(
@@ -109,7 +109,7 @@ class T5ForConditionalGeneration(T5Encoder):
     is_encoder_decoder = True
     lm_head: Linear | None
 
-    def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config, options, rngs=rngs)
         self.decoder = make_stack(config, options, decoder=True, rngs=rngs)
         head = (config.d_model, config.vocab_size)

@@ -37,7 +37,9 @@ def clamp_float16(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -limit, limit)
 
 
-def make_stack(config: T5Config, options: Options, *, decoder: bool, rngs: nnx.Rngs) -> Stack:
+def make_stack(
+    config: T5Config, options: Options, *, decoder: bool, rngs: nnx.Rngs | None
+) -> Stack:
     """The encoder, or the decoder with cross-attention. Scores are not scaled: the init was."""
     c, kinds, factor = config, options.dtypes, config.initializer_factor
     inner = c.num_heads * c.d_kv

@@ -11,8 +11,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, dtype) -> nnx.Param:
-    """A parameter drawn from N(0, std^2); in float32 first, so every dtype gets the same draw."""
+def normal(
+    rngs: nnx.Rngs | None, shape: tuple[int, ...], std: float, dtype
+) -> nnx.Param[jax.Array]:
+    """A parameter drawn from N(0, std^2), in float32 first: every dtype gets the same draw.
+
+    Without `rngs` it is zero: a loader wants the shapes only, and drawing is slow to trace.
+    """
+    if rngs is None:
+        return nnx.Param(jnp.zeros(shape, dtype))
     return nnx.Param((jax.random.normal(rngs.params(), shape) * std).astype(dtype))
 
 
@@ -28,7 +35,7 @@ class Linear(nnx.Module):
         std: float = 0.02,
         dtype,
         param_dtype,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ):
         self.weight = normal(rngs, (out_features, in_features), std, param_dtype)
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else None
@@ -43,7 +50,14 @@ class Embedding(nnx.Module):
     """A table of vectors; `attend` is the output projection of a tied head."""
 
     def __init__(
-        self, rows: int, features: int, *, std: float = 0.02, dtype, param_dtype, rngs: nnx.Rngs
+        self,
+        rows: int,
+        features: int,
+        *,
+        std: float = 0.02,
+        dtype,
+        param_dtype,
+        rngs: nnx.Rngs | None,
     ):
         self.weight = normal(rngs, (rows, features), std, param_dtype)
         self.dtype = jnp.dtype(dtype)

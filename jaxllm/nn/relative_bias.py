@@ -49,7 +49,7 @@ class RelativeBias(nnx.Module):
         std: float,
         dtype,
         param_dtype,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ):
         self.table = Embedding(
             num_buckets, heads, std=std, dtype=dtype, param_dtype=param_dtype, rngs=rngs
