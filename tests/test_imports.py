@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxllm"
 # From the top down: a room imports from itself and from the rooms below it. Modules directly under
 # jaxllm/ that are not listed (loading, ...) are the public API: all below the command lines.
 ROOMS = [
-    {"cli"},
+    {"cli", "__main__"},
     {"api"},
     {"training"},
     {"generation"},
