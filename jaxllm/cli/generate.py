@@ -112,6 +112,9 @@ def _run(arguments: argparse.Namespace) -> int:
         ids = _ids(arguments, prompt, model, tokenizer)
         fields = _with_length(fields, model, len(ids))
         config, ends = _effective(fields, model)
+        for name in ("output_scores", "output_logits"):
+            if getattr(config, name):
+                raise InputError(f"{name}: text is all that is printed; use jaxllm.generate")
         seed = arguments.seed if arguments.seed is not None else secrets.randbits(32)
         if config.do_sample:
             reporter.say(f"seed: {seed}")

@@ -104,9 +104,8 @@ def generate(
         return output(state, request.until, request.until - request.start_len)
     state = start(bare, request, prefill_program)
     state = decode_program(bare, state, request.settings, np.int32(request.until))
-    check_finite(state)
-    state = jax.device_get(state.replace(cache=None, keys=None))
-    return output(state, int(state.cur_len), int(state.step))
+    host = on_host(state)
+    return output(host, int(host.cur_len), int(host.step))
 
 
 def stream(
@@ -126,12 +125,15 @@ def stream(
     """
     if not is_integer(chunk_size) or chunk_size < 1:
         raise InputError(f"chunk_size: expected an integer of 1 or more, found {chunk_size!r}")
-    for name in ("output_scores", "output_logits"):
-        if fields.get(name):
-            raise InputError(f"{name}: stream yields tokens alone; use generate")
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     if request.traced:
         raise InputError("stream: runs on the host, outside jax.jit; use generate inside")
+    for name, kept in (
+        ("output_scores", request.settings.keep_scores),
+        ("output_logits", request.settings.keep_logits),
+    ):
+        if kept:
+            raise InputError(f"{name}: stream yields tokens alone; use generate")
     return _chunks(without_notes(model), request, chunk_size)
 
 
@@ -139,12 +141,12 @@ def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray
     state = start(bare, request, prefill_program)
     shown = request.start_len
     while True:
-        done, length = bool(np.asarray(state.done).all()), int(state.cur_len)
-        check_finite(state)
+        host = on_host(state)
+        done, length = bool(host.done.all()), int(host.cur_len)
         if length - shown >= chunk_size or done or length >= request.until:
             while length > shown:
                 upto = min(shown + chunk_size, length)
-                yield np.asarray(state.sequences)[:, shown:upto]
+                yield np.asarray(host.sequences)[:, shown:upto]
                 shown = upto
         if done or length >= request.until:
             return
@@ -203,8 +205,10 @@ def output(state: State, length: int, steps: int) -> GenerateOutput:
     )
 
 
-def check_finite(state: State) -> None:
-    broken = np.asarray(state.broken_at)
+def on_host(state: State) -> State:
+    """What the host reads of a state, fetched at once; raises if a step had no finite logits."""
+    host = jax.device_get(state.replace(cache=None, keys=None))
+    broken = host.broken_at
     if (broken >= 0).any():
         row = int(np.argmax(broken >= 0))
         raise NonFiniteError(
@@ -212,3 +216,4 @@ def check_finite(state: State) -> None:
             "infinite, or the settings forbid every token; check the weights and the settings, or "
             "compute in float32 (dtype='float32')"
         )
+    return host

@@ -56,11 +56,10 @@ def prefill(
         cache.repeat(samples),
     )
     logits = jnp.repeat(logits[:, 0], samples, axis=0)
-    record = jnp.zeros((room, *logits.shape), logits.dtype)
-    state = state.replace(
-        scores=record if settings.keep_scores else None,
-        logits=record if settings.keep_logits else None,
-    )
+    if settings.keep_scores:
+        state = state.replace(scores=jnp.zeros((room, *logits.shape), logits.dtype))
+    if settings.keep_logits:
+        state = state.replace(logits=jnp.zeros((room, *logits.shape), logits.dtype))
     return emit(state, logits, settings)
 
 

@@ -26,8 +26,8 @@ from jaxllm.generation.config import (
 from jaxllm.generation.keys import row_keys
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.prompts import (
+    SMALLEST_BUCKET,
     Columns,
-    bucket,
     check_room,
     decoder_only_prompt,
     decoder_prompt,
@@ -35,7 +35,7 @@ from jaxllm.generation.prompts import (
     pad_right,
 )
 from jaxllm.generation.state import Settings
-from jaxllm.generation.values import id_table, is_traced
+from jaxllm.generation.values import bucket, id_table, is_traced
 from jaxllm.models import inputs as check
 
 # Settings that shape the program or the host's checks; all other numbers may be tracers.
@@ -180,8 +180,11 @@ def prepare(
             f"{MOST_COLUMNS}: lower max_new_tokens or max_length"
         )
     check_room(model, given, new)
-    padded = given.pad_to(bucket(given.length) if given.length > 1 else 1, pad or 0)
-    length = (0 if given.ids is None else padded.length) + bucket(new)
+    room = bucket(new, SMALLEST_BUCKET)
+    # A lone start token, T5's usual prompt, needs no padding.
+    width = 1 if given.length == 1 else bucket(given.length, SMALLEST_BUCKET)
+    padded = given.pad_to(width, pad or 0)
+    length = (0 if given.ids is None else padded.length) + room
     batch = given.mask.shape[0]
     host = np if not _any_traced(given) else jnp
     sequences = host.full((batch, length), 0 if pad is None else pad, host.int32)
@@ -244,8 +247,8 @@ def prepare(
         keys=keys,
         settings=settings,
         until=until,
-        capacity=padded.length + bucket(new),
-        room=bucket(new),
+        capacity=padded.length + room,
+        room=room,
         traced=traced or _any_traced(keys),
     )
 

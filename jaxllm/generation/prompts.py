@@ -11,19 +11,10 @@ import numpy as np
 
 from jaxllm.errors import InputError
 from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.values import is_traced
+from jaxllm.generation.values import bucket, is_traced
 from jaxllm.models import inputs as check
 
 SMALLEST_BUCKET = 16
-
-
-def bucket(length: int, smallest: int = SMALLEST_BUCKET) -> int:
-    """The next power of two, at least `smallest`.
-
-    >>> bucket(3), bucket(16), bucket(17)
-    (16, 16, 32)
-    """
-    return max(smallest, 1 << (length - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +104,7 @@ def encoder_side(
     else:
         ids = _ids("input_ids", input_ids, model.config.vocab_size)
         source = Columns(ids, _mask(attention_mask, ids.shape))
-    source = source.pad_to(bucket(source.length), model.config.pad_token_id or 0)
+    source = source.pad_to(bucket(source.length, SMALLEST_BUCKET), model.config.pad_token_id or 0)
     arguments = {"attention_mask": source.mask}
     arguments["input_ids" if source.embeds is None else "inputs_embeds"] = (
         source.ids if source.embeds is None else source.embeds

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import InputError
+from jaxllm.models.inputs import is_traced
 
 Number: TypeAlias = float | int | np.generic | Array
 TokenIds: TypeAlias = int | Sequence[int] | np.ndarray | Array
@@ -24,11 +24,6 @@ TokenIds: TypeAlias = int | Sequence[int] | np.ndarray | Array
 NO_TOKEN = -1
 """Fills tables of token ids up to their bucket; matches nothing."""
 _SMALLEST_ID_TABLE = 8
-
-
-def is_traced(value: Any) -> bool:
-    """Whether ``value`` is a JAX tracer, whose value is not known yet."""
-    return isinstance(value, Tracer)
 
 
 def inside(interval: str, value: float) -> bool:

@@ -21,6 +21,7 @@ IGNORED = -100
 
 
 def is_traced(x: Any) -> bool:
+    """Whether x is a JAX tracer, whose value is not known yet."""
     return isinstance(x, Tracer)
 
 

@@ -426,6 +426,9 @@ def test_what_stream_cannot_give_is_named():
     for fields in ({"chunk_size": 2.5}, {"chunk_size": 0}, {"output_scores": True}):
         with pytest.raises(InputError, match=next(iter(fields))):
             next(jaxllm.stream(model("s_llama"), [[5]], **fields))
+    settings = jaxllm.GenerationConfig(output_logits=True)
+    with pytest.raises(InputError, match="output_logits"):
+        next(jaxllm.stream(model("s_llama"), [[5]], generation_config=settings))
 
 
 def test_a_step_with_every_token_forbidden_is_an_error():
