@@ -1,9 +1,10 @@
 """The key/value cache: preallocated, zeros, fixed shape; a value that goes in and comes out.
 
 A slot of the cache is a column of the sequence: column ``j`` of ``sequences`` has its keys in slot
-``j``. What a slot holds is decided by ``mask`` alone, so left pads, right pads and finished rows
-need no special case elsewhere. Keys of one layer are stored as ``[B*K, S, H]``: batch and heads
-merged is the one layout that XLA updates in place inside a while loop at every batch size.
+``j`` (but see ``Branches``). What a slot holds is decided by ``mask`` alone, so left pads, right
+pads and finished rows need no special case elsewhere. Keys of one layer are stored as
+``[B*K, S, H]``: batch and heads merged is the one layout that XLA updates in place inside a while
+loop at every batch size.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 @jax.tree_util.register_dataclass
@@ -35,13 +36,16 @@ class KV:
         return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def write(
-        self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], slot: Int[Array, ""]
+        self,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        slot: Int[Array, ""] | Int[Array, " B"],
     ) -> KV:
         """Writes T new columns from `slot` on. The caller guarantees slot + T <= S."""
+        per_row = slot if slot.ndim == 0 else jnp.repeat(slot, k.shape[2])
 
         def put(old, new):
-            new = merge_heads(new).astype(old.dtype)
-            return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=1)
+            return put_columns(old, merge_heads(new).astype(old.dtype), per_row)
 
         return KV(put(self.k, k), put(self.v, v))
 
@@ -55,12 +59,24 @@ def merge_heads(x: Float[Array, "B S K H"]) -> Float[Array, "BK S H"]:
     return x.transpose(0, 2, 1, 3).reshape(B * K, S, H)
 
 
+def put_columns(
+    rows: Shaped[Array, "B S *rest"],
+    new: Shaped[Array, "B T *rest"],
+    at: Int[Array, ""] | Int[Array, " B"],
+) -> Shaped[Array, "B S *rest"]:
+    """Writes T columns into every row, from one column on or from a column of its own each."""
+    if jnp.ndim(at) == 0:
+        return jax.lax.dynamic_update_slice_in_dim(rows, new, at, axis=1)
+    put = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=0))
+    return put(rows, new, at)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """All that a decoder remembers between two calls.
 
-    `length` counts the columns written so far, pads included, and is shared by the rows;
+    `length` counts the columns written so far, pads included: one number for all rows, or one each;
     `next_position` counts each row's real tokens. Cross keys and values are projected once, when
     generation starts.
     """
@@ -68,7 +84,7 @@ class Cache:
     layers: tuple[KV, ...]
     mask: Bool[Array, "B S"]
     """True where a slot holds a real token."""
-    length: Int[Array, ""]
+    length: Int[Array, ""] | Int[Array, " B"]
     """The next free slot."""
     next_position: Int[Array, " B"]
     """Position of each row's next real token: how many it has so far."""
@@ -116,12 +132,13 @@ class View:
 
     positions: Int[Array, "B T"]
     """Of each query, counting real tokens only; pads get a number that is in range."""
-    query_slots: Int[Array, " T"]
+    query_slots: Int[Array, " T"] | Int[Array, "B T"]
+    """The column of the sequence that each query is in; differences give T5's relative bias."""
     key_slots: Int[Array, " S"]
     visible: Bool[Array, "B 1 T S"]
     horizon: Int[Array, ""]
     """1 + the largest position of a real token so far, over the batch (for dynamic RoPE)."""
-    write_at: Int[Array, ""] | None
+    write_at: Int[Array, ""] | Int[Array, " B"] | None
     """The slot of the first query in the cache; None without a cache."""
 
 
@@ -143,29 +160,56 @@ def look(mask: Bool[Array, "B T"], *, causal: bool = True) -> View:
     )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Branches:
+    """New columns that are alternatives to each other: the beams of a row, or its candidates.
+
+    All of them stand at the row's next position. A slot then belongs to a column of one branch, and
+    a branch sees, of those slots, its ancestors: changing branches moves no keys and values.
+    """
+
+    seen: Bool[Array, "B T S"]
+    """The slots that each branch sees, its own new one included."""
+    columns: Int[Array, " S"]
+    """The column of the sequence that each slot belongs to."""
+
+
 def look_cached(
-    mask: Bool[Array, "B T"], cache: Cache, *, fresh: bool = False
+    mask: Bool[Array, "B T"],
+    cache: Cache,
+    *,
+    fresh: bool = False,
+    branches: Branches | None = None,
 ) -> tuple[View, Cache]:
     """The view of T new columns on top of a cache, and the cache with these columns reserved.
 
     `fresh` says that the cache holds nothing yet: the queries then see only each other, so that
-    prefill does not attend over the free slots.
+    prefill does not attend over the free slots. With `branches` the new columns are side by side
+    rather than one after the other.
     """
-    mask, T, S = jnp.asarray(mask), mask.shape[1], cache.capacity
-    counts = cache.next_position[:, None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
-    query_slots = cache.length + jnp.arange(T, dtype=jnp.int32)
-    known = jax.lax.dynamic_update_slice_in_dim(cache.mask, mask, cache.length, axis=1)
-    if fresh:
-        view = dataclasses.replace(look(mask), write_at=cache.length)
-    else:
-        key_slots = jnp.arange(S, dtype=jnp.int32)
-        view = View(
-            positions=jnp.maximum(counts - 1, 0),
-            query_slots=query_slots,
-            key_slots=key_slots,
-            visible=known[:, None, None, :] & (key_slots[None, :] <= query_slots[:, None]),
-            horizon=jnp.max(counts[:, -1]),
-            write_at=cache.length,
-        )
+    mask, T = jnp.asarray(mask), mask.shape[1]
+    steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+    if branches is not None:
+        steps = jnp.broadcast_to(jnp.any(mask, axis=-1, keepdims=True), mask.shape)
+    counts = cache.next_position[:, None] + steps.astype(jnp.int32)
+    known = put_columns(cache.mask, mask, cache.length)
     reserved = cache.replace(mask=known, length=cache.length + T, next_position=counts[:, -1])
+    if fresh:
+        return dataclasses.replace(look(mask), write_at=cache.length), reserved
+    key_slots = jnp.arange(cache.capacity, dtype=jnp.int32)
+    query_slots = jnp.asarray(cache.length)[..., None] + jnp.arange(T, dtype=jnp.int32)
+    if branches is None:
+        visible = known[:, None, :] & (key_slots <= query_slots[..., None])
+    else:
+        visible = known[:, None, :] & branches.seen
+        key_slots, query_slots = branches.columns, branches.columns[query_slots]
+    view = View(
+        positions=jnp.maximum(counts - 1, 0),
+        query_slots=query_slots,
+        key_slots=key_slots,
+        visible=visible[:, None],
+        horizon=jnp.max(counts[:, -1]),
+        write_at=cache.length,
+    )
     return view, reserved

@@ -14,9 +14,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.loop import decode, decode_program, prefill, prefill_program
+from jaxllm.generation.loop import (
+    decode,
+    decode_program,
+    finish,
+    finish_program,
+    prefill,
+    prefill_program,
+)
 from jaxllm.generation.prepare import Request, prepare
-from jaxllm.generation.state import State
+from jaxllm.generation.strategy import Result
 from jaxllm.generation.values import is_integer
 
 # Arguments of transformers' generate() that are not fields of the config.
@@ -33,6 +40,8 @@ INPUTS = frozenset(
         "row_ids",
     }
 )
+# And those that only a strategy reads (`modes.Call.arguments`).
+ARGUMENTS: frozenset[str] = frozenset()
 UNSUPPORTED = {
     "assistant_model": "assisted generation",
     "assistant_tokenizer": "assisted generation",
@@ -97,15 +106,16 @@ def generate(
         NonFiniteError: the model gave NaN or infinite logits, with the step and row.
     """
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    bare = without_notes(model)
+    bare, strategy, settings = without_notes(model), request.strategy, request.settings
     if request.traced:
         state = start(bare, request, prefill)
-        state = decode(bare, state, request.settings, jnp.int32(request.until))
-        return output(state, request.until, request.until - request.start_len)
+        state = decode(strategy, bare, state, settings, jnp.int32(request.until))
+        result = finish(strategy, state, settings)
+        return output(result, request.until, request.until - request.start_len)
     state = start(bare, request, prefill_program)
-    state = decode_program(bare, state, request.settings, np.int32(request.until))
-    host = on_host(state)
-    return output(host, int(host.cur_len), int(host.step))
+    state = decode_program(strategy, bare, state, settings, np.int32(request.until))
+    result = on_host(finish_program(strategy, state, settings))
+    return output(result, int(result.length), int(result.steps))
 
 
 def stream(
@@ -138,20 +148,21 @@ def stream(
 
 
 def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray]:
+    strategy, settings = request.strategy, request.settings
     state = start(bare, request, prefill_program)
     shown = request.start_len
     while True:
-        host = on_host(state)
-        done, length = bool(host.done.all()), int(host.cur_len)
-        if length - shown >= chunk_size or done or length >= request.until:
+        result = on_host(finish_program(strategy, state, settings))
+        length, over = int(result.length), bool(result.over)
+        if length - shown >= chunk_size or over:
             while length > shown:
                 upto = min(shown + chunk_size, length)
-                yield np.asarray(host.sequences)[:, shown:upto]
+                yield np.asarray(result.sequences[:, shown:upto])
                 shown = upto
-        if done or length >= request.until:
+        if over:
             return
         until = min(shown + chunk_size, request.until)
-        state = decode_program(bare, state, request.settings, np.int32(until))
+        state = decode_program(strategy, bare, state, settings, np.int32(until))
 
 
 def prepare_call(
@@ -164,22 +175,20 @@ def prepare_call(
         if fields.get(name) is not None:
             raise UnsupportedError(f"{name}: {feature} is not supported")
     inputs = {k: v for k, v in fields.items() if k in INPUTS}
-    settings = {k: v for k, v in fields.items() if k not in INPUTS and k not in UNSUPPORTED}
-    return prepare(model, input_ids, attention_mask, generation_config, key, settings, **inputs)
+    arguments = {k: v for k, v in fields.items() if k in ARGUMENTS}
+    elsewhere = INPUTS | ARGUMENTS | UNSUPPORTED.keys()
+    settings = {k: v for k, v in fields.items() if k not in elsewhere}
+    return prepare(
+        model, input_ids, attention_mask, generation_config, key, settings, arguments, **inputs
+    )
 
 
-def start(bare: Any, request: Request, run: Any) -> State:
-    """Prefill and the first token."""
+def start(bare: Any, request: Request, run: Any) -> Any:
+    """The state after prefill and the first token."""
     return run(
+        request.strategy,
         bare,
-        dict(request.prompt),
-        dict(request.encoder),
-        request.sequences,
-        request.mask,
-        jnp.int32(request.start_len),
-        request.at,
-        jnp.int32(request.columns),
-        request.keys,
+        request.prompt,
         request.settings,
         capacity=request.capacity,
         room=request.room,
@@ -196,18 +205,18 @@ def without_notes(model: Any) -> Any:
     return bare
 
 
-def output(state: State, length: int, steps: int) -> GenerateOutput:
-    """The result of a final state, cut to the longest row."""
+def output(result: Result, length: int, steps: int) -> GenerateOutput:
+    """The output for the user, cut to the longest row."""
     return GenerateOutput(
-        sequences=state.sequences[:, :length],
-        scores=None if state.scores is None else tuple(state.scores[:steps]),
-        logits=None if state.logits is None else tuple(state.logits[:steps]),
+        sequences=result.sequences[:, :length],
+        scores=None if result.scores is None else tuple(result.scores[:steps]),
+        logits=None if result.logits is None else tuple(result.logits[:steps]),
     )
 
 
-def on_host(state: State) -> State:
-    """What the host reads of a state, fetched at once; raises if a step had no finite logits."""
-    host = jax.device_get(state.replace(cache=None, keys=None))
+def on_host(result: Result) -> Result:
+    """A result fetched from the device at once; raises if a step had no finite logits."""
+    host = jax.device_get(result)
     broken = host.broken_at
     if (broken >= 0).any():
         row = int(np.argmax(broken >= 0))

@@ -24,17 +24,17 @@ from jaxllm.generation.config import (
     resolve_pad,
 )
 from jaxllm.generation.keys import row_keys
+from jaxllm.generation.modes import Call, choose_strategy
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.prompts import (
     SMALLEST_BUCKET,
     Columns,
     check_room,
-    decoder_only_prompt,
-    decoder_prompt,
-    encoder_side,
+    decoder_only_sides,
     pad_right,
+    seq2seq_sides,
 )
-from jaxllm.generation.state import Settings
+from jaxllm.generation.strategy import Prompt, Settings, Strategy
 from jaxllm.generation.values import bucket, id_table, is_traced
 from jaxllm.models import inputs as check
 
@@ -51,23 +51,19 @@ MOST_COLUMNS = 2**20
 class Request:
     """One call, ready for the compiled programs; all arrays have bucket sizes."""
 
-    prompt: Mapping[str, Any]
-    encoder: Mapping[str, Any]
-    sequences: Any
-    mask: Any
+    strategy: Strategy[Any]
+    prompt: Prompt
+    settings: Settings
     start_len: int
     """Columns of `sequences` that the prompt fills."""
-    columns: int
-    """Columns of the prompt in the cache (more than `start_len` with embeddings alone)."""
-    at: Any
-    keys: Any
-    settings: Settings
     until: int
     """`max_length`: columns of the longest result."""
     capacity: int
+    """Slots of the cache."""
     room: int
     """Bucket of the number of new tokens."""
     traced: bool
+    """The caller's own jit is tracing this call."""
 
 
 def merged_config(
@@ -107,63 +103,98 @@ def prepare(
     generation_config: Any,
     key: Any,
     fields: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     *,
     row_ids: Any = None,
-    inputs_embeds: Any = None,
-    token_type_ids: Any = None,
-    decoder_input_ids: Any = None,
-    decoder_attention_mask: Any = None,
-    encoder_outputs: Any = None,
-    encoder_hidden_states: Any = None,
-    encoder_attention_mask: Any = None,
     logits_processor: Any = (),
+    token_type_ids: Any = None,
+    **inputs: Any,
 ) -> Request:
     """Checks everything that can be checked before jit, and lays the call out in buckets."""
     config, eos = merged_config(model, generation_config, fields)
-    if encoder_attention_mask is not None and encoder_hidden_states is None:
-        raise InputError("encoder_attention_mask: given without encoder_hidden_states")
+    pad = checked_pad(model, config, eos)
+    sides = seq2seq_sides if model.is_encoder_decoder else decoder_only_sides
+    given, source, encoder = sides(
+        model, input_ids, attention_mask, config=config, eos=eos, pad=pad, **inputs
+    )
+    batch = given.mask.shape[0]
+    start_len = 0 if given.ids is None else given.length
+    config, until = checked_lengths(model, config, given)
+    room = bucket(until - start_len, SMALLEST_BUCKET)
+    # A lone start token, T5's usual prompt, needs no padding.
+    width = 1 if given.length == 1 else bucket(given.length, SMALLEST_BUCKET)
+    padded = given.pad_to(width, pad or 0)
+    decoder_inputs: dict[str, Any] = {"tokens": padded.ids, "mask": padded.mask}
+    if padded.embeds is not None:
+        decoder_inputs["inputs_embeds"] = padded.embeds
+    if token_type_ids is not None:
+        decoder_inputs["token_type_ids"] = checked_types(model, token_type_ids, given, width)
+    settings = Settings(
+        processors=build_processors(
+            config,
+            prompt_len=start_len,
+            max_length=until,
+            eos_token_id=eos,
+            vocab_size=model.config.vocab_size,
+            encoder_input_ids=None if source is None else source.ids,
+            encoder_mask=None if source is None else source.mask,
+            prompt_ids=padded.ids,
+            prompt_mask=padded.mask,
+            extra=processor_list(logits_processor),
+        ),
+        eos=id_table("generate()", "eos_token_id", list(eos)),
+        pad=jnp.asarray(0 if pad is None else pad, jnp.int32),
+        max_length=jnp.asarray(until, jnp.int32),
+        allow_nonfinite=bool(config.remove_invalid_values),
+        keep_scores=bool(config.output_scores),
+        keep_logits=bool(config.output_logits),
+    )
+    strategy = choose_strategy(Call(model, config, eos, batch, start_len, until, arguments))
+    traced = any_traced(given, source, settings, strategy, jax.tree.leaves(model)[0])
+    keys = row_keys(
+        key,
+        row_ids,
+        batch,
+        strategy.samples,
+        sampling=bool(config.do_sample),
+        under_jit=traced,
+    )
+    sequences, mask, at = buffers(padded, room, pad or 0)
+    prompt = Prompt(
+        inputs=decoder_inputs,
+        encoder=encoder,
+        sequences=sequences,
+        mask=mask,
+        start_len=np.int32(start_len),  # pyright: ignore[reportArgumentType]
+        columns=np.int32(given.length),  # pyright: ignore[reportArgumentType]
+        at=at,
+        keys=keys,
+    )
+    return Request(
+        strategy=strategy,
+        prompt=prompt,
+        settings=settings,
+        start_len=start_len,
+        until=until,
+        capacity=width + strategy.slots(room),
+        room=room,
+        traced=traced or any_traced(keys),
+    )
+
+
+def checked_pad(model: Any, config: GenerationConfig, eos: tuple[int, ...]) -> int | None:
     pad = resolve_pad(config, eos)
     pad = model.config.pad_token_id if pad is None else pad
     vocabulary = model.config.vocab_size
     if pad is not None and not 0 <= pad < vocabulary:
         raise InputError(f"pad_token_id: {pad} is not in the vocabulary (0 to {vocabulary - 1})")
-    encoder: dict[str, Any] = {}
-    source: Columns | None = None
-    if model.is_encoder_decoder:
-        for name, value in (
-            ("token_type_ids", token_type_ids),
-            ("encoder_hidden_states", encoder_hidden_states),
-            ("encoder_attention_mask", encoder_attention_mask),
-        ):
-            if value is not None:
-                raise InputError(f"{name}: not an input of an encoder-decoder")
-        source, encoder = encoder_side(
-            model, input_ids, attention_mask, inputs_embeds, encoder_outputs
-        )
-        batch = source.mask.shape[0]
-        given = decoder_prompt(model, decoder_input_ids, decoder_attention_mask, batch, config)
-    else:
-        for name, value in (
-            ("decoder_input_ids", decoder_input_ids),
-            ("decoder_attention_mask", decoder_attention_mask),
-            ("encoder_outputs", encoder_outputs),
-        ):
-            if value is not None:
-                raise InputError(f"{name}: this model has a decoder only")
-        given = decoder_only_prompt(
-            model, input_ids, attention_mask, inputs_embeds, config, eos, pad
-        )
-        if encoder_hidden_states is not None:
-            states = jnp.asarray(encoder_hidden_states)
-            if states.shape[0] != given.mask.shape[0]:
-                raise InputError(
-                    f"encoder_hidden_states: {states.shape[0]} rows for "
-                    f"{given.mask.shape[0]} prompts"
-                )
-            encoder["encoder_hidden_states"] = states
-            encoder["encoder_attention_mask"] = check.mask_of(
-                "encoder_attention_mask", encoder_attention_mask, states.shape[:2]
-            )
+    return pad
+
+
+def checked_lengths(
+    model: Any, config: GenerationConfig, given: Columns
+) -> tuple[GenerationConfig, int]:
+    """Columns of the longest result; and the settings, in which lengths count those columns."""
     start_len = 0 if given.ids is None else given.length
     lengths = resolve_lengths(config, start_len, model.config.context_length)
     until = whole("max_length", lengths.max_length)
@@ -173,84 +204,36 @@ def prepare(
             raise InputError("inputs_embeds: the prompt alone reaches max_length")
     if given.ids is None and config.min_length:  # and so does min_length
         config = config.replace(min_length=max(config.min_length - given.length, 0))
-    new = until - start_len
     if until > MOST_COLUMNS:
         raise InputError(
             f"max_length: {until} columns; the cache is allocated for all of them, at most "
             f"{MOST_COLUMNS}: lower max_new_tokens or max_length"
         )
-    check_room(model, given, new)
-    room = bucket(new, SMALLEST_BUCKET)
-    # A lone start token, T5's usual prompt, needs no padding.
-    width = 1 if given.length == 1 else bucket(given.length, SMALLEST_BUCKET)
-    padded = given.pad_to(width, pad or 0)
-    length = (0 if given.ids is None else padded.length) + room
-    batch = given.mask.shape[0]
-    host = np if not _any_traced(given) else jnp
-    sequences = host.full((batch, length), 0 if pad is None else pad, host.int32)
-    mask = host.zeros((batch, length), bool)
-    if given.ids is not None:
-        rest = ((0, 0), (0, length - padded.length))
-        sequences = host.pad(
-            host.asarray(padded.ids), rest, constant_values=0 if pad is None else pad
-        )
-        mask = host.pad(host.asarray(padded.mask), rest)
-    columns = host.arange(padded.length)
-    at = host.max(host.where(host.asarray(padded.mask), columns, 0), axis=-1).astype(host.int32)
-    prompt: dict[str, Any] = {"tokens": padded.ids, "mask": padded.mask}
-    if padded.embeds is not None:
-        prompt["inputs_embeds"] = padded.embeds
-    if token_type_ids is not None:
-        types = check.token_ids("token_type_ids", token_type_ids, vocabulary)
-        if types.shape != given.mask.shape:
-            raise InputError(f"token_type_ids: expected {given.mask.shape}, found {types.shape}")
-        prompt["token_type_ids"] = pad_right(
-            types if is_traced(types) else np.asarray(types), padded.length - given.length, 0
-        )
-    settings = Settings(
-        processors=build_processors(
-            config,
-            prompt_len=start_len,
-            max_length=until,
-            eos_token_id=eos,
-            vocab_size=vocabulary,
-            encoder_input_ids=None if source is None else source.ids,
-            encoder_mask=None if source is None else source.mask,
-            prompt_ids=padded.ids,
-            prompt_mask=padded.mask,
-            extra=processor_list(logits_processor),
-        ),
-        eos=id_table("generate()", "eos_token_id", list(eos)),
-        pad=jnp.asarray(0 if pad is None else pad, jnp.int32),
-        sampling=bool(config.do_sample),
-        allow_nonfinite=bool(config.remove_invalid_values),
-        keep_scores=bool(config.output_scores),
-        keep_logits=bool(config.output_logits),
-    )
-    traced = _any_traced(given, source, settings, jax.tree.leaves(model)[0])
-    keys = row_keys(
-        key,
-        row_ids,
-        batch,
-        config.num_return_sequences,
-        sampling=settings.sampling,
-        under_jit=traced,
-    )
-    return Request(
-        prompt=prompt,
-        encoder=encoder,
-        sequences=sequences,
-        mask=mask,
-        start_len=start_len,
-        columns=given.length,
-        at=at,
-        keys=keys,
-        settings=settings,
-        until=until,
-        capacity=padded.length + room,
-        room=room,
-        traced=traced or _any_traced(keys),
-    )
+    check_room(model, given, until - start_len)
+    return config, until
+
+
+def checked_types(model: Any, token_type_ids: Any, given: Columns, width: int) -> Any:
+    types = check.token_ids("token_type_ids", token_type_ids, model.config.vocab_size)
+    if types.shape != given.mask.shape:
+        raise InputError(f"token_type_ids: expected {given.mask.shape}, found {types.shape}")
+    return pad_right(types if is_traced(types) else np.asarray(types), width - given.length, 0)
+
+
+def buffers(padded: Columns, room: int, pad: int) -> tuple[Any, Any, Any]:
+    """`sequences` and `mask` [B, L] with room for the new tokens, and each row's last real column.
+
+    Built on the host where the prompt is known, so that other lengths compile nothing.
+    """
+    host = jnp if any_traced(padded) else np
+    known = host.asarray(padded.mask)
+    at = host.max(host.where(known, host.arange(padded.length), 0), axis=-1).astype(host.int32)
+    if padded.ids is None:
+        shape = (known.shape[0], room)
+        return host.full(shape, pad, host.int32), host.zeros(shape, bool), at
+    rest = ((0, 0), (0, room))
+    sequences = host.pad(host.asarray(padded.ids), rest, constant_values=pad)
+    return sequences, host.pad(known, rest), at
 
 
 def processor_list(processors: Any) -> tuple[Any, ...]:
@@ -269,7 +252,7 @@ def whole(name: str, value: Any) -> int:
     return int(value)
 
 
-def _any_traced(*values: Any) -> bool:
+def any_traced(*values: Any) -> bool:
     leaves = jax.tree.leaves(
         [dataclasses.asdict(v) if isinstance(v, Columns) else v for v in values]
     )

@@ -39,6 +39,64 @@ class Columns:
         )
 
 
+Sides = tuple[Columns, Columns | None, dict[str, Any]]
+"""The decoder's prompt, the encoder's input, and the arguments of `model.start`."""
+
+
+def seq2seq_sides(
+    model: Any,
+    input_ids: Any,
+    attention_mask: Any,
+    *,
+    config: GenerationConfig,
+    eos: tuple[int, ...],
+    pad: int | None,
+    inputs_embeds: Any = None,
+    decoder_input_ids: Any = None,
+    decoder_attention_mask: Any = None,
+    encoder_outputs: Any = None,
+    **others: Any,
+) -> Sides:
+    """The inputs of an encoder-decoder, whose prompt goes to the encoder."""
+    _refuse(others, "not an input of an encoder-decoder")
+    source, encoder = encoder_side(model, input_ids, attention_mask, inputs_embeds, encoder_outputs)
+    batch = source.mask.shape[0]
+    given = decoder_prompt(model, decoder_input_ids, decoder_attention_mask, batch, config)
+    return given, source, encoder
+
+
+def decoder_only_sides(
+    model: Any,
+    input_ids: Any,
+    attention_mask: Any,
+    *,
+    config: GenerationConfig,
+    eos: tuple[int, ...],
+    pad: int | None,
+    inputs_embeds: Any = None,
+    encoder_hidden_states: Any = None,
+    encoder_attention_mask: Any = None,
+    **others: Any,
+) -> Sides:
+    """The inputs of a decoder-only model; GPT-2 may attend to an encoder's states."""
+    _refuse(others, "this model has a decoder only")
+    given = decoder_only_prompt(model, input_ids, attention_mask, inputs_embeds, config, eos, pad)
+    if encoder_hidden_states is None:
+        _refuse({"encoder_attention_mask": encoder_attention_mask}, "no encoder_hidden_states")
+        return given, None, {}
+    states, batch = jnp.asarray(encoder_hidden_states), given.mask.shape[0]
+    if states.shape[0] != batch:
+        raise InputError(f"encoder_hidden_states: {states.shape[0]} rows for {batch} prompts")
+    mask = check.mask_of("encoder_attention_mask", encoder_attention_mask, states.shape[:2])
+    return given, None, {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+
+
+def _refuse(inputs: Mapping[str, Any], why: str) -> None:
+    for name, value in inputs.items():
+        if value is not None:
+            raise InputError(f"{name}: {why}")
+
+
 def decoder_only_prompt(
     model, input_ids, attention_mask, inputs_embeds, config, eos, pad
 ) -> Columns:

@@ -1,46 +1,150 @@
-"""Greedy search and sampling: from the logits of a step to its tokens."""
+"""Greedy search and sampling: one token a row and step."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxllm.cache import Cache, put_columns
 from jaxllm.generation.sampling import choose_greedy, choose_sample
-from jaxllm.generation.state import Settings, State, note_broken
+from jaxllm.generation.strategy import NEVER, Prompt, Result, Settings, Strategy, note_broken
 
 
-def emit(state: State, logits: Float[Array, "B V"], settings: Settings) -> State:
-    """Processes the logits, chooses a token for each row, writes it, and notes which rows end."""
-    scores = settings.processors(state.sequences, logits, state.cur_len, mask=state.mask)
-    if settings.sampling:
-        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
-        token = choose_sample(keys, scores)
-    else:
-        token = choose_greedy(scores)
-    token = jnp.where(state.done, settings.pad, token)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Carried by the loop and donated to it, so that cache and sequences are updated in place."""
 
-    def write(buffer, column):
-        update = column[:, None]
-        return jax.lax.dynamic_update_slice_in_dim(buffer, update, state.cur_len, axis=1)
+    sequences: Int[Array, "B L"]
+    """Prompt and generated tokens, pad beyond `cur_len`. L is a bucket."""
+    mask: Bool[Array, "B L"]
+    """Which columns hold real tokens: not the prompt's padding, nor pads after a row's end."""
+    cur_len: Int[Array, ""]
+    """Columns in use, prompt included."""
+    token: Int[Array, " B"]
+    """The newest token of each row; not in the cache yet."""
+    done: Bool[Array, " B"]
+    """The row has ended."""
+    keys: Key[Array, " B"]
+    """One key a row; step t draws with fold_in(key, t), whatever the batch around the row."""
+    step: Int[Array, ""]
+    """New tokens so far."""
+    broken_at: Int[Array, " B"]
+    cache: Cache
+    scores: Float[Array, "N B V"] | None = None
+    """Processed scores of every step (`output_scores`)."""
+    logits: Float[Array, "N B V"] | None = None
+    """Raw logits of every step (`output_logits`)."""
 
+    def replace(self, **changes) -> State:
+        return dataclasses.replace(self, **changes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sample(Strategy[State]):
+    """The best token, or one drawn from the processed scores."""
+
+    sampling: bool = dataclasses.field(metadata={"static": True})
+    count: int = dataclasses.field(default=1, metadata={"static": True})
+    """Results a row: the prompt is prefilled once for all of them."""
+
+    @property
+    def samples(self) -> int:
+        return self.count
+
+    def init(self, model, prompt, read, settings, room):
+        logits = jnp.repeat(read.logits[:, 0], self.count, axis=0)
+        state = first_state(prompt, read.cache.repeat(self.count), self.count)
+        state = with_records(state, logits, settings, room)
+        return self.emit(state, logits, settings)
+
+    def step(self, model, state, settings):
+        live = ~state.done[:, None]
+        read = model.decode(state.token[:, None], live, state.cache)
+        return self.emit(state.replace(cache=read.cache), read.logits[:, 0], settings)
+
+    def emit(self, state: State, logits: Float[Array, "B V"], settings: Settings) -> State:
+        """From the logits of a step to its tokens."""
+        scores = settings.processors(state.sequences, logits, state.cur_len, mask=state.mask)
+        if self.sampling:
+            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
+            token = choose_sample(keys, scores)
+        else:
+            token = choose_greedy(scores)
+        return append(state, token, logits, scores, settings)
+
+    def alive(self, state, until):
+        return (state.cur_len < until) & ~state.done.all()
+
+    def finish(self, state, settings):
+        return Result(
+            sequences=state.sequences,
+            length=state.cur_len,
+            steps=state.step,
+            broken_at=state.broken_at,
+            scores=state.scores,
+            logits=state.logits,
+        )
+
+
+def first_state(prompt: Prompt, cache: Cache, samples: int) -> State:
+    """Before the first token, with each row `samples` times."""
+    batch = prompt.sequences.shape[0] * samples
+    return State(
+        sequences=jnp.repeat(prompt.sequences, samples, axis=0),
+        mask=jnp.repeat(prompt.mask, samples, axis=0),
+        cur_len=prompt.start_len,
+        token=jnp.zeros((batch,), jnp.int32),
+        done=jnp.zeros((batch,), bool),
+        keys=prompt.keys,
+        step=jnp.zeros((), jnp.int32),
+        broken_at=jnp.full((batch,), NEVER, jnp.int32),
+        cache=cache,
+    )
+
+
+def with_records(state: Any, logits: Float[Array, "B V"], settings: Settings, room: int) -> Any:
+    """The state with room for the scores and logits of every step, where they are kept."""
+    if settings.keep_scores:
+        state = state.replace(scores=jnp.zeros((room, *logits.shape), logits.dtype))
+    if settings.keep_logits:
+        state = state.replace(logits=jnp.zeros((room, *logits.shape), logits.dtype))
+    return state
+
+
+def record(kept: Float[Array, "N B V"] | None, values: Float[Array, "B V"], step: Int[Array, ""]):
+    """Writes this step into a record, where one is kept."""
+    if kept is None:
+        return None
+    return jax.lax.dynamic_update_slice_in_dim(kept, values[None], step, axis=0)
+
+
+def append(
+    state: State,
+    token: Int[Array, " B"],
+    logits: Float[Array, "B V"],
+    scores: Float[Array, "B V"],
+    settings: Settings,
+) -> State:
+    """Writes a token to each live row and a pad to the others, and notes which rows end."""
+    live = ~state.done
+    token = jnp.where(live, token, settings.pad)
+    broken_at = state.broken_at
+    if not settings.allow_nonfinite:
+        broken_at = note_broken(broken_at, state.step, live, logits, scores)
     return state.replace(
-        scores=_keep(state.scores, scores, state.step),
-        logits=_keep(state.logits, logits, state.step),
-        sequences=write(state.sequences, token),
-        mask=write(state.mask, ~state.done),
+        scores=record(state.scores, scores, state.step),
+        logits=record(state.logits, logits, state.step),
+        sequences=put_columns(state.sequences, token[:, None], state.cur_len),
+        mask=put_columns(state.mask, live[:, None], state.cur_len),
         cur_len=state.cur_len + 1,
         token=token,
         done=state.done | jnp.isin(token, settings.eos),
         step=state.step + 1,
-        broken_at=state.broken_at
-        if settings.allow_nonfinite
-        else note_broken(state, logits, scores),
+        broken_at=broken_at,
     )
-
-
-def _keep(record, values, step):
-    """Writes this step into a record, where one is kept."""
-    if record is None:
-        return None
-    return jax.lax.dynamic_update_slice_in_dim(record, values[None], step, axis=0)

@@ -8,18 +8,19 @@ know nothing of models beyond this; models know nothing of strategies.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Cache, View, look, look_cached
+from jaxllm.cache import Branches, Cache, View, look, look_cached
 from jaxllm.errors import InputError
 from jaxllm.models import inputs as check
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.losses import causal_loss
-from jaxllm.models.outputs import BaseOutput, CausalLMOutput
+from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.stack import Context, Stack, StackOutput
 
@@ -42,9 +43,15 @@ class Decoder(Protocol):
         *,
         fresh: bool = False,
         at: Int[Array, " B"] | None = None,
+        branches: Branches | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
         **prompt_inputs: Any,
-    ) -> tuple[Float[Array, "B T V"] | Float[Array, "B 1 V"], Cache]:
-        """Float32 logits of each new column, or of column `at` of each row only, and the cache."""
+    ) -> DecodeOutput:
+        """Logits of each new column, or of column `at` of each row only, and the cache.
+
+        The new columns follow each other, or with `branches` stand side by side.
+        """
         ...
 
 
@@ -283,10 +290,13 @@ class CausalLM(DecoderOnly):
         *,
         fresh: bool = False,
         at: Int[Array, " B"] | None = None,
+        branches: Branches | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
         inputs_embeds: Float[Array, "B T D"] | None = None,
         token_type_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T V"] | Float[Array, "B 1 V"], Cache]:
-        view, cache = look_cached(mask, cache, fresh=fresh)
+    ) -> DecodeOutput:
+        view, cache = look_cached(mask, cache, fresh=fresh, branches=branches)
         if token_type_ids is None and cache.token_type is not None:
             token_type_ids = jnp.broadcast_to(cache.token_type[:, None], mask.shape)
         elif token_type_ids is not None:
@@ -301,9 +311,24 @@ class CausalLM(DecoderOnly):
             memory=cache.cross,
             memory_mask=cache.cross_mask,
             fresh=fresh,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
-        x = out.x if at is None else take_column(out.x, at)
-        return self.logits(x), cache.replace(layers=out.layers)
+        return decoded(out, self.logits, cache, at)
+
+
+def decoded(
+    out: StackOutput, logits: Callable[[Array], Array], cache: Cache, at: Int[Array, " B"] | None
+) -> DecodeOutput:
+    """The output of `decode` from that of the decoder's stack."""
+    return DecodeOutput(
+        logits=logits(out.x if at is None else take_column(out.x, at)),
+        cache=cache.replace(layers=out.layers),
+        last_hidden_state=out.x,
+        hidden_states=out.hidden_states,
+        attentions=out.attentions,
+        cross_attentions=out.cross_attentions,
+    )
 
 
 def take_column(x: Float[Array, "B T D"], at: Int[Array, " B"]) -> Float[Array, "B 1 D"]:

@@ -24,6 +24,24 @@ class BaseOutput:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeOutput:
+    """What a strategy of generation gets to see of new columns."""
+
+    logits: Float[Array, "B T V"] | Float[Array, "B 1 V"]
+    """Float32; of every new column, or of the one that was asked for."""
+    cache: Cache
+    last_hidden_state: Float[Array, "B T D"]
+    """After the final norm; of every new column."""
+    hidden_states: Layers = None
+    attentions: Layers = None
+    cross_attentions: Layers = None
+
+    def replace(self, **changes) -> DecodeOutput:
+        return dataclasses.replace(self, **changes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLMOutput:
     """`logits` are float32. `loss` is the mean over the labels that are not -100."""
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Cache, look, look_cached
+from jaxllm.cache import Branches, Cache, look, look_cached
 from jaxllm.errors import ConfigError, InputError
 from jaxllm.models import inputs as check
-from jaxllm.models.base import take_column
+from jaxllm.models.base import decoded
 from jaxllm.models.inputs import IGNORED
 from jaxllm.models.losses import token_loss
 from jaxllm.models.options import FLOAT32, Options
-from jaxllm.models.outputs import BaseOutput, Seq2SeqLMOutput
+from jaxllm.models.outputs import BaseOutput, DecodeOutput, Seq2SeqLMOutput
 from jaxllm.models.t5_config import T5Config
 from jaxllm.models.t5_stack import make_stack
 from jaxllm.nn.linear import Embedding, Linear
@@ -280,8 +280,11 @@ class T5ForConditionalGeneration(T5Encoder):
         *,
         fresh: bool = False,
         at: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B T V"] | Float[Array, "B 1 V"], Cache]:
-        view, cache = look_cached(mask, cache, fresh=fresh)
+        branches: Branches | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> DecodeOutput:
+        view, cache = look_cached(mask, cache, fresh=fresh, branches=branches)
         assert cache.cross_mask is not None
         out = self.decoder(
             self.shared(tokens),
@@ -289,6 +292,7 @@ class T5ForConditionalGeneration(T5Encoder):
             layers=cache.layers,
             memory=cache.cross,
             fresh=fresh,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
-        x = out.x if at is None else take_column(out.x, at)
-        return self.logits(x), cache.replace(layers=out.layers)
+        return decoded(out, self.logits, cache, at)

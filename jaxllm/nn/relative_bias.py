@@ -58,13 +58,14 @@ class RelativeBias(nnx.Module):
         self.bidirectional = bidirectional
 
     def __call__(
-        self, query_slots: Int[Array, " T"], key_slots: Int[Array, " S"]
-    ) -> Float[Array, "1 N T S"]:
-        distance = key_slots[None, :] - query_slots[:, None]
+        self, query_slots: Int[Array, " T"] | Int[Array, "B T"], key_slots: Int[Array, " S"]
+    ) -> Float[Array, "#B N T S"]:
+        query_slots = query_slots.reshape(-1, query_slots.shape[-1])
+        distance = key_slots - query_slots[..., None]
         num_buckets = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         table = jnp.asarray(buckets_by_distance(num_buckets, self.max_distance))
         back = jnp.abs(distance) if self.bidirectional else jnp.maximum(-distance, 0)
         bucket = table[jnp.minimum(back, self.max_distance)]
         if self.bidirectional:
             bucket = bucket + jnp.where(distance > 0, num_buckets, 0)
-        return self.table(bucket).transpose(2, 0, 1)[None]
+        return self.table(bucket).transpose(0, 3, 1, 2)

@@ -23,7 +23,7 @@ class Context:
     view: View
     rotary: tuple[Array, Array] | None = None
     """Cosines and sines [B, T, 1, H]."""
-    bias: Float[Array, "1 N T S"] | None = None
+    bias: Float[Array, "#B N T S"] | None = None
     """Added to the self-attention scores."""
     memory_visible: Bool[Array, "B 1 1 E"] | None = None
     """Which columns of the encoder's output cross-attention may see; there where `memory` is."""
@@ -90,7 +90,7 @@ class Block(nnx.Module):
         kv = used = None
         if cache is not None and context.view.write_at is not None:
             cache = kv = cache.write(k, v, context.view.write_at)
-            used = context.view.write_at + x.shape[1]
+            used = jnp.max(context.view.write_at) + x.shape[1]
         if kv is None or fresh:  # nothing older to see than what this call brings
             kv, used = KV.of(k, v), None
         y, weights = self.attn(

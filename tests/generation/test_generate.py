@@ -207,7 +207,7 @@ def test_cache_is_donated_and_updated_in_place(name):
     state = start(bare, call, prefill_program)
     before = state.cache.layers[0].k
     address = before.unsafe_buffer_pointer()
-    after = decode_program(bare, state, call.settings, np.int32(call.until))
+    after = decode_program(call.strategy, bare, state, call.settings, np.int32(call.until))
     assert before.is_deleted()
     assert after.cache.layers[0].k.unsafe_buffer_pointer() == address
     assert not jax.tree.leaves(bare)[0].is_deleted()
@@ -220,7 +220,9 @@ def test_the_compiled_loop_copies_no_cache(name, batch):
     _, ids, mask = prompts(name, (7, 3, 5)[:batch])
     call = prepare_call(model(name), ids, mask, None, 0, {"max_new_tokens": 80, "do_sample": True})
     state = start(bare, call, prefill_program)
-    compiled = decode_program.lower(bare, state, call.settings, np.int32(call.until)).compile()
+    compiled = decode_program.lower(
+        call.strategy, bare, state, call.settings, np.int32(call.until)
+    ).compile()
     cache_size = state.cache.layers[0].k.size
     copies = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", compiled.as_text())
     sizes = [int(np.prod([int(d) for d in dims.split(",")])) for dims in copies]

@@ -60,8 +60,9 @@ def test_decode(family, fresh):
     for columns in CHUNKS:
         real = MASK[:, columns]
         first = fresh and columns.start == 0
-        logits, cache = decode(jnp.asarray(ids[:, columns]), real, cache, fresh=first)
-        np.testing.assert_allclose(logits[real], whole[:, columns][real], atol=2e-5)
+        read = decode(jnp.asarray(ids[:, columns]), real, cache, fresh=first)
+        cache = read.cache
+        np.testing.assert_allclose(read.logits[real], whole[:, columns][real], atol=2e-5)
 
 
 def test_gpt2_positions_end_with_the_cache_too():
@@ -79,9 +80,9 @@ def test_cross_attention_and_token_types_stay_in_the_cache():
     whole = model(ids, token_type_ids=types, encoder_hidden_states=states).logits
     cache = model.start(len(ids), 8, encoder_hidden_states=states)
     mask = jnp.ones((len(ids), 4), bool)
-    logits, cache = model.decode(
+    read = model.decode(
         jnp.asarray(ids[:, :4]), mask, cache, token_type_ids=jnp.asarray(types[:, :4])
     )
-    np.testing.assert_allclose(logits, whole[:, :4], atol=1e-4)
-    logits, _ = model.decode(jnp.asarray(ids[:, 4:]), mask[:, :2], cache)
-    np.testing.assert_allclose(logits, whole[:, 4:], atol=1e-4)
+    np.testing.assert_allclose(read.logits, whole[:, :4], atol=1e-4)
+    read = model.decode(jnp.asarray(ids[:, 4:]), mask[:, :2], read.cache)
+    np.testing.assert_allclose(read.logits, whole[:, 4:], atol=1e-4)

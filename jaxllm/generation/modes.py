@@ -1,0 +1,43 @@
+"""From generation settings to the strategy that they ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxllm.generation.config import GenerationConfig, generation_mode
+from jaxllm.generation.sample import Sample
+from jaxllm.generation.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is known on the host when the strategy is chosen."""
+
+    model: Any
+    config: GenerationConfig
+    eos: tuple[int, ...]
+    batch: int
+    start_len: int
+    """Columns of the prompt, padding included."""
+    until: int
+    """`max_length`."""
+    arguments: Mapping[str, Any]
+    """Arguments of generate() that a strategy reads, such as `assistant_model`."""
+
+
+def _sample(call: Call) -> Strategy[Any]:
+    config = call.config
+    return Sample(sampling=bool(config.do_sample), count=config.num_return_sequences)
+
+
+MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
+    "greedy_search": _sample,
+    "sample": _sample,
+}
+
+
+def choose_strategy(call: Call) -> Strategy[Any]:
+    """The strategy of a call, by the rule of transformers (`generation_mode`)."""
+    return MODES[generation_mode(call.config, call.arguments.get("assistant_model"))](call)

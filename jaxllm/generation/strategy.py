@@ -1,0 +1,145 @@
+"""What every strategy of generation is: a start, a step and an end over one driver (`loop`).
+
+A strategy is a frozen dataclass and a pytree. What shapes its program (the number of beams) is
+static; its numbers (a length penalty) are leaves, so that another number compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.models.outputs import DecodeOutput
+
+NEVER = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """The arrays of one call, in buckets."""
+
+    inputs: dict[str, Any]
+    """What `model.decode` takes: `tokens` [B, T] or `inputs_embeds` [B, T, D], `mask` [B, T],
+    `token_type_ids` [B, T]."""
+    encoder: dict[str, Any]
+    """What `model.start` takes."""
+    sequences: Int[Array, "B L"]
+    """The buffer that the result grows in: the prompt, then pads."""
+    mask: Bool[Array, "B L"]
+    """Which columns of `sequences` hold real tokens."""
+    start_len: Int[Array, ""]
+    """Columns of `sequences` that the prompt fills."""
+    columns: Int[Array, ""]
+    """Columns of the prompt that are not bucket padding; new tokens overwrite that. More than
+    `start_len` with embeddings alone."""
+    at: Int[Array, " B"]
+    """The column that holds each row's last real token."""
+    keys: Key[Array, " Bn"]
+    """A key for each sample of each row."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all strategies read, all traced: another EOS set or length compiles nothing."""
+
+    processors: LogitsProcessorList
+    eos: Int[Array, " E"]
+    """End tokens, filled up with -1, which no token equals."""
+    pad: Int[Array, ""]
+    """What finished rows emit."""
+    max_length: Int[Array, ""]
+    """Columns of the longest result."""
+    allow_nonfinite: bool = dataclasses.field(metadata={"static": True})
+    """`remove_invalid_values`: NaN and infinite logits are mended, not reported."""
+    keep_scores: bool = dataclasses.field(default=False, metadata={"static": True})
+    keep_logits: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a strategy ends with; R rows are returned."""
+
+    sequences: Int[Array, "R L"]
+    length: Int[Array, ""]
+    """Columns of the longest row."""
+    steps: Int[Array, ""]
+    """Entries in the records below."""
+    broken_at: Int[Array, " B"]
+    """The first step at which a live row had no finite logits or no token left, or -1."""
+    over: Bool[Array, ""] | None = None
+    """Nothing is left to do. Set by the driver."""
+    scores: Float[Array, "N Bn V"] | None = None
+    logits: Float[Array, "N Bn V"] | None = None
+    sequences_scores: Float[Array, " R"] | None = None
+    beam_indices: Int[Array, "R N"] | None = None
+
+
+S = TypeVar("S")
+
+
+class Strategy(Generic[S]):
+    """One way of choosing tokens. S is the state that its loop carries; `cur_len`, `done`,
+    `sequences`, `step`, `broken_at` and `cache` are in every state."""
+
+    streams: ClassVar[bool] = True
+    """Tokens once chosen stay."""
+    prefill_options: ClassVar[Mapping[str, Any]] = {}
+    """More arguments of `model.decode` for the prompt."""
+
+    @property
+    def samples(self) -> int:
+        """Random keys a row."""
+        return 1
+
+    def slots(self, new: int) -> int:
+        """Cache slots that `new` tokens take."""
+        return new
+
+    def init(
+        self, model: Any, prompt: Prompt, read: DecodeOutput, settings: Settings, room: int
+    ) -> S:
+        """The state after the first token, from what the model read of the prompt.
+
+        Args:
+            read: logits of each row's last real column [B, 1, V], the filled cache, and the hidden
+                states of all columns.
+            room: most new tokens, a bucket.
+        """
+        raise NotImplementedError
+
+    def step(self, model: Any, state: S, settings: Settings) -> S:
+        """One more token for every live row."""
+        raise NotImplementedError
+
+    def alive(self, state: S, until: Int[Array, ""]) -> Bool[Array, ""]:
+        """Whether to go on: some row is, and has fewer than `until` columns."""
+        raise NotImplementedError
+
+    def finish(self, state: S, settings: Settings) -> Result:
+        """The rows to return."""
+        raise NotImplementedError
+
+
+def note_broken(
+    broken_at: Int[Array, " B"],
+    step: Int[Array, ""],
+    live: Bool[Array, " B"],
+    logits: Float[Array, "B V"],
+    scores: Float[Array, "B V"],
+) -> Int[Array, " B"]:
+    """`broken_at` after a look at this step: NaN or infinite logits, or every token forbidden.
+
+    A -inf among the logits is no fault (a head may mask); nothing but -inf is.
+    """
+    best = jnp.max(scores, axis=-1)
+    fault = ~jnp.isfinite(jnp.max(logits, axis=-1)) | jnp.isnan(best) | (best == -jnp.inf)
+    return jnp.where(fault & live & (broken_at == NEVER), step, broken_at)
