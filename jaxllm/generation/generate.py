@@ -70,6 +70,11 @@ class GenerateOutput:
     """With `output_scores`: the processed scores of each step, float32."""
     logits: tuple[Float[Array, "Bn V"], ...] | None = None
     """With `output_logits`: the raw logits of each step, float32."""
+    sequences_scores: Float[Array, " Bn"] | None = None
+    """Of beams: the score of each text, its length penalty included."""
+    beam_indices: Int[Array, "Bn N"] | None = None
+    """Of beams: for each new token the beam, counted over the whole batch, that it was chosen
+    from; -1 after the end."""
 
 
 def generate(
@@ -107,15 +112,16 @@ def generate(
     """
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     bare, strategy, settings = without_notes(model), request.strategy, request.settings
+    start_len = request.start_len
     if request.traced:
         state = start(bare, request, prefill)
         state = decode(strategy, bare, state, settings, jnp.int32(request.until))
         result = finish(strategy, state, settings)
-        return output(result, request.until, request.until - request.start_len)
+        return output(result, start_len, request.until, request.until - start_len)
     state = start(bare, request, prefill_program)
     state = decode_program(strategy, bare, state, settings, np.int32(request.until))
     result = on_host(finish_program(strategy, state, settings))
-    return output(result, int(result.length), int(result.steps))
+    return output(result, start_len, int(result.length), int(result.steps))
 
 
 def stream(
@@ -138,6 +144,8 @@ def stream(
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     if request.traced:
         raise InputError("stream: runs on the host, outside jax.jit; use generate inside")
+    if not request.strategy.streams:
+        raise UnsupportedError("stream: beams change their minds; a token is final at the end only")
     for name, kept in (
         ("output_scores", request.settings.keep_scores),
         ("output_logits", request.settings.keep_logits),
@@ -205,12 +213,16 @@ def without_notes(model: Any) -> Any:
     return bare
 
 
-def output(result: Result, length: int, steps: int) -> GenerateOutput:
+def output(result: Result, start_len: int, length: int, steps: int) -> GenerateOutput:
     """The output for the user, cut to the longest row."""
     return GenerateOutput(
         sequences=result.sequences[:, :length],
         scores=None if result.scores is None else tuple(result.scores[:steps]),
         logits=None if result.logits is None else tuple(result.logits[:steps]),
+        sequences_scores=result.sequences_scores,
+        beam_indices=None
+        if result.beam_indices is None
+        else result.beam_indices[:, : length - start_len],
     )
 
 

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxllm.generation.beam import BeamSearch
 from jaxllm.generation.config import GenerationConfig, generation_mode
 from jaxllm.generation.sample import Sample
 from jaxllm.generation.strategy import Strategy
+from jaxllm.generation.values import float_leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +34,24 @@ def _sample(call: Call) -> Strategy[Any]:
     return Sample(sampling=bool(config.do_sample), count=config.num_return_sequences)
 
 
+def _beam_search(call: Call) -> Strategy[Any]:
+    config = call.config
+    return BeamSearch(
+        length_penalty=float_leaf(
+            "generate()", "length_penalty", config.length_penalty, "(-inf, inf)"
+        ),
+        beams=config.num_beams,
+        returns=config.num_return_sequences,
+        early_stopping=config.early_stopping,
+        sampling=bool(config.do_sample),
+    )
+
+
 MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
     "greedy_search": _sample,
     "sample": _sample,
+    "beam_search": _beam_search,
+    "beam_sample": _beam_search,
 }
 
 
