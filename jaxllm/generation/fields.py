@@ -184,7 +184,7 @@ FIELDS: Mapping[str, Field] = {
     # Mode
     "do_sample": Field(False, boolean, "sample instead of taking the best token", UNSET),
     "num_beams": Field(1, integer(1), "beam search above 1", UNSET),
-    "num_beam_groups": Field(1, integer(1), "diverse beam search above 1", UNSET, only=(1,)),
+    "num_beam_groups": Field(1, integer(1), "diverse beam search above 1", UNSET),
     "diversity_penalty": Field(0.0, number("[0, inf)"), "between groups", 0.0, "num_beam_groups"),
     "penalty_alpha": Field(None, number("[0, 1]"), "contrastive search", only=(None, 0.0)),
     "dola_layers": Field(None, anything, "DoLa decoding", only=(None,)),

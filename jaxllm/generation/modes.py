@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation.beam import BeamSearch
 from jaxllm.generation.config import GenerationConfig, generation_mode
+from jaxllm.generation.group_beam import GroupBeamSearch
 from jaxllm.generation.sample import Sample
 from jaxllm.generation.strategy import Strategy
-from jaxllm.generation.values import float_leaf
+from jaxllm.generation.values import float_leaf, is_traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +36,31 @@ def _sample(call: Call) -> Strategy[Any]:
     return Sample(sampling=bool(config.do_sample), count=config.num_return_sequences)
 
 
-def _beam_search(call: Call) -> Strategy[Any]:
+def _beams(call: Call) -> dict[str, Any]:
     config = call.config
-    return BeamSearch(
-        length_penalty=float_leaf(
-            "generate()", "length_penalty", config.length_penalty, "(-inf, inf)"
-        ),
-        beams=config.num_beams,
-        returns=config.num_return_sequences,
-        early_stopping=config.early_stopping,
-        sampling=bool(config.do_sample),
-    )
+    penalty = float_leaf("generate()", "length_penalty", config.length_penalty, "(-inf, inf)")
+    return {
+        "length_penalty": penalty,
+        "beams": config.num_beams,
+        "returns": config.num_return_sequences,
+        "early_stopping": config.early_stopping,
+    }
+
+
+def _beam_search(call: Call) -> Strategy[Any]:
+    return BeamSearch(**_beams(call), sampling=bool(call.config.do_sample))
+
+
+def _group_beam_search(call: Call) -> Strategy[Any]:
+    config = call.config
+    beams, groups = config.num_beams, config.num_beam_groups
+    if beams % groups:
+        raise InputError(f"num_beam_groups: {groups} groups do not divide num_beams, {beams}")
+    if config.do_sample:
+        raise UnsupportedError("num_beam_groups: diverse beam search does not sample")
+    if not is_traced(config.diversity_penalty) and config.diversity_penalty == 0:
+        raise InputError("diversity_penalty: must be above 0, or all groups find the same texts")
+    return GroupBeamSearch(**_beams(call), groups=groups)
 
 
 MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
@@ -52,6 +68,7 @@ MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
     "sample": _sample,
     "beam_search": _beam_search,
     "beam_sample": _beam_search,
+    "group_beam_search": _group_beam_search,
 }
 
 

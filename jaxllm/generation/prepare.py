@@ -43,6 +43,7 @@ STATIC = (
     *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample", "num_beams"),
+    *("num_beam_groups",),
 )
 MOST_COLUMNS = 2**20
 

@@ -23,7 +23,11 @@ from hypothesis import strategies as st
 import jaxllm
 from jaxllm.errors import InputError, UnsupportedError
 
-BEAMS = [case for case in cases().values() if case["mode"] == "beam" and "prefix_rule" not in case]
+BEAMS = [
+    case
+    for case in cases().values()
+    if case["mode"] in ("beam", "group_beam") and "prefix_rule" not in case
+]
 
 
 @pytest.mark.parametrize("case", BEAMS, ids=lambda case: case["id"])

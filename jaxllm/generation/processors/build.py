@@ -27,6 +27,7 @@ from jaxllm.generation.processors.ngrams import (
 )
 from jaxllm.generation.processors.penalties import (
     EncoderRepetitionPenaltyLogitsProcessor,
+    HammingDiversityLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 from jaxllm.generation.processors.tokens import (
@@ -115,6 +116,9 @@ def _on_tokens(
     found: list[LogitsProcessor] = []
     if _wanted(config, "sequence_bias"):
         found.append(SequenceBiasLogitsProcessor(config.sequence_bias))
+    if config.num_beam_groups > 1:
+        groups = (config.num_beams, config.num_beam_groups)
+        found.append(HammingDiversityLogitsProcessor(config.diversity_penalty, *groups))
     if _wanted(config, "encoder_repetition_penalty"):
         encoder = _needed(inputs, "encoder_repetition_penalty")
         penalty = config.encoder_repetition_penalty
