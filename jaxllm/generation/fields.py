@@ -188,8 +188,8 @@ FIELDS: Mapping[str, Field] = {
     "diversity_penalty": Field(0.0, number("[0, inf)"), "between groups", 0.0, "num_beam_groups"),
     "penalty_alpha": Field(None, number("[0, 1]"), "contrastive search", only=(None, 0.0)),
     "dola_layers": Field(None, anything, "DoLa decoding", only=(None,)),
-    "constraints": Field(None, anything, "constrained beam search", only=(None,)),
-    "force_words_ids": Field(None, anything, "constrained beam search", only=(None,)),
+    "constraints": Field(None, anything, "constrained beam search"),
+    "force_words_ids": Field(None, anything, "phrases that must occur"),
     "num_return_sequences": Field(1, integer(1), "results per prompt", UNSET),
     "use_mtp": Field(None, boolean, "multi-token prediction", only=(None, False)),
     # Cache and execution

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxllm.generation.beams import Beams, BeamState, candidates, note_choice, note_step
-from jaxllm.generation.hypotheses import WORST, Hypotheses, penalised, take
+from jaxllm.generation.hypotheses import WORST, Hypotheses, full_pool_is_final, penalised, take
 from jaxllm.generation.strategy import Settings
 
 
@@ -114,22 +114,16 @@ class GroupBeamSearch(Beams[GroupBeamState]):
             parents=beam + group * self.size,
             tokens=token,
             scores=scores,
-            done=state.done[:, group] | self.is_over(finished, found.value[:, 0], state, settings),
+            done=state.done[:, group]
+            | full_pool_is_final(
+                finished,
+                found.value[:, 0],
+                length,
+                settings.max_length - state.start_len,
+                self.length_penalty,
+                self.early_stopping,
+            ),
         )
-
-    def is_over(
-        self, pool: Hypotheses, best: Float[Array, " B"], state: GroupBeamState, settings: Settings
-    ) -> Bool[Array, " B"]:
-        """Whether a full pool can no longer be improved by a candidate as good as the best."""
-        worst = pool.scores[:, -1]
-        full = worst > WORST
-        if self.early_stopping is True:
-            return full
-        length = state.cur_len + 1 - state.start_len
-        if self.early_stopping == "never":
-            most = settings.max_length - state.start_len
-            length = jnp.where(self.length_penalty > 0, most, length)
-        return full & (worst >= penalised(best, length, self.length_penalty))
 
     def open_rows(self, state):
         return ~state.done.all(axis=1)

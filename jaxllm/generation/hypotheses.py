@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.generation.strategy import Prompt
 
@@ -80,6 +80,30 @@ def penalised(
 ) -> Float[Array, " *any"]:
     """Sums of log-probabilities divided by the number of new tokens to a power."""
     return scores / new_tokens.astype(jnp.float32) ** length_penalty
+
+
+def full_pool_is_final(
+    pool: Hypotheses,
+    best: Float[Array, " B"],
+    length: Int[Array, ""],
+    longest: Int[Array, ""],
+    length_penalty: Float[Array, ""],
+    early_stopping: bool | str,
+) -> Bool[Array, " B"]:
+    """Whether a full pool can no longer be improved, as transformers' BeamHypotheses decides it.
+
+    Args:
+        best: the sum of log-probabilities of the best candidate of this step.
+        length: new tokens that it has.
+        longest: most new tokens.
+    """
+    worst = pool.scores[:, -1]
+    full = worst > WORST
+    if early_stopping is True:
+        return full
+    if early_stopping == "never":
+        length = jnp.where(length_penalty > 0, longest, length)
+    return full & (worst >= penalised(best, length, length_penalty))
 
 
 def result_length(origin: Int[Array, "B N T"], start_len: Int[Array, ""]) -> Int[Array, ""]:

@@ -9,6 +9,13 @@ from typing import Any
 from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation.beam import BeamSearch
 from jaxllm.generation.config import GenerationConfig, generation_mode
+from jaxllm.generation.constrained_beam import ConstrainedBeamSearch
+from jaxllm.generation.constraints import (
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+    Tries,
+    force_words,
+)
 from jaxllm.generation.group_beam import GroupBeamSearch
 from jaxllm.generation.sample import Sample
 from jaxllm.generation.strategy import Strategy
@@ -63,12 +70,43 @@ def _group_beam_search(call: Call) -> Strategy[Any]:
     return GroupBeamSearch(**_beams(call), groups=groups)
 
 
+def _constrained_beam_search(call: Call) -> Strategy[Any]:
+    config = call.config
+    if config.num_beams == 1:
+        raise InputError("force_words_ids: constraints need beams; set num_beams above 1")
+    for name, wrong in (
+        ("do_sample", config.do_sample),
+        ("num_beam_groups", config.num_beam_groups > 1),
+    ):
+        if wrong:
+            raise UnsupportedError(f"{name}: not together with constraints")
+    given = config.constraints or ()
+    for constraint in given:
+        if not isinstance(constraint, PhrasalConstraint | DisjunctiveConstraint):
+            raise InputError(
+                f"`constraints` must hold PhrasalConstraint or DisjunctiveConstraint, but holds "
+                f"{constraint!r}"
+            )
+    forced = () if config.force_words_ids is None else force_words(config.force_words_ids)
+    constraints = (*given, *forced)
+    if not constraints:
+        raise InputError("`constraints` is empty; give None for a search without them")
+    vocabulary = call.model.config.vocab_size
+    for token in (t for constraint in constraints for word in constraint.words for t in word):
+        if token >= vocabulary:
+            raise InputError(
+                f"`force_words_ids` names token {token}, but the vocabulary has {vocabulary} tokens"
+            )
+    return ConstrainedBeamSearch(**_beams(call), tries=Tries.of(constraints))
+
+
 MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
     "greedy_search": _sample,
     "sample": _sample,
     "beam_search": _beam_search,
     "beam_sample": _beam_search,
     "group_beam_search": _group_beam_search,
+    "constrained_beam_search": _constrained_beam_search,
 }
 
 

@@ -26,7 +26,7 @@ from jaxllm.errors import InputError, UnsupportedError
 BEAMS = [
     case
     for case in cases().values()
-    if case["mode"] in ("beam", "group_beam") and "prefix_rule" not in case
+    if case["mode"] in ("beam", "group_beam", "constrained") and "prefix_rule" not in case
 ]
 
 
