@@ -11,6 +11,7 @@ from jaxllm.generation.processors.bias import (
     NoBadWordsLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
+from jaxllm.generation.processors.host import HostLogitsProcessor
 from jaxllm.generation.processors.lengths import (
     ExponentialDecayLengthPenalty,
     MinLengthLogitsProcessor,
@@ -53,6 +54,7 @@ __all__ = [
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",
     "HammingDiversityLogitsProcessor",
+    "HostLogitsProcessor",
     "InfNanRemoveLogitsProcessor",
     "LogitNormalization",
     "LogitsProcessor",
