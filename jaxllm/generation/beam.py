@@ -10,7 +10,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from jaxllm.generation.beams import (
     Beams,
@@ -61,7 +61,8 @@ class BeamSearch(Beams[BeamSearchState]):
         total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]
         found = candidates(total, state, settings, sampling=self.sampling)
         full = state.cur_len + 1 >= settings.max_length
-        found = dataclasses.replace(found, ends=found.ends | full)
+        stopped = self.stopped(state, found, scores, settings)
+        found = dataclasses.replace(found, ends=found.ends | full | stopped)
 
         open_scores = found.value + jnp.where(found.ends | found.spare, WORST, 0.0)
         open_scores, best = jax.lax.top_k(open_scores, beams)
@@ -73,6 +74,29 @@ class BeamSearch(Beams[BeamSearchState]):
         state = note_choice(state, running, parents, finished=finished, is_finished=is_finished)
         stuck = (found.ends | found.spare).all(axis=1)
         return state.replace(hopeful=state.hopeful & self.can_improve(state, settings) & ~stuck)
+
+    def stopped(
+        self,
+        state: BeamSearchState,
+        found: Candidates,
+        scores: Float[Array, "BN V"],
+        settings: Settings,
+    ) -> Bool[Array, "B K"] | bool:
+        """Which candidates the stopping criteria end; each is a text of its own."""
+        if not settings.stops:
+            return False
+        batch, count = found.token.shape
+        grown = state.running.extend(
+            found.beam, found.token, found.value, state.cur_len, state.step
+        )
+        column = jnp.arange(state.mask.shape[1]) == state.cur_len
+        rows = jnp.arange(batch)[:, None] * self.beams + found.beam
+        return settings.stops(
+            grown.sequences.reshape(batch * count, -1),
+            scores[rows.reshape(-1)],
+            state.cur_len + 1,
+            mask=jnp.repeat(state.mask | column, count, axis=0),
+        ).reshape(batch, count)
 
     def pool(self, state: BeamSearchState, found: Candidates):
         """The pool after the texts that ended now; only the N best candidates may enter."""

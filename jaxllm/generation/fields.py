@@ -179,8 +179,8 @@ FIELDS: Mapping[str, Field] = {
     "early_stopping": Field(
         False, choice(True, False, "never"), "when beam search stops", UNSET, needs="num_beams"
     ),
-    "max_time": Field(None, number("(0, inf)"), "seconds", only=(None,)),
-    "stop_strings": Field(None, strings, "texts that end a row", only=(None,)),
+    "max_time": Field(None, number("(0, inf)"), "seconds, looked at after each token"),
+    "stop_strings": Field(None, strings, "texts that end a row; needs tokenizer="),
     # Mode
     "do_sample": Field(False, boolean, "sample instead of taking the best token", UNSET),
     "num_beams": Field(1, integer(1), "beam search above 1", UNSET),
@@ -231,7 +231,7 @@ FIELDS: Mapping[str, Field] = {
     "exponential_decay_length_penalty": Field(None, decay, "(start, factor) on end tokens"),
     "suppress_tokens": Field(None, token_ids, "forbidden tokens"),
     "begin_suppress_tokens": Field(None, token_ids, "forbidden as the first new token"),
-    "token_healing": Field(False, boolean, "mends the prompt's tail", False, only=(False,)),
+    "token_healing": Field(False, boolean, "mends the prompt's tail; needs tokenizer=", False),
     "guidance_scale": Field(
         None, number("(-inf, inf)"), "classifier-free guidance", only=(None, 1.0)
     ),

@@ -54,12 +54,26 @@ def _beams(call: Call) -> dict[str, Any]:
     }
 
 
+def _check_plain_end(call: Call) -> None:
+    for name, value in (
+        ("stop_strings", call.config.stop_strings),
+        ("max_time", call.config.max_time),
+        ("stopping_criteria", call.arguments.get("stopping_criteria")),
+    ):
+        if value is not None:
+            raise UnsupportedError(
+                f"{name}: groups and constraints end by end tokens and lengths only (transformers "
+                "looks at other criteria just when all beams meet them)"
+            )
+
+
 def _beam_search(call: Call) -> Strategy[Any]:
     return BeamSearch(**_beams(call), sampling=bool(call.config.do_sample))
 
 
 def _group_beam_search(call: Call) -> Strategy[Any]:
     config = call.config
+    _check_plain_end(call)
     beams, groups = config.num_beams, config.num_beam_groups
     if beams % groups:
         raise InputError(f"num_beam_groups: {groups} groups do not divide num_beams, {beams}")
@@ -80,6 +94,7 @@ def _constrained_beam_search(call: Call) -> Strategy[Any]:
     ):
         if wrong:
             raise UnsupportedError(f"{name}: not together with constraints")
+    _check_plain_end(call)
     given = config.constraints or ()
     for constraint in given:
         if not isinstance(constraint, PhrasalConstraint | DisjunctiveConstraint):

@@ -333,7 +333,6 @@ def test_bad_input_is_named(inputs, match):
     [
         {"num_beam_groups": 2},
         {"assistant_model": object()},
-        {"stop_strings": "a"},
         {"use_cache": False},
     ],
 )
