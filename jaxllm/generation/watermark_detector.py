@@ -121,7 +121,8 @@ class WatermarkDetector:
         self_hashed = self.processor.seeding_scheme == "selfhash"
         size = width if self_hashed else width + 1
         windows = np.lib.stride_tricks.sliding_window_view(ids, size, axis=1)
-        whole = np.lib.stride_tricks.sliding_window_view(mask, size, axis=1).all(-1)
+        real = np.lib.stride_tricks.sliding_window_view(mask, size, axis=1)
+        whole = np.logical_and.reduce(real, axis=-1)
         ngrams, place = np.unique(windows.reshape(-1, size), axis=0, return_inverse=True)
         place = place.reshape(whole.shape)
         padded = np.zeros((bucket(len(ngrams), _SMALLEST_BUCKET), size), np.int32)

@@ -58,7 +58,8 @@ def test_int64_is_exact():
     assert as_ints(x.plus(y)) == [signed(i + j) for i, j in zip(a, b, strict=True)]
     assert as_ints(x.times(y)) == [signed(i * j) for i, j in zip(a, b, strict=True)]
     assert x.less(y).tolist() == [i < j for i, j in zip(a, b, strict=True)]
-    assert x.equals(x).all() and x.equals(y).tolist() == [i == j for i, j in zip(a, b, strict=True)]
+    assert x.equals(x).all()
+    assert x.equals(y).tolist() == [i == j for i, j in zip(a, b, strict=True)]
     for divisor in (1, 2, 3, 1000, 65536, 2**24, 2**24 - 3):
         assert x.modulo(divisor).tolist() == [i % divisor for i in a]
     assert as_ints(smallest(x.map(lambda half: half[None]))) == [min(a)]
@@ -162,8 +163,9 @@ def test_what_generate_marks_the_detector_finds(model):
     assert not other(generated(model, marker, 1)).any()
 
 
-@pytest.mark.parametrize("name", CASES["synthid"])
-@pytest.mark.parametrize("given", ["init", "call"])
+@pytest.mark.parametrize(
+    ("name", "given"), [*((name, "call") for name in CASES["synthid"]), ("synthid", "init")]
+)
 def test_synthid_is_that_of_transformers(name, given):
     case = CASES["synthid"][name]
     known = {"prompt_len": case["prompt"]}

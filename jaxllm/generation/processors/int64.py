@@ -22,8 +22,8 @@ class Int64(NamedTuple):
     """Arrays of 64-bit integers; the two halves broadcast as one array does.
 
     >>> product = Int64.of_ints([2**40 + 5]).times(Int64.of_ints([3 - 2**63]))
-    >>> product.hi, product.lo
-    (Array([2147484416], dtype=uint32), Array([15], dtype=uint32))
+    >>> product.hi.tolist(), product.lo.tolist()
+    ([2147484416], [15])
     """
 
     hi: UInt32[Array, " ..."]

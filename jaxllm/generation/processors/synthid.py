@@ -24,6 +24,7 @@ from jaxllm.generation.processors.base import (
     store,
 )
 from jaxllm.generation.processors.int64 import Int64
+from jaxllm.generation.processors.prompt import prompt_length
 from jaxllm.generation.processors.torch_random import random_bits
 from jaxllm.generation.values import int_leaf, is_integer
 
@@ -129,12 +130,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         Raises:
             InputError: Neither the call nor the processor knows ``prompt_len``.
         """
-        start = self.prompt_len if prompt_len is None else prompt_len
-        if start is None:
-            raise InputError(
-                f"{type(self).__name__}: needs `prompt_len`, the number of columns of the prompt: "
-                "give it to the processor when it is made"
-            )
+        start = prompt_length(self, prompt_len)
         history = History.of(input_ids, cur_len)
         scores = jnp.asarray(scores, jnp.float32)
         if self.debug_mode:
