@@ -16,7 +16,7 @@ import pytest
 import jaxllm
 from jaxllm.checkpoint.gguf import GGUFFile
 from jaxllm.errors import InputError, UnsupportedError
-from jaxllm.generation import grammar
+from jaxllm.generation import grammar, grammar_matching
 from jaxllm.generation.processors.host_errors import reraised
 from jaxllm.tokenizers import load_tokenizer, tokenizer_from_gguf
 
@@ -175,7 +175,7 @@ def test_rows_in_any_order_and_again(tokenizers):
 def test_the_cache_is_bounded_and_changes_nothing(tokenizers, monkeypatch):
     tokenizer = tokenizers["gguf"]
     texts = [walk(grammar.json_schema(SCHEMA, tokenizer), tokenizer, seed) for seed in (1, 2)]
-    monkeypatch.setattr(grammar, "_STATES", 3)
+    monkeypatch.setattr(grammar_matching, "_STATES", 3)
     processor = grammar.json_schema(SCHEMA, tokenizer)
     assert [walk(processor, tokenizer, seed) for seed in (1, 2)] == texts
 
