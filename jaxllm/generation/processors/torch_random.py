@@ -85,8 +85,9 @@ def _ends_on_host(parent: np.ndarray) -> np.ndarray:
 
 
 def _outputs_on_host(seed: int, count: int) -> np.ndarray:
-    generator = np.random.RandomState(seed % 2**32)._bit_generator  # numpy's MT19937, same seeding
-    return generator.random_raw(count).astype(np.int64)
+    # numpy's old generator, whose numbers never change, is seeded alike.
+    generator = np.random.RandomState(seed % 2**32)
+    return generator.randint(0, 2**32, count, np.uint32).astype(np.int64)
 
 
 def _outputs(seed: UInt32[Array, ""], count: int) -> UInt32[Array, " count"]:
