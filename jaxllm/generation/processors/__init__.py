@@ -26,6 +26,8 @@ from jaxllm.generation.processors.penalties import (
     HammingDiversityLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
+from jaxllm.generation.processors.prefix import PrefixConstrainedLogitsProcessor
+from jaxllm.generation.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from jaxllm.generation.processors.tokens import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
@@ -43,6 +45,11 @@ from jaxllm.generation.processors.warpers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+)
+from jaxllm.generation.processors.watermark import WatermarkLogitsProcessor
+from jaxllm.generation.processors.watermark_config import (
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
 )
 
 __all__ = [
@@ -64,14 +71,19 @@ __all__ = [
     "MinPLogitsWarper",
     "NoBadWordsLogitsProcessor",
     "NoRepeatNGramLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
     "RepetitionPenaltyLogitsProcessor",
     "SequenceBiasLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "SynthIDTextWatermarkingConfig",
     "TemperatureLogitsWarper",
     "TopHLogitsWarper",
     "TopKLogitsWarper",
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
+    "WatermarkLogitsProcessor",
+    "WatermarkingConfig",
     "logits_processor",
 ]
