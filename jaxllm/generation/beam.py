@@ -56,6 +56,7 @@ class BeamSearch(Beams[BeamSearchState]):
             jax.nn.log_softmax(logits),
             state.cur_len,
             mask=jnp.repeat(state.mask, beams, axis=0),
+            prompt_len=state.start_len,
         )
         state = note_step(state, state.hopeful, logits, scores, settings)
         total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]

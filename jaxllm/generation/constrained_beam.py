@@ -69,6 +69,7 @@ class ConstrainedBeamSearch(Beams[ConstrainedState]):
             jax.nn.log_softmax(logits),
             state.cur_len,
             mask=jnp.repeat(state.mask, beams, axis=0),
+            prompt_len=state.start_len,
         )
         total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]
         state = note_step(state, ~state.done, logits, total.reshape(batch * beams, -1), settings)

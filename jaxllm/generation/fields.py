@@ -235,7 +235,7 @@ FIELDS: Mapping[str, Field] = {
     "guidance_scale": Field(
         None, number("(-inf, inf)"), "classifier-free guidance", only=(None, 1.0)
     ),
-    "watermarking_config": Field(None, anything, "watermarks", only=(None,)),
+    "watermarking_config": Field(None, anything, "green lists or SynthID"),
     # Outputs
     "output_attentions": Field(False, boolean, "returns attentions", False, only=(False,)),
     "output_hidden_states": Field(False, boolean, "returns hidden states", False, only=(False,)),

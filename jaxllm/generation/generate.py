@@ -24,6 +24,7 @@ from jaxllm.generation.loop import (
     prefill_program,
 )
 from jaxllm.generation.prepare import Request, prepare
+from jaxllm.generation.processors.host_errors import reraised
 from jaxllm.generation.strategy import Result
 from jaxllm.generation.values import is_integer
 
@@ -42,11 +43,10 @@ INPUTS = frozenset(
     }
 )
 # And those that only a strategy reads (`modes.Call.arguments`).
-ARGUMENTS = frozenset({"tokenizer", "stopping_criteria"})
+ARGUMENTS = frozenset({"tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn"})
 UNSUPPORTED = {
     "assistant_model": "assisted generation",
     "assistant_tokenizer": "assisted generation",
-    "prefix_allowed_tokens_fn": "prefix constraints",
     "negative_prompt_ids": "classifier-free guidance",
     "negative_prompt_attention_mask": "classifier-free guidance",
     "synced_gpus": "synced devices",
@@ -97,7 +97,8 @@ def generate(
             (GPT-2), `decoder_input_ids` (inside jax.jit they must begin with the start token, which
             is put before them otherwise), `decoder_attention_mask`, `encoder_outputs` (T5),
             `encoder_hidden_states`, `encoder_attention_mask` (GPT-2 with cross-attention),
-            `logits_processor` and `stopping_criteria` (lists of callables), `tokenizer` (for
+            `logits_processor` and `stopping_criteria` (lists of callables),
+            `prefix_allowed_tokens_fn` (`(batch_id, ids) -> token ids`), `tokenizer` (for
             `stop_strings` and `token_healing`), `streamer` (an object with `put` and `end`, called
             on the host) and `row_ids` [B], the numbers that a row's
             random draws depend on (default 0..B-1).
@@ -125,9 +126,10 @@ def generate(
     if streamer is not None or request.clocks:
         result = watched(bare, request, streamer)
     else:
-        state = start(bare, request, prefill_program)
-        state = decode_program(strategy, bare, state, settings, np.int32(request.until))
-        result = on_host(finish_program(strategy, state, settings))
+        with reraised():
+            state = start(bare, request, prefill_program)
+            state = decode_program(strategy, bare, state, settings, np.int32(request.until))
+            result = on_host(finish_program(strategy, state, settings))
     return output(result, start_len, int(result.length), int(result.steps))
 
 
@@ -199,9 +201,14 @@ def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray
 def results(bare: Any, request: Request, chunk: int) -> Iterator[Result]:
     """The result so far, after the first token and then after every `chunk` new ones."""
     strategy, settings, beams = request.strategy, request.settings, not request.strategy.streams
-    state = start(bare, request, prefill_program)
+    state, until = None, 0
     while True:
-        result = on_host(finish_program(strategy, state, settings))
+        with reraised():
+            if state is None:
+                state = start(bare, request, prefill_program)
+            else:
+                state = decode_program(strategy, bare, state, settings, np.int32(until))
+            result = on_host(finish_program(strategy, state, settings))
         late = any(clock.expired() for clock in request.clocks)
         result = dataclasses.replace(result, over=result.over or (late and not beams))
         yield result
@@ -212,7 +219,6 @@ def results(bare: Any, request: Request, chunk: int) -> Iterator[Result]:
         if late:  # the last step of beams: every candidate ends
             until = reached + 1
             settings = dataclasses.replace(settings, max_length=np.int32(until))
-        state = decode_program(strategy, bare, state, settings, np.int32(until))
 
 
 def prepare_call(

@@ -89,6 +89,7 @@ class GroupBeamSearch(Beams[GroupBeamState]):
             jax.nn.log_softmax(logits[:, places]).reshape(batch * self.size, -1),
             state.cur_len,
             mask=jnp.repeat(state.mask, self.size, axis=0),
+            prompt_len=state.start_len,
             current_tokens=tokens.reshape(-1),
             beam_group_idx=group,
         ).reshape(batch, self.size, -1)

@@ -156,6 +156,7 @@ def prepare(
             encoder_mask=None if source is None else source.mask,
             prompt_ids=padded.ids,
             prompt_mask=padded.mask,
+            prefix_allowed_tokens_fn=arguments.get("prefix_allowed_tokens_fn"),
             extra=processor_list(logits_processor),
         ),
         eos=id_table("generate()", "eos_token_id", list(eos)),

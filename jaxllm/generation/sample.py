@@ -70,7 +70,13 @@ class Sample(Strategy[State]):
 
     def emit(self, state: State, logits: Float[Array, "B V"], settings: Settings) -> State:
         """From the logits of a step to its tokens."""
-        scores = settings.processors(state.sequences, logits, state.cur_len, mask=state.mask)
+        scores = settings.processors(
+            state.sequences,
+            logits,
+            state.cur_len,
+            mask=state.mask,
+            prompt_len=state.cur_len - state.step,
+        )
         if self.sampling:
             keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
             token = choose_sample(keys, scores)

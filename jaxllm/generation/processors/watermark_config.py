@@ -76,8 +76,9 @@ class SynthIDTextWatermarkingConfig(_Config):
         self.construct_processor()
 
     def construct_processor(
-        self, prompt_len: int | None = None
+        self, vocab_size: int | None = None, prompt_len: int | None = None
     ) -> SynthIDTextWatermarkLogitsProcessor:
+        """The vocabulary's size is not looked at; ``generate`` passes the prompt's length."""
         return SynthIDTextWatermarkLogitsProcessor(**self.to_dict(), prompt_len=prompt_len)
 
 

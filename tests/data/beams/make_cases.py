@@ -1,4 +1,4 @@
-"""Makes cases.json: group and constrained beam search by transformers 4.56 (the last that has both).
+"""Makes cases.json: group and constrained beam search by transformers 4.56, the last with both.
 
     python tests/data/beams/make_cases.py      # transformers==4.56.2, torch, CPU
 
@@ -32,6 +32,8 @@ def load(name):
 
 def run(model, ids, mask, fields):
     inputs = {"inputs": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+    # Its cache has as many layers as T5's encoder, which need not be those of the decoder.
+    inputs["use_cache"] = not model.config.is_encoder_decoder
     try:
         out = model.generate(**inputs, return_dict_in_generate=True, output_scores=True, **fields)
     except RuntimeError:  # transformers trips over its beam indices where constraints are not met
