@@ -3,6 +3,7 @@
 from jaxllm.errors import JaxLLMError
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.generate import GenerateOutput, generate, stream
+from jaxllm.generation.score import ScoreOutput, score
 from jaxllm.loading import load, save_hf
 
 __version__ = "0.1.0"
@@ -11,8 +12,10 @@ __all__ = [
     "GenerateOutput",
     "GenerationConfig",
     "JaxLLMError",
+    "ScoreOutput",
     "generate",
     "load",
     "save_hf",
+    "score",
     "stream",
 ]
