@@ -4,6 +4,7 @@ from jaxllm.errors import JaxLLMError
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.generate import GenerateOutput, generate, stream
 from jaxllm.generation.score import ScoreOutput, score
+from jaxllm.generation.transition_scores import compute_transition_scores
 from jaxllm.loading import load, save_hf
 
 __version__ = "0.1.0"
@@ -13,6 +14,7 @@ __all__ = [
     "GenerationConfig",
     "JaxLLMError",
     "ScoreOutput",
+    "compute_transition_scores",
     "generate",
     "load",
     "save_hf",
