@@ -237,8 +237,8 @@ FIELDS: Mapping[str, Field] = {
     ),
     "watermarking_config": Field(None, anything, "green lists or SynthID"),
     # Outputs
-    "output_attentions": Field(False, boolean, "returns attentions", False, only=(False,)),
-    "output_hidden_states": Field(False, boolean, "returns hidden states", False, only=(False,)),
+    "output_attentions": Field(False, boolean, "returns attentions of each step", False),
+    "output_hidden_states": Field(False, boolean, "returns hidden states of each step", False),
     "output_scores": Field(False, boolean, "returns processed scores", False),
     "output_logits": Field(None, boolean, "returns raw logits"),
     "return_dict_in_generate": Field(False, boolean, "there is one form of result", UNSET),

@@ -25,8 +25,12 @@ from jaxllm.generation.loop import (
 )
 from jaxllm.generation.prepare import Request, prepare
 from jaxllm.generation.processors.host_errors import reraised
+from jaxllm.generation.records import as_tuples, check_size
 from jaxllm.generation.strategy import Result
 from jaxllm.generation.values import is_integer
+from jaxllm.models.outputs import Layers
+
+Steps = tuple[Layers, ...] | None
 
 # Arguments of transformers' generate() that are not fields of the config.
 INPUTS = frozenset(
@@ -73,6 +77,23 @@ class GenerateOutput:
     beam_indices: Int[Array, "Bn N"] | None = None
     """Of beams: for each new token the beam, counted over the whole batch, that it was chosen
     from; -1 after the end."""
+    hidden_states: Steps = None
+    """With `output_hidden_states`, of a decoder-only model: of each step a tuple over the layers,
+    the embeddings first, of [Bn, T, D]. T is the length of the prompt at the first step and 1 at
+    others. What stands in columns of pads, and in rows that have ended, means nothing."""
+    attentions: Steps = None
+    """With `output_attentions`: likewise [Bn, heads, T, S], where S is the number of columns so
+    far. Queries and keys that are pads have zeros."""
+    decoder_hidden_states: Steps = None
+    """`hidden_states` of an encoder-decoder's decoder."""
+    decoder_attentions: Steps = None
+    """`attentions` of an encoder-decoder's decoder."""
+    cross_attentions: Steps = None
+    """With `output_attentions`, of a model with cross-attention: [Bn, heads, T, E]."""
+    encoder_hidden_states: Layers = None
+    """A tuple over the layers of [B, E, D]; None if the caller gave `encoder_outputs`."""
+    encoder_attentions: Layers = None
+    """A tuple over the layers of [B, heads, E, E]."""
 
 
 def generate(
@@ -114,7 +135,6 @@ def generate(
     streamer = fields.pop("streamer", None)
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     bare, strategy, settings = without_notes(model), request.strategy, request.settings
-    start_len = request.start_len
     if request.traced:
         for name, given in (("streamer", streamer), ("max_time", request.clocks)):
             if given:
@@ -122,7 +142,7 @@ def generate(
         state = start(bare, request, prefill)
         state = decode(strategy, bare, state, settings, jnp.int32(request.until))
         result = finish(strategy, state, settings)
-        return output(result, start_len, request.until, request.until - start_len)
+        return output(request, result, request.until, request.until - request.start_len)
     if streamer is not None or request.clocks:
         result = watched(bare, request, streamer)
     else:
@@ -130,7 +150,7 @@ def generate(
             state = start(bare, request, prefill_program)
             state = decode_program(strategy, bare, state, settings, np.int32(request.until))
             result = on_host(finish_program(strategy, state, settings))
-    return output(result, start_len, int(result.length), int(result.steps))
+    return output(request, result, int(result.length), int(result.steps))
 
 
 def watched(bare: Any, request: Request, streamer: Any) -> Result:
@@ -181,6 +201,8 @@ def stream(
     for name, kept in (
         ("output_scores", request.settings.keep_scores),
         ("output_logits", request.settings.keep_logits),
+        ("output_hidden_states", request.settings.keep_hidden_states),
+        ("output_attentions", request.settings.keep_attentions),
     ):
         if kept:
             raise InputError(f"{name}: stream yields tokens alone; use generate")
@@ -273,14 +295,13 @@ def heal(model: Any, tokenizer: Any, input_ids: Any, attention_mask: Any) -> tup
 
 def start(bare: Any, request: Request, run: Any) -> Any:
     """The state after prefill and the first token."""
-    return run(
-        request.strategy,
-        bare,
-        request.prompt,
-        request.settings,
-        capacity=request.capacity,
-        room=request.room,
-    )
+    settings = request.settings
+    arguments = (request.strategy, bare, request.prompt, settings)
+    sizes = {"capacity": request.capacity, "room": request.room}
+    if settings.keep_hidden_states or settings.keep_attentions:
+        # Traced here, and found traced by the run.
+        check_size(prefill_program.eval_shape(*arguments, **sizes).records)
+    return run(*arguments, **sizes)
 
 
 def without_notes(model: Any) -> Any:
@@ -293,16 +314,25 @@ def without_notes(model: Any) -> Any:
     return bare
 
 
-def output(result: Result, start_len: int, length: int, steps: int) -> GenerateOutput:
+def output(request: Request, result: Result, length: int, steps: int) -> GenerateOutput:
     """The output for the user, cut to the longest row."""
+    records = {}
+    if result.records is not None:
+        records = as_tuples(
+            result.records,
+            columns=int(request.prompt.columns),
+            source=request.source_len,
+            steps=steps,
+        )
     return GenerateOutput(
+        **records,
         sequences=result.sequences[:, :length],
         scores=None if result.scores is None else tuple(result.scores[:steps]),
         logits=None if result.logits is None else tuple(result.logits[:steps]),
         sequences_scores=result.sequences_scores,
         beam_indices=None
         if result.beam_indices is None
-        else result.beam_indices[:, : length - start_len],
+        else result.beam_indices[:, : length - request.start_len],
     )
 
 

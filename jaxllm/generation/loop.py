@@ -30,10 +30,20 @@ def prefill(
         capacity: slots of the cache.
         room: most new tokens, a bucket.
     """
-    cache = model.start(prompt.mask.shape[0], capacity, **prompt.encoder)
-    read = model.decode(
-        cache=cache, fresh=True, at=prompt.at, **prompt.inputs, **strategy.prefill_options
-    )
+    wanted = settings.decode_options
+    encoder, encoded = prompt.encoder, None
+    if model.is_encoder_decoder and any(wanted.values()) and "encoder_states" not in encoder:
+        inputs = dict(encoder)
+        mask = inputs.pop("attention_mask")
+        encoded = model.encode(inputs.pop("input_ids", None), mask, **inputs, **wanted)
+        encoder = {"encoder_states": encoded.x, "attention_mask": mask}
+    cache = model.start(prompt.mask.shape[0], capacity, **encoder)
+    options = {**wanted, **strategy.prefill_options}
+    read = model.decode(cache=cache, fresh=True, at=prompt.at, **prompt.inputs, **options)
+    if encoded is not None:
+        read = read.replace(
+            encoder_hidden_states=encoded.hidden_states, encoder_attentions=encoded.attentions
+        )
     # New tokens overwrite the columns that only fill the bucket.
     read = read.replace(cache=read.cache.replace(length=prompt.columns))
     return strategy.init(model, prompt, read, settings, room)

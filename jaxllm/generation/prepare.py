@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation.config import (
     GenerationConfig,
     check_consistent,
@@ -72,6 +72,8 @@ class Request:
     """What the host asks after each token."""
     traced: bool
     """The caller's own jit is tracing this call."""
+    source_len: int | None = None
+    """Columns of the encoder's input, of an encoder-decoder."""
 
 
 def merged_config(
@@ -166,8 +168,13 @@ def prepare(
         allow_nonfinite=bool(config.remove_invalid_values),
         keep_scores=bool(config.output_scores),
         keep_logits=bool(config.output_logits),
+        keep_hidden_states=bool(config.output_hidden_states),
+        keep_attentions=bool(config.output_attentions),
     )
     strategy = choose_strategy(Call(model, config, eos, batch, start_len, until, arguments))
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(config, name) and not strategy.keeps_records:
+            raise UnsupportedError(f"`{name}`: only greedy search and sampling give them so far")
     traced = any_traced(given, source, settings, strategy, jax.tree.leaves(model)[0])
     keys = row_keys(
         key,
@@ -198,6 +205,7 @@ def prepare(
         room=room,
         clocks=clocks,
         traced=traced or any_traced(keys),
+        source_len=None if source is None else source.unpadded,
     )
 
 

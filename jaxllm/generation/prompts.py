@@ -24,10 +24,16 @@ class Columns:
     ids: Any
     mask: Any
     embeds: Any = None
+    before: int | None = None
+    """Columns before padding; None: it was not padded."""
 
     @property
     def length(self) -> int:
         return self.mask.shape[1]
+
+    @property
+    def unpadded(self) -> int:
+        return self.length if self.before is None else self.before
 
     def pad_to(self, length: int, pad: int = 0) -> Columns:
         """Pads on the right with masked columns."""
@@ -36,6 +42,7 @@ class Columns:
             None if self.ids is None else pad_right(self.ids, extra, pad),
             pad_right(self.mask, extra, False),
             None if self.embeds is None else pad_right(self.embeds, extra, 0),
+            before=self.unpadded,
         )
 
 

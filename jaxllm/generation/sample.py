@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.cache import Cache, put_columns
+from jaxllm.generation.records import Records, first_records
 from jaxllm.generation.sampling import choose_greedy, choose_sample
 from jaxllm.generation.strategy import NEVER, Prompt, Result, Settings, Strategy, note_broken
 
@@ -39,6 +40,8 @@ class State:
     """Processed scores of every step (`output_scores`)."""
     logits: Float[Array, "N B V"] | None = None
     """Raw logits of every step (`output_logits`)."""
+    records: Records | None = None
+    """Hidden states and attentions of every step, where they are kept."""
 
     def replace(self, **changes) -> State:
         return dataclasses.replace(self, **changes)
@@ -52,6 +55,7 @@ class Sample(Strategy[State]):
     sampling: bool = dataclasses.field(metadata={"static": True})
     count: int = dataclasses.field(default=1, metadata={"static": True})
     """Results a row: the prompt is prefilled once for all of them."""
+    keeps_records = True
 
     @property
     def samples(self) -> int:
@@ -61,11 +65,15 @@ class Sample(Strategy[State]):
         logits = jnp.repeat(read.logits[:, 0], self.count, axis=0)
         state = first_state(prompt, read.cache.repeat(self.count), self.count)
         state = with_records(state, logits, settings, room)
+        state = state.replace(records=first_records(read, self.count, room))
         return self.emit(state, logits, settings)
 
     def step(self, model, state, settings):
         live = ~state.done[:, None]
-        read = model.decode(state.token[:, None], live, state.cache)
+        options = settings.decode_options
+        read = model.decode(state.token[:, None], live, state.cache, **options)
+        if state.records is not None:
+            state = state.replace(records=state.records.write(read, state.step))
         return self.emit(state.replace(cache=read.cache), read.logits[:, 0], settings)
 
     def emit(self, state: State, logits: Float[Array, "B V"], settings: Settings) -> State:
@@ -95,6 +103,7 @@ class Sample(Strategy[State]):
             broken_at=state.broken_at,
             scores=state.scores,
             logits=state.logits,
+            records=state.records,
         )
 
 

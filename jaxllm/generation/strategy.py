@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.generation.records import Records
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.outputs import DecodeOutput
 
@@ -64,6 +65,16 @@ class Settings:
     """`remove_invalid_values`: NaN and infinite logits are mended, not reported."""
     keep_scores: bool = dataclasses.field(default=False, metadata={"static": True})
     keep_logits: bool = dataclasses.field(default=False, metadata={"static": True})
+    keep_hidden_states: bool = dataclasses.field(default=False, metadata={"static": True})
+    keep_attentions: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def decode_options(self) -> dict[str, Any]:
+        """Arguments of `model.decode`, at every step."""
+        return {
+            "output_hidden_states": self.keep_hidden_states,
+            "output_attentions": self.keep_attentions,
+        }
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +95,7 @@ class Result:
     logits: Float[Array, "N Bn V"] | None = None
     sequences_scores: Float[Array, " R"] | None = None
     beam_indices: Int[Array, "R N"] | None = None
+    records: Records | None = None
 
 
 S = TypeVar("S")
@@ -95,6 +107,8 @@ class Strategy(Generic[S]):
 
     streams: ClassVar[bool] = True
     """Tokens once chosen stay."""
+    keeps_records: ClassVar[bool] = False
+    """It can give hidden states and attentions (`records`)."""
     prefill_options: ClassVar[Mapping[str, Any]] = {}
     """More arguments of `model.decode` for the prompt."""
 

@@ -35,6 +35,9 @@ class DecodeOutput:
     hidden_states: Layers = None
     attentions: Layers = None
     cross_attentions: Layers = None
+    encoder_hidden_states: Layers = None
+    """Of an encoder-decoder's prompt, where they are kept."""
+    encoder_attentions: Layers = None
 
     def replace(self, **changes) -> DecodeOutput:
         return dataclasses.replace(self, **changes)

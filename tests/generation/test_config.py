@@ -259,8 +259,6 @@ UNSUPPORTED = {
     "speculation_type": "dflash",
     "forced_decoder_ids": [[1, 2]],
     "generation_kwargs": {"a": 1},
-    "output_attentions": True,
-    "output_hidden_states": True,
 }
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+import conformance_runs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,14 +167,12 @@ def test_buckets_compile_nothing_anew():
 
 def test_the_conformance_tokens_are_greedy():
     """What the reference generated greedily is greedy here, also of rows padded on the left."""
-    folder = Path(__file__).parents[1] / "data" / "conformance"
-    for case in json.loads((folder / "cases.json").read_text())["cases"]:
-        if case["id"] in ("s-outputs-hidden-attn", "s-outputs-hidden-attn-t5"):
-            model, _ = jaxllm.load(folder / "models" / case["model"])
-            ids, mask = (np.array(case["inputs"][n]) for n in ("input_ids", "attention_mask"))
-            first = 1 if model.is_encoder_decoder else ids.shape[1]
-            new = [row[first:] for row in case["expected"]["sequences"]]
-            eos = model.generation_config.eos_token_id
-            new = [row[: row.index(eos) + 1] if eos in row else row for row in new]
-            out = jaxllm.score(model, ids, new, attention_mask=mask)
-            assert out.is_greedy.all()
+    for name in ("s-outputs-hidden-attn", "s-outputs-hidden-attn-t5"):
+        case = conformance_runs.cases()[name]
+        model = conformance_runs.model(case["model"])
+        ids, mask = (np.array(case["inputs"][n]) for n in ("input_ids", "attention_mask"))
+        first = 1 if model.is_encoder_decoder else ids.shape[1]
+        new = [row[first:] for row in case["expected"]["sequences"]]
+        eos = model.generation_config.eos_token_id
+        new = [row[: row.index(eos) + 1] if eos in row else row for row in new]
+        assert jaxllm.score(model, ids, new, attention_mask=mask).is_greedy.all()
