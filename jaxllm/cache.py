@@ -110,6 +110,26 @@ class Cache:
     def replace(self, **changes) -> Cache:
         return dataclasses.replace(self, **changes)
 
+    def compact(self, capacity: int) -> Cache:
+        """A copy with `capacity` slots, in which each row's real tokens fill the first ones.
+
+        Pads and whatever came after a row's end are left out, so `length` is then one number a row.
+        The caller guarantees that `capacity` slots are enough.
+        """
+        batch, size = self.mask.shape
+        order = jnp.argsort(~self.mask, axis=1, stable=True)
+        order = jnp.pad(order, ((0, 0), (0, max(capacity - size, 0))))[:, :capacity]
+
+        def gather(x):
+            per_head = jnp.repeat(order, x.shape[0] // batch, axis=0)
+            return jnp.take_along_axis(x, per_head[..., None], axis=1)
+
+        return self.replace(
+            layers=jax.tree.map(gather, self.layers),
+            mask=jnp.arange(capacity) < self.next_position[:, None],
+            length=self.next_position,
+        )
+
     def repeat(self, n: int) -> Cache:
         """Each row n times, side by side: the prompt is prefilled once for all its samples."""
         if n == 1:

@@ -23,6 +23,7 @@ from jaxllm.generation.loop import (
     prefill,
     prefill_program,
 )
+from jaxllm.generation.past import PastKeyValues
 from jaxllm.generation.prepare import Request, prepare
 from jaxllm.generation.processors.host_errors import reraised
 from jaxllm.generation.records import as_tuples, check_size
@@ -44,6 +45,8 @@ INPUTS = frozenset(
         "encoder_attention_mask",
         "logits_processor",
         "row_ids",
+        "past_key_values",
+        "return_past_key_values",
     }
 )
 # And those that only a strategy reads (`modes.Call.arguments`).
@@ -55,7 +58,6 @@ UNSUPPORTED = {
     "negative_prompt_attention_mask": "classifier-free guidance",
     "synced_gpus": "synced devices",
     "position_ids": "giving positions (they follow from attention_mask)",
-    "past_key_values": "a cache of the caller",
     "custom_generate": "custom_generate",
 }
 
@@ -90,6 +92,8 @@ class GenerateOutput:
     """`attentions` of an encoder-decoder's decoder."""
     cross_attentions: Steps = None
     """With `output_attentions`, of a model with cross-attention: [Bn, heads, T, E]."""
+    past_key_values: PastKeyValues | None = None
+    """With `return_past_key_values`: the cache, for the next call."""
     encoder_hidden_states: Layers = None
     """A tuple over the layers of [B, E, D]; None if the caller gave `encoder_outputs`."""
     encoder_attentions: Layers = None
@@ -121,8 +125,10 @@ def generate(
             `logits_processor` and `stopping_criteria` (lists of callables),
             `prefix_allowed_tokens_fn` (`(batch_id, ids) -> token ids`), `tokenizer` (for
             `stop_strings` and `token_healing`), `streamer` (an object with `put` and `end`, called
-            on the host) and `row_ids` [B], the numbers that a row's
-            random draws depend on (default 0..B-1).
+            on the host) and `row_ids` [B], the numbers that a row's random draws depend on (default
+            0..B-1). `return_past_key_values=True` asks for the cache; given to a later call as
+            `past_key_values`, with the whole conversation as `input_ids` (T5: as
+            `decoder_input_ids`, and no encoder's input), it saves reading the old part again.
 
     Returns:
         GenerateOutput with `.sequences`, int32 [B * num_return_sequences, L].
@@ -142,18 +148,20 @@ def generate(
         state = start(bare, request, prefill)
         state = decode(strategy, bare, state, settings, jnp.int32(request.until))
         result = finish(strategy, state, settings)
-        return output(request, result, request.until, request.until - request.start_len)
+        past = leave(model, request, state)
+        return output(request, result, past, request.until, request.until - request.start_len)
     if streamer is not None or request.clocks:
-        result = watched(bare, request, streamer)
+        result, state = watched(bare, request, streamer)
     else:
         with reraised():
             state = start(bare, request, prefill_program)
             state = decode_program(strategy, bare, state, settings, np.int32(request.until))
             result = on_host(finish_program(strategy, state, settings))
-    return output(request, result, int(result.length), int(result.steps))
+    past = leave(model, request, state)
+    return output(request, result, past, int(result.length), int(result.steps))
 
 
-def watched(bare: Any, request: Request, streamer: Any) -> Result:
+def watched(bare: Any, request: Request, streamer: Any) -> tuple[Result, Any]:
     """Runs token by token, since somebody looks at each: a streamer, or a clock.
 
     The streamer's `put` gets the prompt [B, T], then every step's tokens [B], then `end()` is
@@ -164,8 +172,8 @@ def watched(bare: Any, request: Request, streamer: Any) -> Result:
             raise UnsupportedError("streamer: cannot be used with beams; set num_beams=1")
         streamer.put(np.asarray(request.prompt.sequences)[:, : request.start_len])
     shown = request.start_len
-    result = None
-    for result in results(bare, request, chunk=1):
+    result = state = None
+    for result, state in results(bare, request, chunk=1):
         if streamer is not None:
             for column in range(shown, int(result.length)):
                 streamer.put(np.asarray(result.sequences[:, column]))
@@ -173,7 +181,7 @@ def watched(bare: Any, request: Request, streamer: Any) -> Result:
     if streamer is not None:
         streamer.end()
     assert result is not None
-    return result
+    return result, state
 
 
 def stream(
@@ -203,6 +211,7 @@ def stream(
         ("output_logits", request.settings.keep_logits),
         ("output_hidden_states", request.settings.keep_hidden_states),
         ("output_attentions", request.settings.keep_attentions),
+        ("return_past_key_values", request.returns_past),
     ):
         if kept:
             raise InputError(f"{name}: stream yields tokens alone; use generate")
@@ -211,7 +220,7 @@ def stream(
 
 def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray]:
     shown = request.start_len
-    for result in results(bare, request, chunk_size):
+    for result, _ in results(bare, request, chunk_size):
         length = int(result.length)
         if length - shown >= chunk_size or result.over:
             while length > shown:
@@ -220,8 +229,11 @@ def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray
                 shown = upto
 
 
-def results(bare: Any, request: Request, chunk: int) -> Iterator[Result]:
-    """The result so far, after the first token and then after every `chunk` new ones."""
+def results(bare: Any, request: Request, chunk: int) -> Iterator[tuple[Result, Any]]:
+    """The result so far, and the state, after the first token and then after `chunk` new ones each.
+
+    A state is good until the next one is asked for.
+    """
     strategy, settings, beams = request.strategy, request.settings, not request.strategy.streams
     state, until = None, 0
     while True:
@@ -233,7 +245,7 @@ def results(bare: Any, request: Request, chunk: int) -> Iterator[Result]:
             result = on_host(finish_program(strategy, state, settings))
         late = any(clock.expired() for clock in request.clocks)
         result = dataclasses.replace(result, over=result.over or (late and not beams))
-        yield result
+        yield result, state
         if result.over:
             return
         reached = request.start_len + int(result.steps) if beams else int(result.length)
@@ -314,7 +326,23 @@ def without_notes(model: Any) -> Any:
     return bare
 
 
-def output(request: Request, result: Result, length: int, steps: int) -> GenerateOutput:
+def leave(model: Any, request: Request, state: Any) -> PastKeyValues | None:
+    """What the next call of a conversation starts from, where it is asked for."""
+    if not request.returns_past:
+        return None
+    ids = request.encoder_ids
+    return PastKeyValues(
+        cache=state.cache,
+        sequences=state.sequences,
+        mask=state.mask,
+        encoder_ids=None if ids is None else jnp.repeat(ids, request.strategy.samples, axis=0),
+        config=model.config,
+    )
+
+
+def output(
+    request: Request, result: Result, past: PastKeyValues | None, length: int, steps: int
+) -> GenerateOutput:
     """The output for the user, cut to the longest row."""
     records = {}
     if result.records is not None:
@@ -326,6 +354,7 @@ def output(request: Request, result: Result, length: int, steps: int) -> Generat
         )
     return GenerateOutput(
         **records,
+        past_key_values=past,
         sequences=result.sequences[:, :length],
         scores=None if result.scores is None else tuple(result.scores[:steps]),
         logits=None if result.logits is None else tuple(result.logits[:steps]),

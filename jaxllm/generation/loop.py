@@ -24,7 +24,7 @@ def prefill(
     capacity: int,
     room: int,
 ) -> Any:
-    """Runs the prompt once, and the strategy's first choice.
+    """Runs the prompt once, or its new part on top of the past, and the strategy's first choice.
 
     Args:
         capacity: slots of the cache.
@@ -32,14 +32,17 @@ def prefill(
     """
     wanted = settings.decode_options
     encoder, encoded = prompt.encoder, None
-    if model.is_encoder_decoder and any(wanted.values()) and "encoder_states" not in encoder:
+    if "attention_mask" in encoder and any(wanted.values()) and "encoder_states" not in encoder:
         inputs = dict(encoder)
         mask = inputs.pop("attention_mask")
         encoded = model.encode(inputs.pop("input_ids", None), mask, **inputs, **wanted)
         encoder = {"encoder_states": encoded.x, "attention_mask": mask}
-    cache = model.start(prompt.mask.shape[0], capacity, **encoder)
-    options = {**wanted, **strategy.prefill_options}
-    read = model.decode(cache=cache, fresh=True, at=prompt.at, **prompt.inputs, **options)
+    if prompt.past is None:
+        cache = model.start(prompt.mask.shape[0], capacity, **encoder)
+    else:
+        cache = prompt.past.compact(capacity)
+    options = {**wanted, **strategy.prefill_options, "fresh": prompt.past is None}
+    read = model.decode(cache=cache, at=prompt.at, **prompt.inputs, **options)
     if encoded is not None:
         read = read.replace(
             encoder_hidden_states=encoded.hidden_states, encoder_attentions=encoded.attentions

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,12 @@ from jaxllm.generation.config import (
 )
 from jaxllm.generation.keys import row_keys
 from jaxllm.generation.modes import Call, choose_strategy
+from jaxllm.generation.past import (
+    PastKeyValues,
+    check_returnable,
+    continuation,
+    continued_sides,
+)
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.prompts import (
     SMALLEST_BUCKET,
@@ -74,6 +81,10 @@ class Request:
     """The caller's own jit is tracing this call."""
     source_len: int | None = None
     """Columns of the encoder's input, of an encoder-decoder."""
+    encoder_ids: Any = None
+    """The encoder's input [B, E], where it was ids."""
+    returns_past: bool = False
+    """The cache is returned."""
 
 
 def merged_config(
@@ -118,6 +129,8 @@ def prepare(
     row_ids: Any = None,
     logits_processor: Any = (),
     token_type_ids: Any = None,
+    past_key_values: PastKeyValues | None = None,
+    return_past_key_values: bool = False,
     heal: Callable[..., tuple[Any, Any]],
     **inputs: Any,
 ) -> Request:
@@ -130,7 +143,10 @@ def prepare(
     if config.token_healing:
         tokenizer = needed_tokenizer(arguments, "token_healing")
         input_ids, attention_mask = heal(model, tokenizer, input_ids, attention_mask)
-    sides = seq2seq_sides if model.is_encoder_decoder else decoder_only_sides
+    past = checked_past(past_key_values)
+    sides: Any = seq2seq_sides if model.is_encoder_decoder else decoder_only_sides
+    if past is not None:
+        sides = partial(continued_sides, past)
     given, source, encoder = sides(
         model, input_ids, attention_mask, config=config, eos=eos, pad=pad, **inputs
     )
@@ -172,9 +188,7 @@ def prepare(
         keep_attentions=bool(config.output_attentions),
     )
     strategy = choose_strategy(Call(model, config, eos, batch, start_len, until, arguments))
-    for name in ("output_hidden_states", "output_attentions"):
-        if getattr(config, name) and not strategy.keeps_records:
-            raise UnsupportedError(f"`{name}`: only greedy search and sampling give them so far")
+    check_strategy(strategy, config, past, return_past_key_values, given)
     traced = any_traced(given, source, settings, strategy, jax.tree.leaves(model)[0])
     keys = row_keys(
         key,
@@ -185,15 +199,28 @@ def prepare(
         under_jit=traced,
     )
     sequences, mask, at = buffers(padded, room, pad or 0)
+    columns: Any = np.int32(given.length)
+    capacity, cache = width + strategy.slots(room), None
+    if past is not None:
+        name = "decoder_input_ids" if model.is_encoder_decoder else "input_ids"
+        more = continuation(past, given, pad or 0, token_type_ids, name)
+        decoder_inputs, at, columns = more.inputs, more.at, more.columns
+        capacity = more.capacity(strategy.slots(room), past.cache.capacity)
+        # What a first call leaves has one length for all rows, what a later one does one for each.
+        # `compact` sets it anew; here they are made alike, so that one program reads both.
+        cache = past.cache.replace(length=past.cache.next_position)
+    elif return_past_key_values:
+        capacity = bucket(capacity, SMALLEST_BUCKET)  # as the next call will have it
     prompt = Prompt(
         inputs=decoder_inputs,
         encoder=encoder,
         sequences=sequences,
         mask=mask,
         start_len=np.int32(start_len),  # pyright: ignore[reportArgumentType]
-        columns=np.int32(given.length),  # pyright: ignore[reportArgumentType]
+        columns=columns,
         at=at,
         keys=keys,
+        past=cache,
     )
     return Request(
         strategy=strategy,
@@ -201,11 +228,13 @@ def prepare(
         settings=settings,
         start_len=start_len,
         until=until,
-        capacity=width + strategy.slots(room),
+        capacity=capacity,
         room=room,
         clocks=clocks,
         traced=traced or any_traced(keys),
         source_len=None if source is None else source.unpadded,
+        encoder_ids=None if source is None else source.ids,
+        returns_past=return_past_key_values,
     )
 
 
@@ -232,6 +261,37 @@ def needed_tokenizer(arguments: Mapping[str, Any], field: str) -> Any:
     if tokenizer is None:
         raise InputError(f"{field}: needs tokenizer=, the tokenizer of this model")
     return tokenizer
+
+
+def checked_past(past: Any) -> PastKeyValues | None:
+    if past is not None and not isinstance(past, PastKeyValues):
+        raise InputError(
+            "past_key_values: expected what an earlier call returned as `past_key_values`, found "
+            f"{type(past).__name__}"
+        )
+    return past
+
+
+def check_strategy(
+    strategy: Strategy[Any],
+    config: GenerationConfig,
+    past: PastKeyValues | None,
+    returns_past: bool,
+    given: Columns,
+) -> None:
+    """Raises for what the strategy cannot give, or start from."""
+    recorded = [n for n in ("output_hidden_states", "output_attentions") if getattr(config, n)]
+    for name in recorded:
+        if not strategy.keeps_records:
+            raise UnsupportedError(f"`{name}`: only greedy search and sampling give them so far")
+        if past is not None:
+            raise UnsupportedError(f"`{name}`: not beside past_key_values, whose part is not read")
+    asked = {"past_key_values": past is not None, "return_past_key_values": returns_past}
+    for name in [name for name, wanted in asked.items() if wanted]:
+        if not strategy.continues:
+            raise UnsupportedError(f"{name}: only greedy search and sampling continue so far")
+    if returns_past:
+        check_returnable(given)
 
 
 def checked_pad(model: Any, config: GenerationConfig, eos: tuple[int, ...]) -> int | None:

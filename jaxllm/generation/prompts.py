@@ -65,7 +65,7 @@ def seq2seq_sides(
     **others: Any,
 ) -> Sides:
     """The inputs of an encoder-decoder, whose prompt goes to the encoder."""
-    _refuse(others, "not an input of an encoder-decoder")
+    refuse(others, "not an input of an encoder-decoder")
     source, encoder = encoder_side(model, input_ids, attention_mask, inputs_embeds, encoder_outputs)
     batch = source.mask.shape[0]
     given = decoder_prompt(model, decoder_input_ids, decoder_attention_mask, batch, config)
@@ -86,10 +86,10 @@ def decoder_only_sides(
     **others: Any,
 ) -> Sides:
     """The inputs of a decoder-only model; GPT-2 may attend to an encoder's states."""
-    _refuse(others, "this model has a decoder only")
+    refuse(others, "this model has a decoder only")
     given = decoder_only_prompt(model, input_ids, attention_mask, inputs_embeds, config, eos, pad)
     if encoder_hidden_states is None:
-        _refuse({"encoder_attention_mask": encoder_attention_mask}, "no encoder_hidden_states")
+        refuse({"encoder_attention_mask": encoder_attention_mask}, "no encoder_hidden_states")
         return given, None, {}
     states, batch = jnp.asarray(encoder_hidden_states), given.mask.shape[0]
     if states.shape[0] != batch:
@@ -98,7 +98,7 @@ def decoder_only_sides(
     return given, None, {"encoder_hidden_states": states, "encoder_attention_mask": mask}
 
 
-def _refuse(inputs: Mapping[str, Any], why: str) -> None:
+def refuse(inputs: Mapping[str, Any], why: str) -> None:
     for name, value in inputs.items():
         if value is not None:
             raise InputError(f"{name}: {why}")

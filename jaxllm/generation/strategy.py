@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxllm.cache import Cache
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.records import Records
 from jaxllm.generation.stopping import StoppingCriteriaList
@@ -38,13 +39,16 @@ class Prompt:
     """Which columns of `sequences` hold real tokens."""
     start_len: Int[Array, ""]
     """Columns of `sequences` that the prompt fills."""
-    columns: Int[Array, ""]
+    columns: Int[Array, ""] | Int[Array, " B"]
     """Columns of the prompt that are not bucket padding; new tokens overwrite that. More than
     `start_len` with embeddings alone."""
     at: Int[Array, " B"]
     """The column that holds each row's last real token."""
     keys: Key[Array, " Bn"]
     """A key for each sample of each row."""
+    past: Cache | None = None
+    """What an earlier call left. `inputs` and `at` are then of the new columns alone, padded on the
+    right, and `columns` is one number a row: the real ones, old and new."""
 
 
 @jax.tree_util.register_dataclass
@@ -107,6 +111,8 @@ class Strategy(Generic[S]):
 
     streams: ClassVar[bool] = True
     """Tokens once chosen stay."""
+    continues: ClassVar[bool] = False
+    """It can start from, and leave, a cache of `PastKeyValues`; its state has `mask`."""
     keeps_records: ClassVar[bool] = False
     """It can give hidden states and attentions (`records`)."""
     prefill_options: ClassVar[Mapping[str, Any]] = {}
