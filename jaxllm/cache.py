@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+Slots = Int[Array, ""] | Int[Array, " B"] | Int[Array, "B T"]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +41,32 @@ class KV:
         self,
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
-        slot: Int[Array, ""] | Int[Array, " B"],
+        slot: Slots,
     ) -> KV:
-        """Writes T new columns from `slot` on. The caller guarantees slot + T <= S."""
-        per_row = slot if slot.ndim == 0 else jnp.repeat(slot, k.shape[2])
-
-        def put(old, new):
-            return put_columns(old, merge_heads(new).astype(old.dtype), per_row)
-
-        return KV(put(self.k, k), put(self.v, v))
+        """Writes T new columns from `slot` on, or each into a slot of its own (`put_columns`)."""
+        return KV(put_heads(self.k, k, slot), put_heads(self.v, v, slot))
 
     @property
     def length(self) -> int:
         return self.k.shape[1]
+
+    # What attention does with keys and values; another way of storing them does it its own way.
+
+    def scores(self, q: Float[Array, "BK Q H"]) -> Float[Array, "BK Q S"]:
+        """Products of queries and keys, float32."""
+        return jnp.einsum("bqh,bsh->bqs", q, self.k, preferred_element_type=jnp.float32)
+
+    def mix(self, weights: Float[Array, "BK Q S"]) -> Float[Array, "BK Q H"]:
+        """Sums of values."""
+        return jnp.einsum("bqs,bsh->bqh", weights.astype(self.v.dtype), self.v)
+
+    def prefix(self, length: int) -> KV:
+        """The first slots."""
+        return jax.tree.map(lambda x: x[:, :length], self)
+
+    def plain(self) -> KV:
+        """As arrays of floats."""
+        return self
 
 
 def merge_heads(x: Float[Array, "B S K H"]) -> Float[Array, "BK S H"]:
@@ -59,14 +74,26 @@ def merge_heads(x: Float[Array, "B S K H"]) -> Float[Array, "BK S H"]:
     return x.transpose(0, 2, 1, 3).reshape(B * K, S, H)
 
 
+def put_heads(
+    old: Shaped[Array, "BK S H"], new: Shaped[Array, "B T K H"], slot: Slots
+) -> Shaped[Array, "BK S H"]:
+    """Writes T columns of every head."""
+    per_head = slot if jnp.ndim(slot) == 0 else jnp.repeat(slot, new.shape[2], axis=0)
+    return put_columns(old, merge_heads(new).astype(old.dtype), per_head)
+
+
 def put_columns(
-    rows: Shaped[Array, "B S *rest"],
-    new: Shaped[Array, "B T *rest"],
-    at: Int[Array, ""] | Int[Array, " B"],
+    rows: Shaped[Array, "B S *rest"], new: Shaped[Array, "B T *rest"], at: Slots
 ) -> Shaped[Array, "B S *rest"]:
-    """Writes T columns into every row, from one column on or from a column of its own each."""
+    """Writes T columns into every row: from one column on, from a column of its own each, or every
+    one where `at` says [B, T].
+
+    The caller guarantees that a run of columns fits. Of single ones, those from S on are left out.
+    """
     if jnp.ndim(at) == 0:
         return jax.lax.dynamic_update_slice_in_dim(rows, new, at, axis=1)
+    if jnp.ndim(at) == 2:
+        return rows.at[jnp.arange(rows.shape[0])[:, None], at].set(new, mode="drop")
     put = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=0))
     return put(rows, new, at)
 
@@ -93,6 +120,9 @@ class Cache:
     cross_mask: Bool[Array, "B E"] | None = None
     token_type: Int[Array, " B"] | None = None
     """Token type that new tokens take (GPT-2 with `token_type_ids`)."""
+    window: Int[Array, ""] | None = None
+    """Tokens that a query sees, its own included. The slots are then a ring, of which there are as
+    many or more: the token at position p is in slot p modulo their number."""
 
     @staticmethod
     def empty(layers: int, batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> Cache:
@@ -154,12 +184,14 @@ class View:
     """Of each query, counting real tokens only; pads get a number that is in range."""
     query_slots: Int[Array, " T"] | Int[Array, "B T"]
     """The column of the sequence that each query is in; differences give T5's relative bias."""
-    key_slots: Int[Array, " S"]
+    key_slots: Int[Array, " S"] | Int[Array, "B S"]
     visible: Bool[Array, "B 1 T S"]
     horizon: Int[Array, ""]
     """1 + the largest position of a real token so far, over the batch (for dynamic RoPE)."""
-    write_at: Int[Array, ""] | Int[Array, " B"] | None
-    """The slot of the first query in the cache; None without a cache."""
+    write_at: Slots | None
+    """The slot of the first query in the cache, or of each; None without a cache."""
+    used: Int[Array, ""] | None = None
+    """The slots before this one hold all that there is; None: look at all of them."""
 
 
 def look(mask: Bool[Array, "B T"], *, causal: bool = True) -> View:
@@ -208,6 +240,8 @@ def look_cached(
     prefill does not attend over the free slots. With `branches` the new columns are side by side
     rather than one after the other.
     """
+    if cache.window is not None:
+        return look_ring(mask, cache, cache.window, fresh=fresh)
     mask, T = jnp.asarray(mask), mask.shape[1]
     steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     if branches is not None:
@@ -231,5 +265,41 @@ def look_cached(
         visible=visible[:, None],
         horizon=jnp.max(counts[:, -1]),
         write_at=cache.length,
+        used=jnp.max(cache.length) + T,
+    )
+    return view, reserved
+
+
+def look_ring(
+    mask: Bool[Array, "B T"], cache: Cache, window: Int[Array, ""], *, fresh: bool
+) -> tuple[View, Cache]:
+    """`look_cached` of a ring: of one new column, or of a whole prompt (`fresh`).
+
+    A query sees the last `window` real tokens, so pads push nothing out of sight.
+    """
+    mask, T, size = jnp.asarray(mask), mask.shape[1], cache.capacity
+    if T > 1 and not fresh:
+        raise ValueError("a ring takes its new columns one at a time")
+    steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+    counts = cache.next_position[:, None] + steps
+    positions, last = jnp.maximum(counts - 1, 0), counts[:, -1:] - 1
+    # The position of the newest token that each slot can hold; below 0 where there is none yet.
+    held = last - (last - jnp.arange(size, dtype=jnp.int32)) % size
+    reserved = cache.replace(mask=held >= 0, length=cache.length + T, next_position=counts[:, -1])
+    write_at = jnp.where(mask & (positions > last - size), positions % size, size)
+    if fresh:
+        view = look(mask)
+        near = positions[:, None, :] > positions[..., None] - window
+        return dataclasses.replace(
+            view, visible=view.visible & near[:, None], write_at=write_at
+        ), reserved
+    visible = (held >= 0) & (held <= positions) & (held > positions - window)
+    view = View(
+        positions=positions,
+        query_slots=positions,
+        key_slots=held,
+        visible=visible[:, None, None, :],
+        horizon=jnp.max(counts[:, -1]),
+        write_at=write_at,
     )
     return view, reserved

@@ -22,7 +22,7 @@ ROOMS = [
     {"tokenizers"},
     {"models"},
     {"nn"},
-    {"cache", "sharding"},
+    {"cache", "cache_kinds", "sharding"},
     {"errors", "json_file"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

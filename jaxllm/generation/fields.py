@@ -162,6 +162,13 @@ def strings(value: Any) -> tuple[str, ...]:
     return tuple(result)
 
 
+def options(value: Any) -> dict[str, Any]:
+    """A map from names to values."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise BadValueError("a map from names to values")
+    return {name: plain(item) for name, item in value.items()}
+
+
 def anything(value: Any) -> Any:
     """Not looked at."""
     return value
@@ -195,10 +202,13 @@ FIELDS: Mapping[str, Field] = {
     # Cache and execution
     "use_cache": Field(True, boolean, "the key-value cache is always used", UNSET, only=(True,)),
     "cache_implementation": Field(
-        None, anything, "the cache is always static", only=(None, "static")
+        None,
+        anything,
+        "dynamic is static too",
+        only=(None, "static", "dynamic", "quantized", "sliding_window"),
     ),
-    "cache_config": Field(None, anything, "options of other caches", only=(None,)),
-    "max_cache_len": Field(None, integer(1), "a larger static cache", only=(None,)),
+    "cache_config": Field(None, options, 'of a cache: {"nbits": 8} or {"sliding_window": W}'),
+    "max_cache_len": Field(None, integer(1), "slots to allocate, or more"),
     "return_legacy_cache": Field(None, boolean, "tuple caches", only=(None, False)),
     "low_memory": Field(None, boolean, "sequential beam search", only=(None, False)),
     "prefill_chunk_size": Field(None, integer(1), "prefill in chunks", only=(None,)),

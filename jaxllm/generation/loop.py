@@ -38,7 +38,7 @@ def prefill(
         encoded = model.encode(inputs.pop("input_ids", None), mask, **inputs, **wanted)
         encoder = {"encoder_states": encoded.x, "attention_mask": mask}
     if prompt.past is None:
-        cache = model.start(prompt.mask.shape[0], capacity, **encoder)
+        cache = prompt.kind.of(model.start(prompt.mask.shape[0], capacity, **encoder))
     else:
         cache = prompt.past.compact(capacity)
     options = {**wanted, **strategy.prefill_options, "fresh": prompt.past is None}

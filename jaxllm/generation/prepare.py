@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.caches import cache_kind, cache_slots
 from jaxllm.generation.config import (
     GenerationConfig,
     check_consistent,
@@ -55,7 +56,7 @@ STATIC = (
     *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample", "num_beams"),
-    *("num_beam_groups",),
+    *("num_beam_groups", "cache_config", "max_cache_len"),
 )
 MOST_COLUMNS = 2**20
 
@@ -206,11 +207,18 @@ def prepare(
         more = continuation(past, given, pad or 0, token_type_ids, name)
         decoder_inputs, at, columns = more.inputs, more.at, more.columns
         capacity = more.capacity(strategy.slots(room), past.cache.capacity)
+        if config.cache_implementation is not None:
+            raise InputError(
+                "cache_implementation: past_key_values has a kind already; give one of the two"
+            )
         # What a first call leaves has one length for all rows, what a later one does one for each.
         # `compact` sets it anew; here they are made alike, so that one program reads both.
         cache = past.cache.replace(length=past.cache.next_position)
     elif return_past_key_values:
         capacity = bucket(capacity, SMALLEST_BUCKET)  # as the next call will have it
+    kind = cache_kind(config)
+    needed = int(np.max(columns)) + strategy.slots(until - start_len)
+    capacity = cache_slots(config, kind, capacity, needed)
     prompt = Prompt(
         inputs=decoder_inputs,
         encoder=encoder,
@@ -220,6 +228,7 @@ def prepare(
         columns=columns,
         at=at,
         keys=keys,
+        kind=kind,
         past=cache,
     )
     return Request(
@@ -290,8 +299,17 @@ def check_strategy(
     for name in [name for name, wanted in asked.items() if wanted]:
         if not strategy.continues:
             raise UnsupportedError(f"{name}: only greedy search and sampling continue so far")
+    sliding = config.cache_implementation == "sliding_window"
+    if sliding and not strategy.slides:
+        raise UnsupportedError(
+            "cache_implementation: only greedy search and sampling have a sliding window so far"
+        )
     if returns_past:
         check_returnable(given)
+        if sliding:
+            raise UnsupportedError(
+                "return_past_key_values: a sliding window has lost what a later call needs"
+            )
 
 
 def checked_pad(model: Any, config: GenerationConfig, eos: tuple[int, ...]) -> int | None:

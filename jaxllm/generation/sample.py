@@ -55,6 +55,7 @@ class Sample(Strategy[State]):
     sampling: bool = dataclasses.field(metadata={"static": True})
     count: int = dataclasses.field(default=1, metadata={"static": True})
     """Results a row: the prompt is prefilled once for all of them."""
+    slides = True
     continues = True
     keeps_records = True
 

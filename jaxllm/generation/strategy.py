@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.cache import Cache
+from jaxllm.cache_kinds import PLAIN, CacheKind
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.records import Records
 from jaxllm.generation.stopping import StoppingCriteriaList
@@ -46,6 +47,8 @@ class Prompt:
     """The column that holds each row's last real token."""
     keys: Key[Array, " Bn"]
     """A key for each sample of each row."""
+    kind: CacheKind = PLAIN
+    """Of the cache."""
     past: Cache | None = None
     """What an earlier call left. `inputs` and `at` are then of the new columns alone, padded on the
     right, and `columns` is one number a row: the real ones, old and new."""
@@ -111,6 +114,8 @@ class Strategy(Generic[S]):
 
     streams: ClassVar[bool] = True
     """Tokens once chosen stay."""
+    slides: ClassVar[bool] = False
+    """It reads new columns one at a time, as a sliding window needs it."""
     continues: ClassVar[bool] = False
     """It can start from, and leave, a cache of `PastKeyValues`; its state has `mask`."""
     keeps_records: ClassVar[bool] = False

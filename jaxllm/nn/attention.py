@@ -42,16 +42,16 @@ def attend(
     K, S = kv.k.shape[0] // B, kv.length
     G = N // K
     grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B * K, G * T, H)
-    scores = jnp.einsum("bqh,bsh->bqs", grouped, kv.k, preferred_element_type=jnp.float32)
+    scores = kv.scores(grouped)
     scores = scores.reshape(B, N, T, S) * scale
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
     scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
     weights = jnp.where(visible, jax.nn.softmax(scores, axis=-1), 0.0)
-    weights = dropout(weights, dropout_rate, key).astype(kv.v.dtype)
+    weights = dropout(weights, dropout_rate, key).astype(q.dtype)
     if head_mask is not None:
         weights = weights * head_mask[:, None, None].astype(weights.dtype)
-    out = jnp.einsum("bqs,bsh->bqh", weights.reshape(B * K, G * T, S), kv.v)
+    out = kv.mix(weights.reshape(B * K, G * T, S))
     out = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
     return out, weights
 
@@ -68,6 +68,7 @@ def attend_fused(
     """The same by `jax.nn.dot_product_attention` (XLA's, or cuDNN's flash kernel)."""
     B, T, N, H = q.shape
     K, S = kv.k.shape[0] // B, kv.length
+    kv = kv.plain()
     k, v = (x.reshape(B, K, S, H).transpose(0, 2, 1, 3) for x in (kv.k, kv.v))
     mask = jnp.broadcast_to(visible, (B, 1, T, S))
     if bias is not None:
@@ -98,7 +99,7 @@ def attend_used(
 
     def over(length: int):
         def run(q, kv, visible, bias):
-            kv = KV(kv.k[:, :length], kv.v[:, :length])
+            kv = kv.prefix(length)
             bias = None if bias is None else bias[..., :length]
             return attend(q, kv, visible=visible[..., :length], bias=bias, scale=scale)[0]
 

@@ -58,9 +58,12 @@ class RelativeBias(nnx.Module):
         self.bidirectional = bidirectional
 
     def __call__(
-        self, query_slots: Int[Array, " T"] | Int[Array, "B T"], key_slots: Int[Array, " S"]
+        self,
+        query_slots: Int[Array, " T"] | Int[Array, "B T"],
+        key_slots: Int[Array, " S"] | Int[Array, "B S"],
     ) -> Float[Array, "#B N T S"]:
         query_slots = query_slots.reshape(-1, query_slots.shape[-1])
+        key_slots = key_slots.reshape(-1, 1, key_slots.shape[-1])
         distance = key_slots - query_slots[..., None]
         num_buckets = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         table = jnp.asarray(buckets_by_distance(num_buckets, self.max_distance))

@@ -90,7 +90,7 @@ class Block(nnx.Module):
         kv = used = None
         if cache is not None and context.view.write_at is not None:
             cache = kv = cache.write(k, v, context.view.write_at)
-            used = jnp.max(context.view.write_at) + x.shape[1]
+            used = context.view.used
         if kv is None or fresh:  # nothing older to see than what this call brings
             kv, used = KV.of(k, v), None
         y, weights = self.attn(

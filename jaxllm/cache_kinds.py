@@ -1,0 +1,92 @@
+"""Other ways to keep keys and values than all of them as floats: in 8 bits, or only the newest."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int8
+
+from jaxllm.cache import KV, Cache, Slots, put_heads
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedKV(KV):
+    """Keys and values as int8 with one float32 scale a head and slot.
+
+    A vector x is kept as ``round(x / s)`` with ``s = max|x| / 127``, so no number is off by more
+    than s / 2. In attention the scales are factors of scores and weights: only products with int8
+    are made.
+    """
+
+    k: Int8[Array, "BK S H"]
+    v: Int8[Array, "BK S H"]
+    k_scale: Float[Array, "BK S 1"]
+    v_scale: Float[Array, "BK S 1"]
+    dtype: Any = dataclasses.field(metadata={"static": True})
+    """What is computed in."""
+
+    @staticmethod
+    def like(kv: KV) -> QuantizedKV:
+        """Empty, of the sizes of `kv`."""
+        whole, scale = jnp.zeros(kv.k.shape, jnp.int8), jnp.zeros((*kv.k.shape[:2], 1), jnp.float32)
+        return QuantizedKV(whole, whole, scale, scale, kv.k.dtype)
+
+    def write(self, k, v, slot: Slots) -> QuantizedKV:
+        (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
+        return dataclasses.replace(
+            self,
+            k=put_heads(self.k, k, slot),
+            v=put_heads(self.v, v, slot),
+            k_scale=put_heads(self.k_scale, k_scale, slot),
+            v_scale=put_heads(self.v_scale, v_scale, slot),
+        )
+
+    def scores(self, q):
+        k = self.k.astype(q.dtype)
+        products = jnp.einsum("bqh,bsh->bqs", q, k, preferred_element_type=jnp.float32)
+        return products * self.k_scale[:, None, :, 0]
+
+    def mix(self, weights):
+        scaled = (weights * self.v_scale[:, None, :, 0]).astype(self.dtype)
+        return jnp.einsum("bqs,bsh->bqh", scaled, self.v.astype(self.dtype))
+
+    def plain(self) -> KV:
+        k, v = self.k * self.k_scale, self.v * self.v_scale
+        return KV(k.astype(self.dtype), v.astype(self.dtype))
+
+
+def quantize(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Array, "... 1"]]:
+    """int8 numbers and the scale of each vector.
+
+    >>> numbers, scale = quantize(jnp.array([1.0, -2.54, 0.0]))
+    >>> numbers.tolist(), round(float(scale[0]), 4)
+    ([50, -127, 0], 0.02)
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
+    # A vector of zeros has scale 0, and 0 / 0 is NaN.
+    return jnp.round(x / jnp.where(scale == 0, 1, scale)).astype(jnp.int8), scale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CacheKind:
+    """How a decoder's own keys and values are kept. Those of an encoder's output stay floats."""
+
+    quantized: bool = dataclasses.field(default=False, metadata={"static": True})
+    window: Int[Array, ""] | None = None
+    """As `Cache.window`."""
+
+    def of(self, empty: Cache) -> Cache:
+        """A plain empty cache as an empty one of this kind."""
+        layers = empty.layers
+        if self.quantized:
+            layers = tuple(QuantizedKV.like(kv) for kv in layers)
+        return empty.replace(layers=layers, window=self.window)
+
+
+PLAIN = CacheKind()
