@@ -172,16 +172,17 @@ def watched(bare: Any, request: Request, streamer: Any) -> tuple[Result, Any]:
             raise UnsupportedError("streamer: cannot be used with beams; set num_beams=1")
         streamer.put(np.asarray(request.prompt.sequences)[:, : request.start_len])
     shown = request.start_len
-    result = state = None
-    for result, state in results(bare, request, chunk=1):
+    last = None
+    for last in results(bare, request, chunk=1):
+        result, _ = last
         if streamer is not None:
             for column in range(shown, int(result.length)):
                 streamer.put(np.asarray(result.sequences[:, column]))
         shown = int(result.length)
     if streamer is not None:
         streamer.end()
-    assert result is not None
-    return result, state
+    assert last is not None
+    return last
 
 
 def stream(

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache import Cache
-from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.errors import InputError
 from jaxllm.generation.prompts import (
     SMALLEST_BUCKET,
     Columns,
@@ -170,13 +170,13 @@ def continuation(
     )
 
 
-def check_returnable(given: Columns) -> None:
-    """Raises where no later call could tell what the cache holds."""
-    if given.ids is None:
-        raise UnsupportedError(
-            "return_past_key_values: a prompt of inputs_embeds has no tokens that a later call "
-            "could be compared with"
+def checked_past(past: Any) -> PastKeyValues | None:
+    if past is not None and not isinstance(past, PastKeyValues):
+        raise InputError(
+            "past_key_values: expected what an earlier call returned as `past_key_values`, found "
+            f"{type(past).__name__}"
         )
+    return past
 
 
 def _check_rows(name: str, given: Columns, batch: int) -> None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.errors import InputError
 from jaxllm.generation.caches import cache_kind, cache_slots
 from jaxllm.generation.config import (
     GenerationConfig,
@@ -25,14 +25,10 @@ from jaxllm.generation.config import (
     resolve_lengths,
     resolve_pad,
 )
+from jaxllm.generation.demands import check_strategy
 from jaxllm.generation.keys import row_keys
 from jaxllm.generation.modes import Call, choose_strategy
-from jaxllm.generation.past import (
-    PastKeyValues,
-    check_returnable,
-    continuation,
-    continued_sides,
-)
+from jaxllm.generation.past import checked_past, continuation, continued_sides
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.prompts import (
     SMALLEST_BUCKET,
@@ -189,7 +185,7 @@ def prepare(
         keep_attentions=bool(config.output_attentions),
     )
     strategy = choose_strategy(Call(model, config, eos, batch, start_len, until, arguments))
-    check_strategy(strategy, config, past, return_past_key_values, given)
+    check_strategy(strategy, config, given, past is not None, return_past_key_values)
     traced = any_traced(given, source, settings, strategy, jax.tree.leaves(model)[0])
     keys = row_keys(
         key,
@@ -270,46 +266,6 @@ def needed_tokenizer(arguments: Mapping[str, Any], field: str) -> Any:
     if tokenizer is None:
         raise InputError(f"{field}: needs tokenizer=, the tokenizer of this model")
     return tokenizer
-
-
-def checked_past(past: Any) -> PastKeyValues | None:
-    if past is not None and not isinstance(past, PastKeyValues):
-        raise InputError(
-            "past_key_values: expected what an earlier call returned as `past_key_values`, found "
-            f"{type(past).__name__}"
-        )
-    return past
-
-
-def check_strategy(
-    strategy: Strategy[Any],
-    config: GenerationConfig,
-    past: PastKeyValues | None,
-    returns_past: bool,
-    given: Columns,
-) -> None:
-    """Raises for what the strategy cannot give, or start from."""
-    recorded = [n for n in ("output_hidden_states", "output_attentions") if getattr(config, n)]
-    for name in recorded:
-        if not strategy.keeps_records:
-            raise UnsupportedError(f"`{name}`: only greedy search and sampling give them so far")
-        if past is not None:
-            raise UnsupportedError(f"`{name}`: not beside past_key_values, whose part is not read")
-    asked = {"past_key_values": past is not None, "return_past_key_values": returns_past}
-    for name in [name for name, wanted in asked.items() if wanted]:
-        if not strategy.continues:
-            raise UnsupportedError(f"{name}: only greedy search and sampling continue so far")
-    sliding = config.cache_implementation == "sliding_window"
-    if sliding and not strategy.slides:
-        raise UnsupportedError(
-            "cache_implementation: only greedy search and sampling have a sliding window so far"
-        )
-    if returns_past:
-        check_returnable(given)
-        if sliding:
-            raise UnsupportedError(
-                "return_past_key_values: a sliding window has lost what a later call needs"
-            )
 
 
 def checked_pad(model: Any, config: GenerationConfig, eos: tuple[int, ...]) -> int | None:

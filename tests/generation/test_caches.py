@@ -34,8 +34,7 @@ def turns(seed: int, *lengths: int) -> list[list[int]]:
     return [rng.integers(3, 50, n).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("family", "side"), [("llama", "left"), ("gpt2", "right")])
 def test_three_ragged_turns_equal_generating_from_scratch(family, side):
     """Rows are of unequal lengths, and some end early; scores of every step are those of a call
     that reads everything anew."""
@@ -84,6 +83,7 @@ def test_t5_continues_its_decoder_without_the_encoder():
         np.testing.assert_array_equal(out.sequences, wanted.sequences)
 
 
+@pytest.mark.slow
 def test_t5_of_ragged_decoder_sides():
     """Distances between columns give T5 its bias; the same whether rows have pads or not."""
     model, settings = tiny.cached("t5"), {"max_new_tokens": 4, "encoder_repetition_penalty": 1.5}
@@ -221,6 +221,17 @@ def test_stream_takes_a_handle_and_the_callers_jit_gives_one():
     past = inside.past_key_values
     chunks = list(jaxllm.stream(model, more, past_key_values=past, chunk_size=2, **settings))
     np.testing.assert_array_equal(np.concatenate(chunks, axis=1), wanted)
+    # A clock has the host look at every token; the state it ends with is the last one.
+    timed = jaxllm.generate(
+        model,
+        more,
+        past_key_values=past,
+        return_past_key_values=True,
+        max_time=1e6,
+        **settings,
+    )
+    whole = np.asarray(timed.sequences[0])
+    np.testing.assert_array_equal(timed.past_key_values.tokens()[0], whole[:-1])
 
 
 def test_turns_within_the_buckets_compile_nothing():
@@ -259,6 +270,7 @@ def test_eight_bits(family):
     assert own(small) / own(full) == (size + 4) / (4 * size)
 
 
+@pytest.mark.slow
 def test_eight_bits_continue_and_take_beams():
     model, ids = tiny.cached("llama"), np.array(turns(0, 6))
     settings = {"max_new_tokens": 4, **NO_EOS}

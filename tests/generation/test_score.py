@@ -25,29 +25,6 @@ def pairs(seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
     return [row[0] for row in rows], [row[1] for row in rows]
 
 
-def forward(family: str, prompt: list[int], completion: list[int]) -> np.ndarray:
-    """Log-probabilities of all tokens at the completion's places, by the model's own call."""
-    model = tiny.cached(family)
-    if family == "t5":
-        start = [[model.config.decoder_start_token_id, *completion[:-1]]]
-        logits = model(np.array([prompt]), decoder_input_ids=np.array(start)).logits[0]
-    else:
-        logits = model(np.array([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return np.asarray(jax.nn.log_softmax(logits))
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_equals_a_forward_pass(family):
-    prompts, completions = pairs()
-    out = jaxllm.score(tiny.cached(family), prompts, completions)
-    assert out.log_likelihoods.dtype == np.float32
-    assert out.is_greedy.dtype == bool
-    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        wanted = forward(family, prompt, completion)[np.arange(len(completion)), completion]
-        np.testing.assert_allclose(out.token_log_probs[i], wanted, atol=2e-5)
-        np.testing.assert_allclose(out.log_likelihoods[i], wanted.sum(), rtol=1e-5)
-
-
 def padded(rows: list[list[int]], side: str) -> tuple[np.ndarray, np.ndarray]:
     width = max(map(len, rows))
     ids, mask = np.zeros((len(rows), width), int), np.zeros((len(rows), width), int)
@@ -55,6 +32,27 @@ def padded(rows: list[list[int]], side: str) -> tuple[np.ndarray, np.ndarray]:
         at = slice(width - len(row), None) if side == "left" else slice(0, len(row))
         ids[i, at], mask[i, at] = row, 1
     return ids, mask
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_equals_a_forward_pass(family):
+    """The log-softmax of one plain call of the model over all pairs, padded on the right."""
+    model, (prompts, completions) = tiny.cached(family), pairs()
+    out = jaxllm.score(model, prompts, completions)
+    assert out.log_likelihoods.dtype == np.float32
+    assert out.is_greedy.dtype == bool
+    if family == "t5":
+        sides, _ = padded([[0, *completion] for completion in completions], "right")
+        logits = model(*padded(prompts, "right"), decoder_input_ids=sides).logits
+    else:
+        whole = [p + c for p, c in zip(prompts, completions, strict=True)]
+        logits = model(*padded(whole, "right")).logits
+    log_probs = np.asarray(jax.nn.log_softmax(logits))
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        first = 0 if family == "t5" else len(prompt) - 1
+        wanted = log_probs[i, first + np.arange(len(completion)), completion]
+        np.testing.assert_allclose(out.token_log_probs[i], wanted, atol=2e-5)
+        np.testing.assert_allclose(out.log_likelihoods[i], wanted.sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -1,0 +1,51 @@
+"""What a call asks of its strategy beyond tokens, and which strategies can do it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxllm.errors import UnsupportedError
+from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.prompts import Columns
+from jaxllm.generation.strategy import Strategy
+
+
+def check_strategy(
+    strategy: Strategy[Any],
+    config: GenerationConfig,
+    given: Columns,
+    continued: bool,
+    returns_past: bool,
+) -> None:
+    """Raises for what the strategy cannot give, or start from.
+
+    Args:
+        given: the decoder's prompt.
+        continued: the call has `past_key_values`.
+        returns_past: it has `return_past_key_values`.
+    """
+    for name in ("output_hidden_states", "output_attentions"):
+        if not getattr(config, name):
+            continue
+        if not strategy.keeps_records:
+            raise UnsupportedError(f"`{name}`: only greedy search and sampling give them so far")
+        if continued:
+            raise UnsupportedError(f"`{name}`: not beside past_key_values, whose part is not read")
+    asked = {"past_key_values": continued, "return_past_key_values": returns_past}
+    for name, wanted in asked.items():
+        if wanted and not strategy.continues:
+            raise UnsupportedError(f"{name}: only greedy search and sampling continue so far")
+    sliding = config.cache_implementation == "sliding_window"
+    if sliding and not strategy.slides:
+        raise UnsupportedError(
+            "cache_implementation: only greedy search and sampling have a sliding window so far"
+        )
+    if sliding and returns_past:
+        raise UnsupportedError(
+            "return_past_key_values: a sliding window has lost what a later call needs"
+        )
+    if returns_past and given.ids is None:
+        raise UnsupportedError(
+            "return_past_key_values: a prompt of inputs_embeds has no tokens that a later call "
+            "could be compared with"
+        )
