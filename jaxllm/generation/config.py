@@ -238,11 +238,15 @@ def check_consistent(config: GenerationConfig) -> None:
                 "which leaves no token to choose"
             )
 
+    mode = generation_mode(config)
     active = {
         "do_sample": config.do_sample,
+        "do_sample or penalty_alpha": config.do_sample or mode == "contrastive_search",
+        "top_k > 1 and greedy search": mode == "contrastive_search",
+        "greedy search or sampling": mode == "dola_generation",
         "num_beams": beams > 1,
         "num_beam_groups": config.num_beam_groups > 1,
-        "an assistant": generation_mode(config) == "assisted_generation",
+        "an assistant": mode == "assisted_generation",
     }
     for name in sorted(config.given):
         field, value = FIELDS[name], getattr(config, name)

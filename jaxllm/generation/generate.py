@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.guidance import Guided
 from jaxllm.generation.loop import (
     decode,
     decode_program,
@@ -40,15 +41,13 @@ INPUTS = frozenset(
         "row_ids",
     }
 )
-# And those that only a strategy reads (`modes.Call.arguments`).
-ARGUMENTS: frozenset[str] = frozenset()
+# And those that only a strategy or guidance reads (`modes.Call.arguments`).
+ARGUMENTS = frozenset({"negative_prompt_ids", "negative_prompt_attention_mask"})
 UNSUPPORTED = {
     "assistant_model": "assisted generation",
     "assistant_tokenizer": "assisted generation",
     "stopping_criteria": "user-written stopping criteria",
     "prefix_allowed_tokens_fn": "prefix constraints",
-    "negative_prompt_ids": "classifier-free guidance",
-    "negative_prompt_attention_mask": "classifier-free guidance",
     "streamer": "a streamer object (jaxllm.stream yields tokens)",
     "synced_gpus": "synced devices",
     "tokenizer": "stop_strings and token_healing",
@@ -94,6 +93,7 @@ def generate(
             (GPT-2), `decoder_input_ids` (inside jax.jit they must begin with the start token, which
             is put before them otherwise), `decoder_attention_mask`, `encoder_outputs` (T5),
             `encoder_hidden_states`, `encoder_attention_mask` (GPT-2 with cross-attention),
+            `negative_prompt_ids` [B, T] and `negative_prompt_attention_mask` (with guidance_scale),
             `logits_processor` (a list of callables) and `row_ids` [B], the numbers that a row's
             random draws depend on (default 0..B-1).
 
@@ -106,7 +106,7 @@ def generate(
         NonFiniteError: the model gave NaN or infinite logits, with the step and row.
     """
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    bare, strategy, settings = without_notes(model), request.strategy, request.settings
+    bare, strategy, settings = runnable(model, request), request.strategy, request.settings
     if request.traced:
         state = start(bare, request, prefill)
         state = decode(strategy, bare, state, settings, jnp.int32(request.until))
@@ -144,7 +144,7 @@ def stream(
     ):
         if kept:
             raise InputError(f"{name}: stream yields tokens alone; use generate")
-    return _chunks(without_notes(model), request, chunk_size)
+    return _chunks(runnable(model, request), request, chunk_size)
 
 
 def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray]:
@@ -193,6 +193,12 @@ def start(bare: Any, request: Request, run: Any) -> Any:
         capacity=request.capacity,
         room=request.room,
     )
+
+
+def runnable(model: Any, request: Request) -> Any:
+    """What the compiled programs run: the model, followed by its unconditional contexts if any."""
+    bare = without_notes(model)
+    return bare if request.negative is None else Guided(bare, request.negative)
 
 
 def without_notes(model: Any) -> Any:

@@ -93,7 +93,8 @@ class Strategy(Generic[S]):
     streams: ClassVar[bool] = True
     """Tokens once chosen stay."""
     prefill_options: ClassVar[Mapping[str, Any]] = {}
-    """More arguments of `model.decode` for the prompt."""
+    """More arguments of `model.decode` for the prompt; greedy search, sampling and DoLa give them
+    at every step."""
 
     @property
     def samples(self) -> int:

@@ -11,6 +11,9 @@ from jaxllm.generation.processors.bias import (
     NoBadWordsLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
+from jaxllm.generation.processors.guidance import (
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from jaxllm.generation.processors.lengths import (
     ExponentialDecayLengthPenalty,
     MinLengthLogitsProcessor,
@@ -71,5 +74,6 @@ __all__ = [
     "TopKLogitsWarper",
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "logits_processor",
 ]
