@@ -50,14 +50,13 @@ class Contrastive(Strategy[State]):
         first = sample.with_records(first, logits, settings, room)
         context = unit(read.last_hidden_state)
         free = read.cache.capacity - context.shape[1]
-        state = State(
+        # The first token is the loop's, like the others: its candidates need the model as well.
+        return State(
             **vars(first),
             next_logits=logits,
             next_unconditional=sample.unconditional(read),
             directions=jnp.pad(context, ((0, 0), (0, free), (0, 0))),
         )
-        return self.step(model, state, settings)
-
     def step(self, model, state, settings) -> State:
         scores = settings.processors(
             state.sequences,

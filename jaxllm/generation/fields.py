@@ -200,7 +200,7 @@ FIELDS: Mapping[str, Field] = {
     "num_beam_groups": Field(1, integer(1), "diverse beam search above 1", UNSET, only=(1,)),
     "diversity_penalty": Field(0.0, number("[0, inf)"), "between groups", 0.0, "num_beam_groups"),
     "penalty_alpha": Field(
-        None, number("[0, 1]"), "contrastive search", None, "top_k > 1 and greedy search"
+        None, number("[0, 1]"), "contrastive search", 0.0, "top_k > 1 and greedy search"
     ),
     "dola_layers": Field(
         None, layers, 'DoLa: "low", "high" or a list', None, "greedy search or sampling"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,9 @@ class State:
 
     def replace(self, **changes) -> Self:
         return dataclasses.replace(self, **changes)
+
+
+AnyState = TypeVar("AnyState", bound=State)
 
 
 class Prediction(NamedTuple):
@@ -169,12 +172,12 @@ def result(state: State) -> Result:
 
 
 def append(
-    state: State,
+    state: AnyState,
     token: Int[Array, " B"],
     logits: Float[Array, "B V"],
     scores: Float[Array, "B V"],
     settings: Settings,
-) -> State:
+) -> AnyState:
     """Writes a token to each live row and a pad to the others, and notes which rows end."""
     live = ~state.done
     token = jnp.where(live, token, settings.pad)

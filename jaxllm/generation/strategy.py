@@ -108,7 +108,8 @@ class Strategy(Generic[S]):
     def init(
         self, model: Any, prompt: Prompt, read: DecodeOutput, settings: Settings, room: int
     ) -> S:
-        """The state after the first token, from what the model read of the prompt.
+        """The state after the first token, from what the model read of the prompt; or before it,
+        where choosing it takes another call of the model.
 
         Args:
             read: logits of each row's last real column [B, 1, V], the filled cache, and the hidden

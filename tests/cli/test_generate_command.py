@@ -155,7 +155,10 @@ ERRORS = {
     "abbreviated option": (("--max-new-t=3", "hi"), "--max-new-t"),
     "not a number": (("--top-k", "many", "hi"), "`top_k` must be an integer"),
     "out of range": (("--top-p", "1.5", "hi"), "`top_p` must be a number in [0, 1]"),
-    "not there yet": (("--model", LLAMA, "--penalty-alpha", "0.6", "hi"), "`penalty_alpha`"),
+    "not there yet": (
+        ("--model", LLAMA, "--prefill-chunk-size", "4", "hi"),
+        "`prefill_chunk_size`",
+    ),
     "no effect": (("--model", LLAMA, "--temperature", "0.5", "hi"), "add --do-sample"),
     "seed": (("--seed", str(2**32), "hi"), "--seed must be from 0"),
     "system alone": (("--system", "be brief", "hi"), "--chat"),

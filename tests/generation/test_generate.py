@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import re
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from generation_runs import (
+    DATA,
+    all_cases,
+    check_loop_in_place,
+    compilations,
+    model,
+    problems,
+    prompts,
+)
 
 import jaxllm
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
-from jaxllm.generation.generate import prepare_call, start, without_notes
-from jaxllm.generation.loop import decode_program, prefill_program
-
-DATA = Path(__file__).parents[1] / "data" / "conformance"
-sys.path.insert(0, str(DATA))
-import compare  # noqa: E402
+from jaxllm.generation.generate import prepare_call
 
 FAMILIES = ("s_llama", "s_gpt2", "s_t5_gated")
 # What is not in the loop of greedy search and sampling.
@@ -30,19 +29,9 @@ OTHER_MODES |= {"prompt_lookup", "early_exit"}
 OTHER_FIELDS = {"guidance_scale", "stop_strings", "token_healing", "num_beams"}
 
 
-@functools.cache
-def model(name: str):
-    return jaxllm.load(DATA / "models" / name)[0]
-
-
-@functools.cache
-def arrays():
-    return dict(np.load(DATA / "arrays.npz"))
-
-
 def cases() -> list[dict]:
     found = []
-    for case in json.loads((DATA / "cases.json").read_text())["cases"]:
+    for case in all_cases():
         if case["kind"] != "generate" or case["mode"] in OTHER_MODES:
             continue
         beam_sample = case["generate_kwargs"].get("num_beams", 1) > 1
@@ -63,37 +52,12 @@ def embeddings(case: dict) -> np.ndarray:
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case["id"])
 def test_conformance(case):
-    inputs = {name: np.array(value) for name, value in case["inputs"].items()}
-    if "array_inputs" in case:
-        inputs["inputs_embeds"] = embeddings(case)
-    out = jaxllm.generate(
-        model(case["model"]), **inputs, **case["generate_kwargs"], output_scores=True, key=0
-    )
-    scores = np.stack(out.scores, axis=1)
-    new = out.sequences[:, -scores.shape[1] :]
-    got = {
-        "sequences": out.sequences.tolist(),
-        "first_step_scores": out.scores[0],
-        "step_token_scores": np.take_along_axis(scores, new[..., None], 2)[..., 0].tolist(),
-    }
-    assert compare.check(case, got, arrays(), atol=1e-4) == []
+    inputs = {"inputs_embeds": embeddings(case)} if "array_inputs" in case else {}
+    assert problems(case, **inputs) == []
 
 
 def test_number_of_conformance_cases():
     assert len(cases()) == 44
-
-
-def prompts(name: str, lengths=(7, 3, 5), seed=0, side="left"):
-    """Ragged prompts, padded on either side."""
-    rng = np.random.default_rng(seed)
-    vocab = model(name).config.vocab_size
-    rows = [rng.integers(3, vocab - 1, n) for n in lengths]
-    width = max(lengths)
-    ids, mask = np.zeros((len(rows), width), int), np.zeros((len(rows), width), int)
-    for i, row in enumerate(rows):
-        at = slice(width - len(row), None) if side == "left" else slice(0, len(row))
-        ids[i, at], mask[i, at] = row, 1
-    return rows, ids, mask
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -126,22 +90,6 @@ def test_cached_equals_uncached(name):
         whole = np.concatenate([mask, np.ones((len(ids), 12), int)], axis=1)
         logits = net(out, whole).logits
         np.testing.assert_array_equal(np.argmax(logits, -1)[:, ids.shape[1] - 1 : -1], out[:, 7:])
-
-
-def compilations(call) -> list[str]:
-    """Names of the compile events while `call` runs."""
-    events = []
-
-    def note(name, seconds, **_):
-        if "backend_compile" in name or "jaxpr_trace" in name:
-            events.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        call()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-    return events
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -202,32 +150,10 @@ def request(name: str, **fields):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_cache_is_donated_and_updated_in_place(name):
-    bare, call = without_notes(model(name)), request(name, eos_token_id=None)
-    state = start(bare, call, prefill_program)
-    before = state.cache.layers[0].k
-    address = before.unsafe_buffer_pointer()
-    after = decode_program(call.strategy, bare, state, call.settings, np.int32(call.until))
-    assert before.is_deleted()
-    assert after.cache.layers[0].k.unsafe_buffer_pointer() == address
-    assert not jax.tree.leaves(bare)[0].is_deleted()
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_compiled_loop_copies_no_cache(name, batch):
-    bare = without_notes(model(name))
+def test_the_cache_is_donated_and_never_copied(name, batch):
     _, ids, mask = prompts(name, (7, 3, 5)[:batch])
-    call = prepare_call(model(name), ids, mask, None, 0, {"max_new_tokens": 80, "do_sample": True})
-    state = start(bare, call, prefill_program)
-    compiled = decode_program.lower(
-        call.strategy, bare, state, call.settings, np.int32(call.until)
-    ).compile()
-    cache_size = state.cache.layers[0].k.size
-    copies = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", compiled.as_text())
-    sizes = [int(np.prod([int(d) for d in dims.split(",")])) for dims in copies]
-    # The prediction: one token's worth of keys moves, never a layer's cache.
-    assert [size for size in sizes if size >= cache_size] == []
+    check_loop_in_place(model(name), ids, mask, max_new_tokens=80, do_sample=True)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
