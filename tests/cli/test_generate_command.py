@@ -86,7 +86,7 @@ def test_help_lists_what_works_and_hides_what_does_not(run) -> None:
     result = run("--help")
     assert result.code == 0
     assert "--repetition-penalty" in result.out
-    assert "--penalty-alpha" not in result.out
+    assert "--prefill-chunk-size" not in result.out
 
 
 def test_streamed_text_is_the_whole_text(run) -> None:
