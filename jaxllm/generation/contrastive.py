@@ -57,12 +57,14 @@ class Contrastive(Strategy[State]):
             next_unconditional=sample.unconditional(read),
             directions=jnp.pad(context, ((0, 0), (0, free), (0, 0))),
         )
+
     def step(self, model, state, settings) -> State:
         scores = settings.processors(
             state.sequences,
             state.next_logits,
             state.cur_len,
             mask=state.mask,
+            prompt_len=state.cur_len - state.step,
             unconditional_logits=state.next_unconditional,
         )
         best, tokens = jax.lax.top_k(scores, self.k)

@@ -7,7 +7,7 @@ padding the compiled program sees, never its result.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +36,11 @@ from jaxllm.generation.prompts import (
     pad_right,
     seq2seq_sides,
 )
+from jaxllm.generation.stopping import (
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from jaxllm.generation.strategy import Prompt, Settings, Strategy
 from jaxllm.generation.values import bucket, id_table, is_traced
 from jaxllm.models import inputs as check
@@ -44,8 +49,8 @@ from jaxllm.models import inputs as check
 STATIC = (
     *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
-    *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample"),
-    "dola_layers",
+    *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample", "num_beams"),
+    *("num_beam_groups", "dola_layers"),
 )
 MOST_COLUMNS = 2**20
 
@@ -67,6 +72,8 @@ class Request:
     """Slots of the cache."""
     room: int
     """Bucket of the number of new tokens."""
+    clocks: tuple[MaxTimeCriteria, ...]
+    """What the host asks after each token."""
     traced: bool
     """The caller's own jit is tracing this call."""
 
@@ -113,11 +120,18 @@ def prepare(
     row_ids: Any = None,
     logits_processor: Any = (),
     token_type_ids: Any = None,
+    heal: Callable[..., tuple[Any, Any]],
     **inputs: Any,
 ) -> Request:
-    """Checks everything that can be checked before jit, and lays the call out in buckets."""
+    """Checks everything that can be checked before jit, and lays the call out in buckets.
+
+    `heal(model, tokenizer, input_ids, attention_mask)` mends prompts (`token_healing`).
+    """
     config, eos = merged_config(model, generation_config, fields)
     pad = checked_pad(model, config, eos)
+    if config.token_healing:
+        tokenizer = needed_tokenizer(arguments, "token_healing")
+        input_ids, attention_mask = heal(model, tokenizer, input_ids, attention_mask)
     sides = seq2seq_sides if model.is_encoder_decoder else decoder_only_sides
     given, source, encoder = sides(
         model, input_ids, attention_mask, config=config, eos=eos, pad=pad, **inputs
@@ -139,6 +153,7 @@ def prepare(
         decoder_inputs["inputs_embeds"] = padded.embeds
     if token_type_ids is not None:
         decoder_inputs["token_type_ids"] = checked_types(model, token_type_ids, given, width)
+    stops, clocks = stopping(config, arguments)
     settings = Settings(
         processors=build_processors(
             config,
@@ -150,11 +165,13 @@ def prepare(
             encoder_mask=None if source is None else source.mask,
             prompt_ids=padded.ids,
             prompt_mask=padded.mask,
+            prefix_allowed_tokens_fn=arguments.get("prefix_allowed_tokens_fn"),
             extra=processor_list(logits_processor),
         ),
         eos=id_table("generate()", "eos_token_id", list(eos)),
         pad=jnp.asarray(0 if pad is None else pad, jnp.int32),
         max_length=jnp.asarray(until, jnp.int32),
+        stops=stops,
         allow_nonfinite=bool(config.remove_invalid_values),
         keep_scores=bool(config.output_scores),
         keep_logits=bool(config.output_logits),
@@ -189,8 +206,34 @@ def prepare(
         until=until,
         capacity=width + strategy.slots(room),
         room=room,
+        clocks=clocks,
         traced=traced or any_traced(keys),
     )
+
+
+def stopping(
+    config: GenerationConfig, arguments: Mapping[str, Any]
+) -> tuple[StoppingCriteriaList, tuple[MaxTimeCriteria, ...]]:
+    """The criteria of the compiled loop, and the clocks that only the host can read."""
+    given = arguments.get("stopping_criteria")
+    given = [] if given is None else given
+    if not isinstance(given, list | tuple) or not all(map(callable, given)):
+        raise InputError(f"stopping_criteria: expected a list of callables, found {given!r}")
+    clocks = [c for c in given if isinstance(c, MaxTimeCriteria)]
+    if config.max_time is not None:
+        clocks.insert(0, MaxTimeCriteria(config.max_time))
+    stops = [c for c in given if not isinstance(c, MaxTimeCriteria)]
+    if config.stop_strings is not None:
+        tokenizer = needed_tokenizer(arguments, "stop_strings")
+        stops.insert(0, StopStringCriteria(tokenizer, list(config.stop_strings)))
+    return StoppingCriteriaList(stops), tuple(clocks)
+
+
+def needed_tokenizer(arguments: Mapping[str, Any], field: str) -> Any:
+    tokenizer = arguments.get("tokenizer")
+    if tokenizer is None:
+        raise InputError(f"{field}: needs tokenizer=, the tokenizer of this model")
+    return tokenizer
 
 
 def checked_pad(model: Any, config: GenerationConfig, eos: tuple[int, ...]) -> int | None:

@@ -105,6 +105,7 @@ class Sample(Strategy[State]):
             predicted.basis,
             state.cur_len,
             mask=state.mask,
+            prompt_len=state.cur_len - state.step,
             unconditional_logits=predicted.unconditional,
         )
         if self.sampling:
@@ -184,14 +185,17 @@ def append(
     broken_at = state.broken_at
     if not settings.allow_nonfinite:
         broken_at = note_broken(broken_at, state.step, live, logits, scores)
+    sequences = put_columns(state.sequences, token[:, None], state.cur_len)
+    mask = put_columns(state.mask, live[:, None], state.cur_len)
+    stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=mask)
     return state.replace(
         scores=record(state.scores, scores, state.step),
         logits=record(state.logits, logits, state.step),
-        sequences=put_columns(state.sequences, token[:, None], state.cur_len),
-        mask=put_columns(state.mask, live[:, None], state.cur_len),
+        sequences=sequences,
+        mask=mask,
         cur_len=state.cur_len + 1,
         token=token,
-        done=state.done | jnp.isin(token, settings.eos),
+        done=state.done | jnp.isin(token, settings.eos) | stopped,
         step=state.step + 1,
         broken_at=broken_at,
     )

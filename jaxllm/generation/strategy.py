@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.outputs import DecodeOutput
 
 NEVER = -1
@@ -57,6 +58,8 @@ class Settings:
     """What finished rows emit."""
     max_length: Int[Array, ""]
     """Columns of the longest result."""
+    stops: StoppingCriteriaList
+    """What ends a row besides `eos` and `max_length`."""
     allow_nonfinite: bool = dataclasses.field(metadata={"static": True})
     """`remove_invalid_values`: NaN and infinite logits are mended, not reported."""
     keep_scores: bool = dataclasses.field(default=False, metadata={"static": True})

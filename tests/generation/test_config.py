@@ -231,18 +231,10 @@ def test_an_assistant_model_makes_it_assisted():
 
 
 UNSUPPORTED = {
-    "num_beams": 2,
-    "num_beam_groups": 2,
-    "constraints": [1],
-    "force_words_ids": [[1]],
     "prompt_lookup_num_tokens": 3,
     "assistant_early_exit": 2,
     "assistant_ensemble_weight": 0.5,
     "use_mtp": True,
-    "stop_strings": ["x"],
-    "max_time": 1.0,
-    "token_healing": True,
-    "watermarking_config": {"bias": 2.0},
     "use_cache": False,
     "cache_implementation": "quantized",
     "cache_config": {"nbits": 4},

@@ -6,19 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generation_runs import cases, check_loop_in_place, compilations, model, problems, prompts
+from conformance_runs import cases, model, problems, run
+from generation_tools import cache_copies, compilations, loop_is_in_place, prompts, started
 
 import jaxllm
 from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation.contrastive import nearest, unit
 
 SEARCH = {"penalty_alpha": 0.6, "top_k": 4}
-CASES = cases(mode="contrastive")
+CASES = [case for case in cases().values() if case["mode"] == "contrastive"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_conformance(case):
-    assert problems(case) == []
+    assert problems(case, run(case, output_scores=True)) == []
 
 
 def test_number_of_conformance_cases():
@@ -91,7 +92,9 @@ def test_numbers_and_lengths_compile_nothing():
 @pytest.mark.parametrize(("name", "batch"), [("s_llama", 3), ("s_gpt2", 1), ("s_t5_gated", 1)])
 def test_the_cache_is_donated_and_never_copied(name, batch):
     _, ids, mask = prompts(name, (7, 3, 5)[:batch])
-    check_loop_in_place(model(name), ids, mask, max_new_tokens=80, **SEARCH)
+    call = started(name, ids, mask, max_new_tokens=80, eos_token_id=None, **SEARCH)
+    assert cache_copies(*call) == []
+    assert loop_is_in_place(*call)
 
 
 def test_inside_the_callers_jit():
@@ -116,6 +119,25 @@ def test_stream_equals_generate_and_shares_its_programs(name):
     stream = jaxllm.stream(model(name), ids, mask, chunk_size=4, **fields)
     assert compilations(lambda: chunks.extend(stream)) == []
     np.testing.assert_array_equal(np.concatenate(chunks, axis=1), whole[:, -11:])
+
+
+def test_a_streamer_gets_the_prompt_and_every_token():
+    class Streamer:
+        def __init__(self):
+            self.columns, self.ended = [], False
+
+        def put(self, tokens):
+            self.columns.append(tokens)
+
+        def end(self):
+            self.ended = True
+
+    _, ids, mask = prompts("s_llama")
+    streamer = Streamer()
+    out = generate("s_llama", ids, mask, max_new_tokens=9, streamer=streamer).sequences
+    np.testing.assert_array_equal(streamer.columns[0], ids)
+    np.testing.assert_array_equal(np.stack(streamer.columns[1:], axis=1), out[:, 7:])
+    assert streamer.ended
 
 
 def test_ended_rows_emit_pad_and_change_no_other():

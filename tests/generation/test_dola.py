@@ -6,19 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generation_runs import cases, compilations, model, problems, prompts
+from conformance_runs import cases, model, problems, run
+from generation_tools import compilations, prompts
 
 import jaxllm
 from jaxllm.errors import InputError
 from jaxllm.generation.dola import contrast, farthest, layers_to_contrast
 
-CASES = cases(mode="dola")
+CASES = [case for case in cases().values() if case["mode"] == "dola"]
 DEEP, TIED = "s_llama_deep", "s_gpt2_scaled"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_conformance(case):
-    assert problems(case) == []
+    assert problems(case, run(case, output_scores=True)) == []
 
 
 def test_number_of_conformance_cases():

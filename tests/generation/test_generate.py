@@ -8,56 +8,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generation_runs import (
-    DATA,
-    all_cases,
-    check_loop_in_place,
+from conformance_runs import DATA, cases, model, problems, run
+from generation_tools import (
+    FAMILIES,
+    cache_copies,
     compilations,
-    model,
-    problems,
+    loop_is_in_place,
     prompts,
+    started,
 )
 
 import jaxllm
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
-from jaxllm.generation.generate import prepare_call
 
-FAMILIES = ("s_llama", "s_gpt2", "s_t5_gated")
 # What is not in the loop of greedy search and sampling.
 OTHER_MODES = {"beam", "constrained", "contrastive", "dola", "assisted", "group_beam"}
 OTHER_MODES |= {"prompt_lookup", "early_exit"}
 OTHER_FIELDS = {"guidance_scale", "stop_strings", "token_healing", "num_beams"}
 
 
-def cases() -> list[dict]:
-    found = []
-    for case in all_cases():
-        if case["kind"] != "generate" or case["mode"] in OTHER_MODES:
-            continue
-        beam_sample = case["generate_kwargs"].get("num_beams", 1) > 1
-        if "prefix_rule" in case or beam_sample or OTHER_FIELDS & case["generate_kwargs"].keys():
-            continue
-        found.append(case)
-    return found
+CASES = [
+    case
+    for case in cases().values()
+    if case["mode"] not in OTHER_MODES
+    and "prefix_rule" not in case
+    and not OTHER_FIELDS & case["generate_kwargs"].keys()
+]
 
 
-def embeddings(case: dict) -> np.ndarray:
-    rule = case["array_inputs"]["inputs_embeds"]
-    table = np.asarray(model(case["model"]).backbone.embed.weight[...])
-    base = table[np.array(rule["base_ids"])]
-    row, column, channel = np.ogrid[: base.shape[0], : base.shape[1], : base.shape[2]]
-    wave = np.cos(0.7 * column + 0.3 * channel + row)
-    return (base + rule["amp"] * wave).astype(np.float32)
-
-
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case["id"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_conformance(case):
-    inputs = {"inputs_embeds": embeddings(case)} if "array_inputs" in case else {}
-    assert problems(case, **inputs) == []
+    assert problems(case, run(case, output_scores=True)) == []
 
 
 def test_number_of_conformance_cases():
-    assert len(cases()) == 44
+    assert len(CASES) == 44
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -144,16 +129,18 @@ def test_stream_equals_generate_and_shares_its_programs(name, chunk_size):
     assert [c.shape[1] for c in chunks[:-1]] == [chunk_size] * (len(chunks) - 1)
 
 
-def request(name: str, **fields):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cache_is_donated_and_updated_in_place(name):
     _, ids, mask = prompts(name)
-    return prepare_call(model(name), ids, mask, None, 0, {"max_new_tokens": 40, **fields})
+    assert loop_is_in_place(*started(name, ids, mask, max_new_tokens=40, eos_token_id=None))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_cache_is_donated_and_never_copied(name, batch):
+def test_the_compiled_loop_copies_no_cache(name, batch):
     _, ids, mask = prompts(name, (7, 3, 5)[:batch])
-    check_loop_in_place(model(name), ids, mask, max_new_tokens=80, do_sample=True)
+    # The prediction: one token's worth of keys moves, never a layer's cache.
+    assert cache_copies(*started(name, ids, mask, max_new_tokens=80, do_sample=True)) == []
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -190,8 +177,8 @@ def test_every_form_of_key():
     fields = {"do_sample": True, "max_new_tokens": 6, "eos_token_id": None, "top_k": 0}
     forms = [3, np.int64(3), jnp.int32(3), jax.random.key(3), jax.random.PRNGKey(3)]
     runs = [jaxllm.generate(model("s_llama"), [[5, 6]], key=k, **fields).sequences for k in forms]
-    for run in runs[1:]:
-        np.testing.assert_array_equal(run, runs[0])
+    for other in runs[1:]:
+        np.testing.assert_array_equal(other, runs[0])
     under_jit = jax.jit(
         lambda key: jaxllm.generate(model("s_llama"), [[5, 6]], key=key, **fields).sequences
     )
@@ -343,7 +330,11 @@ def test_bad_input_is_named(inputs, match):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"num_beams": 2}, {"assistant_model": object()}, {"stop_strings": "a"}, {"use_cache": False}],
+    [
+        {"num_beam_groups": 2},
+        {"assistant_model": object()},
+        {"use_cache": False},
+    ],
 )
 def test_unsupported_options_raise_by_name(fields):
     with pytest.raises(UnsupportedError, match=next(iter(fields))):
@@ -428,7 +419,8 @@ def test_random_lengths_equal_an_uncached_pass(name):
 
 
 def test_settings_are_a_pytree_of_numbers():
-    call = request("s_llama", do_sample=True, temperature=0.5)
+    _, ids, mask = prompts("s_llama")
+    _, call, _ = started("s_llama", ids, mask, do_sample=True, temperature=0.5)
     leaves = jax.tree.leaves(call.settings)
     assert all(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves)
     assert dataclasses.is_dataclass(call.settings)

@@ -6,19 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generation_runs import cases, check_loop_in_place, compilations, model, problems, prompts
+from conformance_runs import cases, model, problems, run
+from generation_tools import cache_copies, compilations, loop_is_in_place, prompts, started
 
 import jaxllm
 from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation.processors import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-CASES = cases(field="guidance_scale")
+CASES = [case for case in cases().values() if "guidance_scale" in case["generate_kwargs"]]
 NAMES = ("s_llama", "s_gpt2")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_conformance(case):
-    assert problems(case) == []
+    assert problems(case, run(case, output_scores=True)) == []
 
 
 def test_number_of_conformance_cases():
@@ -118,7 +119,10 @@ def test_numbers_and_lengths_compile_nothing():
 def test_the_cache_is_donated_and_never_copied(name):
     _, ids, mask = prompts(name)
     _, negative = negatives(name)
-    check_loop_in_place(model(name), ids, mask, guidance_scale=2.0, max_new_tokens=70, **negative)
+    fields = {"guidance_scale": 2.0, "max_new_tokens": 70, "eos_token_id": None}
+    call = started(name, ids, mask, **fields, **negative)
+    assert cache_copies(*call) == []
+    assert loop_is_in_place(*call)
 
 
 def test_sampling_several_results():
@@ -172,6 +176,35 @@ def test_with_another_strategy(strategy):
         np.testing.assert_allclose(jax.nn.log_softmax(logits[i]), c, atol=1e-4)
         if "dola_layers" not in strategy:  # there it is the difference of layers that is guided
             np.testing.assert_allclose(scores[i], 2.5 * (c - u) + u, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "beams",
+    [
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"num_beams": 3, "force_words_ids": [[17, 18]]},
+    ],
+    ids=["beams", "groups", "constraints"],
+)
+def test_with_beams(beams):
+    """Each text's score is the sum of the guided scores of its tokens, which two uncached passes
+    give: so every beam kept its own unconditional context."""
+    rows, ids, mask = prompts("s_llama", (7, 4))
+    others, negative = negatives("s_llama", (3, 9))
+    fields = {"length_penalty": 0.0, "max_new_tokens": 7, "output_scores": True}
+    out = generate("s_llama", ids, mask, **negative, **fields, **beams)
+    each = len(out.sequences) // 2
+    for i, (text, got) in enumerate(zip(out.sequences, out.sequences_scores, strict=True)):
+        new = text[7:]
+        row, other = rows[i // each], others[i // each]
+        c = log_probs(model("s_llama"), [*row, *new[:-1]])[len(row) - 1 :]
+        u = log_probs(model("s_llama"), [*other, *new[:-1]])[len(other) - 1 :]
+        want = (2.5 * (c - u) + u)[np.arange(7), new].sum()
+        if "diversity_penalty" in beams:  # up to so much a token that another group took
+            assert want - 0.5 * 2 * 7 - 1e-3 <= got <= want + 1e-3
+        else:
+            np.testing.assert_allclose(got, want, atol=2e-3)
 
 
 def test_a_prompt_of_embeddings_and_a_stream():
