@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.guidance import Guided
 from jaxllm.generation.healing import heal_tokens
 from jaxllm.generation.loop import (
     decode,
@@ -42,13 +43,16 @@ INPUTS = frozenset(
         "row_ids",
     }
 )
-# And those that only a strategy reads (`modes.Call.arguments`).
-ARGUMENTS = frozenset({"tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn"})
+# And those that only a strategy, a criterion or guidance reads (`modes.Call.arguments`).
+ARGUMENTS = frozenset(
+    {
+        *("tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn"),
+        *("negative_prompt_ids", "negative_prompt_attention_mask"),
+    }
+)
 UNSUPPORTED = {
     "assistant_model": "assisted generation",
     "assistant_tokenizer": "assisted generation",
-    "negative_prompt_ids": "classifier-free guidance",
-    "negative_prompt_attention_mask": "classifier-free guidance",
     "synced_gpus": "synced devices",
     "position_ids": "giving positions (they follow from attention_mask)",
     "past_key_values": "a cache of the caller",
@@ -97,6 +101,7 @@ def generate(
             (GPT-2), `decoder_input_ids` (inside jax.jit they must begin with the start token, which
             is put before them otherwise), `decoder_attention_mask`, `encoder_outputs` (T5),
             `encoder_hidden_states`, `encoder_attention_mask` (GPT-2 with cross-attention),
+            `negative_prompt_ids` [B, T] and `negative_prompt_attention_mask` (with guidance_scale),
             `logits_processor` and `stopping_criteria` (lists of callables),
             `prefix_allowed_tokens_fn` (`(batch_id, ids) -> token ids`), `tokenizer` (for
             `stop_strings` and `token_healing`), `streamer` (an object with `put` and `end`, called
@@ -113,7 +118,7 @@ def generate(
     """
     streamer = fields.pop("streamer", None)
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    bare, strategy, settings = without_notes(model), request.strategy, request.settings
+    bare, strategy, settings = runnable(model, request), request.strategy, request.settings
     start_len = request.start_len
     if request.traced:
         for name, given in (("streamer", streamer), ("max_time", request.clocks)):
@@ -184,7 +189,7 @@ def stream(
     ):
         if kept:
             raise InputError(f"{name}: stream yields tokens alone; use generate")
-    return _chunks(without_notes(model), request, chunk_size)
+    return _chunks(runnable(model, request), request, chunk_size)
 
 
 def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray]:
@@ -281,6 +286,12 @@ def start(bare: Any, request: Request, run: Any) -> Any:
         capacity=request.capacity,
         room=request.room,
     )
+
+
+def runnable(model: Any, request: Request) -> Any:
+    """What the compiled programs run: the model, followed by its unconditional contexts if any."""
+    bare = without_notes(model)
+    return bare if request.negative is None else Guided(bare, request.negative)
 
 
 def without_notes(model: Any) -> Any:

@@ -23,6 +23,7 @@ from jaxllm.generation.config import (
     resolve_lengths,
     resolve_pad,
 )
+from jaxllm.generation.guidance import Negative, negative_prompt
 from jaxllm.generation.keys import row_keys
 from jaxllm.generation.modes import Call, choose_strategy
 from jaxllm.generation.processors.build import build_processors
@@ -31,6 +32,7 @@ from jaxllm.generation.prompts import (
     Columns,
     check_room,
     decoder_only_sides,
+    last_real,
     pad_right,
     seq2seq_sides,
 )
@@ -48,7 +50,7 @@ STATIC = (
     *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample", "num_beams"),
-    *("num_beam_groups",),
+    *("num_beam_groups", "dola_layers"),
 )
 MOST_COLUMNS = 2**20
 
@@ -59,6 +61,8 @@ class Request:
 
     strategy: Strategy[Any]
     prompt: Prompt
+    negative: Negative | None
+    """The contexts that guidance leads away from."""
     settings: Settings
     start_len: int
     """Columns of `sequences` that the prompt fills."""
@@ -136,8 +140,13 @@ def prepare(
     start_len = 0 if given.ids is None else given.length
     config, until = checked_lengths(model, config, given)
     room = bucket(until - start_len, SMALLEST_BUCKET)
+    others = {"token_type_ids": token_type_ids, **inputs}
+    negative = negative_prompt(model, config, arguments, given, others)
+    if negative is not None:
+        check_room(model, negative, until - start_len)
+    columns = given.length if negative is None else max(given.length, negative.length)
     # A lone start token, T5's usual prompt, needs no padding.
-    width = 1 if given.length == 1 else bucket(given.length, SMALLEST_BUCKET)
+    width = 1 if columns == 1 else bucket(columns, SMALLEST_BUCKET)
     padded = given.pad_to(width, pad or 0)
     decoder_inputs: dict[str, Any] = {"tokens": padded.ids, "mask": padded.mask}
     if padded.embeds is not None:
@@ -168,7 +177,7 @@ def prepare(
         keep_logits=bool(config.output_logits),
     )
     strategy = choose_strategy(Call(model, config, eos, batch, start_len, until, arguments))
-    traced = any_traced(given, source, settings, strategy, jax.tree.leaves(model)[0])
+    traced = any_traced(given, negative, source, settings, strategy, jax.tree.leaves(model)[0])
     keys = row_keys(
         key,
         row_ids,
@@ -184,13 +193,14 @@ def prepare(
         sequences=sequences,
         mask=mask,
         start_len=np.int32(start_len),  # pyright: ignore[reportArgumentType]
-        columns=np.int32(given.length),  # pyright: ignore[reportArgumentType]
+        columns=np.int32(columns),  # pyright: ignore[reportArgumentType]
         at=at,
         keys=keys,
     )
     return Request(
         strategy=strategy,
         prompt=prompt,
+        negative=None if negative is None else guide(negative.pad_to(width, pad or 0)),
         settings=settings,
         start_len=start_len,
         until=until,
@@ -270,14 +280,17 @@ def buffers(padded: Columns, room: int, pad: int) -> tuple[Any, Any, Any]:
     Built on the host where the prompt is known, so that other lengths compile nothing.
     """
     host = jnp if any_traced(padded) else np
-    known = host.asarray(padded.mask)
-    at = host.max(host.where(known, host.arange(padded.length), 0), axis=-1).astype(host.int32)
+    known, at = host.asarray(padded.mask), last_real(padded.mask)
     if padded.ids is None:
         shape = (known.shape[0], room)
         return host.full(shape, pad, host.int32), host.zeros(shape, bool), at
     rest = ((0, 0), (0, room))
     sequences = host.pad(host.asarray(padded.ids), rest, constant_values=pad)
     return sequences, host.pad(known, rest), at
+
+
+def guide(negative: Columns) -> Negative:
+    return Negative(negative.ids, negative.mask, last_real(negative.mask))
 
 
 def processor_list(processors: Any) -> tuple[Any, ...]:
