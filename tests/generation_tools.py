@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from conformance_runs import model
 
-from jaxllm.generation.generate import prepare_call, start, without_notes
+from jaxllm.generation.generate import prepare_call, runnable, start
 from jaxllm.generation.loop import decode_program, prefill_program
 
 FAMILIES = ("s_llama", "s_gpt2", "s_t5_gated")
@@ -45,9 +45,9 @@ def compilations(call) -> list[str]:
 
 
 def started(name: str, ids, mask, **fields) -> tuple[Any, Any, Any]:
-    """The model without its notes, the prepared call, and the state after prefill."""
-    bare = without_notes(model(name))
+    """The model as the programs run it, the prepared call, and the state after prefill."""
     call = prepare_call(model(name), ids, mask, None, 0, fields)
+    bare = runnable(model(name), call)
     return bare, call, start(bare, call, prefill_program)
 
 

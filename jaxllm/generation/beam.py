@@ -49,7 +49,7 @@ class BeamSearch(Beams[BeamSearchState]):
         )
         return self.choose_first(state, read, settings, room)
 
-    def choose(self, state, logits, settings):
+    def choose(self, state, logits, unconditional, settings):
         batch, beams = state.is_finished.shape
         scores = settings.processors(
             state.running.sequences.reshape(batch * beams, -1),
@@ -57,6 +57,7 @@ class BeamSearch(Beams[BeamSearchState]):
             state.cur_len,
             mask=jnp.repeat(state.mask, beams, axis=0),
             prompt_len=state.start_len,
+            unconditional_logits=unconditional,
         )
         state = note_step(state, state.hopeful, logits, scores, settings)
         total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]

@@ -51,10 +51,11 @@ class Tree:
     """Slots of the prompt."""
 
     @staticmethod
-    def start(cache: Cache, beams: int) -> Tree:
-        batch, size = cache.mask.shape
-        seen = jnp.arange(size) < cache.length
-        return Tree(cache, jnp.broadcast_to(seen, (batch, beams, size)), cache.length)
+    def start(cache: Cache, batch: int, beams: int) -> Tree:
+        """Of a cache that holds the prompt; with guidance it has more rows than the batch."""
+        seen = jnp.arange(cache.capacity) < cache.length
+        seen = jnp.broadcast_to(seen, (batch, beams, cache.capacity))
+        return Tree(cache, seen, cache.length)
 
     def read(self, model: Any, tokens: Int[Array, "B N"]) -> tuple[DecodeOutput, Tree]:
         """Runs the newest token of every beam."""
@@ -116,8 +117,15 @@ class Beams(Strategy[S]):
     def slots(self, new):
         return self.beams * new
 
-    def choose(self, state: S, logits: Float[Array, "BN V"], settings: Settings) -> S:
-        """From the logits of all beams to the next beams and the pool."""
+    def choose(
+        self,
+        state: S,
+        logits: Float[Array, "BN V"],
+        unconditional: Float[Array, "BN V"] | None,
+        settings: Settings,
+    ) -> S:
+        """From the logits of all beams (with guidance, of both contexts) to the next beams and the
+        pool."""
         raise NotImplementedError
 
     def open_rows(self, state: S) -> Bool[Array, " B"]:
@@ -139,19 +147,21 @@ class Beams(Strategy[S]):
             "step": jnp.zeros((), jnp.int32),
             "keys": prompt.keys,
             "broken_at": jnp.full((batch,), NEVER, jnp.int32),
-            "tree": Tree.start(read.cache, self.beams),
+            "tree": Tree.start(read.cache, batch, self.beams),
         }
 
     def choose_first(self, state: S, read: DecodeOutput, settings: Settings, room: int) -> S:
-        logits = jnp.repeat(read.logits[:, 0], self.beams, axis=0)
-        return self.choose(with_records(state, logits, settings, room), logits, settings)
+        both = (read.logits, read.unconditional_logits)
+        logits, other = jax.tree.map(lambda x: jnp.repeat(x[:, 0], self.beams, axis=0), both)
+        return self.choose(with_records(state, logits, settings, room), logits, other, settings)
 
     def step(self, model, state, settings):
         sequences = state.running.sequences
         newest = jax.lax.dynamic_index_in_dim(sequences, state.cur_len - 1, 2, keepdims=False)
         read, tree = state.tree.read(model, newest)
-        logits = read.logits.reshape(-1, read.logits.shape[-1])
-        return self.choose(state.replace(tree=tree), logits, settings)
+        both = (read.logits, read.unconditional_logits)
+        logits, other = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), both)
+        return self.choose(state.replace(tree=tree), logits, other, settings)
 
     def alive(self, state, until):
         return (state.cur_len < until) & self.open_rows(state).any()

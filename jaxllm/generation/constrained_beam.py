@@ -62,7 +62,7 @@ class ConstrainedBeamSearch(Beams[ConstrainedState]):
         progress, _ = jax.lax.scan(add, Progress.start(self.tries, batch), columns)
         return jax.tree.map(lambda x: jnp.repeat(x[:, None], self.beams, axis=1), progress)
 
-    def choose(self, state, logits, settings):
+    def choose(self, state, logits, unconditional, settings):
         batch, beams = state.done.shape[0], self.beams
         scores = settings.processors(
             state.running.sequences.reshape(batch * beams, -1),
@@ -70,6 +70,7 @@ class ConstrainedBeamSearch(Beams[ConstrainedState]):
             state.cur_len,
             mask=jnp.repeat(state.mask, beams, axis=0),
             prompt_len=state.start_len,
+            unconditional_logits=unconditional,
         )
         total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]
         state = note_step(state, ~state.done, logits, total.reshape(batch * beams, -1), settings)

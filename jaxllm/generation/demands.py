@@ -16,6 +16,7 @@ def check_strategy(
     given: Columns,
     continued: bool,
     returns_past: bool,
+    guided: bool,
 ) -> None:
     """Raises for what the strategy cannot give, or start from.
 
@@ -23,18 +24,23 @@ def check_strategy(
         given: the decoder's prompt.
         continued: the call has `past_key_values`.
         returns_past: it has `return_past_key_values`.
+        guided: it has unconditional contexts, and with them twice the rows.
     """
     for name in ("output_hidden_states", "output_attentions"):
         if not getattr(config, name):
             continue
         if not strategy.keeps_records:
             raise UnsupportedError(f"`{name}`: only greedy search and sampling give them so far")
+        if guided:
+            raise UnsupportedError(f"`{name}`: not together with guidance_scale")
         if continued:
             raise UnsupportedError(f"`{name}`: not beside past_key_values, whose part is not read")
     asked = {"past_key_values": continued, "return_past_key_values": returns_past}
     for name, wanted in asked.items():
         if wanted and not strategy.continues:
             raise UnsupportedError(f"{name}: only greedy search and sampling continue so far")
+        if wanted and guided:
+            raise UnsupportedError(f"{name}: not together with guidance_scale")
     sliding = config.cache_implementation == "sliding_window"
     if sliding and not strategy.slides:
         raise UnsupportedError(

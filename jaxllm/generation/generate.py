@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.guidance import Guided
 from jaxllm.generation.healing import heal_tokens
 from jaxllm.generation.loop import (
     decode,
@@ -49,13 +50,16 @@ INPUTS = frozenset(
         "return_past_key_values",
     }
 )
-# And those that only a strategy reads (`modes.Call.arguments`).
-ARGUMENTS = frozenset({"tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn"})
+# And those that only a strategy, a criterion or guidance reads (`modes.Call.arguments`).
+ARGUMENTS = frozenset(
+    {
+        *("tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn"),
+        *("negative_prompt_ids", "negative_prompt_attention_mask"),
+    }
+)
 UNSUPPORTED = {
     "assistant_model": "assisted generation",
     "assistant_tokenizer": "assisted generation",
-    "negative_prompt_ids": "classifier-free guidance",
-    "negative_prompt_attention_mask": "classifier-free guidance",
     "synced_gpus": "synced devices",
     "position_ids": "giving positions (they follow from attention_mask)",
     "custom_generate": "custom_generate",
@@ -122,6 +126,7 @@ def generate(
             (GPT-2), `decoder_input_ids` (inside jax.jit they must begin with the start token, which
             is put before them otherwise), `decoder_attention_mask`, `encoder_outputs` (T5),
             `encoder_hidden_states`, `encoder_attention_mask` (GPT-2 with cross-attention),
+            `negative_prompt_ids` [B, T] and `negative_prompt_attention_mask` (with guidance_scale),
             `logits_processor` and `stopping_criteria` (lists of callables),
             `prefix_allowed_tokens_fn` (`(batch_id, ids) -> token ids`), `tokenizer` (for
             `stop_strings` and `token_healing`), `streamer` (an object with `put` and `end`, called
@@ -140,7 +145,7 @@ def generate(
     """
     streamer = fields.pop("streamer", None)
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    bare, strategy, settings = without_notes(model), request.strategy, request.settings
+    bare, strategy, settings = runnable(model, request), request.strategy, request.settings
     if request.traced:
         for name, given in (("streamer", streamer), ("max_time", request.clocks)):
             if given:
@@ -216,18 +221,18 @@ def stream(
     ):
         if kept:
             raise InputError(f"{name}: stream yields tokens alone; use generate")
-    return _chunks(without_notes(model), request, chunk_size)
+    return _chunks(runnable(model, request), request, chunk_size)
 
 
 def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray]:
     shown = request.start_len
     for result, _ in results(bare, request, chunk_size):
         length = int(result.length)
-        if length - shown >= chunk_size or result.over:
-            while length > shown:
-                upto = min(shown + chunk_size, length)
-                yield np.asarray(result.sequences[:, shown:upto])
-                shown = upto
+        # What does not fill a chunk waits for the next tokens, if there will be any.
+        while length - shown >= chunk_size or (result.over and length > shown):
+            upto = min(shown + chunk_size, length)
+            yield np.asarray(result.sequences[:, shown:upto])
+            shown = upto
 
 
 def results(bare: Any, request: Request, chunk: int) -> Iterator[tuple[Result, Any]]:
@@ -315,6 +320,12 @@ def start(bare: Any, request: Request, run: Any) -> Any:
         # Traced here, and found traced by the run.
         check_size(prefill_program.eval_shape(*arguments, **sizes).records)
     return run(*arguments, **sizes)
+
+
+def runnable(model: Any, request: Request) -> Any:
+    """What the compiled programs run: the model, followed by its unconditional contexts if any."""
+    bare = without_notes(model)
+    return bare if request.negative is None else Guided(bare, request.negative)
 
 
 def without_notes(model: Any) -> Any:

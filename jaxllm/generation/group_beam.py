@@ -46,13 +46,15 @@ class GroupBeamSearch(Beams[GroupBeamState]):
         )
         return self.choose_first(state, read, settings, room)
 
-    def choose(self, state, logits, settings):
+    def choose(self, state, logits, unconditional, settings):
         batch = state.done.shape[0]
-        logits = logits.reshape(batch, self.beams, -1)
+        logits, unconditional = jax.tree.map(
+            lambda x: x.reshape(batch, self.beams, -1), (logits, unconditional)
+        )
         tokens = jnp.zeros((batch, self.beams), jnp.int32)
         chosen = []
         for group in range(self.groups):
-            part = self.search(state, group, logits, tokens, settings)
+            part = self.search(state, group, logits, unconditional, tokens, settings)
             tokens = tokens.at[:, self.places(group)].set(part.tokens)
             chosen.append(part)
         scores = jnp.concatenate([part.scores for part in chosen], axis=1)
@@ -76,6 +78,7 @@ class GroupBeamSearch(Beams[GroupBeamState]):
         state: GroupBeamState,
         group: int,
         logits: Float[Array, "B N V"],
+        unconditional: Float[Array, "B N V"] | None,
         tokens: Array,
         settings: Settings,
     ) -> Part:
@@ -84,12 +87,15 @@ class GroupBeamSearch(Beams[GroupBeamState]):
         running, finished = (
             jax.tree.map(lambda x: x[:, places], side) for side in (state.running, state.finished)
         )
+        if unconditional is not None:
+            unconditional = unconditional[:, places].reshape(batch * self.size, -1)
         scores = settings.processors(
             running.sequences.reshape(batch * self.size, -1),
             jax.nn.log_softmax(logits[:, places]).reshape(batch * self.size, -1),
             state.cur_len,
             mask=jnp.repeat(state.mask, self.size, axis=0),
             prompt_len=state.start_len,
+            unconditional_logits=unconditional,
             current_tokens=tokens.reshape(-1),
             beam_group_idx=group,
         ).reshape(batch, self.size, -1)

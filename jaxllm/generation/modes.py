@@ -16,6 +16,8 @@ from jaxllm.generation.constraints import (
     Tries,
     force_words,
 )
+from jaxllm.generation.contrastive import Contrastive
+from jaxllm.generation.dola import DoLa, layers_to_contrast
 from jaxllm.generation.group_beam import GroupBeamSearch
 from jaxllm.generation.sample import Sample
 from jaxllm.generation.strategy import Strategy
@@ -41,6 +43,27 @@ class Call:
 def _sample(call: Call) -> Strategy[Any]:
     config = call.config
     return Sample(sampling=bool(config.do_sample), count=config.num_return_sequences)
+
+
+def _contrastive(call: Call) -> Strategy[Any]:
+    k, vocabulary = call.config.top_k, call.model.config.vocab_size
+    if is_traced(k):
+        raise InputError("top_k: contrastive search runs so many candidates; found a tracer")
+    if k > vocabulary:
+        raise InputError(f"top_k: {k} candidates of a vocabulary of {vocabulary}")
+    alpha = float_leaf("generate()", "penalty_alpha", call.config.penalty_alpha, "[0, 1]")
+    return Contrastive(alpha=alpha, k=k)
+
+
+def _dola(call: Call) -> Strategy[Any]:
+    if call.model.is_encoder_decoder:
+        raise InputError("dola_layers: DoLa decoding is only available for decoder-only models")
+    config = call.config
+    return DoLa(
+        sampling=bool(config.do_sample),
+        count=config.num_return_sequences,
+        layers=layers_to_contrast(call.model, config.dola_layers),
+    )
 
 
 def _beams(call: Call) -> dict[str, Any]:
@@ -118,6 +141,8 @@ def _constrained_beam_search(call: Call) -> Strategy[Any]:
 MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
     "greedy_search": _sample,
     "sample": _sample,
+    "contrastive_search": _contrastive,
+    "dola_generation": _dola,
     "beam_search": _beam_search,
     "beam_sample": _beam_search,
     "group_beam_search": _group_beam_search,

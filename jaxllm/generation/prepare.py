@@ -26,6 +26,7 @@ from jaxllm.generation.config import (
     resolve_pad,
 )
 from jaxllm.generation.demands import check_strategy
+from jaxllm.generation.guidance import Negative, negative_prompt
 from jaxllm.generation.keys import row_keys
 from jaxllm.generation.modes import Call, choose_strategy
 from jaxllm.generation.past import checked_past, continuation, continued_sides
@@ -35,6 +36,7 @@ from jaxllm.generation.prompts import (
     Columns,
     check_room,
     decoder_only_sides,
+    last_real,
     pad_right,
     seq2seq_sides,
 )
@@ -52,7 +54,7 @@ STATIC = (
     *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample", "num_beams"),
-    *("num_beam_groups", "cache_config", "max_cache_len"),
+    *("num_beam_groups", "dola_layers", "cache_config", "max_cache_len"),
 )
 MOST_COLUMNS = 2**20
 
@@ -63,6 +65,8 @@ class Request:
 
     strategy: Strategy[Any]
     prompt: Prompt
+    negative: Negative | None
+    """The contexts that guidance leads away from."""
     settings: Settings
     start_len: int
     """Columns of `sequences` that the prompt fills."""
@@ -151,8 +155,13 @@ def prepare(
     start_len = 0 if given.ids is None else given.length
     config, until = checked_lengths(model, config, given)
     room = bucket(until - start_len, SMALLEST_BUCKET)
+    others = {"token_type_ids": token_type_ids, **inputs}
+    negative = negative_prompt(model, config, arguments, given, others)
+    if negative is not None:
+        check_room(model, negative, until - start_len)
+    columns = given.length if negative is None else max(given.length, negative.length)
     # A lone start token, T5's usual prompt, needs no padding.
-    width = 1 if given.length == 1 else bucket(given.length, SMALLEST_BUCKET)
+    width = 1 if columns == 1 else bucket(columns, SMALLEST_BUCKET)
     padded = given.pad_to(width, pad or 0)
     decoder_inputs: dict[str, Any] = {"tokens": padded.ids, "mask": padded.mask}
     if padded.embeds is not None:
@@ -185,8 +194,9 @@ def prepare(
         keep_attentions=bool(config.output_attentions),
     )
     strategy = choose_strategy(Call(model, config, eos, batch, start_len, until, arguments))
-    check_strategy(strategy, config, given, past is not None, return_past_key_values)
-    traced = any_traced(given, source, settings, strategy, jax.tree.leaves(model)[0])
+    returns_past = return_past_key_values
+    check_strategy(strategy, config, given, past is not None, returns_past, negative is not None)
+    traced = any_traced(given, negative, source, settings, strategy, jax.tree.leaves(model)[0])
     keys = row_keys(
         key,
         row_ids,
@@ -196,12 +206,12 @@ def prepare(
         under_jit=traced,
     )
     sequences, mask, at = buffers(padded, room, pad or 0)
-    columns: Any = np.int32(given.length)
+    used: Any = np.int32(columns)
     capacity, cache = width + strategy.slots(room), None
     if past is not None:
         name = "decoder_input_ids" if model.is_encoder_decoder else "input_ids"
         more = continuation(past, given, pad or 0, token_type_ids, name)
-        decoder_inputs, at, columns = more.inputs, more.at, more.columns
+        decoder_inputs, at, used = more.inputs, more.at, more.columns
         capacity = more.capacity(strategy.slots(room), past.cache.capacity)
         if config.cache_implementation is not None:
             raise InputError(
@@ -210,10 +220,10 @@ def prepare(
         # What a first call leaves has one length for all rows, what a later one does one for each.
         # `compact` sets it anew; here they are made alike, so that one program reads both.
         cache = past.cache.replace(length=past.cache.next_position)
-    elif return_past_key_values:
+    elif returns_past:
         capacity = bucket(capacity, SMALLEST_BUCKET)  # as the next call will have it
     kind = cache_kind(config)
-    needed = int(np.max(columns)) + strategy.slots(until - start_len)
+    needed = int(np.max(used)) + strategy.slots(until - start_len)
     capacity = cache_slots(config, kind, capacity, needed)
     prompt = Prompt(
         inputs=decoder_inputs,
@@ -221,7 +231,7 @@ def prepare(
         sequences=sequences,
         mask=mask,
         start_len=np.int32(start_len),  # pyright: ignore[reportArgumentType]
-        columns=columns,
+        columns=used,
         at=at,
         keys=keys,
         kind=kind,
@@ -230,6 +240,7 @@ def prepare(
     return Request(
         strategy=strategy,
         prompt=prompt,
+        negative=None if negative is None else guide(negative.pad_to(width, pad or 0)),
         settings=settings,
         start_len=start_len,
         until=until,
@@ -239,7 +250,7 @@ def prepare(
         traced=traced or any_traced(keys),
         source_len=None if source is None else source.unpadded,
         encoder_ids=None if source is None else source.ids,
-        returns_past=return_past_key_values,
+        returns_past=returns_past,
     )
 
 
@@ -312,14 +323,17 @@ def buffers(padded: Columns, room: int, pad: int) -> tuple[Any, Any, Any]:
     Built on the host where the prompt is known, so that other lengths compile nothing.
     """
     host = jnp if any_traced(padded) else np
-    known = host.asarray(padded.mask)
-    at = host.max(host.where(known, host.arange(padded.length), 0), axis=-1).astype(host.int32)
+    known, at = host.asarray(padded.mask), last_real(padded.mask)
     if padded.ids is None:
         shape = (known.shape[0], room)
         return host.full(shape, pad, host.int32), host.zeros(shape, bool), at
     rest = ((0, 0), (0, room))
     sequences = host.pad(host.asarray(padded.ids), rest, constant_values=pad)
     return sequences, host.pad(known, rest), at
+
+
+def guide(negative: Columns) -> Negative:
+    return Negative(negative.ids, negative.mask, last_real(negative.mask))
 
 
 def processor_list(processors: Any) -> tuple[Any, ...]:

@@ -52,22 +52,32 @@ class Records:
         def put(kept, new):
             return jax.lax.dynamic_update_slice_in_dim(kept, new[None], step - 1, axis=0)
 
-        return dataclasses.replace(self, steps=jax.tree.map(put, self.steps, internals(read)))
+        kept = self.steps
+        new = internals(read, kept.hidden_states is not None, kept.attentions is not None)
+        return dataclasses.replace(self, steps=jax.tree.map(put, kept, new))
 
 
-def internals(read: DecodeOutput) -> Internals:
-    return Internals(read.hidden_states, read.attentions, read.cross_attentions)
+def internals(read: DecodeOutput, hidden_states: bool, attentions: bool) -> Internals:
+    """What is kept of a call; a strategy may have asked for more than that."""
+    return Internals(
+        hidden_states=read.hidden_states if hidden_states else None,
+        attentions=read.attentions if attentions else None,
+        cross_attentions=read.cross_attentions if attentions else None,
+    )
 
 
-def first_records(read: DecodeOutput, samples: int, room: int) -> Records | None:
+def first_records(
+    read: DecodeOutput, samples: int, room: int, *, hidden_states: bool, attentions: bool
+) -> Records | None:
     """Records that hold the prompt's part, with buffers for `room` tokens; None if nothing is kept.
 
     Args:
         read: what the model read of the prompt.
         samples: results a row.
         room: most new tokens.
+        hidden_states, attentions: what is kept.
     """
-    prompt = internals(read)
+    prompt = internals(read, hidden_states, attentions)
     if not jax.tree.leaves(prompt):
         return None
 

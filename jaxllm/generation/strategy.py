@@ -121,7 +121,8 @@ class Strategy(Generic[S]):
     keeps_records: ClassVar[bool] = False
     """It can give hidden states and attentions (`records`)."""
     prefill_options: ClassVar[Mapping[str, Any]] = {}
-    """More arguments of `model.decode` for the prompt."""
+    """More arguments of `model.decode` for the prompt; greedy search, sampling and DoLa give them
+    at every step."""
 
     @property
     def samples(self) -> int:
@@ -135,7 +136,8 @@ class Strategy(Generic[S]):
     def init(
         self, model: Any, prompt: Prompt, read: DecodeOutput, settings: Settings, room: int
     ) -> S:
-        """The state after the first token, from what the model read of the prompt.
+        """The state after the first token, from what the model read of the prompt; or before it,
+        where choosing it takes another call of the model.
 
         Args:
             read: logits of each row's last real column [B, 1, V], the filled cache, and the hidden

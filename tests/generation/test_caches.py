@@ -203,6 +203,8 @@ def test_the_conversation_must_begin_with_what_is_held():
         jaxllm.generate(model, more, seen, output_attentions=True, **settings)
     with pytest.raises(UnsupportedError, match="only greedy search and sampling continue"):
         jaxllm.generate(model, more, seen, num_beams=2, **settings)
+    with pytest.raises(UnsupportedError, match="past_key_values: not together with guidance"):
+        jaxllm.generate(model, more, seen, guidance_scale=2.0, **settings)
     embeds = np.zeros((2, 3, 32), np.float32)
     with pytest.raises(UnsupportedError, match="return_past_key_values: a prompt of inputs_embeds"):
         jaxllm.generate(model, inputs_embeds=embeds, return_past_key_values=True)
@@ -287,6 +289,10 @@ def test_eight_bits_continue_and_take_beams():
     got = jaxllm.generate(model, ids, **beams, **QUANTIZED)
     np.testing.assert_array_equal(got.sequences, wanted.sequences)
     np.testing.assert_allclose(got.sequences_scores, wanted.sequences_scores, atol=0.05)
+    contrastive = {"penalty_alpha": 0.4, "top_k": 3, **settings}
+    wanted = jaxllm.generate(model, ids, **contrastive)
+    got = jaxllm.generate(model, ids, **contrastive, **QUANTIZED)
+    np.testing.assert_array_equal(got.sequences, wanted.sequences)
 
 
 def test_quantization_error_is_at_most_half_a_step():

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jaxllm
-from jaxllm.errors import InputError
+from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation import records
 
 BOTH = {"output_hidden_states": True, "output_attentions": True}
@@ -123,6 +123,22 @@ def test_inside_the_callers_jit():
     inside = jax.jit(lambda ids: jaxllm.generate(model, ids, mask, **settings))(ids)
     outside = jaxllm.generate(model, ids, mask, **settings)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), inside, outside)
+
+
+def test_dola_keeps_what_was_asked_for():
+    """It reads hidden states for itself at every step; they are not returned for that."""
+    model, (ids, mask) = tiny.cached("llama"), ragged()
+    settings = {"max_new_tokens": 3, "eos_token_id": None, "dola_layers": [0]}
+    out = jaxllm.generate(model, ids, mask, output_attentions=True, **settings)
+    assert out.hidden_states is None
+    assert [len(step) for step in out.attentions] == [2, 2, 2]
+
+
+def test_what_cannot_keep_them_says_so():
+    model, (ids, mask) = tiny.cached("llama"), ragged()
+    for fields in ({"num_beams": 2}, {"guidance_scale": 2.0}):
+        with pytest.raises(UnsupportedError, match="`output_attentions`"):
+            jaxllm.generate(model, ids, mask, output_attentions=True, **fields)
 
 
 def test_huge_records_are_refused(monkeypatch):

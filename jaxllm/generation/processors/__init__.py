@@ -11,6 +11,9 @@ from jaxllm.generation.processors.bias import (
     NoBadWordsLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
+from jaxllm.generation.processors.guidance import (
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from jaxllm.generation.processors.host import HostLogitsProcessor
 from jaxllm.generation.processors.lengths import (
     ExponentialDecayLengthPenalty,
@@ -83,6 +86,7 @@ __all__ = [
     "TopKLogitsWarper",
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "WatermarkLogitsProcessor",
     "WatermarkingConfig",
     "logits_processor",

@@ -16,6 +16,9 @@ from jaxllm.generation.processors.bias import (
     NoBadWordsLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
+from jaxllm.generation.processors.guidance import (
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from jaxllm.generation.processors.lengths import (
     ExponentialDecayLengthPenalty,
     MinLengthLogitsProcessor,
@@ -124,6 +127,10 @@ def _on_tokens(
     config: GenerationConfig, eos: tuple[int, ...], inputs: tuple[Any, Any]
 ) -> list[LogitsProcessor]:
     found: list[LogitsProcessor] = []
+    # Guidance costs a second context: a scale known to be 1 builds nothing, even if it was given.
+    scale = config.guidance_scale
+    if scale is not None and (is_traced(scale) or scale != 1):
+        found.append(UnbatchedClassifierFreeGuidanceLogitsProcessor(scale))
     if _wanted(config, "sequence_bias"):
         found.append(SequenceBiasLogitsProcessor(config.sequence_bias))
     if config.num_beam_groups > 1:
