@@ -228,17 +228,16 @@ def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray
     shown = request.start_len
     for result, _ in results(bare, request, chunk_size):
         length = int(result.length)
-        # What does not fill a chunk waits for the next tokens, if there will be any.
-        while length - shown >= chunk_size or (result.over and length > shown):
-            upto = min(shown + chunk_size, length)
-            yield np.asarray(result.sequences[:, shown:upto])
-            shown = upto
+        if length - shown >= chunk_size or result.over:
+            while length > shown:
+                upto = min(shown + chunk_size, length)
+                yield np.asarray(result.sequences[:, shown:upto])
+                shown = upto
 
 
 def results(bare: Any, request: Request, chunk: int) -> Iterator[tuple[Result, Any]]:
-    """The result so far, and the state, after the first token and then after `chunk` new ones each.
-
-    A state is good until the next one is asked for.
+    """The result so far, and the state, after the first token and then at every multiple of `chunk`
+    new ones. A state is good until the next one is asked for.
     """
     strategy, settings, beams = request.strategy, request.settings, not request.strategy.streams
     state, until = None, 0
@@ -255,7 +254,8 @@ def results(bare: Any, request: Request, chunk: int) -> Iterator[tuple[Result, A
         if result.over:
             return
         reached = request.start_len + int(result.steps) if beams else int(result.length)
-        until = min(reached + chunk, request.until)
+        chunks = (reached - request.start_len) // chunk + 1
+        until = min(request.start_len + chunks * chunk, request.until)
         if late:  # the last step of beams: every candidate ends
             until = reached + 1
             settings = dataclasses.replace(settings, max_length=np.int32(until))
