@@ -124,6 +124,12 @@ class Cache:
 
         return jax.tree.map(rows, self)
 
+    def cut(self, length: Int[Array, " B"]) -> Cache:
+        """Only the first `length` columns of each row; what later slots hold is forgotten in place."""
+        kept = self.mask & (jnp.arange(self.capacity) < length[:, None])
+        known = jnp.sum(kept, axis=-1, dtype=jnp.int32)
+        return self.replace(mask=kept, length=length, next_position=known)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

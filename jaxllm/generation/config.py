@@ -208,7 +208,7 @@ def check_supported(config: GenerationConfig) -> None:
             )
 
 
-def check_consistent(config: GenerationConfig) -> None:
+def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> None:
     """Finds settings that contradict each other, and warns of those without effect.
 
     As in transformers, a field is warned about only if it was given in code: a checkpoint's file
@@ -242,7 +242,9 @@ def check_consistent(config: GenerationConfig) -> None:
         "do_sample": config.do_sample,
         "num_beams": beams > 1,
         "num_beam_groups": config.num_beam_groups > 1,
-        "an assistant": generation_mode(config) == "assisted_generation",
+        "an assistant": assistant_model is not None or config.assistant_early_exit is not None,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        "assistant_tokenizer": False,
     }
     for name in sorted(config.given):
         field, value = FIELDS[name], getattr(config, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,7 +22,7 @@ from jaxllm.generation.loop import (
     prefill_program,
 )
 from jaxllm.generation.prepare import Request, prepare
-from jaxllm.generation.strategy import Result
+from jaxllm.generation.strategy import AssistedCounts, Result, without_notes
 from jaxllm.generation.values import is_integer
 
 # Arguments of transformers' generate() that are not fields of the config.
@@ -41,10 +40,9 @@ INPUTS = frozenset(
     }
 )
 # And those that only a strategy reads (`modes.Call.arguments`).
-ARGUMENTS: frozenset[str] = frozenset()
+ARGUMENTS: frozenset[str] = frozenset({"assistant_model"})
 UNSUPPORTED = {
-    "assistant_model": "assisted generation",
-    "assistant_tokenizer": "assisted generation",
+    "assistant_tokenizer": "an assistant of another vocabulary",
     "stopping_criteria": "user-written stopping criteria",
     "prefix_allowed_tokens_fn": "prefix constraints",
     "negative_prompt_ids": "classifier-free guidance",
@@ -70,6 +68,8 @@ class GenerateOutput:
     """With `output_scores`: the processed scores of each step, float32."""
     logits: tuple[Float[Array, "Bn V"], ...] | None = None
     """With `output_logits`: the raw logits of each step, float32."""
+    assisted: AssistedCounts | None = None
+    """With a draft: how many tokens it proposed, and how many were accepted, for each row."""
 
 
 def generate(
@@ -94,8 +94,9 @@ def generate(
             (GPT-2), `decoder_input_ids` (inside jax.jit they must begin with the start token, which
             is put before them otherwise), `decoder_attention_mask`, `encoder_outputs` (T5),
             `encoder_hidden_states`, `encoder_attention_mask` (GPT-2 with cross-attention),
-            `logits_processor` (a list of callables) and `row_ids` [B], the numbers that a row's
-            random draws depend on (default 0..B-1).
+            `logits_processor` (a list of callables), `assistant_model` (a smaller model of the same
+            vocabulary, which drafts) and `row_ids` [B], the numbers that a row's random draws
+            depend on (default 0..B-1).
 
     Returns:
         GenerateOutput with `.sequences`, int32 [B * num_return_sequences, L].
@@ -195,22 +196,13 @@ def start(bare: Any, request: Request, run: Any) -> Any:
     )
 
 
-def without_notes(model: Any) -> Any:
-    """The model without what only the host reads: two models of one config share their programs."""
-    bare = copy.copy(model)
-    for name in ("generation_config", "origin", "extra_eos"):
-        if hasattr(bare, name):
-            # Past nnx's own setter, which refuses a model that the caller's jit closes over.
-            vars(bare)[name] = None
-    return bare
-
-
 def output(result: Result, length: int, steps: int) -> GenerateOutput:
     """The output for the user, cut to the longest row."""
     return GenerateOutput(
         sequences=result.sequences[:, :length],
         scores=None if result.scores is None else tuple(result.scores[:steps]),
         logits=None if result.logits is None else tuple(result.logits[:steps]),
+        assisted=result.assisted,
     )
 
 

@@ -43,6 +43,7 @@ STATIC = (
     *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample"),
+    *("num_assistant_tokens", "prompt_lookup_num_tokens", "assistant_early_exit"),
 )
 MOST_COLUMNS = 2**20
 
@@ -67,7 +68,7 @@ class Request:
 
 
 def merged_config(
-    model: Any, generation_config: Any, fields: Mapping[str, Any]
+    model: Any, generation_config: Any, fields: Mapping[str, Any], assistant_model: Any = None
 ) -> tuple[GenerationConfig, tuple[int, ...]]:
     """Settings of this call and the end tokens in force.
 
@@ -89,7 +90,7 @@ def merged_config(
     own = getattr(model, "generation_config", None) or GenerationConfig()
     config = own.merge(explicit)
     check_supported(config)
-    check_consistent(config)
+    check_consistent(config, assistant_model)
     if "eos_token_id" in explicit.to_dict():
         return config, resolve_eos(config)
     named = (*resolve_eos(own), *model.config.eos_token_ids, *getattr(model, "extra_eos", ()))
@@ -111,7 +112,8 @@ def prepare(
     **inputs: Any,
 ) -> Request:
     """Checks everything that can be checked before jit, and lays the call out in buckets."""
-    config, eos = merged_config(model, generation_config, fields)
+    assistant = arguments.get("assistant_model")
+    config, eos = merged_config(model, generation_config, fields, assistant)
     pad = checked_pad(model, config, eos)
     sides = seq2seq_sides if model.is_encoder_decoder else decoder_only_sides
     given, source, encoder = sides(
