@@ -42,6 +42,8 @@ class KV:
         slot: Int[Array, ""] | Int[Array, " B"],
     ) -> KV:
         """Writes T new columns from `slot` on. The caller guarantees slot + T <= S."""
+        if slot.size == 1:  # one row: written in one piece
+            slot = slot.reshape(())
         per_row = slot if slot.ndim == 0 else jnp.repeat(slot, k.shape[2])
 
         def put(old, new):
@@ -125,7 +127,7 @@ class Cache:
         return jax.tree.map(rows, self)
 
     def cut(self, length: Int[Array, " B"]) -> Cache:
-        """Only the first `length` columns of each row; what later slots hold is forgotten in place."""
+        """Only the first `length` columns of each row. Nothing moves: later slots count as free."""
         kept = self.mask & (jnp.arange(self.capacity) < length[:, None])
         known = jnp.sum(kept, axis=-1, dtype=jnp.int32)
         return self.replace(mask=kept, length=length, next_position=known)

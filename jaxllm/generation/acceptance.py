@@ -23,7 +23,7 @@ class Drafted(NamedTuple):
     """What a draft proposes to follow each row."""
 
     tokens: Int[Array, "B G"]
-    count: Int[Array, " B"]
+    size: Int[Array, " B"]
     """How many of them are meant."""
     scores: Float[Array, "B G V"] | None = None
     """The processed scores that each was drawn from."""
@@ -59,7 +59,7 @@ def match(
     With choices that are samples, this is the speculative rule for drafts of probability one: the
     draft d stays with probability p(d), and what replaces it is drawn from the others.
     """
-    return selected, leading(selected[:, :-1] == drafted.tokens, drafted.count)
+    return selected, leading(selected[:, :-1] == drafted.tokens, drafted.size)
 
 
 def speculative(
@@ -93,11 +93,11 @@ def speculative(
     )
     chance = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(each)
     # Not <=: a draft that the model forbids must not pass on a chance of exactly 0.
-    kept = leading(chance.reshape(q_draft.shape) * q_draft < p_draft, drafted.count)
+    kept = leading(chance.reshape(q_draft.shape) * q_draft < p_draft, drafted.size)
 
     p_next = jnp.take_along_axis(p, kept[:, None, None], axis=1)[:, 0]
     q_next = jnp.take_along_axis(q, jnp.minimum(kept, most - 1)[:, None, None], axis=1)[:, 0]
-    rest = jnp.maximum(p_next - jnp.where(kept < drafted.count, 1.0, 0.0)[:, None] * q_next, 0.0)
+    rest = jnp.maximum(p_next - jnp.where(kept < drafted.size, 1.0, 0.0)[:, None] * q_next, 0.0)
     # p = q but for rounding: nothing is left, and what was turned down was as good as anything.
     rest = jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p_next)
     token = choose_sample(position_keys(keys, positions + kept, REST), jnp.log(rest))

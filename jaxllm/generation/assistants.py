@@ -44,7 +44,9 @@ def assisted(
     if len(asked) > 1:
         raise InputError(f"{', '.join(asked)}: give one of them; a call has one draft")
     if config.dola_layers is not None:
-        raise UnsupportedError(f"{asked[0]}: DoLa (dola_layers) takes no draft; drop one of the two")
+        raise UnsupportedError(
+            f"{asked[0]}: DoLa (dola_layers) takes no draft; drop one of the two"
+        )
     check_rotary(model, asked[0], until)
     schedule = None
     if asked[0] == "prompt_lookup_num_tokens":

@@ -1,4 +1,4 @@
-"""Assisted (speculative) generation: a draft proposes tokens, and one pass of the model checks them.
+"""Assisted (speculative) generation: a draft proposes tokens, one pass of the model checks them.
 
 As `_assisted_decoding` of transformers 5.23, for batches, too: rows accept different numbers of
 drafts and so have different lengths. What is rejected stays in the buffers, beyond each row's
@@ -21,7 +21,6 @@ from jaxllm.generation.sampling import choose_greedy, choose_sample
 from jaxllm.generation.strategy import (
     NEVER,
     AssistedCounts,
-    Prompt,
     Result,
     Settings,
     Strategy,
@@ -135,7 +134,7 @@ class Assisted(Strategy[State]):
             keep_scores=by_chance,
         )
         newest = jnp.take_along_axis(state.sequences, state.cur_len[:, None] - 1, axis=1)
-        real = live[:, None] & (jnp.arange(self.most + 1) <= drafted.count[:, None])
+        real = live[:, None] & (jnp.arange(self.most + 1) <= drafted.size[:, None])
         read = model.decode(jnp.concatenate([newest, drafted.tokens], axis=1), real, cache)
         scores = process(text, read.logits, settings)
         if by_chance:
@@ -153,7 +152,7 @@ class Assisted(Strategy[State]):
             step=state.step + 1,
             cache=read.cache.cut(length),
             draft=self.draft.keep(own, length),
-            counts=self.counted(state.counts, live, drafted.count, kept, new),
+            counts=self.counted(state.counts, live, drafted.size, kept, new),
         )
 
     def select(self, state: State, scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
@@ -215,9 +214,7 @@ class Assisted(Strategy[State]):
         )
 
 
-def process(
-    text: Text, logits: Float[Array, "B T V"], settings: Settings
-) -> Float[Array, "B T V"]:
+def process(text: Text, logits: Float[Array, "B T V"], settings: Settings) -> Float[Array, "B T V"]:
     """The scores of T columns in a row, each processed with the tokens before it."""
     batch, width, vocabulary = logits.shape
     columns = text.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)

@@ -97,14 +97,11 @@ class AssistantModel(Draft):
         cache = read.cache.replace(length=jnp.broadcast_to(prompt.columns, prompt.at.shape))
         return cache.repeat(samples)
 
-    def propose(
-        self, model, text, cache, own, limit, choose, settings, *, most, keep_scores
-    ):
-        # After a draft that was accepted whole, its last token is missing here, too.
-        missing = jnp.clip(cache.length - own.length, 0, 1)
+    def propose(self, model, text, cache, own, limit, choose, settings, *, most, keep_scores):
         drafting = Drafting(self.model, self.threshold, choose, settings, most, keep_scores)
-        drafted, text, own = drafting(text, own, missing, limit)
-        length = cache.length + jnp.maximum(drafted.count, 1)
+        drafted, text, own = drafting(text, own, cache.length, limit)
+        # The last token of a draft was proposed, but not read.
+        length = cache.length + jnp.maximum(drafted.size, 1)
         return drafted, text, cache, own.replace(length=length)
 
     def keep(self, own, length):
@@ -123,15 +120,13 @@ class EarlyExit(Draft):
     layers: int = dataclasses.field(metadata={"static": True})
     threshold: Float[Array, ""]
 
-    def propose(
-        self, model, text, cache, own, limit, choose, settings, *, most, keep_scores
-    ):
+    def propose(self, model, text, cache, own, limit, choose, settings, *, most, keep_scores):
         n, network = self.layers, model.early_exit(self.layers)
         first = cache.replace(
             layers=cache.layers[:n], cross=None if cache.cross is None else cache.cross[:n]
         )
         drafting = Drafting(network, self.threshold, choose, settings, most, keep_scores)
-        drafted, text, first = drafting(text, first, jnp.zeros_like(limit), limit)
+        drafted, text, first = drafting(text, first, cache.length, limit)
         return drafted, text, cache.replace(layers=(*first.layers, *cache.layers[n:])), None
 
 
@@ -144,9 +139,7 @@ class PromptLookup(Draft):
     ngram_size: Int[Array, ""]
     """The longest n-gram to look for."""
 
-    def propose(
-        self, model, text, cache, own, limit, choose, settings, *, most, keep_scores
-    ):
+    def propose(self, model, text, cache, own, limit, choose, settings, *, most, keep_scores):
         history = History.of(text.sequences, text.cur_len, text.mask)
         # Rules forbid tokens whatever the scores; warpers do not, and need true ones.
         rules = LogitsProcessorList(p for p in settings.processors if not isinstance(p, Filter))
@@ -161,7 +154,7 @@ class PromptLookup(Draft):
         at, found = earlier_match(history.text, history.size, allowed, self.ngram_size)
         limit = jnp.where(found, limit, 0)
         drafted = continuation(history.text, history.size, at, limit, settings.eos, most)
-        real = jnp.arange(most) < drafted.count[:, None]
+        real = jnp.arange(most) < drafted.size[:, None]
         return drafted, text.put(drafted.tokens, real), cache, own
 
 
@@ -169,10 +162,10 @@ class Progress(NamedTuple):
     """The loop over the tokens of one draft."""
 
     i: Int[Array, ""]
+    """The token to propose; -1 while the cache still lacks an earlier one."""
     going: Bool[Array, " B"]
     text: Text
     cache: Cache
-    token: Int[Array, " B"]
     drafted: Drafted
 
 
@@ -190,73 +183,74 @@ class Drafting(NamedTuple):
         self,
         text: Text,
         cache: Cache,
-        missing: Int[Array, " B"],
+        slot: Int[Array, " B"],
         limit: Int[Array, " B"],
     ) -> tuple[Drafted, Text, Cache]:
         """Drafts of up to `limit` tokens.
 
         Args:
-            cache: the network's, each row up to its newest token and `missing` (0 or 1) before it.
+            cache: the network's, each row up to its newest token, or to one before.
+            slot: where the newest token belongs.
 
         Returns:
             The cache with the rows' columns written, its length and positions out of date.
         """
-        batch = limit.shape[0]
+        batch, vocabulary = limit.shape[0], self.network.config.vocab_size
         going = limit > 0
-        pair = jnp.arange(2, dtype=jnp.int32)
-        columns = text.cur_len[:, None] - 1 - missing[:, None] + pair
-        tokens = jnp.take_along_axis(text.sequences, columns, axis=1)
-        real = going[:, None] & (pair <= missing[:, None])
-        read = self.network.decode(tokens, real, cache, at=missing)
-        logits = read.logits[:, 0]
-        shape = (batch, self.most, logits.shape[1])
-        progress = Progress(
-            i=jnp.zeros((), jnp.int32),
+        missing = slot - cache.length
+        scores = None
+        if self.keep_scores:
+            scores = jnp.zeros((batch, self.most, vocabulary), jnp.float32)
+        start = Progress(
+            i=jnp.where(jnp.any(going & (missing > 0)), -1, 0).astype(jnp.int32),
             going=going,
             text=text,
-            cache=read.cache.replace(length=cache.length + missing + 1),
-            token=jnp.zeros((batch,), jnp.int32),
+            cache=cache,
             drafted=Drafted(
-                tokens=jnp.zeros(shape[:2], jnp.int32),
-                count=jnp.zeros((batch,), jnp.int32),
-                scores=jnp.zeros(shape, logits.dtype) if self.keep_scores else None,
+                tokens=jnp.zeros((batch, self.most), jnp.int32),
+                size=jnp.zeros((batch,), jnp.int32),
+                scores=scores,
             ),
         )
-        progress = self.emit(progress, logits, limit)
 
         def step(progress: Progress) -> Progress:
-            read = self.network.decode(
-                progress.token[:, None], progress.going[:, None], progress.cache
-            )
+            i, text = progress.i, progress.text
+            column = text.cur_len + i - 1
+            token = jnp.take_along_axis(text.sequences, column[:, None], axis=1)
+            # A row that lacks nothing waits, and writes nothing over what it has.
+            reads = progress.going & (i >= -missing)
+            cache = progress.cache.replace(length=slot + jnp.maximum(i, -missing))
+            read = self.network.decode(token, reads[:, None], cache)
             return self.emit(progress._replace(cache=read.cache), read.logits[:, 0], limit)
 
-        end = lax.while_loop(lambda progress: progress.going.any(), step, progress)
+        end = lax.while_loop(lambda progress: progress.going.any(), step, start)
         return end.drafted, end.text, end.cache
 
-    def emit(self, progress: Progress, logits: Float[Array, "B V"], limit: Int[Array, " B"]):
+    def emit(
+        self, progress: Progress, logits: Float[Array, "B V"], limit: Int[Array, " B"]
+    ) -> Progress:
         """One more token for the rows that are still going."""
-        i, text, drafted = progress.i, progress.text, progress.drafted
-        scores = self.settings.processors(
-            text.sequences, logits, text.cur_len + i, mask=text.mask
-        )
+        text, drafted = progress.text, progress.drafted
+        i = jnp.maximum(progress.i, 0)
+        scores = self.settings.processors(text.sequences, logits, text.cur_len + i, mask=text.mask)
         token = self.choose(scores, text.cur_len + i)
         # A draft cannot break the result: one without a finite score only ends.
-        good = progress.going & ~faulty(logits, scores)
+        good = progress.going & (progress.i >= 0) & ~faulty(logits, scores)
         token = jnp.where(good, token, self.settings.pad)
-        probability = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), token[:, None], axis=1)
-        ends = jnp.isin(token, self.settings.eos) | (probability[:, 0] < self.threshold)
+        chance = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), token[:, None], axis=1)
+        ends = jnp.isin(token, self.settings.eos) | (chance[:, 0] < self.threshold)
+        ends |= i + 1 >= limit
         kept = drafted.scores
+        if kept is not None:
+            kept = lax.dynamic_update_slice_in_dim(kept, scores[:, None], i, axis=1)
         return Progress(
-            i=i + 1,
-            going=good & ~ends & (i + 1 < limit),
+            i=progress.i + 1,
+            going=jnp.where(progress.i < 0, progress.going, good & ~ends),
             text=text.put(token[:, None], good[:, None], i),
             cache=progress.cache,
-            token=token,
             drafted=Drafted(
                 tokens=lax.dynamic_update_slice_in_dim(drafted.tokens, token[:, None], i, axis=1),
-                count=drafted.count + good.astype(jnp.int32),
-                scores=None
-                if kept is None
-                else lax.dynamic_update_slice_in_dim(kept, scores[:, None], i, axis=1),
+                size=drafted.size + good.astype(jnp.int32),
+                scores=kept,
             ),
         )

@@ -152,6 +152,8 @@ def prepare(
         keep_logits=bool(config.output_logits),
     )
     strategy = choose_strategy(Call(model, config, eos, batch, start_len, until, arguments))
+    if assistant is not None:
+        check_room(assistant, given, until - start_len, whose="assistant_model")
     traced = any_traced(given, source, settings, strategy, jax.tree.leaves(model)[0])
     keys = row_keys(
         key,

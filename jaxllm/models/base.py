@@ -323,8 +323,8 @@ class CausalLM(DecoderOnly):
 
     def early_exit(self, layers: int) -> CausalLM:
         part, backbone = copy.copy(self), copy.copy(self.backbone)
-        vars(backbone)["stack"] = self.backbone.stack.first(layers)
-        vars(part)["backbone"] = backbone
+        object.__setattr__(backbone, "stack", self.backbone.stack.first(layers))
+        object.__setattr__(part, "backbone", backbone)
         return part
 
 

@@ -300,5 +300,5 @@ class T5ForConditionalGeneration(T5Encoder):
 
     def early_exit(self, layers: int) -> T5ForConditionalGeneration:
         part = copy.copy(self)
-        vars(part)["decoder"] = self.decoder.first(layers)
+        object.__setattr__(part, "decoder", self.decoder.first(layers))
         return part

@@ -175,8 +175,8 @@ class Stack(nnx.Module):
         if not 1 <= count <= len(self.blocks):
             raise InputError(f"the model has {len(self.blocks)} layers, so there are no {count}")
         part = copy.copy(self)
-        # Past nnx's own setter: the caller's jit may be tracing.
-        vars(part)["blocks"] = tuple(self.blocks)[:count]
+        # Past nnx's own setter, which refuses while a jit traces.
+        object.__setattr__(part, "blocks", tuple(self.blocks)[:count])
         return part
 
     def project_memory(self, memory: Float[Array, "B E D"]) -> tuple[KV, ...]:

@@ -417,7 +417,12 @@ def test_bad_input_is_named(inputs, match):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"num_beams": 2}, {"assistant_model": object()}, {"stop_strings": "a"}, {"use_cache": False}],
+    [
+        {"num_beams": 2},
+        {"assistant_tokenizer": object()},
+        {"stop_strings": "a"},
+        {"use_cache": False},
+    ],
 )
 def test_unsupported_options_raise_by_name(fields):
     with pytest.raises(UnsupportedError, match=next(iter(fields))):
