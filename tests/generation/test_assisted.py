@@ -21,6 +21,7 @@ from jaxllm.generation.generate import prepare_call, start, without_notes
 from jaxllm.generation.keys import row_keys
 from jaxllm.generation.lookup import continuation, earlier_match
 from jaxllm.generation.loop import decode_program, prefill_program
+from jaxllm.generation.modes import Call, choose_strategy
 from jaxllm.generation.processors import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -282,6 +283,14 @@ def test_the_schedule_and_the_threshold():
         num_assistant_tokens_schedule="heuristic", assistant_model=model("s_llama_draft")
     )
     assert (shrunk.num_assistant_tokens < 8).any()
+
+
+def test_beams_take_no_draft():
+    """The rule of `choose_strategy`, whatever modes there are."""
+    config = jaxllm.GenerationConfig(num_beams=2)
+    call = Call(model("s_llama"), config, (), 1, 3, 9, {"assistant_model": model("s_llama_draft")})
+    with pytest.raises(UnsupportedError, match="assistant_model: drafts go with greedy"):
+        choose_strategy(call)
 
 
 def test_settings_of_the_assistants_file_hold_where_the_call_names_none():
@@ -653,6 +662,24 @@ def test_rope_that_depends_on_the_length_is_refused_beyond_its_limit():
     np.testing.assert_array_equal(got, want)
     with pytest.raises(UnsupportedError, match="longrope"):
         jaxllm.generate(net, ids, max_length=limit + 1, **fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_64_bit_mode(kind):
+    ids, mask = prompts("s_llama")
+    fields = {"max_new_tokens": 9, "do_sample": True, "key": 1, **drafts("s_llama")[kind]}
+    want = jaxllm.generate(model("s_llama"), ids, mask, **fields).sequences
+    with jax.enable_x64(True):
+        got = jaxllm.generate(model("s_llama"), ids, mask, **fields).sequences
+    np.testing.assert_array_equal(got, want)
+
+
+def test_an_assistant_needs_as_many_positions():
+    ids = np.full((1, 90), 7)
+    short = make("gpt2", vocab_size=model("s_gpt2").config.vocab_size)
+    with pytest.raises(InputError, match="assistant_model has 64"):
+        jaxllm.generate(model("s_gpt2"), ids, max_new_tokens=6, assistant_model=short)
 
 
 @pytest.mark.slow
