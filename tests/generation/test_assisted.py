@@ -210,7 +210,9 @@ def assert_greedy(name: str, draft: dict, seed: int, side="left"):
     return out.assisted
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", ["s_llama", pytest.param("s_gpt2", marks=pytest.mark.slow), "s_t5"]
+)
 def test_fifty_prompts_equal_greedy_search(name, record_property):
     """In ragged batches, with processors that act on each position, and end tokens."""
     drafted = accepted = 0
@@ -413,6 +415,7 @@ def test_early_exit_shares_the_parameters():
     assert len(part.backbone.stack.blocks) == 1 < len(net.backbone.stack.blocks)
 
 
+@pytest.mark.slow
 def test_inside_the_callers_jit():
     ids, mask = prompts("s_llama")
     fields = {"max_new_tokens": 8, "eos_token_id": None}
@@ -429,6 +432,7 @@ def test_inside_the_callers_jit():
     assert out.assisted.target_calls.shape == (3,)
 
 
+@pytest.mark.slow
 def test_samples_of_a_lookup_are_those_of_plain_sampling():
     """Drafts without a distribution are held against the very draws of plain sampling."""
     ids, mask = prompts("s_llama")
@@ -601,6 +605,7 @@ def test_lookup_passes_over_places_that_the_processors_forbid():
     assert out.assisted.accepted.tolist() == out.assisted.drafted.tolist() == [1]
 
 
+@pytest.mark.slow
 def test_embedded_prompts():
     """A lookup then sees the new tokens, and early exit reads what the model reads."""
     net, rng = model("s_llama"), np.random.default_rng(0)
@@ -615,6 +620,7 @@ def test_embedded_prompts():
         jaxllm.generate(net, inputs_embeds=embeds, **fields, **drafts("s_llama")["assistant"])
 
 
+@pytest.mark.slow
 def test_non_finite_logits():
     """Of the model they are reported at their place; of a draft they only end it."""
     broken = jaxllm.load(DATA / "models" / "s_llama")[0]
@@ -652,6 +658,7 @@ def test_what_cannot_be_is_named(fields, error, named):
         jaxllm.generate(model("s_llama"), [[5, 6, 7]], **fields)
 
 
+@pytest.mark.slow
 def test_rope_that_depends_on_the_length_is_refused_beyond_its_limit():
     net = model("s_llama_longrope")
     limit = net.config.rotary.original_positions
