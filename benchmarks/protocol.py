@@ -19,11 +19,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Greedy generation of exactly `new` tokens (no end token) for `batch` prompts of `prompt`."""
+    """Generation of exactly `new` tokens (no end token) for `batch` prompts of `prompt` tokens:
+    greedy, by `beams`, or sampling at temperature 0.8 with top-k 50 and top-p 0.95."""
 
     batch: int
     prompt: int = 128
     new: int = 128
+    beams: int = 1
+    sample: bool = False
 
     def ids(self, vocab_size: int) -> np.ndarray:
         high = min(vocab_size, 32000)

@@ -20,14 +20,14 @@ model = kind(str(folder), device="cpu", compute_type="float32", intra_threads=2)
 def run(workload: Workload) -> object:
     rows = [[vocabulary[i] for i in row] for row in workload.ids(len(vocabulary))]
     n = workload.new
+    options = {"beam_size": workload.beams, "max_batch_size": 0}
+    if workload.sample:
+        options |= {"sampling_temperature": 0.8, "sampling_topk": 50, "sampling_topp": 0.95}
     if encoder_decoder:
-        return model.translate_batch(
-            rows, beam_size=1, max_batch_size=0, min_decoding_length=n, max_decoding_length=n
-        )
+        return model.translate_batch(rows, min_decoding_length=n, max_decoding_length=n, **options)
     return model.generate_batch(
         rows,
-        beam_size=1,
-        max_batch_size=0,
+        **options,
         min_length=n,
         max_length=n,
         include_prompt_in_result=False,

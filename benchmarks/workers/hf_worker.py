@@ -21,12 +21,13 @@ model.generation_config.pad_token_id = 0
 @torch.inference_mode()
 def run(workload: Workload) -> object:
     ids = torch.from_numpy(workload.ids(config.vocab_size))
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95}
     return model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=workload.new,
-        do_sample=False,
-        num_beams=1,
+        num_beams=workload.beams,
+        **(sampling if workload.sample else {"do_sample": False}),
     )
 
 

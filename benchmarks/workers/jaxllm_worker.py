@@ -15,7 +15,10 @@ model, _ = jaxllm.load(sys.argv[1])
 
 def run(workload: Workload) -> object:
     ids = workload.ids(model.config.vocab_size)
-    out = jaxllm.generate(model, ids, max_new_tokens=workload.new, eos_token_id=None).sequences
+    fields = {"max_new_tokens": workload.new, "eos_token_id": None, "num_beams": workload.beams}
+    if workload.sample:
+        fields |= {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95, "key": 0}
+    out = jaxllm.generate(model, ids, pad_token_id=0, **fields).sequences
     start = 1 if model.is_encoder_decoder else workload.prompt
     assert out.shape == (workload.batch, start + workload.new), out.shape
     return out

@@ -26,6 +26,7 @@ from jaxllm.cli.progress import CompileClock, Reporter
 from jaxllm.cli.request import Decoder, IdDecoder, Request
 from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation.config import GenerationConfig, check_supported
+from jaxllm.generation.generate import heal
 from jaxllm.generation.prepare import merged_config
 from jaxllm.tokenizers.base import MAX_TEXT_BYTES, Tokenizer
 
@@ -112,9 +113,12 @@ def _run(arguments: argparse.Namespace) -> int:
         ids = _ids(arguments, prompt, model, tokenizer)
         fields = _with_length(fields, model, len(ids))
         config, ends = _effective(fields, model)
-        for name in ("output_scores", "output_logits"):
-            if getattr(config, name):
+        for name in config.to_dict():
+            if name.startswith("output_") and getattr(config, name):
                 raise InputError(f"{name}: text is all that is printed; use jaxllm.generate")
+        if config.token_healing:
+            ids = _healed(model, tokenizer, ids)
+            fields = fields.replace(token_healing=False)
         seed = arguments.seed if arguments.seed is not None else secrets.randbits(32)
         if config.do_sample:
             reporter.say(f"seed: {seed}")
@@ -124,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 return IdDecoder()
             return tokenizer.stream_decoder(not arguments.show_special_tokens)
 
-        request = Request(model, ids, fields, jax.random.key(seed), ends)
+        request = Request(model, ids, fields, jax.random.key(seed), ends, tokenizer=tokenizer)
         streaming = arguments.stream and config.num_return_sequences == config.num_beams == 1
         answer = _answer if streaming else _answer_whole
         answer(request, new_decoder, reporter, clock)
@@ -175,6 +179,13 @@ def _ids(
     ids = tokenizer.apply_chat_template(messages)
     assert isinstance(ids, list)
     return ids
+
+
+def _healed(model: Any, tokenizer: Tokenizer | None, ids: list[int]) -> list[int]:
+    if tokenizer is None:
+        raise InputError("token_healing: needs a tokenizer, which this model does not have")
+    healed, mask = heal(model, tokenizer, [ids], None)
+    return healed[0][mask[0]].tolist()
 
 
 def _with_length(fields: GenerationConfig, model: Any, prompt_length: int) -> GenerationConfig:

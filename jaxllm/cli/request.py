@@ -49,6 +49,7 @@ class Request:
         fields: Settings of this call, which win over the model's own.
         key: For sampling.
         ends: End tokens in force.
+        arguments: More arguments of ``generate``.
     """
 
     def __init__(
@@ -58,9 +59,15 @@ class Request:
         fields: GenerationConfig,
         key: Array,
         ends: Iterable[int],
+        **arguments: Any,
     ) -> None:
         self._model = model
-        self._arguments = {"input_ids": [input_ids], "generation_config": fields, "key": key}
+        self._arguments = {
+            "input_ids": [input_ids],
+            "generation_config": fields,
+            "key": key,
+            **arguments,
+        }
         self._start = 1 if model.is_encoder_decoder else len(input_ids)
         self._ends = frozenset(ends)
 

@@ -11,7 +11,7 @@ from jaxllm.generation.assisted import Assisted
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.drafts import AssistantModel, Draft, EarlyExit, PromptLookup
 from jaxllm.generation.strategy import without_notes
-from jaxllm.generation.values import bucket, float_leaf, int_leaf
+from jaxllm.generation.values import bucket, float_leaf, int_leaf, is_traced
 
 SMALLEST_DRAFT = 8
 DEFAULT_NGRAM_SIZE = 2
@@ -46,6 +46,12 @@ def assisted(
     if config.dola_layers is not None:
         raise UnsupportedError(
             f"{asked[0]}: DoLa (dola_layers) takes no draft; drop one of the two"
+        )
+    if config.guidance_scale is not None and (
+        is_traced(config.guidance_scale) or config.guidance_scale != 1
+    ):
+        raise UnsupportedError(
+            f"{asked[0]}: not together with guidance_scale, whose other context has no draft"
         )
     check_rotary(model, asked[0], until)
     schedule = None

@@ -15,9 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.cache import Cache, put_columns
+from jaxllm.errors import UnsupportedError
 from jaxllm.generation.acceptance import DRAFT, match, position_keys, speculative
 from jaxllm.generation.drafts import Draft, Text
+from jaxllm.generation.processors.host import HostLogitsProcessor
 from jaxllm.generation.sampling import choose_greedy, choose_sample
+from jaxllm.generation.stopping import HostCriteria
 from jaxllm.generation.strategy import (
     NEVER,
     AssistedCounts,
@@ -83,6 +86,7 @@ class Assisted(Strategy[State]):
         return new + self.most + 1  # a whole draft is written before it is cut
 
     def init(self, model, prompt, read, settings, room):
+        check_lengths_differ(settings)
         cache = read.cache.repeat(self.count)
         logits = jnp.repeat(read.logits, self.count, axis=0)
         batch = logits.shape[0]
@@ -112,7 +116,7 @@ class Assisted(Strategy[State]):
             scores=jnp.zeros(kept, logits.dtype) if settings.keep_scores else None,
             logits=jnp.zeros(kept, logits.dtype) if settings.keep_logits else None,
         )
-        scores = process(state.text, logits, settings)
+        scores = process(state.text, logits, state.start_len, settings)
         token = self.select(state, scores)
         state, _ = append(state, token, jnp.ones((batch,), jnp.int32), logits, scores, settings)
         return state
@@ -121,14 +125,17 @@ class Assisted(Strategy[State]):
         live = ~state.done & (state.cur_len < settings.max_length)
         wanted = jnp.minimum(state.counts.num_assistant_tokens, self.most)
         limit = jnp.minimum(wanted, settings.max_length - state.cur_len - 1)
+        # A row that has ended shows a pad, by which functions on the host know it.
+        shown = state.text._replace(cur_len=state.cur_len + ~live)
         by_chance = self.sampling and self.draft.has_scores
         drafted, text, cache, own = self.draft.propose(
             model,
-            state.text,
+            shown,
             state.cache,
             state.draft,
             jnp.where(live, limit, 0),
             lambda scores, column: self.propose_token(state, scores, column),
+            state.start_len,
             settings,
             most=self.most,
             keep_scores=by_chance,
@@ -136,7 +143,7 @@ class Assisted(Strategy[State]):
         newest = jnp.take_along_axis(state.sequences, state.cur_len[:, None] - 1, axis=1)
         real = live[:, None] & (jnp.arange(self.most + 1) <= drafted.size[:, None])
         read = model.decode(jnp.concatenate([newest, drafted.tokens], axis=1), real, cache)
-        scores = process(text, read.logits, settings)
+        scores = process(text, read.logits, state.start_len, settings)
         if by_chance:
             positions = state.cur_len - state.start_len
             tokens, kept = speculative(state.keys, positions, drafted, scores)
@@ -198,7 +205,7 @@ class Assisted(Strategy[State]):
         live = ~state.done & (state.cur_len < settings.max_length)
         longest = jnp.max(state.cur_len)
         ready = jnp.min(jnp.where(live, state.cur_len, longest))
-        steps = longest - state.start_len
+        steps = ready - state.start_len
 
         def by_step(kept):
             return None if kept is None else kept.swapaxes(0, 1)
@@ -214,17 +221,54 @@ class Assisted(Strategy[State]):
         )
 
 
-def process(text: Text, logits: Float[Array, "B T V"], settings: Settings) -> Float[Array, "B T V"]:
+def each_column(text: Text, width: int) -> Text:
+    """The text once for each of the `width` columns from `cur_len` on, ending before it."""
+    columns = text.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)
+    return Text(
+        jnp.repeat(text.sequences, width, axis=0),
+        jnp.repeat(text.mask, width, axis=0),
+        columns.reshape(-1),
+    )
+
+
+def process(
+    text: Text, logits: Float[Array, "B T V"], prompt_len: Int[Array, ""], settings: Settings
+) -> Float[Array, "B T V"]:
     """The scores of T columns in a row, each processed with the tokens before it."""
     batch, width, vocabulary = logits.shape
-    columns = text.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)
+    before = each_column(text, width)
     scores = settings.processors(
-        jnp.repeat(text.sequences, width, axis=0),
+        before.sequences,
         logits.reshape(batch * width, vocabulary),
-        columns.reshape(-1),
-        mask=jnp.repeat(text.mask, width, axis=0),
+        before.cur_len,
+        mask=before.mask,
+        prompt_len=prompt_len,
+        columns=width,
     )
     return scores.reshape(logits.shape)
+
+
+def stopped(text: Text, scores: Float[Array, "B T V"], settings: Settings) -> Bool[Array, "B T"]:
+    """Which of T new columns, written from `cur_len` on, end their row by a stopping criterion."""
+    batch, width, vocabulary = scores.shape
+    before = each_column(text, width)
+    ends = settings.stops(
+        before.sequences,
+        scores.reshape(batch * width, vocabulary),
+        before.cur_len + 1,
+        mask=before.mask,
+    )
+    return ends.reshape(batch, width)
+
+
+def check_lengths_differ(settings: Settings) -> None:
+    """Plain Python functions get all rows cut at one length, and here each has its own."""
+    for function in (*settings.processors, *settings.stops):
+        if isinstance(function, HostLogitsProcessor | HostCriteria):
+            raise UnsupportedError(
+                f"{type(function).__name__}: not together with drafts, by which rows get different "
+                "lengths; write it with jax.numpy, or drop the draft"
+            )
 
 
 def append(
@@ -241,7 +285,10 @@ def append(
         The state, and how many tokens each row got.
     """
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    ends = jnp.isin(tokens, settings.eos) & (columns < usable[:, None])
+    usable_here = columns < usable[:, None]
+    whole = state.text.put(tokens, usable_here)
+    ends = jnp.isin(tokens, settings.eos) | stopped(whole, scores, settings)
+    ends &= usable_here
     ended = ends.any(axis=1)
     new = jnp.where(ended, jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, usable)
     kept = columns < new[:, None]

@@ -181,9 +181,9 @@ def generation_mode(config: GenerationConfig, assistant_model: Any = None) -> st
         if config.num_beam_groups > 1:
             return "group_beam_search"
         return "beam_sample" if config.do_sample else "beam_search"
-    if not config.do_sample and config.penalty_alpha:
+    if not config.do_sample and _contrasts(config):
         top_k = config.top_k
-        if is_traced(top_k) or is_traced(config.penalty_alpha) or top_k > 1:
+        if is_traced(top_k) or top_k > 1:
             return "contrastive_search"
     drafts = (assistant_model, config.prompt_lookup_num_tokens, config.assistant_early_exit)
     if any(draft is not None for draft in drafts) or config.use_mtp:
@@ -191,6 +191,11 @@ def generation_mode(config: GenerationConfig, assistant_model: Any = None) -> st
     if config.dola_layers is not None:
         return "dola_generation"
     return "sample" if config.do_sample else "greedy_search"
+
+
+def _contrasts(config: GenerationConfig) -> bool:
+    alpha = config.penalty_alpha
+    return is_traced(alpha) or bool(alpha)
 
 
 def check_supported(config: GenerationConfig) -> None:
@@ -238,8 +243,12 @@ def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> N
                 "which leaves no token to choose"
             )
 
+    mode = generation_mode(config)
     active = {
         "do_sample": config.do_sample,
+        "do_sample or penalty_alpha": config.do_sample or _contrasts(config),
+        "top_k > 1 and greedy search": mode == "contrastive_search",
+        "greedy search or sampling": mode in ("dola_generation", "assisted_generation"),
         "num_beams": beams > 1,
         "num_beam_groups": config.num_beam_groups > 1,
         "an assistant": assistant_model is not None or config.assistant_early_exit is not None,

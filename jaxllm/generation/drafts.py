@@ -57,6 +57,7 @@ class Draft:
         own: Any,
         limit: Int[Array, " B"],
         choose: Choose,
+        prompt_len: Int[Array, ""],
         settings: Settings,
         *,
         most: int,
@@ -97,8 +98,12 @@ class AssistantModel(Draft):
         cache = read.cache.replace(length=jnp.broadcast_to(prompt.columns, prompt.at.shape))
         return cache.repeat(samples)
 
-    def propose(self, model, text, cache, own, limit, choose, settings, *, most, keep_scores):
-        drafting = Drafting(self.model, self.threshold, choose, settings, most, keep_scores)
+    def propose(
+        self, model, text, cache, own, limit, choose, prompt_len, settings, *, most, keep_scores
+    ):
+        drafting = Drafting(
+            self.model, self.threshold, choose, prompt_len, settings, most, keep_scores
+        )
         drafted, text, own = drafting(text, own, cache.length, limit)
         # The last token of a draft was proposed, but not read.
         length = cache.length + jnp.maximum(drafted.size, 1)
@@ -120,12 +125,16 @@ class EarlyExit(Draft):
     layers: int = dataclasses.field(metadata={"static": True})
     threshold: Float[Array, ""]
 
-    def propose(self, model, text, cache, own, limit, choose, settings, *, most, keep_scores):
+    def propose(
+        self, model, text, cache, own, limit, choose, prompt_len, settings, *, most, keep_scores
+    ):
         n, network = self.layers, model.early_exit(self.layers)
         first = cache.replace(
             layers=cache.layers[:n], cross=None if cache.cross is None else cache.cross[:n]
         )
-        drafting = Drafting(network, self.threshold, choose, settings, most, keep_scores)
+        drafting = Drafting(
+            network, self.threshold, choose, prompt_len, settings, most, keep_scores
+        )
         drafted, text, first = drafting(text, first, cache.length, limit)
         return drafted, text, cache.replace(layers=(*first.layers, *cache.layers[n:])), None
 
@@ -139,7 +148,9 @@ class PromptLookup(Draft):
     ngram_size: Int[Array, ""]
     """The longest n-gram to look for."""
 
-    def propose(self, model, text, cache, own, limit, choose, settings, *, most, keep_scores):
+    def propose(
+        self, model, text, cache, own, limit, choose, prompt_len, settings, *, most, keep_scores
+    ):
         history = History.of(text.sequences, text.cur_len, text.mask)
         # Rules forbid tokens whatever the scores; warpers do not, and need true ones.
         rules = LogitsProcessorList(p for p in settings.processors if not isinstance(p, Filter))
@@ -149,6 +160,7 @@ class PromptLookup(Draft):
             jnp.ones((text.sequences.shape[0], vocabulary), jnp.float32),
             text.cur_len,
             mask=text.mask,
+            prompt_len=prompt_len,
         )
         allowed = scores > jnp.finfo(jnp.float32).min
         at, found = earlier_match(history.text, history.size, allowed, self.ngram_size)
@@ -175,6 +187,7 @@ class Drafting(NamedTuple):
     network: Any
     threshold: Float[Array, ""]
     choose: Choose
+    prompt_len: Int[Array, ""]
     settings: Settings
     most: int
     keep_scores: bool
@@ -232,7 +245,13 @@ class Drafting(NamedTuple):
         """One more token for the rows that are still going."""
         text, drafted = progress.text, progress.drafted
         i = jnp.maximum(progress.i, 0)
-        scores = self.settings.processors(text.sequences, logits, text.cur_len + i, mask=text.mask)
+        scores = self.settings.processors(
+            text.sequences,
+            logits,
+            text.cur_len + i,
+            mask=text.mask,
+            prompt_len=self.prompt_len,
+        )
         token = self.choose(scores, text.cur_len + i)
         # A draft cannot break the result: one without a finite score only ends.
         good = progress.going & (progress.i >= 0) & ~faulty(logits, scores)

@@ -122,6 +122,19 @@ def token_id_or_ids(value: Any) -> Any:
     return result
 
 
+def layers(value: Any) -> Any:
+    """ "low", "high", or a non-empty list of layers stored as a tuple."""
+    if isinstance(value, str) and value in ("low", "high"):
+        return value
+    try:
+        result = token_ids(value)
+    except BadValueError:
+        result = ()
+    if not result:
+        raise BadValueError("'low', 'high' or a non-empty list of layers")
+    return result
+
+
 def words(value: Any) -> tuple[tuple[int, ...], ...]:
     """A non-empty list of non-empty lists of token ids."""
     try:
@@ -180,17 +193,21 @@ FIELDS: Mapping[str, Field] = {
     "early_stopping": Field(
         False, choice(True, False, "never"), "when beam search stops", UNSET, needs="num_beams"
     ),
-    "max_time": Field(None, number("(0, inf)"), "seconds", only=(None,)),
-    "stop_strings": Field(None, strings, "texts that end a row", only=(None,)),
+    "max_time": Field(None, number("(0, inf)"), "seconds, looked at after each token"),
+    "stop_strings": Field(None, strings, "texts that end a row; needs tokenizer="),
     # Mode
     "do_sample": Field(False, boolean, "sample instead of taking the best token", UNSET),
-    "num_beams": Field(1, integer(1), "beam search above 1", UNSET, only=(1,)),
-    "num_beam_groups": Field(1, integer(1), "diverse beam search above 1", UNSET, only=(1,)),
+    "num_beams": Field(1, integer(1), "beam search above 1", UNSET),
+    "num_beam_groups": Field(1, integer(1), "diverse beam search above 1", UNSET),
     "diversity_penalty": Field(0.0, number("[0, inf)"), "between groups", 0.0, "num_beam_groups"),
-    "penalty_alpha": Field(None, number("[0, 1]"), "contrastive search", only=(None, 0.0)),
-    "dola_layers": Field(None, anything, "DoLa decoding", only=(None,)),
-    "constraints": Field(None, anything, "constrained beam search", only=(None,)),
-    "force_words_ids": Field(None, anything, "constrained beam search", only=(None,)),
+    "penalty_alpha": Field(
+        None, number("[0, 1]"), "contrastive search", 0.0, "top_k > 1 and greedy search"
+    ),
+    "dola_layers": Field(
+        None, layers, 'DoLa: "low", "high" or a list', None, "greedy search or sampling"
+    ),
+    "constraints": Field(None, anything, "constrained beam search"),
+    "force_words_ids": Field(None, anything, "phrases that must occur"),
     "num_return_sequences": Field(1, integer(1), "results per prompt", UNSET),
     "use_mtp": Field(None, boolean, "multi-token prediction", only=(None, False)),
     # Cache and execution
@@ -208,7 +225,7 @@ FIELDS: Mapping[str, Field] = {
     "continuous_batching_config": Field(None, anything, "serving", only=(None,)),
     # Scores
     "temperature": Field(1.0, number("[1e-30, 1e30]"), "divides the scores", 1.0, "do_sample"),
-    "top_k": Field(50, integer(0), "keeps the k best; 0 is off", 0, "do_sample"),
+    "top_k": Field(50, integer(0), "keeps the k best; 0 is off", 0, "do_sample or penalty_alpha"),
     "top_p": Field(1.0, number("[0, 1]"), "nucleus; 1 is off", 1.0, "do_sample"),
     "min_p": Field(None, number("[0, 1]"), "relative to the best", needs="do_sample"),
     "top_h": Field(None, number("(0, 1]"), "share of the entropy", needs="do_sample"),
@@ -232,11 +249,9 @@ FIELDS: Mapping[str, Field] = {
     "exponential_decay_length_penalty": Field(None, decay, "(start, factor) on end tokens"),
     "suppress_tokens": Field(None, token_ids, "forbidden tokens"),
     "begin_suppress_tokens": Field(None, token_ids, "forbidden as the first new token"),
-    "token_healing": Field(False, boolean, "mends the prompt's tail", False, only=(False,)),
-    "guidance_scale": Field(
-        None, number("(-inf, inf)"), "classifier-free guidance", only=(None, 1.0)
-    ),
-    "watermarking_config": Field(None, anything, "watermarks", only=(None,)),
+    "token_healing": Field(False, boolean, "mends the prompt's tail; needs tokenizer=", False),
+    "guidance_scale": Field(None, number("(-inf, inf)"), "classifier-free guidance; 1 is off"),
+    "watermarking_config": Field(None, anything, "green lists or SynthID"),
     # Outputs
     "output_attentions": Field(False, boolean, "returns attentions", False, only=(False,)),
     "output_hidden_states": Field(False, boolean, "returns hidden states", False, only=(False,)),

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.guidance import Guided
+from jaxllm.generation.healing import heal_tokens
 from jaxllm.generation.loop import (
     decode,
     decode_program,
@@ -22,6 +24,7 @@ from jaxllm.generation.loop import (
     prefill_program,
 )
 from jaxllm.generation.prepare import Request, prepare
+from jaxllm.generation.processors.host_errors import reraised
 from jaxllm.generation.strategy import AssistedCounts, Result, without_notes
 from jaxllm.generation.values import is_integer
 
@@ -39,17 +42,16 @@ INPUTS = frozenset(
         "row_ids",
     }
 )
-# And those that only a strategy reads (`modes.Call.arguments`).
-ARGUMENTS: frozenset[str] = frozenset({"assistant_model"})
+# And those that only a strategy, a criterion or guidance reads (`modes.Call.arguments`).
+ARGUMENTS = frozenset(
+    {
+        *("assistant_model", "tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn"),
+        *("negative_prompt_ids", "negative_prompt_attention_mask"),
+    }
+)
 UNSUPPORTED = {
     "assistant_tokenizer": "an assistant of another vocabulary",
-    "stopping_criteria": "user-written stopping criteria",
-    "prefix_allowed_tokens_fn": "prefix constraints",
-    "negative_prompt_ids": "classifier-free guidance",
-    "negative_prompt_attention_mask": "classifier-free guidance",
-    "streamer": "a streamer object (jaxllm.stream yields tokens)",
     "synced_gpus": "synced devices",
-    "tokenizer": "stop_strings and token_healing",
     "position_ids": "giving positions (they follow from attention_mask)",
     "past_key_values": "a cache of the caller",
     "custom_generate": "custom_generate",
@@ -68,6 +70,11 @@ class GenerateOutput:
     """With `output_scores`: the processed scores of each step, float32."""
     logits: tuple[Float[Array, "Bn V"], ...] | None = None
     """With `output_logits`: the raw logits of each step, float32."""
+    sequences_scores: Float[Array, " Bn"] | None = None
+    """Of beams: the score of each text, its length penalty included."""
+    beam_indices: Int[Array, "Bn N"] | None = None
+    """Of beams: for each new token the beam, counted over the whole batch, that it was chosen
+    from; -1 after the end."""
     assisted: AssistedCounts | None = None
     """With a draft: how many tokens it proposed, and how many were accepted, for each row."""
 
@@ -94,9 +101,13 @@ def generate(
             (GPT-2), `decoder_input_ids` (inside jax.jit they must begin with the start token, which
             is put before them otherwise), `decoder_attention_mask`, `encoder_outputs` (T5),
             `encoder_hidden_states`, `encoder_attention_mask` (GPT-2 with cross-attention),
-            `logits_processor` (a list of callables), `assistant_model` (a smaller model of the same
-            vocabulary, which drafts) and `row_ids` [B], the numbers that a row's random draws
-            depend on (default 0..B-1).
+            `negative_prompt_ids` [B, T] and `negative_prompt_attention_mask` (with guidance_scale),
+            `logits_processor` and `stopping_criteria` (lists of callables),
+            `prefix_allowed_tokens_fn` (`(batch_id, ids) -> token ids`), `tokenizer` (for
+            `stop_strings` and `token_healing`), `assistant_model` (a smaller model of the same
+            vocabulary, which drafts), `streamer` (an object with `put` and `end`, called
+            on the host) and `row_ids` [B], the numbers that a row's
+            random draws depend on (default 0..B-1).
 
     Returns:
         GenerateOutput with `.sequences`, int32 [B * num_return_sequences, L].
@@ -106,17 +117,49 @@ def generate(
         UnsupportedError: a setting that jaxllm does not have, by its name.
         NonFiniteError: the model gave NaN or infinite logits, with the step and row.
     """
+    streamer = fields.pop("streamer", None)
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    bare, strategy, settings = without_notes(model), request.strategy, request.settings
+    bare, strategy, settings = runnable(model, request), request.strategy, request.settings
+    start_len = request.start_len
     if request.traced:
+        for name, given in (("streamer", streamer), ("max_time", request.clocks)):
+            if given:
+                raise InputError(f"{name}: works on the host, outside jax.jit")
         state = start(bare, request, prefill)
         state = decode(strategy, bare, state, settings, jnp.int32(request.until))
         result = finish(strategy, state, settings)
-        return output(result, request.until, request.until - request.start_len)
-    state = start(bare, request, prefill_program)
-    state = decode_program(strategy, bare, state, settings, np.int32(request.until))
-    result = on_host(finish_program(strategy, state, settings))
-    return output(result, int(result.length), int(result.steps))
+        return output(result, start_len, request.until, request.until - start_len)
+    if streamer is not None or request.clocks:
+        result = watched(bare, request, streamer)
+    else:
+        with reraised():
+            state = start(bare, request, prefill_program)
+            state = decode_program(strategy, bare, state, settings, np.int32(request.until))
+            result = on_host(finish_program(strategy, state, settings))
+    return output(result, start_len, int(result.length), int(result.steps))
+
+
+def watched(bare: Any, request: Request, streamer: Any) -> Result:
+    """Runs token by token, since somebody looks at each: a streamer, or a clock.
+
+    The streamer's `put` gets the prompt [B, T], then every step's tokens [B], then `end()` is
+    called, as transformers' streamers are.
+    """
+    if streamer is not None:
+        if not request.strategy.streams:
+            raise UnsupportedError("streamer: cannot be used with beams; set num_beams=1")
+        streamer.put(np.asarray(request.prompt.sequences)[:, : request.start_len])
+    shown = request.start_len
+    result = None
+    for result in results(bare, request, chunk=1):
+        if streamer is not None:
+            for column in range(shown, int(result.length)):
+                streamer.put(np.asarray(result.sequences[:, column]))
+        shown = int(result.length)
+    if streamer is not None:
+        streamer.end()
+    assert result is not None
+    return result
 
 
 def stream(
@@ -139,31 +182,49 @@ def stream(
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     if request.traced:
         raise InputError("stream: runs on the host, outside jax.jit; use generate inside")
+    if not request.strategy.streams:
+        raise UnsupportedError("stream: beams change their minds; a token is final at the end only")
     for name, kept in (
         ("output_scores", request.settings.keep_scores),
         ("output_logits", request.settings.keep_logits),
     ):
         if kept:
             raise InputError(f"{name}: stream yields tokens alone; use generate")
-    return _chunks(without_notes(model), request, chunk_size)
+    return _chunks(runnable(model, request), request, chunk_size)
 
 
 def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray]:
-    strategy, settings = request.strategy, request.settings
-    state = start(bare, request, prefill_program)
     shown = request.start_len
-    while True:
-        result = on_host(finish_program(strategy, state, settings))
-        length, over = int(result.length), bool(result.over)
-        if length - shown >= chunk_size or over:
+    for result in results(bare, request, chunk_size):
+        length = int(result.length)
+        if length - shown >= chunk_size or result.over:
             while length > shown:
                 upto = min(shown + chunk_size, length)
                 yield np.asarray(result.sequences[:, shown:upto])
                 shown = upto
-        if over:
+
+
+def results(bare: Any, request: Request, chunk: int) -> Iterator[Result]:
+    """The result so far, after the first token and then after every `chunk` new ones."""
+    strategy, settings, beams = request.strategy, request.settings, not request.strategy.streams
+    state, until = None, 0
+    while True:
+        with reraised():
+            if state is None:
+                state = start(bare, request, prefill_program)
+            else:
+                state = decode_program(strategy, bare, state, settings, np.int32(until))
+            result = on_host(finish_program(strategy, state, settings))
+        late = any(clock.expired() for clock in request.clocks)
+        result = dataclasses.replace(result, over=result.over or (late and not beams))
+        yield result
+        if result.over:
             return
-        until = min(shown + chunk_size, request.until)
-        state = decode_program(strategy, bare, state, settings, np.int32(until))
+        reached = request.start_len + int(result.steps) if beams else int(result.length)
+        until = min(reached + chunk, request.until)
+        if late:  # the last step of beams: every candidate ends
+            until = reached + 1
+            settings = dataclasses.replace(settings, max_length=np.int32(until))
 
 
 def prepare_call(
@@ -180,8 +241,40 @@ def prepare_call(
     elsewhere = INPUTS | ARGUMENTS | UNSUPPORTED.keys()
     settings = {k: v for k, v in fields.items() if k not in elsewhere}
     return prepare(
-        model, input_ids, attention_mask, generation_config, key, settings, arguments, **inputs
+        model,
+        input_ids,
+        attention_mask,
+        generation_config,
+        key,
+        settings,
+        arguments,
+        heal=heal,
+        **inputs,
     )
+
+
+def heal(model: Any, tokenizer: Any, input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
+    """Prompts whose last tokens may be spelled in another way (`token_healing`), and their mask."""
+    if model.is_encoder_decoder:
+        raise UnsupportedError("token_healing: mends prompts of decoder-only models")
+
+    def one_more(row: np.ndarray, sequence_bias: Any) -> int:
+        out = generate(
+            model,
+            jnp.asarray(row[None]),
+            max_new_tokens=1,
+            pad_token_id=tokenizer.pad_token_id,
+            sequence_bias=sequence_bias,
+            token_healing=False,
+            do_sample=False,
+        )
+        return int(out.sequences[0, -1])
+
+    if input_ids is None:
+        raise InputError("token_healing: needs input_ids")
+    if attention_mask is None:
+        attention_mask = np.ones(np.shape(input_ids), bool)
+    return heal_tokens(np.asarray(input_ids), np.asarray(attention_mask), tokenizer, one_more)
 
 
 def start(bare: Any, request: Request, run: Any) -> Any:
@@ -196,12 +289,22 @@ def start(bare: Any, request: Request, run: Any) -> Any:
     )
 
 
-def output(result: Result, length: int, steps: int) -> GenerateOutput:
+def runnable(model: Any, request: Request) -> Any:
+    """What the compiled programs run: the model, followed by its unconditional contexts if any."""
+    bare = without_notes(model)
+    return bare if request.negative is None else Guided(bare, request.negative)
+
+
+def output(result: Result, start_len: int, length: int, steps: int) -> GenerateOutput:
     """The output for the user, cut to the longest row."""
     return GenerateOutput(
         sequences=result.sequences[:, :length],
         scores=None if result.scores is None else tuple(result.scores[:steps]),
         logits=None if result.logits is None else tuple(result.logits[:steps]),
+        sequences_scores=result.sequences_scores,
+        beam_indices=None
+        if result.beam_indices is None
+        else result.beam_indices[:, : length - start_len],
         assisted=result.assisted,
     )
 

@@ -7,7 +7,7 @@ padding the compiled program sees, never its result.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jaxllm.generation.config import (
     resolve_lengths,
     resolve_pad,
 )
+from jaxllm.generation.guidance import Negative, negative_prompt
 from jaxllm.generation.keys import row_keys
 from jaxllm.generation.modes import Call, choose_strategy
 from jaxllm.generation.processors.build import build_processors
@@ -31,8 +32,14 @@ from jaxllm.generation.prompts import (
     Columns,
     check_room,
     decoder_only_sides,
+    last_real,
     pad_right,
     seq2seq_sides,
+)
+from jaxllm.generation.stopping import (
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
 )
 from jaxllm.generation.strategy import Prompt, Settings, Strategy
 from jaxllm.generation.values import bucket, id_table, is_traced
@@ -42,7 +49,8 @@ from jaxllm.models import inputs as check
 STATIC = (
     *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
-    *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample"),
+    *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample", "num_beams"),
+    *("num_beam_groups", "dola_layers"),
     *("num_assistant_tokens", "prompt_lookup_num_tokens", "assistant_early_exit"),
 )
 MOST_COLUMNS = 2**20
@@ -54,6 +62,8 @@ class Request:
 
     strategy: Strategy[Any]
     prompt: Prompt
+    negative: Negative | None
+    """The contexts that guidance leads away from."""
     settings: Settings
     start_len: int
     """Columns of `sequences` that the prompt fills."""
@@ -63,6 +73,8 @@ class Request:
     """Slots of the cache."""
     room: int
     """Bucket of the number of new tokens."""
+    clocks: tuple[MaxTimeCriteria, ...]
+    """What the host asks after each token."""
     traced: bool
     """The caller's own jit is tracing this call."""
 
@@ -109,12 +121,19 @@ def prepare(
     row_ids: Any = None,
     logits_processor: Any = (),
     token_type_ids: Any = None,
+    heal: Callable[..., tuple[Any, Any]],
     **inputs: Any,
 ) -> Request:
-    """Checks everything that can be checked before jit, and lays the call out in buckets."""
+    """Checks everything that can be checked before jit, and lays the call out in buckets.
+
+    `heal(model, tokenizer, input_ids, attention_mask)` mends prompts (`token_healing`).
+    """
     assistant = arguments.get("assistant_model")
     config, eos = merged_config(model, generation_config, fields, assistant)
     pad = checked_pad(model, config, eos)
+    if config.token_healing:
+        tokenizer = needed_tokenizer(arguments, "token_healing")
+        input_ids, attention_mask = heal(model, tokenizer, input_ids, attention_mask)
     sides = seq2seq_sides if model.is_encoder_decoder else decoder_only_sides
     given, source, encoder = sides(
         model, input_ids, attention_mask, config=config, eos=eos, pad=pad, **inputs
@@ -123,14 +142,20 @@ def prepare(
     start_len = 0 if given.ids is None else given.length
     config, until = checked_lengths(model, config, given)
     room = bucket(until - start_len, SMALLEST_BUCKET)
+    others = {"token_type_ids": token_type_ids, **inputs}
+    negative = negative_prompt(model, config, arguments, given, others)
+    if negative is not None:
+        check_room(model, negative, until - start_len)
+    columns = given.length if negative is None else max(given.length, negative.length)
     # A lone start token, T5's usual prompt, needs no padding.
-    width = 1 if given.length == 1 else bucket(given.length, SMALLEST_BUCKET)
+    width = 1 if columns == 1 else bucket(columns, SMALLEST_BUCKET)
     padded = given.pad_to(width, pad or 0)
     decoder_inputs: dict[str, Any] = {"tokens": padded.ids, "mask": padded.mask}
     if padded.embeds is not None:
         decoder_inputs["inputs_embeds"] = padded.embeds
     if token_type_ids is not None:
         decoder_inputs["token_type_ids"] = checked_types(model, token_type_ids, given, width)
+    stops, clocks = stopping(config, arguments)
     settings = Settings(
         processors=build_processors(
             config,
@@ -142,11 +167,13 @@ def prepare(
             encoder_mask=None if source is None else source.mask,
             prompt_ids=padded.ids,
             prompt_mask=padded.mask,
+            prefix_allowed_tokens_fn=arguments.get("prefix_allowed_tokens_fn"),
             extra=processor_list(logits_processor),
         ),
         eos=id_table("generate()", "eos_token_id", list(eos)),
         pad=jnp.asarray(0 if pad is None else pad, jnp.int32),
         max_length=jnp.asarray(until, jnp.int32),
+        stops=stops,
         allow_nonfinite=bool(config.remove_invalid_values),
         keep_scores=bool(config.output_scores),
         keep_logits=bool(config.output_logits),
@@ -154,7 +181,7 @@ def prepare(
     strategy = choose_strategy(Call(model, config, eos, batch, start_len, until, arguments))
     if assistant is not None:
         check_room(assistant, given, until - start_len, whose="assistant_model")
-    traced = any_traced(given, source, settings, strategy, jax.tree.leaves(model)[0])
+    traced = any_traced(given, negative, source, settings, strategy, jax.tree.leaves(model)[0])
     keys = row_keys(
         key,
         row_ids,
@@ -170,20 +197,47 @@ def prepare(
         sequences=sequences,
         mask=mask,
         start_len=np.int32(start_len),  # pyright: ignore[reportArgumentType]
-        columns=np.int32(given.length),  # pyright: ignore[reportArgumentType]
+        columns=np.int32(columns),  # pyright: ignore[reportArgumentType]
         at=at,
         keys=keys,
     )
     return Request(
         strategy=strategy,
         prompt=prompt,
+        negative=None if negative is None else guide(negative.pad_to(width, pad or 0)),
         settings=settings,
         start_len=start_len,
         until=until,
         capacity=width + strategy.slots(room),
         room=room,
+        clocks=clocks,
         traced=traced or any_traced(keys),
     )
+
+
+def stopping(
+    config: GenerationConfig, arguments: Mapping[str, Any]
+) -> tuple[StoppingCriteriaList, tuple[MaxTimeCriteria, ...]]:
+    """The criteria of the compiled loop, and the clocks that only the host can read."""
+    given = arguments.get("stopping_criteria")
+    given = [] if given is None else given
+    if not isinstance(given, list | tuple) or not all(map(callable, given)):
+        raise InputError(f"stopping_criteria: expected a list of callables, found {given!r}")
+    clocks = [c for c in given if isinstance(c, MaxTimeCriteria)]
+    if config.max_time is not None:
+        clocks.insert(0, MaxTimeCriteria(config.max_time))
+    stops = [c for c in given if not isinstance(c, MaxTimeCriteria)]
+    if config.stop_strings is not None:
+        tokenizer = needed_tokenizer(arguments, "stop_strings")
+        stops.insert(0, StopStringCriteria(tokenizer, list(config.stop_strings)))
+    return StoppingCriteriaList(stops), tuple(clocks)
+
+
+def needed_tokenizer(arguments: Mapping[str, Any], field: str) -> Any:
+    tokenizer = arguments.get("tokenizer")
+    if tokenizer is None:
+        raise InputError(f"{field}: needs tokenizer=, the tokenizer of this model")
+    return tokenizer
 
 
 def checked_pad(model: Any, config: GenerationConfig, eos: tuple[int, ...]) -> int | None:
@@ -230,14 +284,17 @@ def buffers(padded: Columns, room: int, pad: int) -> tuple[Any, Any, Any]:
     Built on the host where the prompt is known, so that other lengths compile nothing.
     """
     host = jnp if any_traced(padded) else np
-    known = host.asarray(padded.mask)
-    at = host.max(host.where(known, host.arange(padded.length), 0), axis=-1).astype(host.int32)
+    known, at = host.asarray(padded.mask), last_real(padded.mask)
     if padded.ids is None:
         shape = (known.shape[0], room)
         return host.full(shape, pad, host.int32), host.zeros(shape, bool), at
     rest = ((0, 0), (0, room))
     sequences = host.pad(host.asarray(padded.ids), rest, constant_values=pad)
     return sequences, host.pad(known, rest), at
+
+
+def guide(negative: Columns) -> Negative:
+    return Negative(negative.ids, negative.mask, last_real(negative.mask))
 
 
 def processor_list(processors: Any) -> tuple[Any, ...]:

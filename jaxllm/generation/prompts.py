@@ -114,13 +114,13 @@ def decoder_only_prompt(
         return Columns(np.full((1, 1), bos, np.int32), np.ones((1, 1), bool))
     if input_ids is None:
         assert embeds is not None
-        return Columns(None, _mask(attention_mask, embeds.shape[:2]), embeds)
-    ids = _ids("input_ids", input_ids, model.config.vocab_size)
+        return Columns(None, checked_mask(attention_mask, embeds.shape[:2]), embeds)
+    ids = checked_ids("input_ids", input_ids, model.config.vocab_size)
     if embeds is not None and embeds.shape[:2] != ids.shape:
         raise InputError(f"inputs_embeds: expected {ids.shape} positions, found {embeds.shape[:2]}")
     if attention_mask is None:
         attention_mask = inferred_mask(ids, pad, eos)
-    return Columns(ids, _mask(attention_mask, ids.shape), embeds)
+    return Columns(ids, checked_mask(attention_mask, ids.shape), embeds)
 
 
 def inferred_mask(ids: Any, pad: int | None, eos: tuple[int, ...]) -> Any:
@@ -144,8 +144,12 @@ def encoder_side(
     if encoder_outputs is not None:
         states = jnp.asarray(last_hidden_state(encoder_outputs))
         check_width("encoder_outputs", states, model.config.width)
-        mask = _mask(attention_mask, states.shape[:2])
-        ids = None if input_ids is None else _ids("input_ids", input_ids, model.config.vocab_size)
+        mask = checked_mask(attention_mask, states.shape[:2])
+        ids = (
+            None
+            if input_ids is None
+            else checked_ids("input_ids", input_ids, model.config.vocab_size)
+        )
         if ids is not None and ids.shape != states.shape[:2]:
             raise InputError(
                 f"encoder_outputs: of {list(states.shape[:2])} tokens, but input_ids has "
@@ -158,10 +162,10 @@ def encoder_side(
     if inputs_embeds is not None:
         embeds = floats(inputs_embeds)
         check_width("inputs_embeds", embeds, model.config.width)
-        source = Columns(None, _mask(attention_mask, embeds.shape[:2]), embeds)
+        source = Columns(None, checked_mask(attention_mask, embeds.shape[:2]), embeds)
     else:
-        ids = _ids("input_ids", input_ids, model.config.vocab_size)
-        source = Columns(ids, _mask(attention_mask, ids.shape))
+        ids = checked_ids("input_ids", input_ids, model.config.vocab_size)
+        source = Columns(ids, checked_mask(attention_mask, ids.shape))
     source = source.pad_to(bucket(source.length, SMALLEST_BUCKET), model.config.pad_token_id or 0)
     arguments = {"attention_mask": source.mask}
     arguments["input_ids" if source.embeds is None else "inputs_embeds"] = (
@@ -197,13 +201,13 @@ def decoder_prompt(model, ids, mask, batch: int, config: GenerationConfig) -> Co
     if first.size not in (1, batch):
         raise InputError(f"decoder_start_token_id: {first.size} ids for a batch of {batch}")
     first = np.broadcast_to(first[:, None], (batch, 1))
-    _ids("decoder_start_token_id", first, model.config.vocab_size)
+    checked_ids("decoder_start_token_id", first, model.config.vocab_size)
     if ids is None:
         if mask is not None:
             raise InputError("decoder_attention_mask: given without decoder_input_ids")
         return Columns(np.array(first), np.ones((batch, 1), bool))
-    ids = _ids("decoder_input_ids", ids, model.config.vocab_size)
-    mask = _mask(mask, ids.shape, "decoder_attention_mask")
+    ids = checked_ids("decoder_input_ids", ids, model.config.vocab_size)
+    mask = checked_mask(mask, ids.shape, "decoder_attention_mask")
     if ids.shape[0] != batch:
         raise InputError(f"decoder_input_ids: {ids.shape[0]} rows for a batch of {batch}")
     if not is_traced(mask) and (np.diff(np.asarray(mask).astype(int), axis=1) < 0).any():
@@ -229,12 +233,14 @@ def check_room(model: Any, given: Columns, new: int, whose: str = "this model") 
         )
 
 
-def _ids(name: str, ids: Any, vocab_size: int) -> Any:
+def checked_ids(name: str, ids: Any, vocab_size: int) -> Any:
+    """Token ids [batch, length], int32, on the host where they are known."""
     checked = check.token_ids(name, ids, vocab_size)
     return checked if is_traced(checked) else np.asarray(ids).astype(np.int32)
 
 
-def _mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask") -> Any:
+def checked_mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask") -> Any:
+    """A boolean mask of that shape in which every row has a real token."""
     checked = check.mask_of(name, mask, shape)
     if is_traced(checked):
         return checked
@@ -243,6 +249,14 @@ def _mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask") -> An
         row = int(np.argmin(host.any(axis=1)))
         raise InputError(f"{name}: row {row} has no real token")
     return host
+
+
+def last_real(mask: Any) -> Any:
+    """int32 [B]: the column of each row's last real token; on the host where the mask is known."""
+    host = jnp if is_traced(mask) else np
+    known = host.asarray(mask)
+    columns = host.where(known, host.arange(known.shape[1]), 0)
+    return host.max(columns, axis=-1).astype(host.int32)
 
 
 def floats(x: Any) -> Any:

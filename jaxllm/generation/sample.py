@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxllm.cache import Cache, put_columns
 from jaxllm.generation.sampling import choose_greedy, choose_sample
 from jaxllm.generation.strategy import NEVER, Prompt, Result, Settings, Strategy, note_broken
+from jaxllm.models.outputs import DecodeOutput
 
 
 @jax.tree_util.register_dataclass
@@ -40,8 +41,22 @@ class State:
     logits: Float[Array, "N B V"] | None = None
     """Raw logits of every step (`output_logits`)."""
 
-    def replace(self, **changes) -> State:
+    def replace(self, **changes) -> Self:
         return dataclasses.replace(self, **changes)
+
+
+AnyState = TypeVar("AnyState", bound=State)
+
+
+class Prediction(NamedTuple):
+    """What the model says of each row's next token."""
+
+    logits: Float[Array, "B V"]
+    """Raw."""
+    basis: Float[Array, "B V"]
+    """What the processors start from."""
+    unconditional: Float[Array, "B V"] | None
+    """Logits after the negative prompt (guidance)."""
 
 
 @jax.tree_util.register_dataclass
@@ -58,38 +73,53 @@ class Sample(Strategy[State]):
         return self.count
 
     def init(self, model, prompt, read, settings, room):
-        logits = jnp.repeat(read.logits[:, 0], self.count, axis=0)
+        predicted = self.prediction(model, read, prompt.at, jnp.ones(prompt.at.shape, bool))
+        predicted = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), predicted)
         state = first_state(prompt, read.cache.repeat(self.count), self.count)
-        state = with_records(state, logits, settings, room)
-        return self.emit(state, logits, settings)
+        state = with_records(state, predicted.logits, settings, room)
+        return self.emit(state, predicted, settings)
 
     def step(self, model, state, settings):
-        live = ~state.done[:, None]
-        read = model.decode(state.token[:, None], live, state.cache)
-        return self.emit(state.replace(cache=read.cache), read.logits[:, 0], settings)
+        live = ~state.done
+        read = model.decode(
+            state.token[:, None], live[:, None], state.cache, **self.prefill_options
+        )
+        predicted = self.prediction(model, read, None, live)
+        return self.emit(state.replace(cache=read.cache), predicted, settings)
 
-    def emit(self, state: State, logits: Float[Array, "B V"], settings: Settings) -> State:
+    def prediction(
+        self,
+        model: Any,
+        read: DecodeOutput,
+        at: Int[Array, " B"] | None,
+        live: Bool[Array, " B"],
+    ) -> Prediction:
+        """What counts of the model's output: the newest column, or column `at` of the prompt."""
+        logits = read.logits[:, 0]
+        return Prediction(logits, logits, unconditional(read))
+
+    def emit(self, state: State, predicted: Prediction, settings: Settings) -> State:
         """From the logits of a step to its tokens."""
-        scores = settings.processors(state.sequences, logits, state.cur_len, mask=state.mask)
+        scores = settings.processors(
+            state.sequences,
+            predicted.basis,
+            state.cur_len,
+            mask=state.mask,
+            prompt_len=state.cur_len - state.step,
+            unconditional_logits=predicted.unconditional,
+        )
         if self.sampling:
             keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
             token = choose_sample(keys, scores)
         else:
             token = choose_greedy(scores)
-        return append(state, token, logits, scores, settings)
+        return append(state, token, predicted.logits, scores, settings)
 
     def alive(self, state, until):
         return (state.cur_len < until) & ~state.done.all()
 
     def finish(self, state, settings):
-        return Result(
-            sequences=state.sequences,
-            length=state.cur_len,
-            steps=state.step,
-            broken_at=state.broken_at,
-            scores=state.scores,
-            logits=state.logits,
-        )
+        return result(state)
 
 
 def first_state(prompt: Prompt, cache: Cache, samples: int) -> State:
@@ -108,6 +138,12 @@ def first_state(prompt: Prompt, cache: Cache, samples: int) -> State:
     )
 
 
+def unconditional(read: DecodeOutput) -> Float[Array, "B V"] | None:
+    """The logits of the unconditional contexts, where there is guidance."""
+    logits = read.unconditional_logits
+    return None if logits is None else logits[:, 0]
+
+
 def with_records(state: Any, logits: Float[Array, "B V"], settings: Settings, room: int) -> Any:
     """The state with room for the scores and logits of every step, where they are kept."""
     if settings.keep_scores:
@@ -124,27 +160,42 @@ def record(kept: Float[Array, "N B V"] | None, values: Float[Array, "B V"], step
     return jax.lax.dynamic_update_slice_in_dim(kept, values[None], step, axis=0)
 
 
+def result(state: State) -> Result:
+    """The rows of a state in which each is a result."""
+    return Result(
+        sequences=state.sequences,
+        length=state.cur_len,
+        steps=state.step,
+        broken_at=state.broken_at,
+        scores=state.scores,
+        logits=state.logits,
+    )
+
+
 def append(
-    state: State,
+    state: AnyState,
     token: Int[Array, " B"],
     logits: Float[Array, "B V"],
     scores: Float[Array, "B V"],
     settings: Settings,
-) -> State:
+) -> AnyState:
     """Writes a token to each live row and a pad to the others, and notes which rows end."""
     live = ~state.done
     token = jnp.where(live, token, settings.pad)
     broken_at = state.broken_at
     if not settings.allow_nonfinite:
         broken_at = note_broken(broken_at, state.step, live, logits, scores)
+    sequences = put_columns(state.sequences, token[:, None], state.cur_len)
+    mask = put_columns(state.mask, live[:, None], state.cur_len)
+    stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=mask)
     return state.replace(
         scores=record(state.scores, scores, state.step),
         logits=record(state.logits, logits, state.step),
-        sequences=put_columns(state.sequences, token[:, None], state.cur_len),
-        mask=put_columns(state.mask, live[:, None], state.cur_len),
+        sequences=sequences,
+        mask=mask,
         cur_len=state.cur_len + 1,
         token=token,
-        done=state.done | jnp.isin(token, settings.eos),
+        done=state.done | jnp.isin(token, settings.eos) | stopped,
         step=state.step + 1,
         broken_at=broken_at,
     )

@@ -39,19 +39,63 @@ def choose_sample(keys: Key[Array, " B"], scores: Float[Array, "B V"]) -> Int[Ar
         int32 ``[B]``. A token of score -inf is never chosen. Probabilities are exact up to float32
         rounding; an item whose share of its step is below 2**-33 or so may not be reachable.
     """
+    weights, size = _in_blocks(scores)
+    block, within = _race(keys, weights)
+    return (block * size + within).astype(jnp.int32)
+
+
+def draw_without_replacement(
+    keys: Key[Array, " B"],
+    scores: Float[Array, "B V"],
+    places: int,
+    count: Int[Array, ""],
+    *,
+    worst: float,
+) -> tuple[Float[Array, "B P"], Int[Array, "B P"]]:
+    """`count` different items of softmax(scores), one after the other: their scores and indices.
+
+    Equal in distribution to `torch.multinomial(..., replacement=False)`. What lies beyond `count`,
+    or beyond the items of positive probability, has the score `worst`.
+    """
+    batch = scores.shape[0]
+    weights, size = _in_blocks(scores)
+
+    def draw(i, carry):
+        weights, value, index = carry
+        each = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)
+        block, within = _race(each, weights)
+        row = jnp.arange(batch)
+        left = weights[row, block, within] > 0
+        item = block * size + within
+        found = jnp.where(left, scores[row, item], worst)
+        weights = weights.at[row, block, within].set(0.0)
+        return weights, value.at[:, i].set(found), index.at[:, i].set(item)
+
+    empty = jnp.full((batch, places), worst, jnp.float32), jnp.zeros((batch, places), jnp.int32)
+    _, value, index = jax.lax.fori_loop(0, jnp.minimum(count, places), draw, (weights, *empty))
+    return value, index
+
+
+def _in_blocks(scores: Float[Array, "B V"]) -> tuple[Float[Array, "B blocks size"], int]:
+    """exp(scores), the largest being 1, in about sqrt(V) blocks; and the size of a block."""
     batch, vocab_size = scores.shape
     size = math.isqrt(vocab_size - 1) + 1
     blocks = -(-vocab_size // size)
     scores = scores.astype(jnp.float32)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.pad(weights, ((0, 0), (0, blocks * size - vocab_size)))
-    weights = weights.reshape(batch, blocks, size)
+    return weights.reshape(batch, blocks, size), size
 
+
+def _race(
+    keys: Key[Array, " B"], weights: Float[Array, "B blocks size"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """A block, and a place in it, each drawn with probability proportional to its weight."""
+    _, blocks, size = weights.shape
     times = jax.vmap(lambda key: _exponential(key, blocks + size))(keys)
     block = jnp.argmin(times[:, :blocks] / jnp.sum(weights, axis=-1), axis=-1)
-    within = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
-    token = jnp.argmin(times[:, blocks:] / within, axis=-1)
-    return (block * size + token).astype(jnp.int32)
+    inside = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
+    return block, jnp.argmin(times[:, blocks:] / inside, axis=-1)
 
 
 def _exponential(key: Key[Array, ""], count: int) -> Float[Array, " count"]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.outputs import DecodeOutput
 
 NEVER = -1
@@ -58,6 +59,8 @@ class Settings:
     """What finished rows emit."""
     max_length: Int[Array, ""]
     """Columns of the longest result."""
+    stops: StoppingCriteriaList
+    """What ends a row besides `eos` and `max_length`."""
     allow_nonfinite: bool = dataclasses.field(metadata={"static": True})
     """`remove_invalid_values`: NaN and infinite logits are mended, not reported."""
     keep_scores: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -110,7 +113,8 @@ class Strategy(Generic[S]):
     streams: ClassVar[bool] = True
     """Tokens once chosen stay."""
     prefill_options: ClassVar[Mapping[str, Any]] = {}
-    """More arguments of `model.decode` for the prompt."""
+    """More arguments of `model.decode` for the prompt; greedy search, sampling and DoLa give them
+    at every step."""
 
     @property
     def samples(self) -> int:
@@ -124,7 +128,8 @@ class Strategy(Generic[S]):
     def init(
         self, model: Any, prompt: Prompt, read: DecodeOutput, settings: Settings, room: int
     ) -> S:
-        """The state after the first token, from what the model read of the prompt.
+        """The state after the first token, from what the model read of the prompt; or before it,
+        where choosing it takes another call of the model.
 
         Args:
             read: logits of each row's last real column [B, 1, V], the filled cache, and the hidden

@@ -29,6 +29,8 @@ class DecodeOutput:
 
     logits: Float[Array, "B T V"] | Float[Array, "B 1 V"]
     """Float32; of every new column, or of the one that was asked for."""
+    unconditional_logits: Float[Array, "B T V"] | Float[Array, "B 1 V"] | None = None
+    """Those after the negative prompt, where there is guidance."""
     cache: Cache
     last_hidden_state: Float[Array, "B T D"]
     """After the final norm; of every new column."""

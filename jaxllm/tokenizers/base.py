@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,30 @@ class Tokenizer(ABC):
             return None if index in skipped else self.id_to_token(index)
 
         return StreamDecoder(id_to_token, self._decode_stages(skip_special_tokens))
+
+    def token_bytes(self) -> tuple[bytes | None, ...]:
+        """What each id gives in the middle of a text, as UTF-8; computed once.
+
+        A token of a byte-level vocabulary, or a byte token, may be a part of a character. A special
+        token is its own text. Spaces that ``decode`` takes away or adds between tokens are left
+        out of account, as by transformers. None: an id without a token.
+        """
+        return self._token_bytes
+
+    @cached_property
+    def _token_bytes(self) -> tuple[bytes | None, ...]:
+        stages = self._decode_stages(skip_special_tokens=False)
+
+        def inside(token: str) -> bytes:
+            for stage in stages:
+                text = stage.inside(token)
+                if isinstance(text, bytes):
+                    return text
+                token = text
+            return token.encode("utf-8")
+
+        tokens = map(self.id_to_token, range(len(self)))
+        return tuple(None if token is None else inside(token) for token in tokens)
 
     def __call__(
         self,

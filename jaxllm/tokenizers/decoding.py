@@ -29,6 +29,13 @@ class Stage:
     def end(self) -> list[str]:
         return []
 
+    def inside(self, token: str) -> str | bytes:
+        """What a token gives in the middle of a text, whatever stands beside it.
+
+        Bytes, perhaps a part of a character, are final: no further stage takes them.
+        """
+        return token
+
 
 class StreamDecoder:
     """Text from ids as they come.
@@ -91,6 +98,9 @@ class ByteLevel(Stage):
     def end(self) -> list[str]:
         return [self._utf8.decode(b"", final=True)]
 
+    def inside(self, token: str) -> bytes:
+        return self._bytes(token)
+
     @staticmethod
     def _bytes(token: str) -> bytes:
         try:
@@ -113,6 +123,9 @@ class Metaspace(Stage):
             self._drop = False
         return result
 
+    def inside(self, token: str) -> str:
+        return token.replace(self._replacement, " ")
+
 
 class Replace(Stage):
     def __init__(self, pattern: str, content: str) -> None:
@@ -121,6 +134,9 @@ class Replace(Stage):
 
     def put(self, tokens: list[str]) -> list[str]:
         return [token.replace(self._pattern, self._content) for token in tokens]
+
+    def inside(self, token: str) -> str:
+        return token.replace(self._pattern, self._content)
 
 
 class ByteFallback(Stage):
@@ -149,6 +165,9 @@ class ByteFallback(Stage):
         except UnicodeDecodeError:
             return ["\ufffd"] * len(run)
 
+    def inside(self, token: str) -> str | bytes:
+        return bytes.fromhex(token[3:5]) if BYTE_TOKEN.fullmatch(token) else token
+
 
 class Strip(Stage):
     """Drop up to ``start`` and ``stop`` copies of a character around each token."""
@@ -160,6 +179,9 @@ class Strip(Stage):
 
     def put(self, tokens: list[str]) -> list[str]:
         return [self._strip(token) for token in tokens]
+
+    def inside(self, token: str) -> str:
+        return self._strip(token)
 
     def _strip(self, token: str) -> str:
         left = 0
@@ -201,6 +223,9 @@ class JoinWithSpaces(Stage):
             result.append(token if self._first else f" {token}")
             self._first = False
         return result
+
+    def inside(self, token: str) -> str:
+        return f" {token}"
 
 
 class CleanUp(Stage):

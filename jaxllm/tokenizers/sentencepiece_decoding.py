@@ -76,6 +76,15 @@ class PiecesToText(Stage):
         # A last run joins the list of texts even when it is empty.
         return [text if self._run_begun or not self._begun else " "]
 
+    def inside(self, token: str) -> str | bytes:
+        rules = self._rules
+        if token in rules.special or token in rules.separate:
+            return token
+        if rules.is_byte(token):
+            return bytes.fromhex(token[3:5])
+        text = rules.fixed_text(token)
+        return token.replace(SPACE, " ") if text is None else text
+
     def _end_run(self) -> str:
         if self._run is None:
             return ""

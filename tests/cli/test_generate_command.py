@@ -86,7 +86,8 @@ def test_help_lists_what_works_and_hides_what_does_not(run) -> None:
     result = run("--help")
     assert result.code == 0
     assert "--repetition-penalty" in result.out
-    assert "--penalty-alpha" not in result.out
+    assert "--num-beams" in result.out
+    assert "--prefill-chunk-size" not in result.out
 
 
 def test_streamed_text_is_the_whole_text(run) -> None:
@@ -119,6 +120,19 @@ def test_several_results(run) -> None:
     result = run("--model", LLAMA, *SHORT, "--do-sample", "--num-return-sequences", 3, "Once")
     assert result.code == 0, result.err
     assert result.out.count("\n---\n") == 2
+
+
+def test_beams_stop_strings_and_healing(run) -> None:
+    free = run("--model", LLAMA, *SHORT, "--eos-token-id", "none", "Once")
+    stop = free.out[1:3]
+    cut = run("--model", LLAMA, *SHORT, "--eos-token-id", "none", "--stop-strings", stop, "Once")
+    assert cut.code == 0, cut.err
+    assert stop in cut.out
+    assert free.out.startswith(cut.out.rstrip("\n"))
+    beams = run("--model", LLAMA, *SHORT, "--num-beams", 2, "--num-return-sequences", 2, "Once")
+    assert (beams.code, beams.out.count("\n---\n")) == (0, 1), beams.err
+    healed = run("--model", LLAMA, *SHORT, "--token-healing", "Once upon a ti")
+    assert healed.code == 0, healed.err
 
 
 def test_ids_of_an_encoder_decoder(run) -> None:
@@ -155,7 +169,11 @@ ERRORS = {
     "abbreviated option": (("--max-new-t=3", "hi"), "--max-new-t"),
     "not a number": (("--top-k", "many", "hi"), "`top_k` must be an integer"),
     "out of range": (("--top-p", "1.5", "hi"), "`top_p` must be a number in [0, 1]"),
-    "not there yet": (("--model", LLAMA, "--penalty-alpha", "0.6", "hi"), "`penalty_alpha`"),
+    "not there yet": (
+        ("--model", LLAMA, "--prefill-chunk-size", "6", "hi"),
+        "`prefill_chunk_size`",
+    ),
+    "no place for it": (("--model", LLAMA, "--output-scores", "hi"), "output_scores: text is all"),
     "no effect": (("--model", LLAMA, "--temperature", "0.5", "hi"), "add --do-sample"),
     "seed": (("--seed", str(2**32), "hi"), "--seed must be from 0"),
     "system alone": (("--system", "be brief", "hi"), "--chat"),

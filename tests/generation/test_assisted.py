@@ -21,13 +21,13 @@ from jaxllm.generation.generate import prepare_call, start, without_notes
 from jaxllm.generation.keys import row_keys
 from jaxllm.generation.lookup import continuation, earlier_match
 from jaxllm.generation.loop import decode_program, prefill_program
-from jaxllm.generation.modes import Call, choose_strategy
 from jaxllm.generation.processors import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
+from jaxllm.generation.processors.host import HostLogitsProcessor
 from jaxllm.generation.sampling import choose_sample
 from tests.tiny import make
 
@@ -285,14 +285,6 @@ def test_the_schedule_and_the_threshold():
         num_assistant_tokens_schedule="heuristic", assistant_model=model("s_llama_draft")
     )
     assert (shrunk.num_assistant_tokens < 8).any()
-
-
-def test_beams_take_no_draft():
-    """The rule of `choose_strategy`, whatever modes there are."""
-    config = jaxllm.GenerationConfig(num_beams=2)
-    call = Call(model("s_llama"), config, (), 1, 3, 9, {"assistant_model": model("s_llama_draft")})
-    with pytest.raises(UnsupportedError, match="assistant_model: drafts go with greedy"):
-        choose_strategy(call)
 
 
 def test_settings_of_the_assistants_file_hold_where_the_call_names_none():
@@ -605,6 +597,32 @@ def test_lookup_passes_over_places_that_the_processors_forbid():
     assert out.assisted.accepted.tolist() == out.assisted.drafted.tolist() == [1]
 
 
+@pytest.mark.parametrize("kind", ["assistant", "lookup"])
+def test_stops_and_functions_of_the_prefix(kind):
+    """Each position is held against them, in rows that stop at different columns."""
+    ids, mask = prompts("s_llama")
+
+    def ends(input_ids, scores, cur_len):
+        newest = jnp.take_along_axis(input_ids, jnp.reshape(cur_len, (-1, 1)) - 1, axis=1)
+        return (newest % 11 == 3)[:, 0]
+
+    def allowed(batch_id, tokens):
+        return [t for t in range(131) if t % 5 != batch_id]
+
+    fields = {"max_new_tokens": 14, "eos_token_id": None, "prefix_allowed_tokens_fn": allowed}
+    fields |= {"stopping_criteria": [ends]}
+
+    def plain(input_ids, scores, cur_len):
+        return ends(input_ids, scores, jnp.full((input_ids.shape[0],), cur_len))
+
+    want = jaxllm.generate(
+        model("s_llama"), ids, mask, **{**fields, "stopping_criteria": [plain]}
+    ).sequences
+    got = jaxllm.generate(model("s_llama"), ids, mask, **fields, **drafts("s_llama")[kind])
+    np.testing.assert_array_equal(got.sequences, want)
+    assert (want[:, -1] == 0).any()  # some row stopped early
+
+
 @pytest.mark.slow
 def test_embedded_prompts():
     """A lookup then sees the new tokens, and early exit reads what the model reads."""
@@ -647,6 +665,14 @@ def test_non_finite_logits():
         ({"assistant_early_exit": 99}, InputError, "99"),
         ({"prompt_lookup_num_tokens": 0}, InputError, "prompt_lookup_num_tokens"),
         ({"prompt_lookup_num_tokens": 2, "assistant_early_exit": 1}, InputError, "one of them"),
+        ({"assistant_early_exit": 1, "guidance_scale": 2.0}, UnsupportedError, "guidance_scale"),
+        (
+            {"prompt_lookup_num_tokens": 2, "logits_processor": [HostLogitsProcessor(max)]},
+            UnsupportedError,
+            "HostLogitsProcessor",
+        ),
+        ({"prompt_lookup_num_tokens": 2, "num_beams": 2}, UnsupportedError, "drafts go with"),
+        ({"prompt_lookup_num_tokens": 2, "dola_layers": "low"}, UnsupportedError, "dola_layers"),
         ({"prompt_lookup_num_tokens": 2, "use_cache": False}, UnsupportedError, "use_cache"),
         ({"prompt_lookup_num_tokens": 2, "num_return_sequences": 2}, InputError, "greedy"),
     ],

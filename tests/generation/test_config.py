@@ -231,19 +231,8 @@ def test_an_assistant_model_makes_it_assisted():
 
 
 UNSUPPORTED = {
-    "num_beams": 2,
-    "num_beam_groups": 2,
-    "penalty_alpha": 0.6,
-    "dola_layers": "low",
-    "constraints": [1],
-    "force_words_ids": [[1]],
     "assistant_ensemble_weight": 0.5,
     "use_mtp": True,
-    "stop_strings": ["x"],
-    "max_time": 1.0,
-    "token_healing": True,
-    "guidance_scale": 1.5,
-    "watermarking_config": {"bias": 2.0},
     "use_cache": False,
     "cache_implementation": "quantized",
     "cache_config": {"nbits": 4},
@@ -317,7 +306,11 @@ def test_what_does_not_contradict_passes():
     ("fields", "needed"),
     [
         ({"temperature": 0.7}, "do_sample"),
-        ({"top_k": 5}, "do_sample"),
+        ({"top_k": 5}, "do_sample or penalty_alpha"),
+        ({"penalty_alpha": 0.6, "do_sample": True}, "top_k > 1 and greedy search"),
+        ({"penalty_alpha": 0.6, "top_k": 1}, "top_k > 1 and greedy search"),
+        ({"dola_layers": "low", "num_beams": 2}, "greedy search or sampling"),
+        ({"dola_layers": [1], "penalty_alpha": 0.6, "top_k": 4}, "greedy search or sampling"),
         ({"top_h": 0.5}, "do_sample"),
         ({"length_penalty": 2.0}, "num_beams"),
         ({"early_stopping": True}, "num_beams"),
@@ -347,6 +340,9 @@ def test_neutral_values_do_not_warn():
         GenerationConfig(temperature=1.0, top_k=50, top_p=1.0, min_p=None, length_penalty=1.0)
     )
     check_consistent(GenerationConfig(top_k=None, temperature=None))
+    check_consistent(GenerationConfig(penalty_alpha=0.6, top_k=4))
+    check_consistent(GenerationConfig(penalty_alpha=0.0))
+    check_consistent(GenerationConfig(dola_layers="high", do_sample=True))
 
 
 @pytest.mark.parametrize(

@@ -3,97 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import re
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conformance_runs import DATA, cases, model, problems, run
+from generation_tools import (
+    FAMILIES,
+    cache_copies,
+    compilations,
+    loop_is_in_place,
+    prompts,
+    started,
+)
 
 import jaxllm
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
-from jaxllm.generation.generate import prepare_call, start, without_notes
-from jaxllm.generation.loop import decode_program, prefill_program
 
-DATA = Path(__file__).parents[1] / "data" / "conformance"
-sys.path.insert(0, str(DATA))
-import compare  # noqa: E402
-
-FAMILIES = ("s_llama", "s_gpt2", "s_t5_gated")
 # What is not in the loop of greedy search and sampling.
 OTHER_MODES = {"beam", "constrained", "contrastive", "dola", "assisted", "group_beam"}
 OTHER_MODES |= {"prompt_lookup", "early_exit"}
 OTHER_FIELDS = {"guidance_scale", "stop_strings", "token_healing", "num_beams"}
 
 
-@functools.cache
-def model(name: str):
-    return jaxllm.load(DATA / "models" / name)[0]
+CASES = [
+    case
+    for case in cases().values()
+    if case["mode"] not in OTHER_MODES
+    and "prefix_rule" not in case
+    and not OTHER_FIELDS & case["generate_kwargs"].keys()
+]
 
 
-@functools.cache
-def arrays():
-    return dict(np.load(DATA / "arrays.npz"))
-
-
-def cases() -> list[dict]:
-    found = []
-    for case in json.loads((DATA / "cases.json").read_text())["cases"]:
-        if case["kind"] != "generate" or case["mode"] in OTHER_MODES:
-            continue
-        beam_sample = case["generate_kwargs"].get("num_beams", 1) > 1
-        if "prefix_rule" in case or beam_sample or OTHER_FIELDS & case["generate_kwargs"].keys():
-            continue
-        found.append(case)
-    return found
-
-
-def embeddings(case: dict) -> np.ndarray:
-    rule = case["array_inputs"]["inputs_embeds"]
-    table = np.asarray(model(case["model"]).backbone.embed.weight[...])
-    base = table[np.array(rule["base_ids"])]
-    row, column, channel = np.ogrid[: base.shape[0], : base.shape[1], : base.shape[2]]
-    wave = np.cos(0.7 * column + 0.3 * channel + row)
-    return (base + rule["amp"] * wave).astype(np.float32)
-
-
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case["id"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_conformance(case):
-    inputs = {name: np.array(value) for name, value in case["inputs"].items()}
-    if "array_inputs" in case:
-        inputs["inputs_embeds"] = embeddings(case)
-    out = jaxllm.generate(
-        model(case["model"]), **inputs, **case["generate_kwargs"], output_scores=True, key=0
-    )
-    scores = np.stack(out.scores, axis=1)
-    new = out.sequences[:, -scores.shape[1] :]
-    got = {
-        "sequences": out.sequences.tolist(),
-        "first_step_scores": out.scores[0],
-        "step_token_scores": np.take_along_axis(scores, new[..., None], 2)[..., 0].tolist(),
-    }
-    assert compare.check(case, got, arrays(), atol=1e-4) == []
+    assert problems(case, run(case, output_scores=True)) == []
 
 
 def test_number_of_conformance_cases():
-    assert len(cases()) == 44
-
-
-def prompts(name: str, lengths=(7, 3, 5), seed=0, side="left"):
-    """Ragged prompts, padded on either side."""
-    rng = np.random.default_rng(seed)
-    vocab = model(name).config.vocab_size
-    rows = [rng.integers(3, vocab - 1, n) for n in lengths]
-    width = max(lengths)
-    ids, mask = np.zeros((len(rows), width), int), np.zeros((len(rows), width), int)
-    for i, row in enumerate(rows):
-        at = slice(width - len(row), None) if side == "left" else slice(0, len(row))
-        ids[i, at], mask[i, at] = row, 1
-    return rows, ids, mask
+    assert len(CASES) == 44
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -126,22 +75,6 @@ def test_cached_equals_uncached(name):
         whole = np.concatenate([mask, np.ones((len(ids), 12), int)], axis=1)
         logits = net(out, whole).logits
         np.testing.assert_array_equal(np.argmax(logits, -1)[:, ids.shape[1] - 1 : -1], out[:, 7:])
-
-
-def compilations(call) -> list[str]:
-    """Names of the compile events while `call` runs."""
-    events = []
-
-    def note(name, seconds, **_):
-        if "backend_compile" in name or "jaxpr_trace" in name:
-            events.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        call()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-    return events
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -196,38 +129,18 @@ def test_stream_equals_generate_and_shares_its_programs(name, chunk_size):
     assert [c.shape[1] for c in chunks[:-1]] == [chunk_size] * (len(chunks) - 1)
 
 
-def request(name: str, **fields):
-    _, ids, mask = prompts(name)
-    return prepare_call(model(name), ids, mask, None, 0, {"max_new_tokens": 40, **fields})
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cache_is_donated_and_updated_in_place(name):
-    bare, call = without_notes(model(name)), request(name, eos_token_id=None)
-    state = start(bare, call, prefill_program)
-    before = state.cache.layers[0].k
-    address = before.unsafe_buffer_pointer()
-    after = decode_program(call.strategy, bare, state, call.settings, np.int32(call.until))
-    assert before.is_deleted()
-    assert after.cache.layers[0].k.unsafe_buffer_pointer() == address
-    assert not jax.tree.leaves(bare)[0].is_deleted()
+    _, ids, mask = prompts(name)
+    assert loop_is_in_place(*started(name, ids, mask, max_new_tokens=40, eos_token_id=None))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_compiled_loop_copies_no_cache(name, batch):
-    bare = without_notes(model(name))
     _, ids, mask = prompts(name, (7, 3, 5)[:batch])
-    call = prepare_call(model(name), ids, mask, None, 0, {"max_new_tokens": 80, "do_sample": True})
-    state = start(bare, call, prefill_program)
-    compiled = decode_program.lower(
-        call.strategy, bare, state, call.settings, np.int32(call.until)
-    ).compile()
-    cache_size = state.cache.layers[0].k.size
-    copies = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", compiled.as_text())
-    sizes = [int(np.prod([int(d) for d in dims.split(",")])) for dims in copies]
     # The prediction: one token's worth of keys moves, never a layer's cache.
-    assert [size for size in sizes if size >= cache_size] == []
+    assert cache_copies(*started(name, ids, mask, max_new_tokens=80, do_sample=True)) == []
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -264,8 +177,8 @@ def test_every_form_of_key():
     fields = {"do_sample": True, "max_new_tokens": 6, "eos_token_id": None, "top_k": 0}
     forms = [3, np.int64(3), jnp.int32(3), jax.random.key(3), jax.random.PRNGKey(3)]
     runs = [jaxllm.generate(model("s_llama"), [[5, 6]], key=k, **fields).sequences for k in forms]
-    for run in runs[1:]:
-        np.testing.assert_array_equal(run, runs[0])
+    for other in runs[1:]:
+        np.testing.assert_array_equal(other, runs[0])
     under_jit = jax.jit(
         lambda key: jaxllm.generate(model("s_llama"), [[5, 6]], key=key, **fields).sequences
     )
@@ -418,9 +331,8 @@ def test_bad_input_is_named(inputs, match):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"num_beams": 2},
-        {"assistant_tokenizer": object()},
-        {"stop_strings": "a"},
+        {"num_beam_groups": 2},
+        {"assistant_tokenizer": 1},
         {"use_cache": False},
     ],
 )
@@ -507,7 +419,8 @@ def test_random_lengths_equal_an_uncached_pass(name):
 
 
 def test_settings_are_a_pytree_of_numbers():
-    call = request("s_llama", do_sample=True, temperature=0.5)
+    _, ids, mask = prompts("s_llama")
+    _, call, _ = started("s_llama", ids, mask, do_sample=True, temperature=0.5)
     leaves = jax.tree.leaves(call.settings)
     assert all(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves)
     assert dataclasses.is_dataclass(call.settings)

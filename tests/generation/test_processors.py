@@ -202,7 +202,10 @@ def test_other_numbers_do_not_trace_again(name, settings):
 
 def test_every_processor_is_covered_here():
     numberless = {"InfNanRemoveLogitsProcessor", "LogitNormalization"}
-    tools = {"LogitsProcessor", "LogitsProcessorList", "logits_processor"}
+    # The host's processor is tested with its twin, the host's criterion.
+    tools = {"HostLogitsProcessor", "LogitsProcessor", "LogitsProcessorList", "logits_processor"}
+    # It needs a second context (test_guidance).
+    tools.add("UnbatchedClassifierFreeGuidanceLogitsProcessor")
     assert {name for name, _ in CHANGES} | numberless | tools == set(P.__all__)
     assert {case["cls"] for case in CASES} | tools == set(P.__all__)
 

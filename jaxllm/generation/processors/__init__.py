@@ -11,6 +11,10 @@ from jaxllm.generation.processors.bias import (
     NoBadWordsLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
+from jaxllm.generation.processors.guidance import (
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from jaxllm.generation.processors.host import HostLogitsProcessor
 from jaxllm.generation.processors.lengths import (
     ExponentialDecayLengthPenalty,
     MinLengthLogitsProcessor,
@@ -25,6 +29,8 @@ from jaxllm.generation.processors.penalties import (
     HammingDiversityLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
+from jaxllm.generation.processors.prefix import PrefixConstrainedLogitsProcessor
+from jaxllm.generation.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from jaxllm.generation.processors.tokens import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
@@ -43,6 +49,11 @@ from jaxllm.generation.processors.warpers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from jaxllm.generation.processors.watermark import WatermarkLogitsProcessor
+from jaxllm.generation.processors.watermark_config import (
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 
 __all__ = [
     "EncoderNoRepeatNGramLogitsProcessor",
@@ -53,6 +64,7 @@ __all__ = [
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",
     "HammingDiversityLogitsProcessor",
+    "HostLogitsProcessor",
     "InfNanRemoveLogitsProcessor",
     "LogitNormalization",
     "LogitsProcessor",
@@ -62,14 +74,20 @@ __all__ = [
     "MinPLogitsWarper",
     "NoBadWordsLogitsProcessor",
     "NoRepeatNGramLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
     "RepetitionPenaltyLogitsProcessor",
     "SequenceBiasLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "SynthIDTextWatermarkingConfig",
     "TemperatureLogitsWarper",
     "TopHLogitsWarper",
     "TopKLogitsWarper",
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WatermarkLogitsProcessor",
+    "WatermarkingConfig",
     "logits_processor",
 ]

@@ -159,6 +159,22 @@ def store(processor: Any, **values: Any) -> None:
         object.__setattr__(processor, name, value)
 
 
+def tuple_of_callables(cls: C) -> C:
+    """Makes a subclass of tuple a pytree; members that are no pytrees are part of the program."""
+
+    def flatten(members: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        opaque = tuple(m if jax.tree_util.all_leaves([m]) else None for m in members)
+        return [None if o is not None else m for o, m in zip(opaque, members, strict=True)], opaque
+
+    def unflatten(opaque: tuple[Any, ...], children: Iterable[Any]) -> Any:
+        pairs = zip(opaque, children, strict=True)
+        return cls(child if fixed is None else fixed for fixed, child in pairs)
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    return cls
+
+
+@tuple_of_callables
 class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
     """Processors applied in order; itself a pytree, and called like one processor.
 
@@ -185,28 +201,16 @@ class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
         """float32 ``[B, V]``; the arguments are those of :class:`LogitsProcessor`."""
         scores = jnp.asarray(scores, jnp.float32)
         for processor in self:
-            scores = processor(input_ids, scores, cur_len, **_accepted(processor, kwargs))
+            scores = processor(input_ids, scores, cur_len, **accepted(processor, kwargs))
         return scores
 
 
-def _accepted(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def accepted(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that a function takes."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs
     return {name: value for name, value in kwargs.items() if name in parameters}
-
-
-def _flatten(processors: LogitsProcessorList) -> tuple[list[Any], tuple[Any, ...]]:
-    opaque = tuple(p if jax.tree_util.all_leaves([p]) else None for p in processors)
-    return [None if o is not None else p for o, p in zip(opaque, processors, strict=True)], opaque
-
-
-def _unflatten(opaque: tuple[Any, ...], children: Iterable[Any]) -> LogitsProcessorList:
-    pairs = zip(opaque, children, strict=True)
-    return LogitsProcessorList(child if fixed is None else fixed for fixed, child in pairs)
-
-
-jax.tree_util.register_pytree_node(LogitsProcessorList, _flatten, _unflatten)
 
 
 def token_set(

@@ -16,6 +16,9 @@ from jaxllm.generation.processors.bias import (
     NoBadWordsLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
+from jaxllm.generation.processors.guidance import (
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from jaxllm.generation.processors.lengths import (
     ExponentialDecayLengthPenalty,
     MinLengthLogitsProcessor,
@@ -27,8 +30,10 @@ from jaxllm.generation.processors.ngrams import (
 )
 from jaxllm.generation.processors.penalties import (
     EncoderRepetitionPenaltyLogitsProcessor,
+    HammingDiversityLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
+from jaxllm.generation.processors.prefix import PrefixConstrainedLogitsProcessor
 from jaxllm.generation.processors.tokens import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
@@ -47,6 +52,7 @@ from jaxllm.generation.processors.warpers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from jaxllm.generation.processors.watermark_config import watermarking_config
 from jaxllm.generation.values import is_traced
 
 
@@ -61,6 +67,7 @@ def build_processors(
     encoder_mask: Bool[Array, "B S"] | None = None,
     prompt_ids: Int[Array, "B T"] | None = None,
     prompt_mask: Bool[Array, "B T"] | None = None,
+    prefix_allowed_tokens_fn: Callable[..., Iterable[int]] | None = None,
     extra: Iterable[Callable[..., Scores]] = (),
 ) -> LogitsProcessorList:
     """The processors that the settings ask for, in the order of transformers.
@@ -80,6 +87,7 @@ def build_processors(
         encoder_mask: Which of them are real.
         prompt_ids: The prompt, needed for that.
         prompt_mask: Which of its tokens are real.
+        prefix_allowed_tokens_fn: The caller's rule for each prompt and its tokens so far.
         extra: The caller's own processors. They come after the built-in ones and before the
             warpers; one of the same class as a built-in one takes its place.
 
@@ -94,12 +102,18 @@ def build_processors(
 
     built = [
         *_on_tokens(config, eos_token_id, inputs),
+        *_on_minimum(config, eos_token_id, prompt_len),
+        *_on_prefixes(config, prefix_allowed_tokens_fn),
         *_on_lengths(config, eos_token_id, prompt_len, max_length),
     ]
     # Beams need a token that does not end the text.
     least = 1 if config.num_beams == 1 else max(2, len(eos_token_id) + 1)
     warpers = _warpers(config, least) if config.do_sample else []
-    last = [LogitNormalization()] if config.renormalize_logits else []
+    last: list[LogitsProcessor] = []
+    if config.watermarking_config is not None:
+        last.append(watermarking_config(config.watermarking_config).construct_processor(vocab_size))
+    if config.renormalize_logits:
+        last.append(LogitNormalization())
     return LogitsProcessorList([*_merged(built, list(extra)), *warpers, *last])
 
 
@@ -113,8 +127,15 @@ def _on_tokens(
     config: GenerationConfig, eos: tuple[int, ...], inputs: tuple[Any, Any]
 ) -> list[LogitsProcessor]:
     found: list[LogitsProcessor] = []
+    # Guidance costs a second context: a scale known to be 1 builds nothing, even if it was given.
+    scale = config.guidance_scale
+    if scale is not None and (is_traced(scale) or scale != 1):
+        found.append(UnbatchedClassifierFreeGuidanceLogitsProcessor(scale))
     if _wanted(config, "sequence_bias"):
         found.append(SequenceBiasLogitsProcessor(config.sequence_bias))
+    if config.num_beam_groups > 1:
+        groups = (config.num_beams, config.num_beam_groups)
+        found.append(HammingDiversityLogitsProcessor(config.diversity_penalty, *groups))
     if _wanted(config, "encoder_repetition_penalty"):
         encoder = _needed(inputs, "encoder_repetition_penalty")
         penalty = config.encoder_repetition_penalty
@@ -132,6 +153,25 @@ def _on_tokens(
     return found
 
 
+def _on_minimum(
+    config: GenerationConfig, eos: tuple[int, ...], prompt_len: int | Int[Array, ""]
+) -> list[LogitsProcessor]:
+    if _wanted(config, "min_new_tokens"):
+        minimum = config.min_new_tokens  # wins over min_length
+        return [MinNewTokensLengthLogitsProcessor(prompt_len, minimum, eos)]
+    if _wanted(config, "min_length"):
+        return [MinLengthLogitsProcessor(config.min_length, eos)]
+    return []
+
+
+def _on_prefixes(
+    config: GenerationConfig, function: Callable[..., Iterable[int]] | None
+) -> list[LogitsProcessor]:
+    if function is None:
+        return []
+    return [PrefixConstrainedLogitsProcessor(function, config.num_beams)]
+
+
 def _on_lengths(
     config: GenerationConfig,
     eos: tuple[int, ...],
@@ -139,11 +179,6 @@ def _on_lengths(
     max_length: int | Int[Array, ""],
 ) -> list[LogitsProcessor]:
     found: list[LogitsProcessor] = []
-    if _wanted(config, "min_new_tokens"):
-        minimum = config.min_new_tokens  # wins over min_length
-        found.append(MinNewTokensLengthLogitsProcessor(prompt_len, minimum, eos))
-    elif _wanted(config, "min_length"):
-        found.append(MinLengthLogitsProcessor(config.min_length, eos))
     if _wanted(config, "forced_bos_token_id"):
         found.append(ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id))
     if _wanted(config, "forced_eos_token_id"):

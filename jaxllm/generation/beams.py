@@ -1,0 +1,262 @@
+"""What the beam strategies share: the place of beams in the cache, their state, their candidates.
+
+The beams of a row are columns of one call, not rows of a batch. The cache holds the prompt once and
+then, for every step, one slot a beam; a beam sees the prompt and, of the steps, its own ancestors.
+Choosing beams therefore gathers a row of booleans for each; keys and values never move, and the
+encoder's are shared by all beams of a row.
+
+What that costs: attention over the generated part reads and scores the slots of all beams (a
+batch of separate beams would read as much, and besides the prompt once a beam).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxllm.cache import Branches, Cache
+from jaxllm.generation.hypotheses import (
+    WORST,
+    Hypotheses,
+    global_indices,
+    result_length,
+    take,
+)
+from jaxllm.generation.sample import record, with_records
+from jaxllm.generation.sampling import draw_without_replacement
+from jaxllm.generation.strategy import (
+    NEVER,
+    Prompt,
+    Result,
+    Settings,
+    Strategy,
+    note_broken,
+)
+from jaxllm.models.outputs import DecodeOutput
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A cache that holds the prompt once and a slot for each beam and step."""
+
+    cache: Cache
+    seen: Bool[Array, "B N S"]
+    """The slots that each beam sees: the prompt and its ancestors."""
+    root: Int[Array, ""]
+    """Slots of the prompt."""
+
+    @staticmethod
+    def start(cache: Cache, batch: int, beams: int) -> Tree:
+        """Of a cache that holds the prompt; with guidance it has more rows than the batch."""
+        seen = jnp.arange(cache.capacity) < cache.length
+        seen = jnp.broadcast_to(seen, (batch, beams, cache.capacity))
+        return Tree(cache, seen, cache.length)
+
+    def read(self, model: Any, tokens: Int[Array, "B N"]) -> tuple[DecodeOutput, Tree]:
+        """Runs the newest token of every beam."""
+        beams, slots = tokens.shape[1], jnp.arange(self.cache.capacity, dtype=jnp.int32)
+        own = slots == self.cache.length + jnp.arange(beams)[:, None]
+        step = jnp.maximum(slots - self.root, 0) // beams
+        columns = jnp.where(slots < self.root, slots, self.root + step)
+        branches = Branches(seen=self.seen | own, columns=columns)
+        read = model.decode(tokens, jnp.ones(tokens.shape, bool), self.cache, branches=branches)
+        return read, Tree(read.cache, branches.seen, self.root)
+
+    def keep(self, parents: Int[Array, "B N"]) -> Tree:
+        """Each beam takes the place of one of those just read."""
+        return dataclasses.replace(self, seen=take(self.seen, parents))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamState:
+    """What every beam strategy carries."""
+
+    running: Hypotheses
+    """Scores are sums of log-probabilities."""
+    finished: Hypotheses
+    """The best finished texts, in order; scores with the length penalty."""
+    mask: Bool[Array, "B L"]
+    """Which columns of the sequences hold real tokens."""
+    start_len: Int[Array, ""]
+    cur_len: Int[Array, ""]
+    step: Int[Array, ""]
+    keys: Key[Array, " B"]
+    broken_at: Int[Array, " B"]
+    tree: Tree
+    scores: Float[Array, "T BN V"] | None = None
+    logits: Float[Array, "T BN V"] | None = None
+
+    @property
+    def cache(self) -> Cache:
+        return self.tree.cache
+
+    def replace(self, **changes: Any) -> Any:
+        return dataclasses.replace(self, **changes)
+
+
+S = TypeVar("S", bound=BeamState)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beams(Strategy[S]):
+    """Base of the beam strategies, which define `choose` and `open_rows`."""
+
+    length_penalty: Float[Array, ""]
+    beams: int = dataclasses.field(metadata={"static": True})
+    returns: int = dataclasses.field(metadata={"static": True})
+    early_stopping: bool | str = dataclasses.field(metadata={"static": True})
+
+    streams: ClassVar[bool] = False
+
+    def slots(self, new):
+        return self.beams * new
+
+    def choose(
+        self,
+        state: S,
+        logits: Float[Array, "BN V"],
+        unconditional: Float[Array, "BN V"] | None,
+        settings: Settings,
+    ) -> S:
+        """From the logits of all beams (with guidance, of both contexts) to the next beams and the
+        pool."""
+        raise NotImplementedError
+
+    def open_rows(self, state: S) -> Bool[Array, " B"]:
+        """Rows whose pool may still change."""
+        raise NotImplementedError
+
+    def first(
+        self, prompt: Prompt, read: DecodeOutput, room: int, firsts: Bool[Array, " N"]
+    ) -> dict[str, Any]:
+        """The fields of a state before the first choice. All beams hold the same text so far, so
+        that of each set of equals one alone may be chosen from, the one marked in `firsts`."""
+        batch = prompt.mask.shape[0]
+        return {
+            "running": Hypotheses.start(prompt, self.beams, room, jnp.where(firsts, 0.0, WORST)),
+            "finished": Hypotheses.start(prompt, self.beams, room, jnp.full((self.beams,), WORST)),
+            "mask": jnp.asarray(prompt.mask),
+            "start_len": jnp.asarray(prompt.start_len),
+            "cur_len": jnp.asarray(prompt.start_len),
+            "step": jnp.zeros((), jnp.int32),
+            "keys": prompt.keys,
+            "broken_at": jnp.full((batch,), NEVER, jnp.int32),
+            "tree": Tree.start(read.cache, batch, self.beams),
+        }
+
+    def choose_first(self, state: S, read: DecodeOutput, settings: Settings, room: int) -> S:
+        both = (read.logits, read.unconditional_logits)
+        logits, other = jax.tree.map(lambda x: jnp.repeat(x[:, 0], self.beams, axis=0), both)
+        return self.choose(with_records(state, logits, settings, room), logits, other, settings)
+
+    def step(self, model, state, settings):
+        sequences = state.running.sequences
+        newest = jax.lax.dynamic_index_in_dim(sequences, state.cur_len - 1, 2, keepdims=False)
+        read, tree = state.tree.read(model, newest)
+        both = (read.logits, read.unconditional_logits)
+        logits, other = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), both)
+        return self.choose(state.replace(tree=tree), logits, other, settings)
+
+    def alive(self, state, until):
+        return (state.cur_len < until) & self.open_rows(state).any()
+
+    def finish(self, state, settings):
+        return self.result(state, state.finished)
+
+    def result(self, state: S, finished: Hypotheses) -> Result:
+        """The first `returns` of the finished texts."""
+        best = jax.tree.map(lambda x: x[:, : self.returns], finished)
+        return Result(
+            sequences=best.sequences.reshape(-1, best.sequences.shape[2]),
+            length=result_length(best.origin, state.start_len),
+            steps=state.step,
+            broken_at=state.broken_at,
+            scores=state.scores,
+            logits=state.logits,
+            sequences_scores=best.scores.reshape(-1),
+            beam_indices=global_indices(best.origin, self.beams),
+        )
+
+
+def note_step(
+    state: Any,
+    live: Bool[Array, " B"],
+    logits: Float[Array, "BN V"],
+    scores: Float[Array, "BN V"],
+    settings: Settings,
+) -> Any:
+    """Keeps the records of a step, and notes rows without finite logits."""
+    broken_at = state.broken_at
+    if not settings.allow_nonfinite:
+        rows = (live.shape[0], -1)
+        broken_at = note_broken(
+            broken_at, state.step, live, logits.reshape(rows), scores.reshape(rows)
+        )
+    return state.replace(
+        scores=record(state.scores, scores, state.step),
+        logits=record(state.logits, logits, state.step),
+        broken_at=broken_at,
+    )
+
+
+def note_choice(state: Any, running: Hypotheses, parents: Int[Array, "B N"], **changes: Any) -> Any:
+    """The state with its next beams, each of which continues one of `parents`."""
+    column = jnp.arange(state.mask.shape[1]) == state.cur_len
+    return state.replace(
+        running=running,
+        tree=state.tree.keep(parents),
+        mask=state.mask | column,
+        cur_len=state.cur_len + 1,
+        step=state.step + 1,
+        **changes,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """The K best continuations of a row's beams, best first (or in the order they were drawn)."""
+
+    value: Float[Array, "B K"]
+    """Sums of log-probabilities."""
+    beam: Int[Array, "B K"]
+    token: Int[Array, "B K"]
+    ends: Bool[Array, "B K"]
+    spare: Bool[Array, " K"]
+    """Beyond the number that is wanted."""
+
+
+def candidates(
+    total: Float[Array, "B N V"],
+    state: BeamState,
+    settings: Settings,
+    *,
+    sampling: bool = False,
+) -> Candidates:
+    """The best continuations of all beams of each row, or a draw among them.
+
+    As many as leave N that do not end, even if every beam ends with every end token. There is room
+    for as many end tokens as the table has places; what lies beyond those in use is `spare`.
+    """
+    batch, beams, vocab = total.shape
+    flat = total.reshape(batch, -1)
+    places = min(max(2, 1 + settings.eos.shape[0]), vocab) * beams
+    wanted = jnp.maximum(2, 1 + jnp.sum(settings.eos >= 0)) * beams
+    if sampling:
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
+        value, index = draw_without_replacement(keys, flat, places, wanted, worst=WORST)
+    else:
+        value, index = jax.lax.top_k(flat, places)
+    token = index % vocab
+    return Candidates(
+        value=value,
+        beam=index // vocab,
+        token=token,
+        ends=jnp.isin(token, settings.eos),
+        spare=jnp.arange(places) >= wanted,
+    )

@@ -1,0 +1,92 @@
+"""Processors in plain Python, called back on the host from the compiled loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.errors import InputError
+from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_processor, store
+
+HostFunction = Callable[[np.ndarray, np.ndarray], Any]
+
+
+@logits_processor(static=("fn",))
+class HostLogitsProcessor(LogitsProcessor):
+    """A processor that JAX cannot trace: ``fn(input_ids, scores) -> scores``, with numpy arrays.
+
+    ``fn`` gets int32 ``[B, cur_len]``, the caller's padding included as in transformers, and
+    float32 ``[B, V]``, and returns ``[B, V]``. It runs once for each new token, while the device
+    waits; it must not call JAX, and its result must depend on its arguments alone. The program
+    belongs to this very function: the same one again compiles nothing.
+
+    >>> import jax.numpy as jnp
+    >>> processor = HostLogitsProcessor(lambda input_ids, scores: scores * input_ids.shape[1])
+    >>> processor(jnp.zeros((1, 4), jnp.int32), jnp.array([[1.0, 2.0]]), 3).tolist()
+    [[3.0, 6.0]]
+    """
+
+    fn: HostFunction
+
+    def __init__(self, fn: HostFunction) -> None:
+        store(self, fn=host_function(type(self).__name__, fn))
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: Int[Array, " ..."] | int,
+        **_: Any,
+    ) -> Scores:
+        scores = jnp.asarray(scores, jnp.float32)
+        return call_on_host(self.fn, input_ids, scores, cur_len, scores.shape, np.float32)
+
+
+def host_function(owner: str, fn: Any) -> HostFunction:
+    """``fn``, unless it is no function.
+
+    Raises:
+        InputError: It cannot be called.
+    """
+    if not callable(fn):
+        raise InputError(f"{owner}: `fn` must be a function, but is {fn!r}")
+    return fn
+
+
+def call_on_host(
+    fn: HostFunction,
+    input_ids: Int[Array, "B L"],
+    scores: Float[Array, "B V"],
+    cur_len: Int[Array, " ..."] | int,
+    shape: tuple[int, ...],
+    dtype: type[np.generic],
+) -> Float[Array, " ..."] | Bool[Array, " ..."]:
+    """Calls ``fn(input_ids[:, :cur_len], scores)`` from a compiled program.
+
+    Raises:
+        InputError: The result does not have the shape and kind that it must have; from within a
+            program, it is the cause of the error that JAX raises.
+    """
+
+    def run(ids: Any, values: Any, length: Any) -> np.ndarray:
+        found = np.asarray(fn(np.asarray(ids)[:, : int(np.max(length))], np.asarray(values)))
+        if found.shape != shape or not np.can_cast(found.dtype, dtype, "same_kind"):
+            raise InputError(
+                f"{getattr(fn, '__name__', fn)}: expected {np.dtype(dtype)}{list(shape)} as the "
+                f"result, found {found.dtype}{list(found.shape)}"
+            )
+        return found.astype(dtype)
+
+    return jax.pure_callback(
+        run,
+        jax.ShapeDtypeStruct(shape, dtype),
+        input_ids,
+        scores,
+        cur_len,
+        vmap_method="sequential",
+    )

@@ -1,0 +1,134 @@
+"""torch's CPU random numbers, for watermarks that other programs must find again.
+
+torch's generator is the Mersenne Twister MT19937 with 32-bit outputs, seeded with the low 32 bits
+of the seed. ``randint(0, 2)`` takes the lowest bit of each output; ``randperm`` is a Fisher-Yates
+shuffle that swaps item i with item ``i + output % (size - i)``. (Checked with torch 2.13.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int, UInt32
+
+_WORDS, _SHIFT = 624, 397
+_UPPER, _LOWER = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
+_TWIST = np.uint32(0x9908B0DF)
+
+
+def random_bits(seed: int, size: int) -> np.ndarray:
+    """``torch.randint(0, 2, (size,))`` of a generator with this seed, uint8 ``[size]``."""
+    return (_outputs_on_host(seed, size) & 1).astype(np.uint8)
+
+
+def permutation(seed: int, size: int) -> np.ndarray:
+    """``torch.randperm(size)`` of a generator with this seed, int32 ``[size]``."""
+    i = np.arange(size)
+    j = i + _outputs_on_host(seed, size) % (size - i)
+    # Item i becomes what stood at place j just before: what the last earlier swap with that place
+    # brought there, or j itself.
+    order = np.argsort(j, kind="stable")
+    earlier = np.full(size, -1)
+    repeated = j[order][1:] == j[order][:-1]
+    earlier[order[1:][repeated]] = order[:-1][repeated]
+    swapped = j != i
+    last = i.copy()
+    last[j[swapped]] = i[swapped]
+    return np.where(earlier < 0, j, _ends_on_host(last)[earlier]).astype(np.int32)
+
+
+def first_of_permutation(seed: UInt32[Array, ""], size: int, count: int) -> Bool[Array, " V"]:
+    """Which numbers are among the first ``count`` of ``torch.randperm(size)``, in parallel.
+
+    The swaps of the shuffle depend on each other: place i may have been changed by the swap of an
+    earlier place, that by one still earlier. Each such chain is followed to its end by doubling
+    the steps, so that the depth is logarithmic.
+
+    Args:
+        seed: The low 32 bits of the generator's seed.
+        size, count: Python numbers, ``0 <= count < size``.
+    """
+    if count == 0:
+        return jnp.zeros((size,), bool)
+    outputs = _outputs(seed, count)
+    i = jnp.arange(count, dtype=jnp.uint32)
+    j = i + outputs % (np.uint32(size) - i)
+    places = jnp.arange(size, dtype=jnp.int32)
+    # The last swap that changed each place before its own; its own number stands for none.
+    target = jnp.where(j == i, np.uint32(size), j)
+    last = jnp.full((size,), -1, jnp.int32).at[target].max(i.astype(jnp.int32), mode="drop")
+    last = jnp.where(last < 0, places, last)
+    ends = _ends(last[:count])
+    behind = last[count:]  # what lies beyond the first `count` places after all the swaps
+    behind = jnp.where(behind < count, ends[jnp.minimum(behind, count - 1)], behind)
+    return jnp.ones((size,), bool).at[behind].set(False)
+
+
+def _ends(parent: Int[Array, " n"]) -> Int[Array, " n"]:
+    def unfinished(state: tuple[Array, Array]) -> Bool[Array, ""]:
+        return (state[0] != state[1]).any()
+
+    def double(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        return state[1], state[1][state[1]]
+
+    return lax.while_loop(unfinished, double, (parent, parent[parent]))[1]
+
+
+def _ends_on_host(parent: np.ndarray) -> np.ndarray:
+    while not np.array_equal(parent, following := parent[parent]):
+        parent = following
+    return parent
+
+
+def _outputs_on_host(seed: int, count: int) -> np.ndarray:
+    # numpy's old generator, whose numbers never change, is seeded alike.
+    generator = np.random.RandomState(seed % 2**32)
+    return generator.randint(0, 2**32, count, np.uint32).astype(np.int64)
+
+
+def _outputs(seed: UInt32[Array, ""], count: int) -> UInt32[Array, " count"]:
+    """The first outputs of MT19937 (Matsumoto and Nishimura 1998)."""
+
+    def seeding(word: Array, index: Array) -> tuple[Array, Array]:
+        word = np.uint32(1812433253) * (word ^ (word >> np.uint32(30))) + index
+        return word, word
+
+    def block(state: Array, _: None) -> tuple[Array, Array]:
+        state = _next_state(state)
+        return state, _tempered(state)
+
+    index = jnp.arange(1, _WORDS, dtype=jnp.uint32)
+    _, rest = lax.scan(seeding, seed, index, unroll=16)
+    state = jnp.concatenate([seed[None], rest])
+    _, blocks = lax.scan(block, state, None, length=math.ceil(count / _WORDS))
+    return blocks.reshape(-1)[:count]
+
+
+def _next_state(state: UInt32[Array, " n"]) -> UInt32[Array, " n"]:
+    """Word k comes from words k, k + 1 and k + 397, of which the later ones are new already."""
+
+    def mixed(first: Array, second: Array) -> Array:
+        word = (first & _UPPER) | (second & _LOWER)
+        return (word >> np.uint32(1)) ^ jnp.where(word & np.uint32(1) == 1, _TWIST, np.uint32(0))
+
+    mix = mixed(state[:-1], state[1:])
+    ahead = _WORDS - _SHIFT
+    first = state[_SHIFT:] ^ mix[:ahead]
+    second = first ^ mix[ahead : 2 * ahead]
+    third = second[: _WORDS - 1 - 2 * ahead] ^ mix[2 * ahead :]
+    wrapped = second[_SHIFT - 1 - ahead] ^ mixed(state[-1], first[0])
+    return jnp.concatenate([first, second, third, wrapped[None]])
+
+
+def _tempered(word: UInt32[Array, " n"]) -> UInt32[Array, " n"]:
+    word ^= word >> np.uint32(11)
+    word ^= (word << np.uint32(7)) & np.uint32(0x9D2C5680)
+    word ^= (word << np.uint32(15)) & np.uint32(0xEFC60000)
+    return word ^ (word >> np.uint32(18))
+
+
+first_of_permutations = jax.vmap(first_of_permutation, in_axes=(0, None, None))

@@ -1,0 +1,97 @@
+"""What every stopping criterion shares: its call, and the list.
+
+Criteria are the twins of logits processors: pytrees of numbers, pure functions of the tokens so far
+that run inside the compiled loop. A criterion is asked after each new token which rows it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxllm.generation.processors.base import (
+    History,
+    Scores,
+    accepted,
+    logits_processor,
+    tuple_of_callables,
+)
+
+Done: TypeAlias = Bool[Array, " B"]
+
+stopping_criterion = logits_processor
+"""Makes a class a frozen dataclass and a pytree; a criterion is one just as a processor is."""
+
+
+class StoppingCriteria:
+    """Base class: which rows end with their newest token.
+
+    Called as ``criterion(input_ids, scores, cur_len)``, under ``jit``, ``vmap`` and
+    ``lax.while_loop``. Subclasses define :meth:`reached`, or ``__call__`` itself.
+    """
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: Int[Array, " ..."] | int,
+        *,
+        mask: Bool[Array, "B L"] | None = None,
+        length: Int[Array, " ..."] | int | None = None,
+        **_: Any,
+    ) -> Done:
+        """Which rows end.
+
+        Args:
+            input_ids: int32 ``[B, L]``, a buffer of which the first ``cur_len`` columns count, the
+                newest token the last of them.
+            scores: ``[B, V]``, those that the newest token was chosen by. (transformers passes the
+                scores of all steps.)
+            cur_len: The number of columns in use, prompt included: an int, a traced scalar, or one
+                per row, ``[B]``.
+            mask: Which columns hold real tokens; None: all of the first ``cur_len``.
+            length: The length that rules about lengths count, where it is not ``cur_len``.
+
+        Returns:
+            bool ``[B]``.
+        """
+        return self.reached(History.of(input_ids, cur_len, mask, length), scores)
+
+    def reached(self, history: History, scores: Scores) -> Done:
+        """The rule itself."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither reached nor __call__")
+
+
+@tuple_of_callables
+class StoppingCriteriaList(tuple[Callable[..., Done], ...]):
+    """A row ends when any of the criteria says so; itself a pytree, called like one criterion.
+
+    Unlike the list of transformers it cannot be appended to: add tuples instead. Members may be any
+    traceable callable ``f(input_ids, scores, cur_len)`` with a result of shape ``[B]`` or ``[]``;
+    each is passed those of the keyword arguments that it accepts. A callable that is not a pytree
+    is part of the program, compared by identity.
+
+    >>> import jax.numpy as jnp
+    >>> from jaxllm.generation.stopping import EosTokenCriteria, MaxLengthCriteria
+    >>> criteria = StoppingCriteriaList([MaxLengthCriteria(5), EosTokenCriteria(7)])
+    >>> criteria(jnp.array([[3, 7], [7, 3]]), jnp.zeros((2, 9)), 2).tolist()
+    [True, False]
+    """
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: Int[Array, " ..."] | int,
+        **kwargs: Any,
+    ) -> Done:
+        """bool ``[B]``; the arguments are those of :class:`StoppingCriteria`."""
+        done = jnp.zeros(input_ids.shape[0], bool)
+        for criterion in self:
+            done |= criterion(input_ids, scores, cur_len, **accepted(criterion, kwargs))
+        return done

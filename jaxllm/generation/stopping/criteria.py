@@ -1,0 +1,126 @@
+"""Criteria about lengths, tokens and time, and those in plain Python."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.processors.base import History, Scores, store
+from jaxllm.generation.processors.host import HostFunction, call_on_host, host_function
+from jaxllm.generation.stopping.base import Done, StoppingCriteria, stopping_criterion
+from jaxllm.generation.values import TokenIds, id_table, int_leaf, is_integer, plain
+
+
+@stopping_criterion()
+class MaxLengthCriteria(StoppingCriteria):
+    """Ends a row of ``max_length`` tokens, prompt included.
+
+    The second argument of transformers' class, ``max_position_embeddings``, is for a warning there;
+    ``generate`` raises where a model has no room.
+    """
+
+    max_length: Int[Array, " ..."]
+
+    def __init__(self, max_length: int) -> None:
+        owner = type(self).__name__
+        store(self, max_length=int_leaf(owner, "max_length", max_length, least=1))
+
+    def reached(self, history: History, scores: Scores) -> Done:
+        reached = history.length[:, 0] >= self.max_length
+        return jnp.broadcast_to(reached, history.ids.shape[:1])
+
+
+@stopping_criterion()
+class EosTokenCriteria(StoppingCriteria):
+    """Ends a row whose newest token is one of ``eos_token_id``, an id or several."""
+
+    eos_token_id: Int[Array, " E"]
+
+    def __init__(self, eos_token_id: TokenIds) -> None:
+        store(self, eos_token_id=id_table(type(self).__name__, "eos_token_id", eos_token_id))
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: Int[Array, " ..."] | int,
+        **_: Any,
+    ) -> Done:
+        ids = jnp.asarray(input_ids, jnp.int32)
+        column = jnp.asarray(cur_len, jnp.int32).reshape(-1, 1) - 1
+        column = jnp.broadcast_to(column, (ids.shape[0], 1))
+        newest = jnp.take_along_axis(ids, jnp.maximum(column, 0), axis=1)
+        return ((column >= 0) & jnp.isin(newest, self.eos_token_id))[:, 0]
+
+
+@stopping_criterion(static=("fn",))
+class HostCriteria(StoppingCriteria):
+    """A criterion that JAX cannot trace: ``fn(input_ids, scores) -> done``, with numpy arrays.
+
+    ``fn`` gets int32 ``[B, cur_len]``, the caller's padding included as in transformers, and
+    float32 ``[B, V]``, and returns booleans ``[B]``. It runs once for each new token, while the
+    device waits; it must not call JAX, and its result must depend on its arguments alone. The
+    program belongs to this very function: the same one again compiles nothing.
+
+    >>> import jax.numpy as jnp
+    >>> criterion = HostCriteria(lambda input_ids, scores: input_ids.sum(axis=1) > 6)
+    >>> criterion(jnp.array([[1, 2, 9], [3, 4, 9]]), jnp.zeros((2, 5)), 2).tolist()
+    [False, True]
+    """
+
+    fn: HostFunction
+
+    def __init__(self, fn: HostFunction) -> None:
+        store(self, fn=host_function(type(self).__name__, fn))
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: Int[Array, " ..."] | int,
+        **_: Any,
+    ) -> Done:
+        return call_on_host(self.fn, input_ids, scores, cur_len, input_ids.shape[:1], np.bool_)
+
+
+class MaxTimeCriteria:
+    """A clock on the host, which says when ``max_time`` seconds have passed.
+
+    It cannot stand in a compiled loop, which has no clock: whoever runs the loop in chunks asks
+    :meth:`expired` between them.
+
+    Args:
+        max_time: Seconds.
+        initial_timestamp: When they begin, in the seconds of ``time.time()``. None: now.
+
+    Raises:
+        InputError: One of the two is not a number.
+    """
+
+    def __init__(self, max_time: float, initial_timestamp: float | None = None) -> None:
+        start = time.time() if initial_timestamp is None else initial_timestamp
+        self.max_time = _seconds("max_time", max_time)
+        self.initial_timestamp = _seconds("initial_timestamp", start)
+
+    def expired(self) -> bool:
+        """Whether more than ``max_time`` seconds have passed."""
+        return time.time() - self.initial_timestamp > self.max_time
+
+    def __call__(self, *_: Any, **__: Any) -> Done:
+        raise UnsupportedError(
+            "MaxTimeCriteria: a compiled loop has no clock, so it cannot be called as a criterion;"
+            " pass max_time to generate, or ask .expired() between two chunks"
+        )
+
+
+def _seconds(name: str, value: Any) -> float:
+    value = plain(value)
+    if not (is_integer(value) or isinstance(value, float)) or math.isnan(value):
+        raise InputError(f"MaxTimeCriteria: `{name}` must be a number, but is {value!r}")
+    return float(value)

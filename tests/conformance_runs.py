@@ -1,0 +1,65 @@
+"""The generation cases of tests/data/conformance, and how one is run and compared."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import jaxllm
+
+DATA = Path(__file__).parent / "data" / "conformance"
+sys.path.insert(0, str(DATA))
+import compare  # noqa: E402
+
+
+@functools.cache
+def model(name: str):
+    return jaxllm.load(DATA / "models" / name)[0]
+
+
+@functools.cache
+def arrays():
+    return dict(np.load(DATA / "arrays.npz"))
+
+
+@functools.cache
+def cases() -> dict[str, dict]:
+    """All cases of kind "generate", by id."""
+    found = json.loads((DATA / "cases.json").read_text())["cases"]
+    return {case["id"]: case for case in found if case["kind"] == "generate"}
+
+
+def embeddings(case: dict) -> np.ndarray:
+    rule = case["array_inputs"]["inputs_embeds"]
+    table = np.asarray(model(case["model"]).backbone.embed.weight[...])
+    base = table[np.array(rule["base_ids"])]
+    row, column, channel = np.ogrid[: base.shape[0], : base.shape[1], : base.shape[2]]
+    wave = np.cos(0.7 * column + 0.3 * channel + row)
+    return (base + rule["amp"] * wave).astype(np.float32)
+
+
+def run(case: dict, **more) -> jaxllm.GenerateOutput:
+    """`generate` with exactly what the case says, and `more`."""
+    inputs = {name: np.array(value) for name, value in case["inputs"].items()}
+    if "array_inputs" in case:
+        inputs["inputs_embeds"] = embeddings(case)
+    arguments = {**inputs, **case["generate_kwargs"], "key": 0, **more}
+    return jaxllm.generate(model(case["model"]), **arguments)
+
+
+def problems(case: dict, out: jaxllm.GenerateOutput) -> list[str]:
+    """What differs from the reference; scores within 1e-4."""
+    got = {"sequences": out.sequences.tolist()}
+    if out.sequences_scores is not None:
+        got["sequences_scores"] = out.sequences_scores.tolist()
+    elif out.scores is not None:
+        scores = np.stack(out.scores, axis=1)
+        new = out.sequences[:, -scores.shape[1] :]
+        got["first_step_scores"] = out.scores[0]
+        chosen = np.take_along_axis(scores, new[..., None], 2)[..., 0]
+        got["step_token_scores"] = chosen.tolist()
+    return compare.check(case, got, arrays(), atol=1e-4)

@@ -1,0 +1,24 @@
+"""Group and constrained beams against transformers 4.56 on random settings (tests/data/beams)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conformance_runs import problems, run
+
+DATA = Path(__file__).parents[1] / "data" / "beams"
+CASES = json.loads((DATA / "cases.json").read_text())["cases"]
+
+
+# Each case has a program of its own to compile; one of every model and kind stands for the rest.
+PARAMETERS = [
+    pytest.param(case, id=case["id"], marks=[] if case["id"].endswith("-1") else [pytest.mark.slow])
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_same_texts_and_scores(case):
+    assert problems(case, run(case)) == []

@@ -1,0 +1,141 @@
+"""What ends a text early, and who watches it: stops, clocks, streamers; token healing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conformance_runs import DATA, cases, model, problems, run
+from generation_tools import FAMILIES, compilations, prompts
+
+import jaxllm
+from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation import EosTokenCriteria, HostCriteria, MaxTimeCriteria
+
+TOKENIZER = jaxllm.load(DATA / "models" / "s_llama_tok")[1]
+
+
+@pytest.mark.parametrize("name", ["s-stop-strings", "s-token-healing"])
+def test_conformance(name):
+    case = cases()[name]
+    # Without scores: those of the steps after a row's end mean nothing.
+    assert problems(case, run(case, tokenizer=TOKENIZER)) == []
+
+
+@pytest.mark.parametrize("fields", [{}, {"do_sample": True, "key": 3}, {"num_beams": 3}])
+def test_a_stop_string_ends_the_text_and_stays_in_it(fields):
+    ids = [TOKENIZER.encode("the cat sat on")]
+    arguments = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, **fields}
+    net = model("s_llama_tok")
+    free = jaxllm.generate(net, ids, **arguments).sequences[0, len(ids[0]) :]
+    stop = TOKENIZER.decode(free[:9])[-2:]
+    out = jaxllm.generate(
+        net, ids, stop_strings=[stop], tokenizer=TOKENIZER, **arguments
+    ).sequences[0, len(ids[0]) :]
+    text = TOKENIZER.decode(out)
+    if "num_beams" in fields:  # a shorter text may win
+        assert stop in text[-6:] or len(out) == 20
+    else:
+        np.testing.assert_array_equal(out, free[: len(out)])
+        assert stop in text
+        assert stop not in TOKENIZER.decode(out[:-1])
+
+
+def test_other_stop_strings_compile_nothing():
+    def call(*strings):
+        return jaxllm.generate(
+            model("s_llama_tok"),
+            [[5, 6]],
+            stop_strings=strings,
+            tokenizer=TOKENIZER,
+            max_new_tokens=4,
+        )
+
+    call("ab", "c")
+    assert compilations(lambda: call("xyz")) == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_criteria_of_the_caller(name):
+    """A traceable function, a pytree and a host function end the same rows."""
+    net = model(name)
+    _, ids, mask = prompts(name)
+    arguments = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    free = jaxllm.generate(net, ids, mask, **arguments).sequences
+    stop = int(free[0, -9])
+
+    def newest_is(input_ids, scores, cur_len):
+        return input_ids[:, cur_len - 1] == stop
+
+    runs = [
+        jaxllm.generate(net, ids, mask, stopping_criteria=[criterion], **arguments).sequences
+        for criterion in (
+            newest_is,
+            EosTokenCriteria(stop),
+            HostCriteria(lambda ids, scores: ids[:, -1] == stop),
+        )
+    ]
+    arguments["eos_token_id"] = stop
+    runs.append(jaxllm.generate(net, ids, mask, **arguments).sequences)
+    for other in runs[1:]:
+        np.testing.assert_array_equal(other, runs[0])
+    assert runs[0].shape[1] <= free.shape[1]
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_beams": 2}])
+def test_a_clock_ends_the_text_after_the_token_at_hand(fields):
+    ids = [[5, 6, 7]]
+    arguments = {"max_new_tokens": 64, "eos_token_id": None, "pad_token_id": 0, **fields}
+    out = jaxllm.generate(model("s_llama"), ids, max_time=1e-6, **arguments)
+    assert out.sequences.shape[1] == 3 + (2 if fields else 1)
+    late = MaxTimeCriteria(1e9, initial_timestamp=-2e9)
+    again = jaxllm.generate(model("s_llama"), ids, stopping_criteria=[late], **arguments)
+    np.testing.assert_array_equal(again.sequences, out.sequences)
+    free = jaxllm.generate(model("s_llama"), ids, max_time=1e6, **arguments).sequences
+    assert free.shape[1] == 67
+
+
+class Streamer:
+    def __init__(self):
+        self.calls, self.ended = [], False
+
+    def put(self, ids):
+        self.calls.append(ids)
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_streamer_gets_the_prompt_and_every_token(name):
+    _, ids, mask = prompts(name)
+    fields = {"max_new_tokens": 7, "do_sample": True, "key": 1, "eos_token_id": None}
+    streamer = Streamer()
+    out = jaxllm.generate(model(name), ids, mask, streamer=streamer, **fields).sequences
+    assert streamer.ended
+    first, *rest = streamer.calls
+    np.testing.assert_array_equal(first, out[:, :-7])
+    np.testing.assert_array_equal(np.stack(rest, axis=1), out[:, -7:])
+
+
+def test_what_cannot_be_is_named():
+    net = model("s_llama")
+    for error, match, fields in (
+        (InputError, "tokenizer", {"stop_strings": "a"}),
+        (InputError, "tokenizer", {"token_healing": True}),
+        (InputError, "stopping_criteria", {"stopping_criteria": len}),
+        (UnsupportedError, "streamer", {"streamer": Streamer(), "num_beams": 2}),
+        (
+            UnsupportedError,
+            "max_time",
+            {"max_time": 1.0, "num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 1.0},
+        ),
+    ):
+        with pytest.raises(error, match=match):
+            jaxllm.generate(net, [[5]], **fields)
+    with pytest.raises(UnsupportedError, match="token_healing"):
+        jaxllm.generate(model("s_t5"), [[5]], token_healing=True, tokenizer=TOKENIZER)
+    under_jit = jax.jit(lambda ids: jaxllm.generate(net, ids, max_time=1.0).sequences)
+    with pytest.raises(InputError, match="max_time"):
+        under_jit(jnp.array([[5]]))

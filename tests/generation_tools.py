@@ -1,0 +1,71 @@
+"""What tests of generation share: ragged prompts, a compile counter, copies in a compiled loop."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from conformance_runs import model
+
+from jaxllm.generation.generate import prepare_call, runnable, start
+from jaxllm.generation.loop import decode_program, prefill_program
+
+FAMILIES = ("s_llama", "s_gpt2", "s_t5_gated")
+
+
+def prompts(name: str, lengths=(7, 3, 5), seed=0, side="left"):
+    """Ragged prompts, padded on either side: the rows, ids and mask."""
+    rng = np.random.default_rng(seed)
+    vocab = model(name).config.vocab_size
+    rows = [rng.integers(3, vocab - 1, n) for n in lengths]
+    width = max(lengths)
+    ids, mask = np.zeros((len(rows), width), int), np.zeros((len(rows), width), int)
+    for i, row in enumerate(rows):
+        at = slice(width - len(row), None) if side == "left" else slice(0, len(row))
+        ids[i, at], mask[i, at] = row, 1
+    return rows, ids, mask
+
+
+def compilations(call) -> list[str]:
+    """Names of the compile events while `call` runs."""
+    events = []
+
+    def note(name, seconds, **_):
+        if "backend_compile" in name or "jaxpr_trace" in name:
+            events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        call()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    return events
+
+
+def started(name: str, ids, mask, **fields) -> tuple[Any, Any, Any]:
+    """The model as the programs run it, the prepared call, and the state after prefill."""
+    call = prepare_call(model(name), ids, mask, None, 0, fields)
+    bare = runnable(model(name), call)
+    return bare, call, start(bare, call, prefill_program)
+
+
+def cache_copies(bare, call, state) -> list[int]:
+    """Sizes of the copies and transpositions in the compiled loop as large as a layer's cache."""
+    compiled = decode_program.lower(
+        call.strategy, bare, state, call.settings, np.int32(call.until)
+    ).compile()
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", compiled.as_text())
+    sizes = [int(np.prod([int(d) for d in dims.split(",")])) for dims in found]
+    return [size for size in sizes if size >= state.cache.layers[0].k.size]
+
+
+def loop_is_in_place(bare, call, state) -> bool:
+    """Runs the loop; whether the cache was donated and updated in its own buffer."""
+    before = state.cache.layers[0].k
+    address = before.unsafe_buffer_pointer()
+    after = decode_program(call.strategy, bare, state, call.settings, np.int32(call.until))
+    kept = not jax.tree.leaves(bare)[0].is_deleted()
+    same = after.cache.layers[0].k.unsafe_buffer_pointer() == address
+    return before.is_deleted() and same and kept
