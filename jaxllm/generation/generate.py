@@ -205,7 +205,7 @@ def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray
 
 
 def results(bare: Any, request: Request, chunk: int) -> Iterator[Result]:
-    """The result so far, after the first token and then after every `chunk` new ones."""
+    """The result so far, after the first token and then at every multiple of `chunk` new ones."""
     strategy, settings, beams = request.strategy, request.settings, not request.strategy.streams
     state, until = None, 0
     while True:
@@ -221,7 +221,8 @@ def results(bare: Any, request: Request, chunk: int) -> Iterator[Result]:
         if result.over:
             return
         reached = request.start_len + int(result.steps) if beams else int(result.length)
-        until = min(reached + chunk, request.until)
+        chunks = (reached - request.start_len) // chunk + 1
+        until = min(request.start_len + chunks * chunk, request.until)
         if late:  # the last step of beams: every candidate ends
             until = reached + 1
             settings = dataclasses.replace(settings, max_length=np.int32(until))

@@ -331,7 +331,6 @@ def test_bad_input_is_named(inputs, match):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"num_beam_groups": 2},
         {"assistant_tokenizer": 1},
         {"use_cache": False},
     ],
