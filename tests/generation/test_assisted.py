@@ -213,14 +213,14 @@ def assert_greedy(name: str, draft: dict, seed: int, side="left"):
 @pytest.mark.parametrize(
     "name", ["s_llama", pytest.param("s_gpt2", marks=pytest.mark.slow), "s_t5"]
 )
-def test_fifty_prompts_equal_greedy_search(name, record_property):
+def test_fifty_prompts_equal_greedy_search(name):
     """In ragged batches, with processors that act on each position, and end tokens."""
     drafted = accepted = 0
     for seed in range(5):
         counts = assert_greedy(name, drafts(name)["assistant"], seed)
         drafted += counts.drafted.sum()
         accepted += counts.accepted.sum()
-    record_property("acceptance", f"{accepted} of {drafted}")
+    print(f"{name}: {accepted} of {drafted} drafted tokens accepted")  # shown by pytest -rP
     assert 0 < accepted < drafted
 
 
