@@ -78,6 +78,8 @@ def put_heads(
     old: Shaped[Array, "BK S H"], new: Shaped[Array, "B T K H"], slot: Slots
 ) -> Shaped[Array, "BK S H"]:
     """Writes T columns of every head."""
+    if jnp.ndim(slot) == 1 and slot.shape[0] == 1:  # one row: written in one piece
+        slot = slot[0]
     per_head = slot if jnp.ndim(slot) == 0 else jnp.repeat(slot, new.shape[2], axis=0)
     return put_columns(old, merge_heads(new).astype(old.dtype), per_head)
 
@@ -173,6 +175,12 @@ class Cache:
             return jnp.repeat(per_row, n, axis=0).reshape(n * x.shape[0], *x.shape[1:])
 
         return jax.tree.map(rows, self)
+
+    def cut(self, length: Int[Array, " B"]) -> Cache:
+        """Only the first `length` columns of each row. Nothing moves: later slots count as free."""
+        kept = self.mask & (jnp.arange(self.capacity) < length[:, None])
+        known = jnp.sum(kept, axis=-1, dtype=jnp.int32)
+        return self.replace(mask=kept, length=length, next_position=known)
 
 
 @jax.tree_util.register_dataclass

@@ -213,7 +213,7 @@ def check_supported(config: GenerationConfig) -> None:
             )
 
 
-def check_consistent(config: GenerationConfig) -> None:
+def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> None:
     """Finds settings that contradict each other, and warns of those without effect.
 
     As in transformers, a field is warned about only if it was given in code: a checkpoint's file
@@ -248,10 +248,12 @@ def check_consistent(config: GenerationConfig) -> None:
         "do_sample": config.do_sample,
         "do_sample or penalty_alpha": config.do_sample or _contrasts(config),
         "top_k > 1 and greedy search": mode == "contrastive_search",
-        "greedy search or sampling": mode == "dola_generation",
+        "greedy search or sampling": mode in ("dola_generation", "assisted_generation"),
         "num_beams": beams > 1,
         "num_beam_groups": config.num_beam_groups > 1,
-        "an assistant": mode == "assisted_generation",
+        "an assistant": assistant_model is not None or config.assistant_early_exit is not None,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        "assistant_tokenizer": False,
     }
     for name in sorted(config.given):
         field, value = FIELDS[name], getattr(config, name)

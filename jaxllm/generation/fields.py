@@ -189,6 +189,7 @@ def anything(value: Any) -> Any:
 
 _EOS = "one end-of-sequence token or several; None in a call switches them off"
 _ASSISTED = "assisted generation"
+_UNIVERSAL = "assistants of another vocabulary"
 
 FIELDS: Mapping[str, Field] = {
     # Length
@@ -274,22 +275,24 @@ FIELDS: Mapping[str, Field] = {
     "decoder_start_token_id": Field(None, token_id_or_ids, "starts the decoder; bos if unset"),
     # Assisted generation
     "is_assistant": Field(None, anything, "metadata"),
-    "num_assistant_tokens": Field(20, integer(1), _ASSISTED, UNSET, "an assistant"),
+    "num_assistant_tokens": Field(20, integer(1), "tokens of a draft", UNSET, "an assistant"),
     "num_assistant_tokens_schedule": Field(
         "constant",
         choice("constant", "heuristic", "heuristic_transient"),
-        _ASSISTED,
+        "heuristic: 2 more after a draft accepted whole, else 1 less",
         UNSET,
         "an assistant",
     ),
     "assistant_confidence_threshold": Field(
-        0.4, number("[0, 1]"), _ASSISTED, UNSET, "an assistant"
+        0.4, number("[0, 1]"), "a draft ends with a less probable token", 0.0, "an assistant"
     ),
-    "assistant_lookbehind": Field(10, integer(0), _ASSISTED, UNSET, "an assistant"),
-    "target_lookbehind": Field(10, integer(0), _ASSISTED, UNSET, "an assistant"),
-    "max_matching_ngram_size": Field(None, integer(1), "prompt lookup", needs="an assistant"),
-    "prompt_lookup_num_tokens": Field(None, integer(1), "prompt lookup", only=(None,)),
-    "assistant_early_exit": Field(None, integer(1), "early-exit drafts", only=(None,)),
+    "assistant_lookbehind": Field(10, integer(0), _UNIVERSAL, UNSET, "assistant_tokenizer"),
+    "target_lookbehind": Field(10, integer(0), _UNIVERSAL, UNSET, "assistant_tokenizer"),
+    "max_matching_ngram_size": Field(
+        None, integer(1), "longest n-gram to look up; 2 if unset", needs="prompt_lookup_num_tokens"
+    ),
+    "prompt_lookup_num_tokens": Field(None, integer(1), "drafts of so many tokens of the text"),
+    "assistant_early_exit": Field(None, integer(1), "drafts by so many of the model's layers"),
     "assistant_ensemble_weight": Field(None, number("(0, 1)"), _ASSISTED, only=(None,)),
     "speculation_type": Field(None, anything, _ASSISTED, only=(None,)),
     # Written by transformers, without meaning here

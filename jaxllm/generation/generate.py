@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,7 +27,7 @@ from jaxllm.generation.past import PastKeyValues
 from jaxllm.generation.prepare import Request, prepare
 from jaxllm.generation.processors.host_errors import reraised
 from jaxllm.generation.records import as_tuples, check_size
-from jaxllm.generation.strategy import Result
+from jaxllm.generation.strategy import AssistedCounts, Result, without_notes
 from jaxllm.generation.values import is_integer
 from jaxllm.models.outputs import Layers
 
@@ -53,13 +52,12 @@ INPUTS = frozenset(
 # And those that only a strategy, a criterion or guidance reads (`modes.Call.arguments`).
 ARGUMENTS = frozenset(
     {
-        *("tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn"),
+        *("assistant_model", "tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn"),
         *("negative_prompt_ids", "negative_prompt_attention_mask"),
     }
 )
 UNSUPPORTED = {
-    "assistant_model": "assisted generation",
-    "assistant_tokenizer": "assisted generation",
+    "assistant_tokenizer": "an assistant of another vocabulary",
     "synced_gpus": "synced devices",
     "position_ids": "giving positions (they follow from attention_mask)",
     "custom_generate": "custom_generate",
@@ -102,6 +100,8 @@ class GenerateOutput:
     """A tuple over the layers of [B, E, D]; None if the caller gave `encoder_outputs`."""
     encoder_attentions: Layers = None
     """A tuple over the layers of [B, heads, E, E]."""
+    assisted: AssistedCounts | None = None
+    """With a draft: how many tokens it proposed, and how many were accepted, for each row."""
 
 
 def generate(
@@ -129,8 +129,9 @@ def generate(
             `negative_prompt_ids` [B, T] and `negative_prompt_attention_mask` (with guidance_scale),
             `logits_processor` and `stopping_criteria` (lists of callables),
             `prefix_allowed_tokens_fn` (`(batch_id, ids) -> token ids`), `tokenizer` (for
-            `stop_strings` and `token_healing`), `streamer` (an object with `put` and `end`, called
-            on the host) and `row_ids` [B], the numbers that a row's random draws depend on (default
+            `stop_strings` and `token_healing`), `assistant_model` (a smaller model of the same
+            vocabulary, which drafts), `streamer` (an object with `put` and `end`, called on the
+            host) and `row_ids` [B], the numbers that a row's random draws depend on (default
             0..B-1). `return_past_key_values=True` asks for the cache; given to a later call as
             `past_key_values`, with the whole conversation as `input_ids` (T5: as
             `decoder_input_ids`, and no encoder's input), it saves reading the old part again.
@@ -328,16 +329,6 @@ def runnable(model: Any, request: Request) -> Any:
     return bare if request.negative is None else Guided(bare, request.negative)
 
 
-def without_notes(model: Any) -> Any:
-    """The model without what only the host reads: two models of one config share their programs."""
-    bare = copy.copy(model)
-    for name in ("generation_config", "origin", "extra_eos"):
-        if hasattr(bare, name):
-            # Past nnx's own setter, which refuses a model that the caller's jit closes over.
-            vars(bare)[name] = None
-    return bare
-
-
 def leave(model: Any, request: Request, state: Any) -> PastKeyValues | None:
     """What the next call of a conversation starts from, where it is asked for."""
     if not request.returns_past:
@@ -374,6 +365,7 @@ def output(
         beam_indices=None
         if result.beam_indices is None
         else result.beam_indices[:, : length - request.start_len],
+        assisted=result.assisted,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.assistants import assisted, drafts_asked_for
 from jaxllm.generation.beam import BeamSearch
 from jaxllm.generation.config import GenerationConfig, generation_mode
 from jaxllm.generation.constrained_beam import ConstrainedBeamSearch
@@ -43,6 +44,13 @@ class Call:
 def _sample(call: Call) -> Strategy[Any]:
     config = call.config
     return Sample(sampling=bool(config.do_sample), count=config.num_return_sequences)
+
+
+def _assisted(call: Call) -> Strategy[Any]:
+    assistant = call.arguments.get("assistant_model")
+    return assisted(
+        call.model, call.config, assistant, new=call.until - call.start_len, until=call.until
+    )
 
 
 def _contrastive(call: Call) -> Strategy[Any]:
@@ -141,6 +149,7 @@ def _constrained_beam_search(call: Call) -> Strategy[Any]:
 MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
     "greedy_search": _sample,
     "sample": _sample,
+    "assisted_generation": _assisted,
     "contrastive_search": _contrastive,
     "dola_generation": _dola,
     "beam_search": _beam_search,
@@ -152,4 +161,12 @@ MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
 
 def choose_strategy(call: Call) -> Strategy[Any]:
     """The strategy of a call, by the rule of transformers (`generation_mode`)."""
-    return MODES[generation_mode(call.config, call.arguments.get("assistant_model"))](call)
+    assistant = call.arguments.get("assistant_model")
+    mode = generation_mode(call.config, assistant)
+    asked = drafts_asked_for(call.config, assistant)
+    if asked and mode != "assisted_generation":
+        raise UnsupportedError(
+            f"{asked[0]}: drafts go with greedy search and sampling alone, and these settings ask "
+            f"for {mode} (transformers would leave the draft out); drop one of the two"
+        )
+    return MODES[mode](call)

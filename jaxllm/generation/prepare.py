@@ -55,6 +55,7 @@ STATIC = (
     *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
     *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample", "num_beams"),
     *("num_beam_groups", "dola_layers", "cache_config", "max_cache_len"),
+    *("num_assistant_tokens", "prompt_lookup_num_tokens", "assistant_early_exit"),
 )
 MOST_COLUMNS = 2**20
 
@@ -89,7 +90,7 @@ class Request:
 
 
 def merged_config(
-    model: Any, generation_config: Any, fields: Mapping[str, Any]
+    model: Any, generation_config: Any, fields: Mapping[str, Any], assistant_model: Any = None
 ) -> tuple[GenerationConfig, tuple[int, ...]]:
     """Settings of this call and the end tokens in force.
 
@@ -111,7 +112,7 @@ def merged_config(
     own = getattr(model, "generation_config", None) or GenerationConfig()
     config = own.merge(explicit)
     check_supported(config)
-    check_consistent(config)
+    check_consistent(config, assistant_model)
     if "eos_token_id" in explicit.to_dict():
         return config, resolve_eos(config)
     named = (*resolve_eos(own), *model.config.eos_token_ids, *getattr(model, "extra_eos", ()))
@@ -139,7 +140,8 @@ def prepare(
 
     `heal(model, tokenizer, input_ids, attention_mask)` mends prompts (`token_healing`).
     """
-    config, eos = merged_config(model, generation_config, fields)
+    assistant = arguments.get("assistant_model")
+    config, eos = merged_config(model, generation_config, fields, assistant)
     pad = checked_pad(model, config, eos)
     if config.token_healing:
         tokenizer = needed_tokenizer(arguments, "token_healing")
@@ -194,6 +196,8 @@ def prepare(
         keep_attentions=bool(config.output_attentions),
     )
     strategy = choose_strategy(Call(model, config, eos, batch, start_len, until, arguments))
+    if assistant is not None:
+        check_room(assistant, given, until - start_len, whose="assistant_model")
     returns_past = return_past_key_values
     check_strategy(strategy, config, given, past is not None, returns_past, negative is not None)
     traced = any_traced(given, negative, source, settings, strategy, jax.tree.leaves(model)[0])

@@ -227,7 +227,7 @@ def decoder_prompt(model, ids, mask, batch: int, config: GenerationConfig) -> Co
     return Columns(ids, mask)
 
 
-def check_room(model: Any, given: Columns, new: int) -> None:
+def check_room(model: Any, given: Columns, new: int, whose: str = "this model") -> None:
     """A learned position table has a hard end; reading past it repeats its last row in silence."""
     limit = model.config.max_positions
     if limit is None:
@@ -236,7 +236,7 @@ def check_room(model: Any, given: Columns, new: int) -> None:
     if real + new > limit:
         raise InputError(
             f"max_new_tokens: a prompt of {real} tokens and {new} new ones need {real + new} "
-            f"positions, but this model has {limit}; ask for at most {max(limit - real, 0)}"
+            f"positions, but {whose} has {limit}; ask for at most {max(limit - real, 0)}"
         )
 
 

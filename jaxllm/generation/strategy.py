@@ -6,6 +6,7 @@ static; its numbers (a length penalty) are leaves, so that another number compil
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
@@ -85,13 +86,28 @@ class Settings:
 
 
 @jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AssistedCounts:
+    """What assisted generation did, for each row; `accepted / drafted` is the acceptance rate."""
+
+    drafted: Int[Array, " R"]
+    """Tokens that the draft proposed."""
+    accepted: Int[Array, " R"]
+    """Those of them that are in the result."""
+    target_calls: Int[Array, " R"]
+    """Forward passes of the model while the row was live, the prompt's included."""
+    num_assistant_tokens: Int[Array, " R"]
+    """The schedule's last value; passed to the next call it carries the heuristic on."""
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """What a strategy ends with; R rows are returned."""
 
     sequences: Int[Array, "R L"]
     length: Int[Array, ""]
-    """Columns of the longest row."""
+    """Columns of the longest row; while some are live, those that every live row has."""
     steps: Int[Array, ""]
     """Entries in the records below."""
     broken_at: Int[Array, " B"]
@@ -103,6 +119,7 @@ class Result:
     sequences_scores: Float[Array, " R"] | None = None
     beam_indices: Int[Array, "R N"] | None = None
     records: Records | None = None
+    assisted: AssistedCounts | None = None
 
 
 S = TypeVar("S")
@@ -166,10 +183,24 @@ def note_broken(
     logits: Float[Array, "B V"],
     scores: Float[Array, "B V"],
 ) -> Int[Array, " B"]:
-    """`broken_at` after a look at this step: NaN or infinite logits, or every token forbidden.
+    """`broken_at` after a look at this step."""
+    return jnp.where(faulty(logits, scores) & live & (broken_at == NEVER), step, broken_at)
+
+
+def faulty(logits: Float[Array, "... V"], scores: Float[Array, "... V"]) -> Bool[Array, " ..."]:
+    """NaN or infinite logits, or every token forbidden.
 
     A -inf among the logits is no fault (a head may mask); nothing but -inf is.
     """
     best = jnp.max(scores, axis=-1)
-    fault = ~jnp.isfinite(jnp.max(logits, axis=-1)) | jnp.isnan(best) | (best == -jnp.inf)
-    return jnp.where(fault & live & (broken_at == NEVER), step, broken_at)
+    return ~jnp.isfinite(jnp.max(logits, axis=-1)) | jnp.isnan(best) | (best == -jnp.inf)
+
+
+def without_notes(model: Any) -> Any:
+    """The model without what only the host reads: two models of one config share their programs."""
+    bare = copy.copy(model)
+    for name in ("generation_config", "origin", "extra_eos"):
+        if hasattr(bare, name):
+            # Past nnx's own setter, which refuses a model that the caller's jit closes over.
+            vars(bare)[name] = None
+    return bare

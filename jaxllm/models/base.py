@@ -7,6 +7,7 @@ know nothing of models beyond this; models know nothing of strategies.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -52,6 +53,10 @@ class Decoder(Protocol):
 
         The new columns follow each other, or with `branches` stand side by side.
         """
+        ...
+
+    def early_exit(self, layers: int) -> Decoder:
+        """This model with the first layers of its decoder only; the parameters are shared."""
         ...
 
 
@@ -315,6 +320,12 @@ class CausalLM(DecoderOnly):
             output_attentions=output_attentions,
         )
         return decoded(out, self.logits, cache, at)
+
+    def early_exit(self, layers: int) -> CausalLM:
+        part, backbone = copy.copy(self), copy.copy(self.backbone)
+        object.__setattr__(backbone, "stack", self.backbone.stack.first(layers))
+        object.__setattr__(part, "backbone", backbone)
+        return part
 
 
 def decoded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -296,3 +297,8 @@ class T5ForConditionalGeneration(T5Encoder):
             output_attentions=output_attentions,
         )
         return decoded(out, self.logits, cache, at)
+
+    def early_exit(self, layers: int) -> T5ForConditionalGeneration:
+        part = copy.copy(self)
+        object.__setattr__(part, "decoder", self.decoder.first(layers))
+        return part

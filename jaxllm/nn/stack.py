@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from jaxllm.cache import KV, View
+from jaxllm.errors import InputError
 from jaxllm.nn.attention import Attention
 from jaxllm.nn.dropout import dropout, split
 
@@ -163,6 +165,19 @@ class Stack(nnx.Module):
         self.position_bias = nnx.List(position_bias)
         self.embedding_dropout, self.output_dropout = embedding_dropout, output_dropout
         self.remat = remat
+
+    def first(self, count: int) -> Stack:
+        """The first blocks and the final norm, sharing their parameters with this stack.
+
+        Raises:
+            InputError: There are not as many blocks.
+        """
+        if not 1 <= count <= len(self.blocks):
+            raise InputError(f"the model has {len(self.blocks)} layers, so there are no {count}")
+        part = copy.copy(self)
+        # Past nnx's own setter, which refuses while a jit traces.
+        object.__setattr__(part, "blocks", tuple(self.blocks)[:count])
+        return part
 
     def project_memory(self, memory: Float[Array, "B E D"]) -> tuple[KV, ...]:
         """Cross-attention keys and values of every block, once for a whole generation."""

@@ -231,8 +231,6 @@ def test_an_assistant_model_makes_it_assisted():
 
 
 UNSUPPORTED = {
-    "prompt_lookup_num_tokens": 3,
-    "assistant_early_exit": 2,
     "assistant_ensemble_weight": 0.5,
     "use_mtp": True,
     "use_cache": False,
@@ -314,6 +312,9 @@ def test_what_does_not_contradict_passes():
         ({"early_stopping": True}, "num_beams"),
         ({"diversity_penalty": 1.0, "num_beams": 2}, "num_beam_groups"),
         ({"num_assistant_tokens": 5}, "an assistant"),
+        ({"num_assistant_tokens": 5, "prompt_lookup_num_tokens": 3}, "an assistant"),
+        ({"max_matching_ngram_size": 3}, "prompt_lookup_num_tokens"),
+        ({"target_lookbehind": 3}, "assistant_tokenizer"),
     ],
 )
 def test_options_without_effect_warn_only_when_given_in_code(fields, needed):
@@ -322,6 +323,12 @@ def test_options_without_effect_warn_only_when_given_in_code(fields, needed):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_consistent(GenerationConfig.from_dict(fields))
+
+
+def test_an_assistant_gives_its_fields_an_effect():
+    check_consistent(GenerationConfig(num_assistant_tokens=5), object())
+    check_consistent(GenerationConfig(num_assistant_tokens=5, assistant_early_exit=2))
+    check_consistent(GenerationConfig(max_matching_ngram_size=3, prompt_lookup_num_tokens=2))
 
 
 def test_neutral_values_do_not_warn():

@@ -331,7 +331,7 @@ def test_bad_input_is_named(inputs, match):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"assistant_model": object()},
+        {"assistant_tokenizer": 1},
         {"use_cache": False},
     ],
 )

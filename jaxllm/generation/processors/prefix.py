@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -68,14 +69,29 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         *,
         mask: Bool[Array, "B L"] | None = None,
         prompt_len: Int[Array, ""] | int | None = None,
+        columns: int = 1,
         **_: Any,
     ) -> Scores:
-        """float32 ``[B, V]``; where ``prompt_len`` is known, rows that have ended are not asked."""
+        """float32 ``[B, V]``; where ``prompt_len`` is known, rows that have ended are not asked.
+
+        ``columns`` says how many rows of scores in a row are of one text (drafts are checked so);
+        ``cur_len`` and ``mask`` then have a row for each.
+        """
         scores = jnp.asarray(scores, jnp.float32)
         rows, vocab_size = scores.shape
         if rows % self.num_beams:
             raise InputError(f"{rows} rows of scores do not divide into {self.num_beams} beams")
-        allowed = allowed_tokens(self.rule, input_ids, cur_len, mask, prompt_len, vocab_size)
+
+        def ask(ids, length, real):
+            return allowed_tokens(self.rule, ids, length, real, prompt_len, vocab_size)
+
+        if columns == 1:
+            allowed = ask(input_ids, cur_len, mask)
+        else:  # one column of all texts after the other, so that rows number the prompts
+            parts: Any = (input_ids, cur_len, mask)
+            table = [jnp.swapaxes(x.reshape(-1, columns, *x.shape[1:]), 0, 1) for x in parts]
+            allowed = jax.lax.map(lambda column: ask(*column), table)
+            allowed = jnp.swapaxes(allowed, 0, 1).reshape(rows, vocab_size)
         kept = jnp.where(allowed, scores, -jnp.inf)
         stuck = (kept.max(-1) == -jnp.inf).reshape(-1, self.num_beams).all(-1)
         stuck = jnp.repeat(stuck, self.num_beams)[:, None]

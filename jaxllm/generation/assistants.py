@@ -1,0 +1,144 @@
+"""From the settings of a call to its draft: checked on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.assisted import Assisted
+from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.drafts import AssistantModel, Draft, EarlyExit, PromptLookup
+from jaxllm.generation.strategy import without_notes
+from jaxllm.generation.values import bucket, float_leaf, int_leaf, is_traced
+
+SMALLEST_DRAFT = 8
+DEFAULT_NGRAM_SIZE = 2
+
+
+def drafts_asked_for(config: GenerationConfig, assistant_model: Any) -> list[str]:
+    """The names of the options that ask for a draft."""
+    options = {
+        "assistant_early_exit": config.assistant_early_exit,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
+        "assistant_model": assistant_model,
+    }
+    return [name for name, value in options.items() if value is not None]
+
+
+def assisted(
+    model: Any, config: GenerationConfig, assistant_model: Any, *, new: int, until: int
+) -> Assisted:
+    """The strategy of an assisted call.
+
+    Args:
+        new: most new tokens.
+        until: columns of the longest result.
+
+    Raises:
+        InputError: Two drafts at once, or more layers than the model has.
+        UnsupportedError: An assistant that does not fit the model.
+    """
+    asked = drafts_asked_for(config, assistant_model)
+    if len(asked) > 1:
+        raise InputError(f"{', '.join(asked)}: give one of them; a call has one draft")
+    if config.dola_layers is not None:
+        raise UnsupportedError(
+            f"{asked[0]}: DoLa (dola_layers) takes no draft; drop one of the two"
+        )
+    if config.guidance_scale is not None and (
+        is_traced(config.guidance_scale) or config.guidance_scale != 1
+    ):
+        raise UnsupportedError(
+            f"{asked[0]}: not together with guidance_scale, whose other context has no draft"
+        )
+    check_rotary(model, asked[0], until)
+    schedule = None
+    if asked[0] == "prompt_lookup_num_tokens":
+        most = config.prompt_lookup_num_tokens
+        draft: Draft = prompt_lookup(config)
+    else:
+        settings = assistant_settings(config, assistant_model)
+        most, schedule = settings.num_assistant_tokens, settings.num_assistant_tokens_schedule
+        threshold = float_leaf(
+            "generate()",
+            "assistant_confidence_threshold",
+            settings.assistant_confidence_threshold,
+            "[0, 1]",
+        )
+        if assistant_model is None:
+            model.early_exit(config.assistant_early_exit)  # raises if there are not as many
+            draft = EarlyExit(config.assistant_early_exit, threshold)
+        else:
+            check_assistant(model, assistant_model)
+            draft = AssistantModel(without_notes(assistant_model), threshold)
+    growing = schedule in ("heuristic", "heuristic_transient")
+    # A heuristic needs room to grow in.
+    room = bucket(2 * most if growing else most, SMALLEST_DRAFT)
+    return Assisted(
+        draft=draft,
+        num_assistant_tokens=int_leaf("generate()", "num_assistant_tokens", most),
+        growing=np.bool_(growing),  # pyright: ignore[reportArgumentType]
+        sampling=bool(config.do_sample),
+        most=min(room, bucket(new, SMALLEST_DRAFT)),
+        count=config.num_return_sequences,
+    )
+
+
+def prompt_lookup(config: GenerationConfig) -> PromptLookup:
+    size = config.max_matching_ngram_size
+    size = DEFAULT_NGRAM_SIZE if size is None else size
+    return PromptLookup(int_leaf("generate()", "max_matching_ngram_size", size, least=1))
+
+
+def assistant_settings(config: GenerationConfig, assistant_model: Any) -> GenerationConfig:
+    """Length, schedule and threshold of drafts: the call's, or else the assistant's own.
+
+    transformers reads all three from the assistant's generation_config alone.
+    """
+    own = getattr(assistant_model, "generation_config", None)
+    names = (
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+    )
+    if own is None:
+        return config
+    theirs = {n: getattr(own, n) for n in names if n not in config.given}
+    return config.replace(**theirs)
+
+
+def check_assistant(model: Any, assistant: Any) -> None:
+    """Raises for an assistant whose tokens or inputs are not those of the model."""
+    if not hasattr(assistant, "decode"):
+        raise UnsupportedError(
+            f"assistant_model: {type(assistant).__name__} is not a model that generates; load it "
+            "with jaxllm.load"
+        )
+    if assistant.is_encoder_decoder != model.is_encoder_decoder:
+        raise UnsupportedError(
+            f"assistant_model: {type(assistant).__name__} does not read what "
+            f"{type(model).__name__} reads: one of them is an encoder-decoder"
+        )
+    sizes = assistant.config.vocab_size, model.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise UnsupportedError(
+            f"assistant_model: its vocabulary has {sizes[0]} tokens and the model's {sizes[1]}; "
+            "both need the same (assistant_tokenizer is not supported)"
+        )
+
+
+def check_rotary(model: Any, option: str, until: int) -> None:
+    """RoPE that depends on the length so far would see drafts that are rejected later."""
+    rope = getattr(model.config, "rotary", None)
+    limits = {"dynamic": "max_positions", "longrope": "original_positions"}
+    if rope is None or rope.rope_type not in limits:
+        return
+    limit = getattr(rope, limits[rope.rope_type])
+    if until > limit:
+        raise UnsupportedError(
+            f"{option}: beyond {limit} positions this model's RoPE ({rope.rope_type}) depends on "
+            f"the length so far, rejected drafts included; lower max_length ({until}), or drop the "
+            "draft"
+        )

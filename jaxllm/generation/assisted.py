@@ -1,0 +1,317 @@
+"""Assisted (speculative) generation: a draft proposes tokens, one pass of the model checks them.
+
+As `_assisted_decoding` of transformers 5.23, for batches, too: rows accept different numbers of
+drafts and so have different lengths. What is rejected stays in the buffers, beyond each row's
+length. Greedy results are those of greedy search; samples are distributed as without the draft.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxllm.cache import Cache, put_columns
+from jaxllm.errors import UnsupportedError
+from jaxllm.generation.acceptance import DRAFT, match, position_keys, speculative
+from jaxllm.generation.drafts import Draft, Text
+from jaxllm.generation.processors.host import HostLogitsProcessor
+from jaxllm.generation.sampling import choose_greedy, choose_sample
+from jaxllm.generation.stopping import HostCriteria
+from jaxllm.generation.strategy import (
+    NEVER,
+    AssistedCounts,
+    Result,
+    Settings,
+    Strategy,
+    faulty,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Carried by the loop and donated to it. Every row has a length of its own."""
+
+    sequences: Int[Array, "B L"]
+    """Prompt and tokens, pad beyond `cur_len`."""
+    mask: Bool[Array, "B L"]
+    cur_len: Int[Array, " B"]
+    start_len: Int[Array, ""]
+    """Columns of the prompt."""
+    done: Bool[Array, " B"]
+    keys: Key[Array, " B"]
+    step: Int[Array, ""]
+    """Rounds so far."""
+    broken_at: Int[Array, " B"]
+    cache: Cache
+    """The model's: every column but the newest token's, which it has not read yet."""
+    draft: Any
+    """What the draft remembers."""
+    counts: AssistedCounts
+    scores: Float[Array, "B N V"] | None = None
+    logits: Float[Array, "B N V"] | None = None
+
+    def replace(self, **changes) -> State:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def text(self) -> Text:
+        return Text(self.sequences, self.mask, self.cur_len)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Assisted(Strategy[State]):
+    """Rounds of a draft, its check, and one more token."""
+
+    draft: Draft
+    num_assistant_tokens: Int[Array, ""]
+    growing: Bool[Array, ""]
+    """The schedule is a heuristic: 2 more after a draft accepted whole, else 1 less."""
+    sampling: bool = dataclasses.field(metadata={"static": True})
+    most: int = dataclasses.field(metadata={"static": True})
+    """Longest draft: a bucket, in which the number of tokens is traced."""
+    count: int = dataclasses.field(default=1, metadata={"static": True})
+    """Results a row."""
+
+    @property
+    def samples(self) -> int:
+        return self.count
+
+    def slots(self, new: int) -> int:
+        return new + self.most + 1  # a whole draft is written before it is cut
+
+    def init(self, model, prompt, read, settings, room):
+        check_lengths_differ(settings)
+        cache = read.cache.repeat(self.count)
+        logits = jnp.repeat(read.logits, self.count, axis=0)
+        batch = logits.shape[0]
+        kept = (batch, room + self.most + 1, logits.shape[2])
+        spare = ((0, 0), (0, self.most + 1))
+        state = State(
+            sequences=jnp.pad(
+                jnp.repeat(prompt.sequences, self.count, axis=0),
+                spare,
+                constant_values=settings.pad,
+            ),
+            mask=jnp.pad(jnp.repeat(prompt.mask, self.count, axis=0), spare),
+            cur_len=jnp.full((batch,), prompt.start_len, jnp.int32),
+            start_len=prompt.start_len,
+            done=jnp.zeros((batch,), bool),
+            keys=prompt.keys,
+            step=jnp.zeros((), jnp.int32),
+            broken_at=jnp.full((batch,), NEVER, jnp.int32),
+            cache=cache.replace(length=jnp.full((batch,), prompt.columns, jnp.int32)),
+            draft=self.draft.init(prompt, cache.capacity, self.count),
+            counts=AssistedCounts(
+                drafted=jnp.zeros((batch,), jnp.int32),
+                accepted=jnp.zeros((batch,), jnp.int32),
+                target_calls=jnp.ones((batch,), jnp.int32),
+                num_assistant_tokens=jnp.full((batch,), self.num_assistant_tokens, jnp.int32),
+            ),
+            scores=jnp.zeros(kept, logits.dtype) if settings.keep_scores else None,
+            logits=jnp.zeros(kept, logits.dtype) if settings.keep_logits else None,
+        )
+        scores = process(state.text, logits, state.start_len, settings)
+        token = self.select(state, scores)
+        state, _ = append(state, token, jnp.ones((batch,), jnp.int32), logits, scores, settings)
+        return state
+
+    def step(self, model, state, settings):
+        live = ~state.done & (state.cur_len < settings.max_length)
+        wanted = jnp.minimum(state.counts.num_assistant_tokens, self.most)
+        limit = jnp.minimum(wanted, settings.max_length - state.cur_len - 1)
+        # A row that has ended shows a pad, by which functions on the host know it.
+        shown = state.text._replace(cur_len=state.cur_len + ~live)
+        by_chance = self.sampling and self.draft.has_scores
+        drafted, text, cache, own = self.draft.propose(
+            model,
+            shown,
+            state.cache,
+            state.draft,
+            jnp.where(live, limit, 0),
+            lambda scores, column: self.propose_token(state, scores, column),
+            state.start_len,
+            settings,
+            most=self.most,
+            keep_scores=by_chance,
+        )
+        newest = jnp.take_along_axis(state.sequences, state.cur_len[:, None] - 1, axis=1)
+        real = live[:, None] & (jnp.arange(self.most + 1) <= drafted.size[:, None])
+        read = model.decode(jnp.concatenate([newest, drafted.tokens], axis=1), real, cache)
+        scores = process(text, read.logits, state.start_len, settings)
+        if by_chance:
+            positions = state.cur_len - state.start_len
+            tokens, kept = speculative(state.keys, positions, drafted, scores)
+        else:
+            tokens, kept = match(self.select(state, scores), drafted)
+
+        usable = jnp.where(live, kept + 1, 0)
+        # The buffers that the drafts were written to are those that the result is written to.
+        state = state.replace(sequences=text.sequences, mask=text.mask)
+        after, new = append(state, tokens, usable, read.logits, scores, settings)
+        length = state.cache.length + new
+        return after.replace(
+            step=state.step + 1,
+            cache=read.cache.cut(length),
+            draft=self.draft.keep(own, length),
+            counts=self.counted(state.counts, live, drafted.size, kept, new),
+        )
+
+    def select(self, state: State, scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
+        """The model's own choices from `cur_len` on; samples are those of plain sampling."""
+        batch, width, _ = scores.shape
+        flat = scores.reshape(batch * width, -1)
+        if not self.sampling:
+            return choose_greedy(flat).reshape(batch, width)
+        positions = (state.cur_len - state.start_len)[:, None] + jnp.arange(width)
+        keys = position_keys(jnp.repeat(state.keys, width, axis=0), positions.reshape(-1))
+        return choose_sample(keys, flat).reshape(batch, width)
+
+    def propose_token(
+        self, state: State, scores: Float[Array, "B V"], column: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
+        if not self.sampling:
+            return choose_greedy(scores)
+        return choose_sample(position_keys(state.keys, column - state.start_len, DRAFT), scores)
+
+    def counted(
+        self,
+        counts: AssistedCounts,
+        live: Bool[Array, " B"],
+        drafted: Int[Array, " B"],
+        kept: Int[Array, " B"],
+        new: Int[Array, " B"],
+    ) -> AssistedCounts:
+        """The counts after a round, and the schedule's next number of tokens."""
+        now = counts.num_assistant_tokens
+        most = jnp.maximum(now, self.most)
+        next_one = jnp.where(kept == drafted, jnp.minimum(now + 2, most), jnp.maximum(now - 1, 1))
+        return AssistedCounts(
+            drafted=counts.drafted + drafted,
+            accepted=counts.accepted + jnp.minimum(kept, new),
+            target_calls=counts.target_calls + live.astype(jnp.int32),
+            num_assistant_tokens=jnp.where(live & self.growing, next_one, now),
+        )
+
+    def alive(self, state, until):
+        return jnp.any(~state.done & (state.cur_len < until))
+
+    def finish(self, state, settings):
+        live = ~state.done & (state.cur_len < settings.max_length)
+        longest = jnp.max(state.cur_len)
+        ready = jnp.min(jnp.where(live, state.cur_len, longest))
+        steps = ready - state.start_len
+
+        def by_step(kept):
+            return None if kept is None else kept.swapaxes(0, 1)
+
+        return Result(
+            sequences=state.sequences,
+            length=ready,
+            steps=steps,
+            broken_at=state.broken_at,
+            scores=by_step(state.scores),
+            logits=by_step(state.logits),
+            assisted=state.counts,
+        )
+
+
+def each_column(text: Text, width: int) -> Text:
+    """The text once for each of the `width` columns from `cur_len` on, ending before it."""
+    columns = text.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)
+    return Text(
+        jnp.repeat(text.sequences, width, axis=0),
+        jnp.repeat(text.mask, width, axis=0),
+        columns.reshape(-1),
+    )
+
+
+def process(
+    text: Text, logits: Float[Array, "B T V"], prompt_len: Int[Array, ""], settings: Settings
+) -> Float[Array, "B T V"]:
+    """The scores of T columns in a row, each processed with the tokens before it."""
+    batch, width, vocabulary = logits.shape
+    before = each_column(text, width)
+    scores = settings.processors(
+        before.sequences,
+        logits.reshape(batch * width, vocabulary),
+        before.cur_len,
+        mask=before.mask,
+        prompt_len=prompt_len,
+        columns=width,
+    )
+    return scores.reshape(logits.shape)
+
+
+def stopped(text: Text, scores: Float[Array, "B T V"], settings: Settings) -> Bool[Array, "B T"]:
+    """Which of T new columns, written from `cur_len` on, end their row by a stopping criterion."""
+    batch, width, vocabulary = scores.shape
+    before = each_column(text, width)
+    ends = settings.stops(
+        before.sequences,
+        scores.reshape(batch * width, vocabulary),
+        before.cur_len + 1,
+        mask=before.mask,
+    )
+    return ends.reshape(batch, width)
+
+
+def check_lengths_differ(settings: Settings) -> None:
+    """Plain Python functions get all rows cut at one length, and here each has its own."""
+    for function in (*settings.processors, *settings.stops):
+        if isinstance(function, HostLogitsProcessor | HostCriteria):
+            raise UnsupportedError(
+                f"{type(function).__name__}: not together with drafts, by which rows get different "
+                "lengths; write it with jax.numpy, or drop the draft"
+            )
+
+
+def append(
+    state: State,
+    tokens: Int[Array, "B T"],
+    usable: Int[Array, " B"],
+    logits: Float[Array, "B T V"],
+    scores: Float[Array, "B T V"],
+    settings: Settings,
+) -> tuple[State, Int[Array, " B"]]:
+    """Writes each row's first `usable` tokens, up to an end token, and pads over the others.
+
+    Returns:
+        The state, and how many tokens each row got.
+    """
+    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    usable_here = columns < usable[:, None]
+    whole = state.text.put(tokens, usable_here)
+    ends = jnp.isin(tokens, settings.eos) | stopped(whole, scores, settings)
+    ends &= usable_here
+    ended = ends.any(axis=1)
+    new = jnp.where(ended, jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, usable)
+    kept = columns < new[:, None]
+    position = state.cur_len - state.start_len
+    broken_at = state.broken_at
+    if not settings.allow_nonfinite:
+        fault = faulty(logits, scores) & kept
+        first = position + jnp.argmax(fault, axis=1).astype(jnp.int32)
+        broken_at = jnp.where(fault.any(axis=1) & (broken_at == NEVER), first, broken_at)
+
+    def record(rows, values):
+        if rows is None:
+            return None
+        return put_columns(rows, jnp.where(kept[..., None], values, 0.0), position)
+
+    text = state.text.put(jnp.where(kept, tokens, settings.pad), kept)
+    after = state.replace(
+        sequences=text.sequences,
+        mask=text.mask,
+        cur_len=state.cur_len + new,
+        done=state.done | ended,
+        broken_at=broken_at,
+        scores=record(state.scores, scores),
+        logits=record(state.logits, logits),
+    )
+    return after, new
