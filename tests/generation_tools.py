@@ -51,12 +51,22 @@ def started(name: str, ids, mask, **fields) -> tuple[Any, Any, Any]:
     return bare, call, start(bare, call, prefill_program)
 
 
+def compiled_loop(bare, call, state) -> str:
+    """The loop as XLA runs it."""
+    lowered = decode_program.lower(call.strategy, bare, state, call.settings, np.int32(call.until))
+    return lowered.compile().as_text()
+
+
+def sorted_sizes(program: str) -> list[int]:
+    """Numbers in a row of each sort."""
+    found = re.findall(r"= \(?\w+\[([\d,]+)\].* sort\(", program)
+    return [int(dims.split(",")[-1]) for dims in found]
+
+
 def cache_copies(bare, call, state) -> list[int]:
     """Sizes of the copies and transpositions in the compiled loop as large as a layer's cache."""
-    compiled = decode_program.lower(
-        call.strategy, bare, state, call.settings, np.int32(call.until)
-    ).compile()
-    found = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", compiled.as_text())
+    program = compiled_loop(bare, call, state)
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", program)
     sizes = [int(np.prod([int(d) for d in dims.split(",")])) for dims in found]
     return [size for size in sizes if size >= state.cache.layers[0].k.size]
 

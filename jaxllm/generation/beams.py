@@ -251,7 +251,8 @@ def candidates(
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
         value, index = draw_without_replacement(keys, flat, places, wanted, worst=WORST)
     else:
-        value, index = jax.lax.top_k(flat, places)
+        # XLA sorts the whole vocabulary where a later slice merges with that inside top_k.
+        value, index = jax.lax.optimization_barrier(jax.lax.top_k(flat, places))
     token = index % vocab
     return Candidates(
         value=value,

@@ -13,8 +13,10 @@ from generation_tools import (
     FAMILIES,
     cache_copies,
     compilations,
+    compiled_loop,
     loop_is_in_place,
     prompts,
+    sorted_sizes,
     started,
 )
 from hypothesis import given, settings
@@ -207,6 +209,22 @@ def test_cache_is_donated_and_never_copied_or_reordered(name):
     begun = started(name, ids, mask, num_beams=3, max_new_tokens=40, eos_token_id=None)
     assert cache_copies(*begun) == []
     assert loop_is_in_place(*begun)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_beams": 4},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+        {"num_beams": 4, "force_words_ids": [[5, 6]]},
+    ],
+    ids=["plain", "groups", "constrained"],
+)
+def test_the_compiled_loop_sorts_no_vocabulary(fields):
+    _, ids, mask = prompts("s_llama")
+    program = compiled_loop(*started("s_llama", ids, mask, max_new_tokens=20, **fields))
+    assert "TopK" in program
+    assert [size for size in sorted_sizes(program) if size >= 131] == []
 
 
 @pytest.mark.parametrize("sampling", [False, True])
