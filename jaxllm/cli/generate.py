@@ -60,6 +60,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", help="folder, .safetensors, .gguf or Hub id (default: the bundled SmolLM2)"
     )
+    parser.add_argument(
+        "--assistant-model", metavar="MODEL", help="a smaller model of the vocabulary, which drafts"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="what is computed in")
     parser.add_argument("--param-dtype", choices=DTYPES, help="what weights are kept in")
     parser.add_argument(
@@ -110,6 +113,11 @@ def _run(arguments: argparse.Namespace) -> int:
             )
         if not hasattr(model, "decode"):
             raise UnsupportedError(f"{path}: a {type(model).__name__} generates no text")
+        assistant = None
+        if arguments.assistant_model is not None:
+            name = arguments.assistant_model
+            with reporter.phase(f"loading {Path(name).resolve().name}") as update:
+                assistant, _ = load(name, **dtypes, progress=update)
         ids = _ids(arguments, prompt, model, tokenizer)
         fields = _with_length(fields, model, len(ids))
         config, ends = _effective(fields, model)
@@ -128,7 +136,15 @@ def _run(arguments: argparse.Namespace) -> int:
                 return IdDecoder()
             return tokenizer.stream_decoder(not arguments.show_special_tokens)
 
-        request = Request(model, ids, fields, jax.random.key(seed), ends, tokenizer=tokenizer)
+        request = Request(
+            model,
+            ids,
+            fields,
+            jax.random.key(seed),
+            ends,
+            tokenizer=tokenizer,
+            assistant_model=assistant,
+        )
         streaming = arguments.stream and config.num_return_sequences == config.num_beams == 1
         answer = _answer if streaming else _answer_whole
         answer(request, new_decoder, reporter, clock)

@@ -135,6 +135,14 @@ def test_beams_stop_strings_and_healing(run) -> None:
     assert healed.code == 0, healed.err
 
 
+def test_an_assistant_changes_no_greedy_text(run) -> None:
+    models = LLAMA.parent
+    ids = ("--model", models / "s_llama", "--input-ids", "5,6,7", *SHORT)
+    drafted = run(*ids, "--assistant-model", models / "s_llama_draft")
+    assert drafted.code == 0, drafted.err
+    assert drafted.out == run(*ids).out
+
+
 def test_ids_of_an_encoder_decoder(run) -> None:
     result = run("--model", T5, *SHORT, "--eos-token-id", "none", "--input-ids", "5,6,7,1")
     assert result.code == 0, result.err
