@@ -120,7 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 assistant, _ = load(name, **dtypes, progress=update)
         ids = _ids(arguments, prompt, model, tokenizer)
         fields = _with_length(fields, model, len(ids))
-        config, ends = _effective(fields, model)
+        config, ends = _effective(fields, model, assistant)
         for name in config.to_dict():
             if name.startswith("output_") and getattr(config, name):
                 raise InputError(f"{name}: text is all that is printed; use jaxllm.generate")
@@ -214,7 +214,9 @@ def _with_length(fields: GenerationConfig, model: Any, prompt_length: int) -> Ge
     return fields.replace(max_new_tokens=limit)
 
 
-def _effective(fields: GenerationConfig, model: Any) -> tuple[GenerationConfig, tuple[int, ...]]:
+def _effective(
+    fields: GenerationConfig, model: Any, assistant: Any
+) -> tuple[GenerationConfig, tuple[int, ...]]:
     """All settings, the model's own included, and the end tokens.
 
     In code a field without effect is a warning; who types one here meant something by it.
@@ -222,7 +224,7 @@ def _effective(fields: GenerationConfig, model: Any) -> tuple[GenerationConfig, 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            return merged_config(model, fields, {})
+            return merged_config(model, fields, {}, assistant)
     except UserWarning as warning:
         flag = "; add --do-sample" if "`do_sample`" in str(warning) else ""
         raise InputError(f"{warning}{flag}") from None

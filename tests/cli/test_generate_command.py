@@ -138,7 +138,7 @@ def test_beams_stop_strings_and_healing(run) -> None:
 def test_an_assistant_changes_no_greedy_text(run) -> None:
     models = LLAMA.parent
     ids = ("--model", models / "s_llama", "--input-ids", "5,6,7", *SHORT)
-    drafted = run(*ids, "--assistant-model", models / "s_llama_draft")
+    drafted = run(*ids, "--assistant-model", models / "s_llama_draft", "--num-assistant-tokens", 3)
     assert drafted.code == 0, drafted.err
     assert drafted.out == run(*ids).out
 
