@@ -210,8 +210,10 @@ class Assisted(Strategy[State]):
         def by_step(kept):
             return None if kept is None else kept.swapaxes(0, 1)
 
+        written = jnp.arange(state.sequences.shape[1]) < state.cur_len[:, None]
         return Result(
-            sequences=state.sequences,
+            sequences=jnp.where(written, state.sequences, settings.pad),
+            longest=longest,
             length=ready,
             steps=steps,
             broken_at=state.broken_at,

@@ -30,7 +30,9 @@ def check_strategy(
         if not getattr(config, name):
             continue
         if not strategy.keeps_records:
-            raise UnsupportedError(f"`{name}`: only greedy search and sampling give them so far")
+            raise UnsupportedError(
+                f"`{name}`: only greedy search, sampling and DoLa give them so far"
+            )
         if guided:
             raise UnsupportedError(f"`{name}`: not together with guidance_scale")
         if continued:
@@ -38,13 +40,17 @@ def check_strategy(
     asked = {"past_key_values": continued, "return_past_key_values": returns_past}
     for name, wanted in asked.items():
         if wanted and not strategy.continues:
-            raise UnsupportedError(f"{name}: only greedy search and sampling continue so far")
+            raise UnsupportedError(f"{name}: only greedy search, sampling and DoLa continue so far")
         if wanted and guided:
             raise UnsupportedError(f"{name}: not together with guidance_scale")
     sliding = config.cache_implementation == "sliding_window"
     if sliding and not strategy.slides:
         raise UnsupportedError(
-            "cache_implementation: only greedy search and sampling have a sliding window so far"
+            "cache_implementation: only greedy search, sampling and DoLa have a sliding window"
+        )
+    if sliding and config.output_attentions:
+        raise UnsupportedError(
+            "`output_attentions`: not with a sliding window, whose slots are not columns"
         )
     if sliding and returns_past:
         raise UnsupportedError(

@@ -33,11 +33,11 @@ class DoLa(Sample):
 
     layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     """Layers to contrast; 0 is the embedding."""
-    prefill_options: ClassVar = {"output_hidden_states": True}
+    read_options: ClassVar = {"output_hidden_states": True}
 
     def prediction(self, model, read, at, live):
         """The processors start from differences of log-probabilities."""
-        assert read.hidden_states is not None  # `prefill_options` ask for them
+        assert read.hidden_states is not None  # `read_options` ask for them
         states = [read.hidden_states[i] for i in self.layers]
         last = [x[:, -1:] if at is None else take_column(x, at) for x in states]
         early = jnp.stack([model.logits(x)[:, 0] for x in last])  # past no final norm, as in HF

@@ -1,4 +1,4 @@
-"""`generate()` and `stream()`: host checks, then two compiled programs, then the host again."""
+"""`generate()` and `stream()`: host checks, then the compiled programs, then the host again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxllm.generation.prepare import Request, prepare
 from jaxllm.generation.processors.host_errors import reraised
 from jaxllm.generation.records import as_tuples, check_size
 from jaxllm.generation.strategy import AssistedCounts, Result, without_notes
-from jaxllm.generation.values import is_integer
+from jaxllm.generation.values import is_integer, is_traced
 from jaxllm.models.outputs import Layers
 
 Steps = tuple[Layers, ...] | None
@@ -250,7 +250,10 @@ def results(bare: Any, request: Request, chunk: int) -> Iterator[tuple[Result, A
                 state = decode_program(strategy, bare, state, settings, np.int32(until))
             result = on_host(finish_program(strategy, state, settings))
         late = any(clock.expired() for clock in request.clocks)
-        result = dataclasses.replace(result, over=result.over or (late and not beams))
+        if late and not beams:
+            longest = result.length if result.longest is None else result.longest
+            steps = longest - request.start_len
+            result = dataclasses.replace(result, over=True, length=longest, steps=steps)
         yield result, state
         if result.over:
             return
@@ -269,7 +272,7 @@ def prepare_call(
     if not hasattr(model, "decode"):
         raise UnsupportedError(f"generate: {type(model).__name__} has no language-model head")
     for name, feature in UNSUPPORTED.items():
-        if fields.get(name) is not None:
+        if fields.get(name) is not None and fields[name] is not False:
             raise UnsupportedError(f"{name}: {feature} is not supported")
     inputs = {k: v for k, v in fields.items() if k in INPUTS}
     arguments = {k: v for k, v in fields.items() if k in ARGUMENTS}
@@ -305,8 +308,8 @@ def heal(model: Any, tokenizer: Any, input_ids: Any, attention_mask: Any) -> tup
         )
         return int(out.sequences[0, -1])
 
-    if input_ids is None:
-        raise InputError("token_healing: needs input_ids")
+    if input_ids is None or is_traced(input_ids) or is_traced(attention_mask):
+        raise InputError("token_healing: needs input_ids that are known outside jax.jit")
     if attention_mask is None:
         attention_mask = np.ones(np.shape(input_ids), bool)
     return heal_tokens(np.asarray(input_ids), np.asarray(attention_mask), tokenizer, one_more)

@@ -41,7 +41,7 @@ def prefill(
         cache = prompt.kind.of(model.start(prompt.mask.shape[0], capacity, **encoder))
     else:
         cache = prompt.past.compact(capacity)
-    options = {**wanted, **strategy.prefill_options, "fresh": prompt.past is None}
+    options = {**wanted, **strategy.read_options, "fresh": prompt.past is None}
     read = model.decode(cache=cache, at=prompt.at, **prompt.inputs, **options)
     if encoded is not None:
         read = read.replace(

@@ -91,7 +91,7 @@ def _check_plain_end(call: Call) -> None:
         ("max_time", call.config.max_time),
         ("stopping_criteria", call.arguments.get("stopping_criteria")),
     ):
-        if value is not None:
+        if value:
             raise UnsupportedError(
                 f"{name}: groups and constraints end by end tokens and lengths only (transformers "
                 "looks at other criteria just when all beams meet them)"

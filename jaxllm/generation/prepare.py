@@ -38,6 +38,7 @@ from jaxllm.generation.prompts import (
     decoder_only_sides,
     last_real,
     pad_right,
+    refuse,
     seq2seq_sides,
 )
 from jaxllm.generation.stopping import (
@@ -143,8 +144,12 @@ def prepare(
     assistant = arguments.get("assistant_model")
     config, eos = merged_config(model, generation_config, fields, assistant)
     pad = checked_pad(model, config, eos)
+    if model.is_encoder_decoder:
+        refuse({"token_type_ids": token_type_ids}, "not an input of an encoder-decoder")
     if config.token_healing:
         tokenizer = needed_tokenizer(arguments, "token_healing")
+        fixed = {"token_type_ids": token_type_ids, "past_key_values": past_key_values, **inputs}
+        refuse(fixed, "not together with token_healing, which changes the prompt")
         input_ids, attention_mask = heal(model, tokenizer, input_ids, attention_mask)
     past = checked_past(past_key_values)
     sides: Any = seq2seq_sides if model.is_encoder_decoder else decoder_only_sides
@@ -197,6 +202,9 @@ def prepare(
     )
     strategy = choose_strategy(Call(model, config, eos, batch, start_len, until, arguments))
     if assistant is not None:
+        if type(assistant) is not type(model):
+            only_ours = {k: v for k, v in others.items() if k.startswith(("token_t", "encoder_h"))}
+            refuse(only_ours, "not together with an assistant_model of another kind")
         check_room(assistant, given, until - start_len, whose="assistant_model")
     returns_past = return_past_key_values
     check_strategy(strategy, config, given, past is not None, returns_past, negative is not None)
@@ -303,8 +311,12 @@ def checked_lengths(
         until -= given.length  # max_length counts the embedded prompt, which is not returned
         if until < 1:
             raise InputError("inputs_embeds: the prompt alone reaches max_length")
-    if given.ids is None and config.min_length:  # and so does min_length
-        config = config.replace(min_length=max(config.min_length - given.length, 0))
+    least = config.min_length
+    if given.ids is None and (is_traced(least) or least):  # and so does min_length
+        rest = least - given.length
+        config = config.replace(
+            min_length=jnp.maximum(rest, 0) if is_traced(rest) else max(rest, 0)
+        )
     if until > MOST_COLUMNS:
         raise InputError(
             f"max_length: {until} columns; the cache is allocated for all of them, at most "

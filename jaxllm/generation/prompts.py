@@ -118,6 +118,7 @@ def decoder_only_prompt(
             raise InputError(
                 "input_ids: none given, and the model has no bos_token_id to start from"
             )
+        refuse({"attention_mask": attention_mask}, "given without input_ids")
         return Columns(np.full((1, 1), bos, np.int32), np.ones((1, 1), bool))
     if input_ids is None:
         assert embeds is not None
@@ -149,6 +150,7 @@ def encoder_side(
     if sum(given) == 0:
         raise InputError("input_ids: an encoder-decoder needs the encoder's input")
     if encoder_outputs is not None:
+        refuse({"inputs_embeds": inputs_embeds}, "has no effect beside encoder_outputs; drop it")
         states = jnp.asarray(last_hidden_state(encoder_outputs))
         check_width("encoder_outputs", states, model.config.width)
         mask = checked_mask(attention_mask, states.shape[:2])
@@ -220,10 +222,19 @@ def decoder_prompt(model, ids, mask, batch: int, config: GenerationConfig) -> Co
     if not is_traced(mask) and (np.diff(np.asarray(mask).astype(int), axis=1) < 0).any():
         # T5 measures distances between columns; a gap inside a row would change them.
         raise InputError("decoder_attention_mask: pad decoder prompts on the left")
-    starts = jnp.all(ids[:, 0] == first[:, 0]) if is_traced(ids) else (ids[:, 0] == first[:, 0])
-    if not is_traced(ids) and not starts.any():
-        ids = np.concatenate([first, ids], axis=1)
-        mask = np.concatenate([np.ones((batch, 1), bool), np.asarray(mask)], axis=1)
+    if is_traced(ids) or is_traced(mask):
+        return Columns(ids, mask)
+    return with_start(np.asarray(ids), np.asarray(mask), first)
+
+
+def with_start(ids: np.ndarray, mask: np.ndarray, start: np.ndarray) -> Columns:
+    """Decoder prompts, padded on the left, each behind its start token, unless some row has it."""
+    rows, begin = np.arange(len(ids)), np.argmax(mask, axis=1)
+    if (ids[rows, begin] == start[:, 0]).any():
+        return Columns(ids, mask)
+    ids, mask = (np.concatenate([x[:, :1], x], axis=1) for x in (ids, mask))
+    mask[:, 0] = False
+    ids[rows, begin], mask[rows, begin] = start[:, 0], True
     return Columns(ids, mask)
 
 

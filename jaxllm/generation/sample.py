@@ -94,7 +94,7 @@ class Sample(Strategy[State]):
 
     def step(self, model, state, settings):
         live = ~state.done
-        options = {**settings.decode_options, **self.prefill_options}
+        options = {**settings.decode_options, **self.read_options}
         read = model.decode(state.token[:, None], live[:, None], state.cache, **options)
         if state.records is not None:
             state = state.replace(records=state.records.write(read, state.step))

@@ -112,6 +112,8 @@ class Result:
     """Entries in the records below."""
     broken_at: Int[Array, " B"]
     """The first step at which a live row had no finite logits or no token left, or -1."""
+    longest: Int[Array, ""] | None = None
+    """Columns of the longest row so far, where rows do not advance together; else None."""
     over: Bool[Array, ""] | None = None
     """Nothing is left to do. Set by the driver."""
     scores: Float[Array, "N Bn V"] | None = None
@@ -137,7 +139,7 @@ class Strategy(Generic[S]):
     """It can start from, and leave, a cache of `PastKeyValues`; its state has `mask`."""
     keeps_records: ClassVar[bool] = False
     """It can give hidden states and attentions (`records`)."""
-    prefill_options: ClassVar[Mapping[str, Any]] = {}
+    read_options: ClassVar[Mapping[str, Any]] = {}
     """More arguments of `model.decode` for the prompt; greedy search, sampling and DoLa give them
     at every step."""
 

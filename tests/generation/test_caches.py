@@ -201,7 +201,7 @@ def test_the_conversation_must_begin_with_what_is_held():
         jax.jit(lambda x: jaxllm.generate(model, x, seen, **settings).sequences)(more)
     with pytest.raises(UnsupportedError, match="output_attentions`: not beside past_key_values"):
         jaxllm.generate(model, more, seen, output_attentions=True, **settings)
-    with pytest.raises(UnsupportedError, match="only greedy search and sampling continue"):
+    with pytest.raises(UnsupportedError, match="DoLa continue"):
         jaxllm.generate(model, more, seen, num_beams=2, **settings)
     with pytest.raises(UnsupportedError, match="past_key_values: not together with guidance"):
         jaxllm.generate(model, more, seen, guidance_scale=2.0, **settings)
@@ -408,7 +408,9 @@ def test_a_window_is_neither_continued_nor_for_beams():
     fields = {"cache_implementation": "sliding_window", "cache_config": {"sliding_window": 4}}
     with pytest.raises(UnsupportedError, match="a sliding window has lost"):
         jaxllm.generate(model, ids, return_past_key_values=True, **fields)
-    with pytest.raises(UnsupportedError, match="only greedy search and sampling have a sliding"):
+    with pytest.raises(UnsupportedError, match="have a sliding window"):
         jaxllm.generate(model, ids, num_beams=2, **fields)
+    with pytest.raises(UnsupportedError, match="output_attentions"):
+        jaxllm.generate(model, ids, output_attentions=True, **fields)
     with pytest.raises(InputError, match="max_cache_len: a sliding window"):
         jaxllm.generate(model, ids, max_cache_len=99, **fields)

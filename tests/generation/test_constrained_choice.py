@@ -76,3 +76,22 @@ def test_a_watermark_is_detected_and_its_bias_compiles_nothing():
 def test_an_unknown_setting_of_a_watermark_is_named():
     with pytest.raises(InputError, match="greenlist"):
         jaxllm.generate(model("s_llama"), [[5]], watermarking_config={"greenlist": 0.5})
+
+
+def test_groups_ask_for_the_right_prompt():
+    net = model("s_llama")
+    _, ids, mask = prompts("s_llama", (4, 4))
+    out = jaxllm.generate(
+        net,
+        ids,
+        mask,
+        num_beams=4,
+        num_beam_groups=2,
+        diversity_penalty=1.0,
+        num_return_sequences=4,
+        max_new_tokens=5,
+        eos_token_id=None,
+        prefix_allowed_tokens_fn=lambda batch_id, _: range(10 + 40 * batch_id, 30 + 40 * batch_id),
+    ).sequences[:, 4:]
+    assert ((out[:4] >= 10) & (out[:4] < 30)).all()
+    assert ((out[4:] >= 50) & (out[4:] < 70)).all()

@@ -321,6 +321,7 @@ def test_non_finite_logits_name_step_and_row():
         ({"inputs_embeds": np.zeros((1, 3, 7))}, "inputs_embeds"),
         ({"input_ids": [[5]], "encoder_attention_mask": [[1]]}, "encoder_attention_mask"),
         ({"input_ids": [[5]], "logits_processor": len}, "logits_processor"),
+        ({"attention_mask": [[1]]}, "attention_mask: given without input_ids"),
     ],
 )
 def test_bad_input_is_named(inputs, match):
@@ -392,6 +393,27 @@ def test_t5_encoder_outputs_and_embeddings_stand_in_for_ids():
     embeds = net.shared(jnp.asarray(ids))
     got = jaxllm.generate(net, None, mask, inputs_embeds=embeds, **fields).sequences
     np.testing.assert_array_equal(got, want)
+
+
+def test_decoder_prompts_of_t5_do_not_depend_on_their_padding():
+    net = model("s_t5_gated")
+    fields = {"max_new_tokens": 6, "eos_token_id": None}
+    source = [[5, 6, 7]]
+    alone = jaxllm.generate(net, source, decoder_input_ids=[[9, 8]], **fields).sequences
+    assert alone[0, :3].tolist() == [0, 9, 8]
+    padded = jaxllm.generate(
+        net,
+        source * 2,
+        decoder_input_ids=[[0, 0, 9, 8], [11, 12, 13, 14]],
+        decoder_attention_mask=[[0, 0, 1, 1], [1, 1, 1, 1]],
+        **fields,
+    ).sequences
+    np.testing.assert_array_equal(padded[0, 2:], alone[0])
+    states = np.zeros((1, 3, net.config.d_model), np.float32)
+    with pytest.raises(InputError, match="inputs_embeds"):
+        jaxllm.generate(net, inputs_embeds=states, encoder_outputs=states, **fields)
+    with pytest.raises(InputError, match="token_type_ids"):
+        jaxllm.generate(net, source, token_type_ids=[[0, 0, 0]], **fields)
 
 
 @jax.jit

@@ -139,3 +139,34 @@ def test_what_cannot_be_is_named():
     under_jit = jax.jit(lambda ids: jaxllm.generate(net, ids, max_time=1.0).sequences)
     with pytest.raises(InputError, match="max_time"):
         under_jit(jnp.array([[5]]))
+
+
+def test_a_clock_keeps_what_rows_that_are_ahead_have():
+    """Drafts are accepted row by row; the time is up before every row has as much."""
+    net = model("s_llama")
+    _, ids, mask = prompts("s_llama")
+    fields = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0}
+    fields |= {"assistant_model": net, "num_assistant_tokens": 4}
+    out = jaxllm.generate(net, ids, mask, max_time=1e-6, **fields)
+    whole = jaxllm.generate(net, ids, mask, **fields)
+    width = out.sequences.shape[1]
+    same = (out.sequences == whole.sequences[:, :width]) | (out.sequences == 0)
+    assert same.all()
+    assert (out.sequences[:, -1] != 0).any()
+
+
+def test_an_error_of_a_host_function_is_that_error():
+    def criterion(ids, scores):
+        raise KeyError("my own")
+
+    with pytest.raises(KeyError, match="my own"):
+        jaxllm.generate(model("s_llama"), [[5]], stopping_criteria=[HostCriteria(criterion)])
+
+
+def test_healing_says_what_it_does_not_go_with():
+    net, ids = model("s_llama_tok"), [[5, 6]]
+    fields = {"token_healing": True, "tokenizer": TOKENIZER}
+    with pytest.raises(InputError, match="token_healing"):
+        jax.jit(lambda ids: jaxllm.generate(net, ids, **fields).sequences)(jnp.array(ids))
+    with pytest.raises(InputError, match="inputs_embeds"):
+        jaxllm.generate(net, ids, inputs_embeds=np.zeros((1, 2, 32)), **fields)

@@ -169,7 +169,9 @@ def _on_prefixes(
 ) -> list[LogitsProcessor]:
     if function is None:
         return []
-    return [PrefixConstrainedLogitsProcessor(function, config.num_beams)]
+    # Groups are asked one at a time.
+    rows = config.num_beams // config.num_beam_groups
+    return [PrefixConstrainedLogitsProcessor(function, rows)]
 
 
 def _on_lengths(

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.errors import InputError
 from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_processor, store
+from jaxllm.generation.processors.host_errors import noted
 
 HostFunction = Callable[[np.ndarray, np.ndarray], Any]
 
@@ -69,10 +70,11 @@ def call_on_host(
     """Calls ``fn(input_ids[:, :cur_len], scores)`` from a compiled program.
 
     Raises:
-        InputError: The result does not have the shape and kind that it must have; from within a
-            program, it is the cause of the error that JAX raises.
+        InputError: The result does not have the shape and kind that it must have (see
+            :mod:`host_errors` for how it gets out of a program).
     """
 
+    @noted
     def run(ids: Any, values: Any, length: Any) -> np.ndarray:
         found = np.asarray(fn(np.asarray(ids)[:, : int(np.max(length))], np.asarray(values)))
         if found.shape != shape or not np.can_cast(found.dtype, dtype, "same_kind"):
