@@ -229,6 +229,9 @@ def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> N
             f"`num_return_sequences`={results}: greedy search finds one result; set do_sample=True "
             "or num_beams"
         )
+    groups = config.num_beam_groups
+    if groups > 1 and (beams == 1 or beams % groups):
+        raise InputError(f"`num_beam_groups`: {groups} groups do not divide num_beams, {beams}")
     if 1 < beams < results:
         raise InputError(
             f"`num_return_sequences`={results} must be at most `num_beams`={beams}, "

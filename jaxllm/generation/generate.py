@@ -145,6 +145,8 @@ def generate(
         NonFiniteError: the model gave NaN or infinite logits, with the step and row.
     """
     streamer = fields.pop("streamer", None)
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise InputError(f"streamer: expected an object with put() and end(), found {streamer!r}")
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     bare, strategy, settings = runnable(model, request), request.strategy, request.settings
     if request.traced:

@@ -105,20 +105,18 @@ def _beam_search(call: Call) -> Strategy[Any]:
 def _group_beam_search(call: Call) -> Strategy[Any]:
     config = call.config
     _check_plain_end(call)
-    beams, groups = config.num_beams, config.num_beam_groups
-    if beams % groups:
-        raise InputError(f"num_beam_groups: {groups} groups do not divide num_beams, {beams}")
     if config.do_sample:
         raise UnsupportedError("num_beam_groups: diverse beam search does not sample")
     if not is_traced(config.diversity_penalty) and config.diversity_penalty == 0:
         raise InputError("diversity_penalty: must be above 0, or all groups find the same texts")
-    return GroupBeamSearch(**_beams(call), groups=groups)
+    return GroupBeamSearch(**_beams(call), groups=config.num_beam_groups)
 
 
 def _constrained_beam_search(call: Call) -> Strategy[Any]:
     config = call.config
     if config.num_beams == 1:
-        raise InputError("force_words_ids: constraints need beams; set num_beams above 1")
+        name = "constraints" if config.force_words_ids is None else "force_words_ids"
+        raise InputError(f"{name}: constraints need beams; set num_beams above 1")
     for name, wrong in (
         ("do_sample", config.do_sample),
         ("num_beam_groups", config.num_beam_groups > 1),
@@ -126,7 +124,9 @@ def _constrained_beam_search(call: Call) -> Strategy[Any]:
         if wrong:
             raise UnsupportedError(f"{name}: not together with constraints")
     _check_plain_end(call)
-    given = config.constraints or ()
+    given = () if config.constraints is None else config.constraints
+    if not isinstance(given, list | tuple):
+        raise InputError(f"`constraints` must be a list of constraints, but is {given!r}")
     for constraint in given:
         if not isinstance(constraint, PhrasalConstraint | DisjunctiveConstraint):
             raise InputError(

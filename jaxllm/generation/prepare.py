@@ -220,6 +220,11 @@ def prepare(
     sequences, mask, at = buffers(padded, room, pad or 0)
     used: Any = np.int32(columns)
     capacity, cache = width + strategy.slots(room), None
+    if capacity > MOST_COLUMNS:
+        raise InputError(
+            f"num_beams: {config.num_beams} beams of {room} new tokens need {capacity} slots of "
+            f"the cache, which has at most {MOST_COLUMNS}: lower one of the two"
+        )
     if past is not None:
         name = "decoder_input_ids" if model.is_encoder_decoder else "input_ids"
         more = continuation(past, given, pad or 0, token_type_ids, name)

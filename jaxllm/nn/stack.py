@@ -173,7 +173,10 @@ class Stack(nnx.Module):
             InputError: There are not as many blocks.
         """
         if not 1 <= count <= len(self.blocks):
-            raise InputError(f"the model has {len(self.blocks)} layers, so there are no {count}")
+            raise InputError(
+                f"assistant_early_exit: the model has {len(self.blocks)} layers, "
+                f"so there are no {count}"
+            )
         part = copy.copy(self)
         # Past nnx's own setter, which refuses while a jit traces.
         object.__setattr__(part, "blocks", tuple(self.blocks)[:count])

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.errors import InputError
 
 Scores = Float[Array, "B V"]
 C = TypeVar("C", bound=type)
@@ -201,7 +204,8 @@ class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
         """float32 ``[B, V]``; the arguments are those of :class:`LogitsProcessor`."""
         scores = jnp.asarray(scores, jnp.float32)
         for processor in self:
-            scores = processor(input_ids, scores, cur_len, **accepted(processor, kwargs))
+            found = processor(input_ids, scores, cur_len, **accepted(processor, kwargs))
+            scores = checked_scores(processor, found, scores.shape)
         return scores
 
 
@@ -211,6 +215,19 @@ def accepted(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, 
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs
     return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def checked_scores(processor: Any, found: Any, shape: tuple[int, ...]) -> Scores:
+    """What a processor returned, if it has the shape and kind of scores."""
+    kind = getattr(found, "dtype", None)
+    if kind is None or np.shape(found) != shape or not jnp.issubdtype(kind, jnp.floating):
+        what = type(found).__name__ if kind is None else f"{kind}{list(np.shape(found))}"
+        name = getattr(processor, "__name__", type(processor).__name__)
+        raise InputError(
+            f"logits_processor: {name} must return scores, float32{list(shape)}, but returned "
+            f"{what}"
+        )
+    return jnp.asarray(found, jnp.float32)
 
 
 def token_set(

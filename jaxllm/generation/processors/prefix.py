@@ -108,7 +108,13 @@ def _ask_each(
             continue
         batch_id = number // num_beams
         text = np.concatenate([row.ids[~row.real], row.ids[row.real]])
-        tokens = np.array(list(function(batch_id, text)))
+        found = function(batch_id, text)
+        if not isinstance(found, Iterable):
+            raise InputError(
+                f"prefix_allowed_tokens_fn: expected a list of token ids for prompt {batch_id}, "
+                f"found {found!r}"
+            )
+        tokens = np.array(list(found))
         if tokens.size == 0:
             raise InputError(
                 f"prefix_allowed_tokens_fn: returned no token for prompt {batch_id} after "

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jaxllm.errors import InputError
 from jaxllm.generation.processors.base import (
     History,
     Scores,
@@ -93,5 +95,18 @@ class StoppingCriteriaList(tuple[Callable[..., Done], ...]):
         """bool ``[B]``; the arguments are those of :class:`StoppingCriteria`."""
         done = jnp.zeros(input_ids.shape[0], bool)
         for criterion in self:
-            done |= criterion(input_ids, scores, cur_len, **accepted(criterion, kwargs))
+            found = criterion(input_ids, scores, cur_len, **accepted(criterion, kwargs))
+            done |= checked_done(criterion, found, done.shape)
         return done
+
+
+def checked_done(criterion: Any, found: Any, shape: tuple[int, ...]) -> Done:
+    """What a criterion returned, if it is a truth value for each row, or one for all."""
+    kind = np.dtype(bool) if isinstance(found, bool) else getattr(found, "dtype", None)
+    if kind != np.dtype(bool) or np.shape(found) not in (shape, ()):
+        what = type(found).__name__ if kind is None else f"{kind}{list(np.shape(found))}"
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        raise InputError(
+            f"stopping_criteria: {name} must return booleans {list(shape)}, but returned {what}"
+        )
+    return jnp.asarray(found)
