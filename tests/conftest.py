@@ -27,6 +27,16 @@ def smollm2_gguf() -> Path:
         pytest.fail(str(error))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Programs of one module are of no use to the next, and a process may map 65,530 pieces of
+    memory by default, of which each program takes a few dozen."""
+    yield
+    import jax
+
+    jax.clear_caches()
+
+
 @pytest.fixture
 def highest_precision() -> Iterator[None]:
     """Full float32 in matrix products, for comparisons with the reference on any device."""
