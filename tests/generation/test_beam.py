@@ -170,7 +170,7 @@ FIELDS = {"num_beams": 3, "max_new_tokens": 10, "num_return_sequences": 2}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize("sampling", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_left_padded_equals_right_padded_equals_alone(name, sampling):
     fields = {**FIELDS, "eos_token_id": [5, 6, 11], "do_sample": sampling, "key": 1, "top_k": 0}
     outs = []

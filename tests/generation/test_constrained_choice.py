@@ -46,7 +46,7 @@ def test_an_error_of_the_callers_function_is_that_error():
     [WatermarkingConfig(bias=4.0), {"ngram_len": 3, "keys": [3, 7, 11]}],
     ids=["green lists", "synthid"],
 )
-@pytest.mark.parametrize("name", ["s_llama", "s_t5"])
+@pytest.mark.parametrize("name", ["s_llama", pytest.param("s_t5", marks=pytest.mark.slow)])
 def test_a_watermark_changes_the_text(name, config):
     _, ids, mask = prompts(name)
     fields = {"max_new_tokens": 24, "do_sample": True, "key": 0, "eos_token_id": None}
@@ -55,6 +55,7 @@ def test_a_watermark_changes_the_text(name, config):
     assert (plain != marked).any()
 
 
+@pytest.mark.slow
 def test_a_watermark_is_detected_and_its_bias_compiles_nothing():
     net = model("s_llama")
     _, ids, mask = prompts("s_llama")

@@ -80,6 +80,7 @@ def test_ended_rows_have_no_say():
     np.testing.assert_array_equal(alone.sequences[0, 6 : out.shape[1] - 2], out[1, 8:])
 
 
+@pytest.mark.slow
 def test_sampling_by_key_and_several_results():
     _, ids, mask = prompts(DEEP)
     fields = {"do_sample": True, "top_k": 0, "key": 3, "temperature": 8.0, "dola_layers": [3]}

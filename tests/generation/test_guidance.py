@@ -125,6 +125,7 @@ def test_the_cache_is_donated_and_never_copied(name):
     assert loop_is_in_place(*call)
 
 
+@pytest.mark.slow
 def test_sampling_several_results():
     _, ids, mask = prompts("s_llama")
     _, negative = negatives("s_llama")

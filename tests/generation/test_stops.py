@@ -56,7 +56,9 @@ def test_other_stop_strings_compile_nothing():
     assert compilations(lambda: call("xyz")) == []
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", ["s_llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])]
+)
 def test_criteria_of_the_caller(name):
     """A traceable function, a pytree and a host function end the same rows."""
     net = model(name)
