@@ -130,7 +130,8 @@ def load_model(
             if param_dtype is None:  # keep what the file has, unless the model needs it wider
                 want = jnp.promote_types(tensor.dtype, want)
             check_range(f"{source.info(name).file}: {name}", part, want)
-            arrays[ours] = jnp.array(part, dtype=want)
+            # Waited for: what a tensor passes through on its way would pile up with the next ones.
+            arrays[ours] = jnp.array(part, dtype=want).block_until_ready()
         done += source.info(name).nbytes
         if progress is not None:
             progress(name, done, total)
