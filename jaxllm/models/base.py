@@ -254,9 +254,10 @@ class CausalLM(DecoderOnly):
                 each against the logits one position before.
             logits_to_keep: 0 for all positions, n for the last n, or the indices of columns.
             options: `segment_ids` [B, T] in place of the mask for rows that hold several documents
-                (0 at pads, 1 and up elsewhere), `position_ids` [B, T], `inputs_embeds`, `token_type_ids` [B, T] (GPT-2),
-                `encoder_hidden_states` [B, E, D] and `encoder_attention_mask` [B, E] (GPT-2 with
-                cross-attention), `cache` (continue from it; it comes back in the output),
+                (0 at pads, 1 and up elsewhere), `position_ids` [B, T], `inputs_embeds`,
+                `token_type_ids` [B, T] (GPT-2), `encoder_hidden_states` [B, E, D] and
+                `encoder_attention_mask` [B, E] (GPT-2 with cross-attention), `cache`
+                (continue from it; it comes back in the output),
                 `head_mask` [L, N], `dropout_key` (training), `output_hidden_states`,
                 `output_attentions`.
 

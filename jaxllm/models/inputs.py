@@ -121,9 +121,7 @@ def position_ids(ids: Any, shape: tuple[int, ...], limit: int | None) -> Int[Arr
     return jnp.broadcast_to(jnp.asarray(ids, jnp.int32), shape)
 
 
-def check_room(
-    mask: Any, cache: Cache | None, limit: int | None, segments: Any = None
-) -> None:
+def check_room(mask: Any, cache: Cache | None, limit: int | None, segments: Any = None) -> None:
     """New columns must fit the cache, and each row's (or document's) tokens the model's positions.
 
     A cache that is traced is not looked into: under jit the caller answers for its length.
@@ -152,7 +150,9 @@ def check_room(
 
 def longest_document(segments: np.ndarray) -> int:
     """Tokens of the longest document of packed rows."""
-    return max(int(np.unique(row[row != 0], return_counts=True)[1].max(initial=0)) for row in segments)
+    return max(
+        int(np.unique(row[row != 0], return_counts=True)[1].max(initial=0)) for row in segments
+    )
 
 
 def head_mask(name: str, mask: Any, layers: int, heads: int) -> Float[Array, "L N"] | None:

@@ -203,7 +203,7 @@ def _lion(config, schedule, options):
 
 
 def _sgd(config, schedule, options):
-    steps = [optax.sgd(schedule, nesterov="momentum" in options, **options)]
+    steps: list[Any] = [optax.sgd(schedule, nesterov="momentum" in options, **options)]
     if config.weight_decay is not None:
         decay = config.weight_decay
         steps.append(optax.add_decayed_weights(lambda t: -decay * schedule(t), decay_mask(config)))
@@ -211,11 +211,12 @@ def _sgd(config, schedule, options):
 
 
 def _muon(config, schedule, options):
-    """Jordan et al. 2024 for the matrices of the blocks; AdamW for embeddings, head and vectors.
-    Its steps are scaled as AdamW's (Liu et al. 2025, arXiv:2502.16982), so its learning rate is."""
+    """Jordan et al. 2024 for the matrices of the blocks; for embeddings, head and vectors Adam with
+    Nesterov's momentum. Its steps are scaled to the size of AdamW's, so that a learning rate suits
+    both (Liu et al. 2025, arXiv:2502.16982)."""
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
-    def dimensions(params: Params) -> Any:
+    def dimensions(params: Any) -> Any:
         return {
             path: matrix if "blocks" in path and getattr(x, "ndim", 0) == 2 else None
             for path, x in params.items()

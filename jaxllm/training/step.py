@@ -74,8 +74,7 @@ def make_train_step(
 
         params = if_good(new_params, params)
         if ema is not None and ema_decay is not None:
-            average = jax.tree.map(lambda e, p: e * ema_decay + p * (1 - ema_decay), ema, params)
-            ema = if_good(average, ema)
+            ema = if_good(optax.incremental_update(params, ema, 1 - ema_decay), ema)
         bad = (~good).astype(jnp.int32)
         metrics = {
             "loss": sums.loss / count,

@@ -1,0 +1,112 @@
+"""Losses against their definitions in numpy, and against the models' own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxllm.errors import InputError
+from jaxllm.training.losses import CausalLoss, Seq2SeqLoss, TokenLoss, loss_for
+
+
+def logits_and_labels(seed: int = 0):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(3, 5, 11)).astype(np.float32) * 3
+    labels = rng.integers(0, 11, (3, 5)).astype(np.int32)
+    labels[0, 2:] = -100
+    return logits, labels
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("z", [0.0, 0.01])
+def test_the_definition(smoothing, z):
+    logits, labels = logits_and_labels()
+    sums = TokenLoss(label_smoothing=smoothing, z_loss=z).of_tokens(
+        jnp.asarray(logits), jnp.asarray(labels)
+    )
+    total = right = 0.0
+    for row, column in zip(*np.nonzero(labels != -100), strict=True):
+        x, y = logits[row, column].astype(np.float64), labels[row, column]
+        log_z = np.log(np.exp(x).sum())
+        target = np.full(11, smoothing / 11)
+        target[y] += 1 - smoothing
+        total += -(target * (x - log_z)).sum() + z * log_z**2
+        right += x.argmax() == y
+    np.testing.assert_allclose(float(sums.loss), total, rtol=1e-5)
+    assert float(sums.count) == (labels != -100).sum() == 12
+    assert float(sums.correct) == right
+
+
+def test_labels_of_minus_100_have_no_gradient():
+    logits, labels = logits_and_labels()
+    loss = TokenLoss(label_smoothing=0.1, z_loss=0.01)
+    gradient = jax.grad(lambda x: loss.of_tokens(x, jnp.asarray(labels)).loss)(jnp.asarray(logits))
+    assert (np.asarray(gradient)[labels == -100] == 0).all()
+    assert (np.abs(np.asarray(gradient)[labels != -100]).max(-1) > 0).all()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_mean_is_the_model_s_own_loss(family):
+    model = tiny.make(family)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, 50, (4, 7)).astype(np.int32)
+    labels = np.where(rng.random(ids.shape) < 0.3, -100, ids).astype(np.int32)
+    sums = loss_for(model)(model, {"input_ids": ids, "labels": labels})
+    assert isinstance(loss_for(model), Seq2SeqLoss if family == "t5" else CausalLoss)
+    expected = model(ids, labels=labels).loss
+    np.testing.assert_allclose(float(sums.loss / sums.count), float(expected), rtol=1e-6)
+
+
+PROBLEMS = {
+    "single_label_classification": (3, np.array([2, 0, 1, 2], np.int32)),
+    "multi_label_classification": (3, np.array([[1, 0, 1]] * 2 + [[0, 0, 1]] * 2, np.float32)),
+    "regression": (1, np.array([0.5, -1.0, 2.0, 0.0], np.float32)),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_classification(problem):
+    classes, labels = PROBLEMS[problem]
+    model = tiny.make(
+        "llama",
+        architecture="LlamaForSequenceClassification",
+        id2label={str(i): str(i) for i in range(classes)},
+        problem_type=problem,
+        pad_token_id=0,
+    )
+    ids = np.random.default_rng(0).integers(3, 50, (4, 7)).astype(np.int32)
+    mask = np.ones_like(ids)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    loss = loss_for(model)
+    sums, out = loss(model, batch), model(ids, mask, labels=labels)
+    np.testing.assert_allclose(float(sums.loss / 4), float(out.loss), rtol=1e-5)
+    logits = np.asarray(out.logits)
+    right = {
+        "single_label_classification": lambda: (logits.argmax(-1) == labels).sum(),
+        "multi_label_classification": lambda: ((logits > 0) == labels).all(-1).sum(),
+        "regression": lambda: 0,
+    }[problem]()
+    assert (float(sums.count), float(sums.correct)) == (4, right)
+    weighted = loss(model, {**batch, "weights": np.array([1, 1, 0, 0], np.float32)})
+    half = loss(model, {name: x[:2] for name, x in batch.items()})
+    np.testing.assert_allclose(float(weighted.loss), float(half.loss), rtol=1e-5)
+    assert (float(weighted.count), weighted.correct) == (2, half.correct)
+    if problem.startswith("single"):
+        ignored = loss(model, {**batch, "labels": np.array([2, 0, -100, -100], np.int32)})
+        np.testing.assert_allclose(float(ignored.loss), float(half.loss), rtol=1e-5)
+        assert float(ignored.count) == 2
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(InputError, match="label_smoothing: expected 0 to 1"):
+        CausalLoss(label_smoothing=1.5)
+    with pytest.raises(InputError, match="z_loss: expected 0 or more"):
+        CausalLoss(z_loss=-1.0)
+    classifier = tiny.make("gpt2", architecture="GPT2ForSequenceClassification")
+    with pytest.raises(InputError, match="z_loss: is of language models"):
+        loss_for(classifier, z_loss=0.1)
+    with pytest.raises(InputError, match="T5EncoderModel: has nothing to predict"):
+        loss_for(tiny.make("t5", architecture="T5EncoderModel"))
