@@ -61,10 +61,10 @@ class Epoch:
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, batch: int, /) -> Batch:
+    def __getitem__(self, index: int) -> Batch:
         items = self.examples.items
-        rows = [[items[n] for n in self.plan.row(batch, number)] for number in self.rows]
-        shape = tuple(self.plan.shapes[batch].tolist())
+        rows = [[items[n] for n in self.plan.row(index, number)] for number in self.rows]
+        shape = tuple(self.plan.shapes[index].tolist())
         like = items[0].labels
         return collate(rows, shape, self.model, packed=self.packed, like=like)
 

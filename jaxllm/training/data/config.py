@@ -186,13 +186,14 @@ class ModelInfo:
             UnsupportedError: the model has no labels (an encoder alone).
         """
         config = model.config
-        kinds: tuple[tuple[type, ModelKind], ...] = (
-            (SequenceClassifier, "classification"),
-            (CausalLM, "causal"),
-            (T5ForConditionalGeneration, "seq2seq"),
-        )
-        kind = next((kind for of, kind in kinds if isinstance(model, of)), None)
-        if kind is None:
+        kind: ModelKind
+        if isinstance(model, SequenceClassifier):
+            kind = "classification"
+        elif isinstance(model, CausalLM):
+            kind = "causal"
+        elif isinstance(model, T5ForConditionalGeneration):
+            kind = "seq2seq"
+        else:
             raise UnsupportedError(f"{type(model).__name__}: has nothing to predict, so no data")
         context = config.max_positions
         if context is None:
