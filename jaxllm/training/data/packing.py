@@ -10,14 +10,14 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int
 
-WINDOW = 2048
+WINDOW_ROWS = 512
 
 
 def pack(
     lengths: Int[np.ndarray, "N K"],
     order: Int[np.ndarray, " N"],
     limits: tuple[int, ...],
-    window: int = WINDOW,
+    window_rows: int = WINDOW_ROWS,
 ) -> list[list[int]]:
     """Rows of examples, each of `order` in exactly one of them.
 
@@ -25,25 +25,31 @@ def pack(
         lengths: Tokens of each example, on each side (encoder and decoder, for T5).
         order: The examples, in the order in which windows of them are packed.
         limits: Tokens that fit in a row, on each side; no example is longer.
-        window: Examples that are packed together.
+        window_rows: As many examples are packed together as fill about this number of rows.
 
     >>> pack(np.array([[3], [6], [2], [5]]), np.arange(4), (8,))
     [[1, 2], [3, 0]]
     """
     rows: list[list[int]] = []
     shares = (lengths / np.asarray(limits)).max(axis=1)
-    for start in range(0, len(order), window):
-        part = order[start : start + window]
-        part = part[np.argsort(-shares[part], kind="stable")]
-        room = np.tile(np.asarray(limits), (len(part), 1))
-        packed: list[list[int]] = []
-        for example in part:
-            # Beyond the open rows all rows are empty, so that the first fit always exists.
-            fits = (room[: len(packed) + 1] >= lengths[example]).all(axis=1)
-            row = int(np.argmax(fits))
-            if row == len(packed):
-                packed.append([])
-            packed[row].append(int(example))
-            room[row] -= lengths[example]
-        rows += packed
+    window_of = np.cumsum(shares[order]) // window_rows
+    for part in np.split(order, np.flatnonzero(np.diff(window_of)) + 1):
+        rows += _first_fit(lengths, part[np.argsort(-shares[part], kind="stable")], limits)
+    return rows
+
+
+def _first_fit(
+    lengths: Int[np.ndarray, "N K"], order: Int[np.ndarray, " n"], limits: tuple[int, ...]
+) -> list[list[int]]:
+    """Each example in the first row that has room for it on every side."""
+    rows: list[list[int]] = []
+    room = np.tile(np.asarray(limits), (len(order), 1))
+    for example in order:
+        # The row behind the open ones is empty, so that a first fit always exists.
+        fits = (room[: len(rows) + 1] >= lengths[example]).all(axis=1)
+        row = int(np.argmax(fits))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(int(example))
+        room[row] -= lengths[example]
     return rows

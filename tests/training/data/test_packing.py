@@ -36,9 +36,11 @@ def test_within_a_window_no_two_rows_fit_into_one(lengths):
 
 
 def test_padding_is_little():
-    lengths = np.random.default_rng(1).integers(5, 300, (5000, 1))
+    lengths = np.random.default_rng(1).integers(5, 300, (8000, 1))
     planner = Planner(batch_size=8, limits=(512,), packing=True)
     assert planner.plan(lengths, 0).padding(lengths) < 0.02
+    short = np.minimum(lengths, 12)
+    assert planner.plan(short, 0).padding(short) < 0.05
     alone = Planner(batch_size=8, limits=(512,), bucket=None)
     assert alone.plan(lengths, 0).padding(lengths) > 0.6
     assert Planner(batch_size=8, limits=(512,)).plan(lengths, 0).padding(lengths) < 0.35
