@@ -121,7 +121,6 @@ def continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     Sentencepiece puts a space before a text, which is not there in the middle of one; so the text
     is encoded behind a line break, whose ids are then taken away, where that can be done.
     """
-
     before, both = plain(tokenizer, "\n"), plain(tokenizer, "\n" + text)
     if both[: len(before)] == before:
         return both[len(before) :]
@@ -132,7 +131,7 @@ def beginning(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text that goes on: with the BOS that the tokenizer puts before one, without EOS."""
     mark = encode(tokenizer, "a")
     body = plain(tokenizer, "a")
-    front = next(n for n in range(len(mark)) if mark[n : n + len(body)] == body)
+    front = next((n for n in range(len(mark)) if mark[n : n + len(body)] == body), 0)
     return mark[:front] + plain(tokenizer, text)
 
 

@@ -1,4 +1,4 @@
-"""Sources of rows: JSONL, JSON, text and byte files, Hugging Face data sets, Python sequences.
+"""Sources of rows: JSONL, JSON, text and byte files.
 
 A row is a dict, as the file has it. Sources are read by index, never as a whole where the kind of
 file allows it, and are strict: what cannot be read is an error that names the file and the line.
@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import importlib
-import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from jaxllm.errors import DataError, MissingFileError, UnsupportedError
+from jaxllm.errors import DataError, MissingFileError
 from jaxllm.json_file import parse_json
 
 Row = Mapping[str, Any]
@@ -195,7 +192,7 @@ class JsonlRows(_Lines):
 
     def __getitem__(self, index: int, /) -> Row:
         where = self.where(index)
-        return _object(parse_json(self.line(index), source=where, error=DataError), where)
+        return as_object(parse_json(self.line(index), source=where, error=DataError), where)
 
 
 class LineRows(_Lines):
@@ -242,7 +239,7 @@ class JsonRows(_Files):
                 )
             for number, value in enumerate(values):
                 where = f"{file}[{number}]"
-                self._rows.append((_object(value, where), where))
+                self._rows.append((as_object(value, where), where))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -254,69 +251,8 @@ class JsonRows(_Files):
         return self._rows[index][1]
 
 
-class SequenceRows:
-    """Rows of a list of dicts, or of anything with their methods, as ``datasets.Dataset`` has."""
-
-    def __init__(self, rows: Sequence[Row], name: str = "rows") -> None:
-        self._rows = rows
-        self._name = name
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int, /) -> Row:
-        return _object(self._rows[index], self.where(index))
-
-    def where(self, index: int) -> str:
-        return f"{self._name}[{index}]"
-
-    @cached_property
-    def _digest(self) -> str:
-        return hash_rows(self._rows[index] for index in range(len(self)))
-
-    def sha256(self) -> str:
-        """Of the rows as JSON, one a line; what JSON lacks (dates) counts as its ``str``."""
-        return self._digest
-
-
-def hash_rows(rows: Iterable[Row]) -> str:
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-    return digest.hexdigest()
-
-
-def dataset_rows(dataset: str, name: str | None = None, split: str = "train") -> SequenceRows:
-    """Rows of a Hugging Face data set: a Hub id, or a folder that ``save_to_disk`` wrote.
-
-    Raises:
-        UnsupportedError: The package ``datasets`` is not installed.
-        DataError: The data set cannot be loaded, or has no such split.
-    """
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as failure:
-        raise UnsupportedError(
-            f"dataset: {dataset!r} needs the package datasets, which cannot be imported "
-            f"({failure}): pip install 'jaxllm[datasets]'"
-        ) from failure
-    folder = Path(dataset).expanduser()
-    try:
-        if (folder / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(str(folder))[split]
-        elif (folder / "state.json").is_file():
-            loaded = datasets.load_from_disk(str(folder))
-        else:
-            loaded = datasets.load_dataset(dataset, name, split=split)
-    except Exception as failure:  # of many kinds: the Hub's, Arrow's, the file system's
-        raise DataError(
-            f"dataset: {dataset!r}, split {split!r}, cannot be loaded "
-            f"({type(failure).__name__}: {failure})"
-        ) from failure
-    return SequenceRows(loaded, f"{dataset}/{split}")
-
-
-def _object(value: Any, where: str) -> Row:
+def as_object(value: Any, where: str) -> Row:
+    """A row, if it is one."""
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: expected an object, found {_kind(value)}")
     return value

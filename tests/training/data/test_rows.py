@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from jaxllm.errors import DataError, MissingFileError, UnsupportedError
-from jaxllm.training.data.rows import SequenceRows, dataset_rows, open_rows
+from jaxllm.training.data.rows import open_rows
+from jaxllm.training.data.sequence_rows import SequenceRows, dataset_rows
 
 
 def write(folder, name: str, data: bytes | str):
