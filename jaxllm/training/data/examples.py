@@ -1,7 +1,7 @@
 """All rows of a source, encoded once and kept in memory: 8 bytes a token.
 
-Plans need the lengths of all examples, and rendering a chat template takes a millisecond or more; so
-the work is done once at the start, in threads, and not again in every epoch.
+Plans need the lengths of all examples, and rendering a chat template takes a millisecond or more;
+so the work is done once at the start, in threads, and not again in every epoch.
 """
 
 from __future__ import annotations
