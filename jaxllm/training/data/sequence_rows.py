@@ -60,10 +60,15 @@ def dataset_rows(dataset: str, name: str | None = None, split: str = "train") ->
             f"({failure}): pip install 'jaxllm[datasets]'"
         ) from failure
     folder = Path(dataset).expanduser()
+    has_splits, is_one = ((folder / n).is_file() for n in ("dataset_dict.json", "state.json"))
+    if name is not None and (has_splits or is_one):
+        raise DataError(f"dataset_name: has no effect with the saved data set {folder}")
+    if split != "train" and is_one:
+        raise DataError(f"split: has no effect, {folder} holds one data set and no splits")
     try:
-        if (folder / "dataset_dict.json").is_file():
+        if has_splits:
             loaded = datasets.load_from_disk(str(folder))[split]
-        elif (folder / "state.json").is_file():
+        elif is_one:
             loaded = datasets.load_from_disk(str(folder))
         else:
             loaded = datasets.load_dataset(dataset, name, split=split)
