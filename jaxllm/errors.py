@@ -42,3 +42,7 @@ class NonFiniteError(JaxLLMError, FloatingPointError):
 
 class MissingFileError(JaxLLMError, FileNotFoundError):
     """A file or folder that the call needs is not there."""
+
+
+class DataError(JaxLLMError, ValueError):
+    """A file or row of training data is malformed, or does not fit the format it is read in."""

@@ -1,0 +1,40 @@
+"""A tokenizer without any file: the ids of a text are its bytes."""
+
+from __future__ import annotations
+
+from jaxllm.tokenizers.base import Tokenizer
+from jaxllm.tokenizers.decoding import byte_to_unicode
+from jaxllm.tokenizers.fast import BYTE_LEVEL, FastTokenizer
+from jaxllm.tokenizers.settings import AddedToken, Settings
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+
+
+def byte_tokenizer() -> FastTokenizer:
+    """Ids 0 to 255 are bytes, 256 is ``<|endoftext|>`` (BOS and EOS), 257 is ``<|pad|>``.
+
+    It is byte-level BPE (GPT-2's) with no merges, so that what it saves is a tokenizer.json that
+    jaxllm and transformers load.
+
+    >>> tokenizer = byte_tokenizer()
+    >>> tokenizer.encode("né"), tokenizer.decode([110, 195, 169]), len(tokenizer)
+    ([110, 195, 169], 'né', 258)
+    """
+    spec = {
+        "added_tokens": [],
+        "pre_tokenizer": {**BYTE_LEVEL, "use_regex": False},
+        "decoder": {**BYTE_LEVEL, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {character: byte for byte, character in byte_to_unicode().items()},
+            "merges": [],
+        },
+    }
+    end = AddedToken(END)
+    named = {"bos_token": end, "eos_token": end, "pad_token": AddedToken(PAD)}
+    return FastTokenizer(spec, Settings(named=named))
+
+
+def ids_are_bytes(tokenizer: Tokenizer) -> bool:
+    """Whether the ids 0 to 255 of a tokenizer are the bytes of these numbers."""
+    return tokenizer.token_bytes()[:256] == tuple(bytes([byte]) for byte in range(256))

@@ -1,0 +1,19 @@
+"""Training data: rows of files, encoded, and cut into batches that can be resumed."""
+
+from jaxllm.training.data.batches import Batches, Epoch
+from jaxllm.training.data.config import DataConfig, ModelInfo
+from jaxllm.training.data.examples import Counts, Examples
+from jaxllm.training.data.make import epoch_batches, make_batches, read_examples, rows_of
+
+__all__ = [
+    "Batches",
+    "Counts",
+    "DataConfig",
+    "Epoch",
+    "Examples",
+    "ModelInfo",
+    "epoch_batches",
+    "make_batches",
+    "read_examples",
+    "rows_of",
+]

@@ -1,0 +1,124 @@
+"""Conversations: the chat template writes them, and what the assistant says is learnt.
+
+A template says nowhere which tokens are the assistant's. They are found as the model will meet them
+at generation: a conversation up to an answer, with the start of the answer behind it, is a prompt;
+what the whole conversation has beyond that prompt is the answer. This holds only for templates
+that write the beginning of a conversation the same whatever follows, and that is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxllm.errors import DataError
+from jaxllm.models.inputs import IGNORED
+from jaxllm.tokenizers import Tokenizer
+from jaxllm.training.data.example import CausalExample
+from jaxllm.training.data.formats import get, int32
+from jaxllm.training.data.rows import Row
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Messages ``{"role": ..., "content": ...}``; the assistant's are learnt, up to the token that
+    ends the turn and with it. A row may have `tools` for the template.
+
+    Nothing is added to what the template writes, so that there is exactly the BOS that it writes.
+    """
+
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    field: str
+    chat_template: str | None = None
+    train_on: Literal["all", "last"] = "all"
+
+    def __call__(self, row: Row) -> CausalExample:
+        messages = _messages(row, self.field)
+        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
+            raise DataError(f"{self.field}: no message of the assistant, so nothing to learn")
+        conversation = _Conversation(
+            self.tokenizer, messages, self.chat_template, row.get("tools"), self.field
+        )
+        ids = int32(conversation.ids)
+        labels = np.full_like(ids, IGNORED)
+        for number in answers if self.train_on == "all" else answers[-1:]:
+            start = conversation.boundary(number, before_answer=True)
+            stop = self._turn_end(conversation, number, start)
+            labels[start:stop] = ids[start:stop]
+        labels[0] = IGNORED
+        return CausalExample(ids, labels)
+
+    def _turn_end(self, conversation: _Conversation, number: int, start: int) -> int:
+        """Behind the token that ends the answer; a line break that follows it is the template's."""
+        stop = conversation.boundary(number + 1, before_answer=False)
+        ends = self.tokenizer.special_ids.union(self.eos_token_ids)
+        answer = conversation.ids[start:stop]
+        last = max((at for at, token in enumerate(answer) if token in ends), default=None)
+        if last is None or self.tokenizer.decode(answer[last + 1 :]).strip():
+            raise DataError(
+                f"{self.field}[{number}]: the chat template puts no special token behind the "
+                "assistant's words, so the model would not learn to stop; give a chat_template "
+                "that does"
+            )
+        return start + last + 1
+
+
+@dataclass
+class _Conversation:
+    """A conversation as the template writes it, and where its messages end in it."""
+
+    tokenizer: Tokenizer
+    messages: Sequence[Message]
+    template: str | None
+    tools: Any
+    field: str
+
+    def __post_init__(self) -> None:
+        self.ids: list[int] = self._render(len(self.messages), prompt=False, tokenize=True)
+
+    def boundary(self, number: int, *, before_answer: bool) -> int:
+        """How many ids the first `number` messages take, with the start of an answer or without."""
+        if number == len(self.messages):
+            return len(self.ids)
+        ids = self._render(number, prompt=before_answer, tokenize=True)
+        if self.ids[: len(ids)] == ids:
+            return len(ids)
+        text = self._render(number, prompt=before_answer, tokenize=False)
+        whole = self._render(len(self.messages), prompt=False, tokenize=False)
+        if not whole.startswith(text):
+            raise DataError(
+                f"{self.field}[{number}]: the chat template writes the messages before this one "
+                "otherwise when it follows, so the assistant's tokens cannot be told from the "
+                "others; end each row with an answer and set train_on to 'last', or give another "
+                "chat_template"
+            )
+        # One token has characters of both sides: it belongs to what comes after.
+        return next(
+            n for n, pair in enumerate(zip(ids, self.ids, strict=False)) if pair[0] != pair[1]
+        )
+
+    def _render(self, count: int, *, prompt: bool, tokenize: bool) -> Any:
+        return self.tokenizer.apply_chat_template(
+            self.messages[:count],
+            add_generation_prompt=prompt,
+            tokenize=tokenize,
+            tools=self.tools,
+            chat_template=self.template,
+        )
+
+
+def _messages(row: Row, field: str) -> Sequence[Message]:
+    messages = get(row, field, list)
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(
+                f"{field}[{number}]: expected an object with a role, found {str(message)[:60]!r}"
+            )
+    return messages

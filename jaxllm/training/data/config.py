@@ -1,0 +1,277 @@
+"""What to train on and how it is cut into batches, and what the data must know of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxllm.errors import ConfigError, UnsupportedError
+from jaxllm.models.base import CausalLM
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.t5 import T5ForConditionalGeneration
+from jaxllm.tokenizers import Tokenizer
+from jaxllm.training.data.rows import FileType
+
+FormatName = Literal["text", "prompt_completion", "chat", "seq2seq", "classification"]
+ModelKind = Literal["causal", "seq2seq", "classification"]
+OnTooLong = Literal["error", "truncate", "drop", "split"]
+Bucket = int | Literal["power_of_two"] | None
+
+KIND_OF: Mapping[str, ModelKind] = {
+    "text": "causal",
+    "prompt_completion": "causal",
+    "chat": "causal",
+    "seq2seq": "seq2seq",
+    "classification": "classification",
+}
+# Fields that only these formats read.
+_READ_BY: Mapping[str, tuple[str, ...]] = {
+    "text_field": ("text", "classification"),
+    "prompt_field": ("prompt_completion",),
+    "completion_field": ("prompt_completion",),
+    "messages_field": ("chat",),
+    "chat_template": ("chat",),
+    "train_on": ("chat",),
+    "source_field": ("seq2seq",),
+    "target_field": ("seq2seq",),
+    "source_prefix": ("seq2seq",),
+    "max_target_length": ("seq2seq",),
+    "label_field": ("classification",),
+    "label_names": ("classification",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Rows, their format, and the shape of batches.
+
+    Args:
+        path: JSONL, JSON, text or byte files: one, a glob, or a list of them.
+        file_type: `auto` goes by the suffix.
+        by_line: each line of a text file is a row of its own.
+        dataset, dataset_name, split: a Hugging Face data set in place of `path`: a Hub id or a
+            folder that `save_to_disk` wrote (``pip install 'jaxllm[datasets]'``).
+        format: how a row becomes an example; see docs/finetuning-data.md.
+        text_field, prompt_field, completion_field, messages_field, source_field, target_field,
+            label_field: names of a row's fields.
+        source_prefix: put before every source, such as ``"summarize: "``.
+        chat_template: in place of the tokenizer's own; Jinja, or the name of one of its templates.
+        train_on: every message of the assistant, or the last one of each conversation.
+        label_names: names of the classes in the order of their numbers.
+        max_length: most tokens of an example (of the source, for seq2seq), and the length of packed
+            rows. None: the model's context length.
+        max_target_length: most tokens of a seq2seq target. None: `max_length`.
+        on_too_long: a longer example is an error that names its row; or it is truncated at its end,
+            dropped, or (`text` only) split into several. All are counted in `Counts`.
+        packing: several examples in one row, which do not see each other.
+        bucket: lengths of unpacked batches are rounded up to a power of two, or to a multiple of
+            this; None pads every batch to `max_length`. Each length is compiled once.
+        shuffle: a new order in every epoch; the order of the files otherwise.
+        seed: of the order; None: the seed of the run.
+
+    Raises:
+        ConfigError: a field is of the wrong type or value, or has no effect beside the others.
+    """
+
+    format: FormatName
+    path: str | tuple[str, ...] | None = None
+    file_type: FileType = "auto"
+    by_line: bool = False
+    dataset: str | None = None
+    dataset_name: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    prompt_field: str = "prompt"
+    completion_field: str = "completion"
+    messages_field: str = "messages"
+    source_field: str = "source"
+    target_field: str = "target"
+    label_field: str = "label"
+    source_prefix: str = ""
+    chat_template: str | None = None
+    train_on: Literal["all", "last"] = "all"
+    label_names: tuple[str, ...] = ()
+    max_length: int | None = None
+    max_target_length: int | None = None
+    on_too_long: OnTooLong = "error"
+    packing: bool = False
+    bucket: Bucket = "power_of_two"
+    shuffle: bool = True
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.path, list):
+            object.__setattr__(self, "path", tuple(self.path))
+        if isinstance(self.label_names, list):
+            object.__setattr__(self, "label_names", tuple(self.label_names))
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not _fits(value, hints[field.name]):
+                raise ConfigError(
+                    f"{field.name}: expected {_spell(hints[field.name])}, found {value!r}"
+                )
+            formats = _READ_BY.get(field.name)
+            if formats and self.format not in formats and value != field.default:
+                raise ConfigError(
+                    f"{field.name}: has no effect with format {self.format!r}; it is read by "
+                    f"{', '.join(formats)}"
+                )
+        self._check_values()
+
+    def _check_values(self) -> None:
+        for name in ("max_length", "max_target_length", "bucket"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ConfigError(f"{name}: expected 1 or more, found {value}")
+        if self.max_length is not None and self.max_length < 2 and self.on_too_long == "split":
+            raise ConfigError("max_length: pieces of a text have at least 2 tokens, found 1")
+        if self.seed is not None and self.seed < 0:
+            raise ConfigError(f"seed: expected 0 or more, found {self.seed}")
+        if self.path is not None and self.dataset is not None:
+            raise ConfigError("path, dataset: give one of the two")
+        files = (("file_type", "auto"), ("by_line", False))
+        hub = (("dataset_name", None), ("split", "train"))
+        for names, other, given in (
+            (files, "dataset", self.dataset is not None),
+            (hub, "path", self.path is not None),
+        ):
+            for name, default in names:
+                if given and getattr(self, name) != default:
+                    raise ConfigError(f"{name}: has no effect with {other}")
+        if len(set(self.label_names)) != len(self.label_names):
+            raise ConfigError(f"label_names: a name is listed twice in {list(self.label_names)}")
+        if self.on_too_long == "split" and self.format != "text":
+            raise ConfigError(
+                f"on_too_long: 'split' is for format 'text'; {self.format!r} has 'error', "
+                "'truncate' and 'drop'"
+            )
+        if self.packing and self.format == "classification":
+            raise ConfigError(
+                "packing: a classifier gives one answer a row, so its rows cannot be packed"
+            )
+        if self.packing and self.bucket != "power_of_two":
+            raise ConfigError("bucket: has no effect with packing; packed rows are max_length long")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What the data must know of the model.
+
+    Args:
+        kind: what its labels are.
+        vocab_size: ids stay below it.
+        context_length: a limit on an example's tokens, or None.
+        eos_token_ids: the first one ends an answer where the tokenizer has no EOS.
+        pad_token_id: fills rows; None: 0, which masks hide.
+        num_labels, problem_type: of a classifier, as in config.json.
+    """
+
+    kind: ModelKind
+    vocab_size: int
+    context_length: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    num_labels: int = 2
+    problem_type: str | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> ModelInfo:
+        """Of one of jaxllm's models.
+
+        Raises:
+            UnsupportedError: the model has no labels (an encoder alone).
+        """
+        config = model.config
+        kind: ModelKind
+        if isinstance(model, SequenceClassifier):
+            kind = "classification"
+        elif isinstance(model, CausalLM):
+            kind = "causal"
+        elif isinstance(model, T5ForConditionalGeneration):
+            kind = "seq2seq"
+        else:
+            raise UnsupportedError(f"{type(model).__name__}: has nothing to predict, so no data")
+        context = config.max_positions
+        if context is None:
+            context = getattr(config, "max_position_embeddings", None)
+        return cls(
+            kind=kind,
+            vocab_size=config.vocab_size,
+            context_length=context,
+            eos_token_ids=config.eos_token_ids,
+            pad_token_id=config.pad_token_id,
+            num_labels=config.num_labels,
+            problem_type=config.problem_type,
+        )
+
+
+def check_together(config: DataConfig, model: ModelInfo) -> None:
+    """The format is one that the model can learn from.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    kind = KIND_OF[config.format]
+    if kind != model.kind:
+        fitting = [name for name, other in KIND_OF.items() if other == model.kind]
+        raise ConfigError(
+            f"format: {config.format!r} trains a {kind} model, and this is a {model.kind} one, "
+            f"which takes {', '.join(fitting)}"
+        )
+
+
+def length_limits(config: DataConfig, model: ModelInfo) -> tuple[int, ...]:
+    """Most tokens of an example: (length,), or (source, target) for seq2seq.
+
+    Raises:
+        ConfigError: It is above the model's context length, or neither of the two is known.
+    """
+    length = config.max_length if config.max_length is not None else model.context_length
+    if length is None:
+        raise ConfigError("max_length: needed, since the model's config has no context length")
+    target = config.max_target_length if config.max_target_length is not None else length
+    limits = (length, target) if model.kind == "seq2seq" else (length,)
+    if model.context_length is not None and max(limits) > model.context_length:
+        raise ConfigError(
+            f"max_length: {max(limits)} tokens, but the model's context has {model.context_length}"
+        )
+    return limits
+
+
+def eos_of(tokenizer: Tokenizer, model: ModelInfo) -> int:
+    """The token that ends an answer.
+
+    Raises:
+        ConfigError: Neither tokenizer nor model has one.
+    """
+    if tokenizer.eos_token_id is not None:
+        return tokenizer.eos_token_id
+    if model.eos_token_ids:
+        return model.eos_token_ids[0]
+    raise ConfigError("eos_token_id: neither the tokenizer nor the model's config has one")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in args)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
+    if args:
+        return any(_fits(value, option) for option in args)
+    return type(value) is hint
+
+
+def _spell(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return ", ".join(repr(option) for option in args)
+    if origin is tuple:
+        return f"a list of {_spell(args[0])}"
+    if args:
+        return " or ".join(_spell(option) for option in args)
+    return "null" if hint is type(None) else hint.__name__

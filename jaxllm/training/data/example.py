@@ -1,0 +1,102 @@
+"""Encoded rows: tokens, and the labels that are learnt from them.
+
+Labels stand at their own tokens (the shift is in the loss); -100 is not learnt.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from jaxllm.models.inputs import IGNORED
+
+
+@dataclass(frozen=True)
+class Example(ABC):
+    """Tokens, of the encoder where there is one, and their labels."""
+
+    input_ids: Int32[np.ndarray, " T"]
+    labels: np.ndarray
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens on each side: (tokens,), or (encoder, decoder)."""
+        return (len(self.input_ids),)
+
+    @property
+    def learnt(self) -> int:
+        """How many labels count."""
+        return int(np.count_nonzero(self.labels != IGNORED))
+
+    @abstractmethod
+    def truncate(self, limits: tuple[int, ...]) -> Example:
+        """The beginning, that many tokens on each side."""
+
+
+@dataclass(frozen=True)
+class CausalExample(Example):
+    """`labels` has one for each token; the first is -100, since nothing stands before it."""
+
+    labels: Int32[np.ndarray, " T"]
+
+    @classmethod
+    def of(cls, ids: Int32[np.ndarray, " T"], learnt_from: int = 0) -> CausalExample:
+        """All tokens from `learnt_from` on are learnt.
+
+        >>> CausalExample.of(np.array([5, 6, 7, 8], np.int32), 2).labels.tolist()
+        [-100, -100, 7, 8]
+        """
+        labels = ids.copy()
+        labels[: max(learnt_from, 1)] = IGNORED
+        return cls(ids, labels)
+
+    def truncate(self, limits: tuple[int, ...]) -> CausalExample:
+        """A text that was cut has no EOS: it does not end there."""
+        return CausalExample(self.input_ids[: limits[0]], self.labels[: limits[0]])
+
+    def split(self, limit: int) -> list[CausalExample]:
+        """Pieces that overlap by one token, so that every token but the first is learnt once.
+
+        >>> pieces = CausalExample.of(np.arange(5, dtype=np.int32)).split(3)
+        >>> [(piece.input_ids.tolist(), piece.labels.tolist()) for piece in pieces]
+        [([0, 1, 2], [-100, 1, 2]), ([2, 3, 4], [-100, 3, 4])]
+        """
+        starts = range(0, len(self.input_ids) - 1, limit - 1)
+        return [CausalExample.of(self.input_ids[start : start + limit]) for start in starts]
+
+
+@dataclass(frozen=True)
+class Seq2SeqExample(Example):
+    """`labels` are the tokens that the decoder gives."""
+
+    labels: Int32[np.ndarray, " D"]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return len(self.input_ids), len(self.labels)
+
+    def truncate(self, limits: tuple[int, ...]) -> Seq2SeqExample:
+        """A source keeps its EOS, as in transformers; a target that was cut has none, so that the
+        model does not learn to stop there."""
+        source, target = self.input_ids, self.labels[: limits[1]]
+        if len(source) > limits[0]:
+            source = np.append(source[: limits[0] - 1], source[-1])
+        return Seq2SeqExample(source, target)
+
+
+@dataclass(frozen=True)
+class ClassificationExample(Example):
+    """`labels` is a class (int32 []), one number for each label (float32 [C]), or the number or
+    numbers of a regression (float32 [] or [C])."""
+
+    labels: Int32[np.ndarray, ""] | Float32[np.ndarray, "*C"]
+
+    @property
+    def learnt(self) -> int:
+        return 1
+
+    def truncate(self, limits: tuple[int, ...]) -> ClassificationExample:
+        return ClassificationExample(self.input_ids[: limits[0]], self.labels)

@@ -1,0 +1,180 @@
+"""All rows of a source, encoded once and kept in memory: 8 bytes a token.
+
+Plans need the lengths of all examples, and rendering a chat template takes a millisecond or more;
+so the work is done once at the start, in threads, and not again in every epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+import grain
+import numpy as np
+from jaxtyping import Int64
+
+from jaxllm.errors import DataError, JaxLLMError
+from jaxllm.training.data.config import ModelInfo, OnTooLong
+from jaxllm.training.data.example import CausalExample, Example
+from jaxllm.training.data.formats import Format
+from jaxllm.training.data.rows import Rows
+
+THREADS = 4
+AHEAD = 64
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the rows.
+
+    Attributes:
+        rows: Rows of the source.
+        examples: Examples made of them.
+        truncated, dropped: Rows that were too long, and what was done.
+        split: Rows that became several examples.
+        empty: Rows left out because nothing in them can be learnt: an empty text, or one that was
+            truncated before the answer began.
+        tokens: Tokens of the examples, on both sides for seq2seq.
+        learnt: Labels that count (for a classifier, examples).
+    """
+
+    rows: int = 0
+    examples: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    split: int = 0
+    empty: int = 0
+    tokens: int = 0
+    learnt: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __str__(self) -> str:
+        """
+        >>> print(Counts(rows=3, examples=2, dropped=1, tokens=90, learnt=40))
+        2 examples of 3 rows (1 dropped), 90 tokens, 40 of them learnt
+        """
+        names = ("truncated", "dropped", "split", "empty")
+        notes = [f"{getattr(self, name)} {name}" for name in names if getattr(self, name)]
+        note = f" ({', '.join(notes)})" if notes else ""
+        return (
+            f"{self.examples} examples of {self.rows} rows{note}, {self.tokens} tokens, "
+            f"{self.learnt} of them learnt"
+        )
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Encoded rows.
+
+    Attributes:
+        items: The examples in the order of the rows.
+        counts: What became of the rows.
+        sha256: Hash of the source (the files), for the run's card.
+    """
+
+    items: tuple[Example, ...] = field(repr=False)
+    counts: Counts
+    sha256: str
+
+    @cached_property
+    def lengths(self) -> Int64[np.ndarray, "N K"]:
+        """Tokens of each example, on each side (encoder and decoder for seq2seq)."""
+        return np.asarray([example.lengths for example in self.items], np.int64)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of tokens and labels: the same data, tokenizer, format and lengths give the same."""
+        digest = hashlib.sha256()
+        for example in self.items:
+            for values in (example.input_ids, example.labels):
+                digest.update(f"{values.dtype.str}{values.shape}".encode())
+                digest.update(values.tobytes())
+        return digest.hexdigest()
+
+
+def encode_rows(
+    rows: Rows,
+    encode: Format,
+    model: ModelInfo,
+    limits: tuple[int, ...],
+    on_too_long: OnTooLong = "error",
+) -> Examples:
+    """Encode every row of a source.
+
+    Raises:
+        DataError: A row does not fit its format, is too long (where that is an error), or has ids
+            that the model does not have; or nothing is left to learn from.
+    """
+
+    def encoded(index: int) -> tuple[list[Example], Counts]:
+        try:
+            example = encode(rows[index])
+            _check_ids(example, model)
+            return fit(example, limits, on_too_long)
+        except JaxLLMError as failure:
+            where = rows.where(index)
+            text = str(failure)
+            raise DataError(text if text.startswith(where) else f"{where}: {text}") from failure
+
+    items: list[Example] = []
+    counts = Counts()
+    indices = grain.MapDataset.range(len(rows)).map(encoded)
+    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
+    for fitted, count in indices.to_iter_dataset(options):
+        items += fitted
+        counts += count
+    if not items:
+        raise DataError(f"nothing to learn from: {counts}")
+    return Examples(tuple(items), counts, rows.sha256())
+
+
+def fit(
+    example: Example, limits: tuple[int, ...], on_too_long: OnTooLong
+) -> tuple[list[Example], Counts]:
+    """What is kept of an example, none of it longer than the limits.
+
+    Raises:
+        DataError: It is too long, and that is an error.
+    """
+    kept, note = [example], {}
+    if any(length > limit for length, limit in zip(example.lengths, limits, strict=True)):
+        match on_too_long:
+            case "truncate":
+                kept, note = [example.truncate(limits)], {"truncated": 1}
+            case "split" if isinstance(example, CausalExample):
+                kept, note = [*example.split(limits[0])], {"split": 1}
+            case "drop":
+                kept, note = [], {"dropped": 1}
+            case _:
+                raise DataError(
+                    f"{_spell(example.lengths)} tokens, but max_length is {_spell(limits)}; raise "
+                    "it, or set on_too_long to 'truncate' or 'drop' ('split' for texts)"
+                )
+    learnt = [piece for piece in kept if piece.learnt]
+    return learnt, Counts(
+        rows=1,
+        examples=len(learnt),
+        empty=int(bool(kept) and not learnt),
+        tokens=sum(sum(piece.lengths) for piece in learnt),
+        learnt=sum(piece.learnt for piece in learnt),
+        **note,
+    )
+
+
+def _check_ids(example: Example, model: ModelInfo) -> None:
+    sides = [example.input_ids]
+    if model.kind == "seq2seq":
+        sides.append(example.labels)
+    largest = max(int(ids.max(initial=0)) for ids in sides)
+    if largest >= model.vocab_size:
+        raise DataError(
+            f"the tokenizer gives the id {largest}, but the model has {model.vocab_size} "
+            "(vocab_size): it is another model's tokenizer"
+        )
+
+
+def _spell(lengths: tuple[int, ...]) -> str:
+    return " and ".join(map(str, lengths))

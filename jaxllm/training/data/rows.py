@@ -1,0 +1,263 @@
+"""Sources of rows: JSONL, JSON, text and byte files.
+
+A row is a dict, as the file has it. Sources are read by index, never as a whole where the kind of
+file allows it, and are strict: what cannot be read is an error that names the file and the line.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from jaxllm.errors import DataError, MissingFileError
+from jaxllm.json_file import parse_json
+
+Row = Mapping[str, Any]
+FileType = Literal["auto", "jsonl", "json", "text", "bytes"]
+
+_BOM = b"\xef\xbb\xbf"
+_SUFFIXES: Mapping[str, FileType] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".bin": "bytes",
+}
+
+
+class Rows(Protocol):
+    """Rows by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
+
+    def where(self, index: int) -> str:
+        """Where a row comes from, for messages: ``train.jsonl:17``."""
+        ...
+
+    def sha256(self) -> str:
+        """A hash of the whole source."""
+        ...
+
+
+def open_rows(
+    path: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    file_type: FileType = "auto",
+    by_line: bool = False,
+) -> Rows:
+    """The rows of one or more files.
+
+    Args:
+        path: A file, a glob (``data/*.jsonl``, in the order of the names) or a list of them.
+        file_type: ``auto`` goes by the suffix. Text and byte files give rows with one field,
+            ``text``, a ``str`` or ``bytes``.
+        by_line: Each line of a text file that is not blank is a row; otherwise the whole file is.
+
+    Raises:
+        MissingFileError: There is no such file.
+        DataError: A file is malformed or its type is not known.
+    """
+    files = find_files(path)
+    types = {file_type if file_type != "auto" else _type_of(file) for file in files}
+    if len(types) > 1:
+        raise DataError(f"path: the files are of several types, {', '.join(sorted(types))}")
+    match types.pop():
+        case "jsonl":
+            return JsonlRows(files)
+        case "json":
+            return JsonRows(files)
+        case "text":
+            return LineRows(files) if by_line else TextRows(files)
+        case _:
+            return ByteRows(files)
+
+
+def find_files(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tuple[Path, ...]:
+    """The files that a path, a glob or a list of them names; a file named twice is an error."""
+    given = [path] if isinstance(path, str | PathLike) else list(path)
+    if not given:
+        raise DataError("path: the list of files is empty")
+    files: list[Path] = []
+    for item in given:
+        name = Path(item).expanduser()
+        if name.is_file():
+            found = [name]
+        elif name.is_dir():
+            raise DataError(f"{name}: a folder; name its files, for example '{name}/*.jsonl'")
+        else:
+            found = [Path(f) for f in sorted(glob.glob(str(name), recursive=True))]
+            found = [file for file in found if file.is_file()]
+        if not found:
+            raise MissingFileError(f"{name}: no such file")
+        files += found
+    seen: set[Path] = set()
+    for file in files:
+        real = file.resolve()
+        if real in seen:
+            raise DataError(f"path: {file} is named twice")
+        seen.add(real)
+    return tuple(files)
+
+
+def _type_of(file: Path) -> FileType:
+    if file.suffix.lower() not in _SUFFIXES:
+        raise DataError(
+            f"{file}: the suffix does not tell the type of file ({', '.join(_SUFFIXES)} do); "
+            "set file_type"
+        )
+    return _SUFFIXES[file.suffix.lower()]
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as failure:
+        raise DataError(f"{file}: cannot be read ({failure.strerror})") from failure
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as failure:
+        raise DataError(
+            f"{where}: not UTF-8 (byte {failure.start}); file_type 'bytes' reads any file"
+        ) from failure
+
+
+class _Files:
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = tuple(files)
+
+    def sha256(self) -> str:
+        """Of the files one after the other, as ``cat FILES | sha256sum`` gives it."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+        return digest.hexdigest()
+
+
+class _Lines(_Files):
+    """Lines that are not blank. Only their places are kept: 24 bytes a line."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__(files)
+        self._file = array("q")
+        self._number = array("q")
+        self._start = array("q")
+        for index, file in enumerate(self.files):
+            for number, start in _line_starts(file):
+                self._file.append(index)
+                self._number.append(number)
+                self._start.append(start)
+
+    def __len__(self) -> int:
+        return len(self._start)
+
+    def where(self, index: int) -> str:
+        return f"{self.files[self._file[index]]}:{self._number[index]}"
+
+    def line(self, index: int) -> bytes:
+        with self.files[self._file[index]].open("rb") as stream:
+            stream.seek(self._start[index])
+            return stream.readline()
+
+
+def _line_starts(file: Path) -> Iterator[tuple[int, int]]:
+    """Number (from 1) and offset of every line that is not blank; a BOM is no part of the first."""
+    try:
+        with file.open("rb") as stream:
+            start = 0
+            for number, line in enumerate(stream, start=1):
+                mark = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
+                if line[mark:].strip():
+                    yield number, start + mark
+                start += len(line)
+    except OSError as failure:
+        raise DataError(f"{file}: cannot be read ({failure.strerror})") from failure
+
+
+class JsonlRows(_Lines):
+    """JSONL: one JSON object a line; blank lines are skipped, but counted in line numbers."""
+
+    def __getitem__(self, index: int, /) -> Row:
+        where = self.where(index)
+        return as_object(parse_json(self.line(index), source=where, error=DataError), where)
+
+
+class LineRows(_Lines):
+    """Text files of which each line that is not blank is a row."""
+
+    def __getitem__(self, index: int, /) -> Row:
+        return {"text": _decode(self.line(index).rstrip(b"\r\n"), self.where(index))}
+
+
+class TextRows(_Files):
+    """Text files, each of them one row."""
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int, /) -> Row:
+        data = _read(self.files[index]).removeprefix(_BOM)
+        return {"text": _decode(data, self.where(index))}
+
+    def where(self, index: int) -> str:
+        return str(self.files[index])
+
+
+class ByteRows(TextRows):
+    """Files of any bytes, each of them one row."""
+
+    def __getitem__(self, index: int, /) -> Row:
+        return {"text": _read(self.files[index])}
+
+
+class JsonRows(_Files):
+    """JSON files that hold a list of objects; they are read as a whole."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__(files)
+        self._rows: list[tuple[Row, str]] = []
+        for file in self.files:
+            data = _read(file).removeprefix(_BOM)
+            values = parse_json(data, source=str(file), error=DataError)
+            if not isinstance(values, list):
+                raise DataError(
+                    f"{file}: holds {_kind(values)}, not a list of objects; a file of one object "
+                    "a line is file_type 'jsonl'"
+                )
+            for number, value in enumerate(values):
+                where = f"{file}[{number}]"
+                self._rows.append((as_object(value, where), where))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> Row:
+        return self._rows[index][0]
+
+    def where(self, index: int) -> str:
+        return self._rows[index][1]
+
+
+def as_object(value: Any, where: str) -> Row:
+    """A row, if it is one."""
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where}: expected an object, found {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    return names.get(type(value), "null" if value is None else type(value).__name__)
