@@ -42,3 +42,11 @@ class NonFiniteError(JaxLLMError, FloatingPointError):
 
 class MissingFileError(JaxLLMError, FileNotFoundError):
     """A file or folder that the call needs is not there."""
+
+
+class RunError(JaxLLMError, RuntimeError):
+    """The folder of a training run: what it holds does not fit what is asked of it."""
+
+
+class MissingExtraError(JaxLLMError, ImportError):
+    """An optional package that a call needs is not installed; the message says how to get it."""
