@@ -182,6 +182,7 @@ def generate_and_score(
     config, ends = merged_config(model, None, fields)
     if config.num_return_sequences != 1:
         raise InputError("num_return_sequences: evaluation scores one text a row")
+    needs = {"tokenizer": tokenizer} if config.stop_strings else {}
     encoded = [
         tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else list(row.prompt)
         for row in prompts
@@ -200,6 +201,7 @@ def generate_and_score(
             batch.attention_mask,
             key=key,
             row_ids=np.array(numbers, np.int32),
+            **needs,
             **fields,
         )
         start = 1 if model.is_encoder_decoder else batch.input_ids.shape[1]

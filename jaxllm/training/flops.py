@@ -24,6 +24,7 @@ from jaxllm.models.weights import parameters
 # one of a chip's two cores.
 PEAK_FLOPS = (
     ("B200", 2.25e15),
+    ("H200 NVL", 8.35e14),
     ("H200", 9.89e14),
     ("H100 PCIe", 7.56e14),
     ("H100 NVL", 8.35e14),
@@ -40,6 +41,7 @@ PEAK_FLOPS = (
     ("TPU v6", 9.18e14),
     ("TPU v5 lite", 1.97e14),
     ("TPU v5e", 1.97e14),
+    ("TPU v5p", 4.59e14),
     ("TPU v5", 4.59e14),
     ("TPU v4", 2.75e14),
     ("TPU v3", 6.15e13),

@@ -1,0 +1,122 @@
+"""Where else metrics go, beside the run's own files: TensorBoard, Weights & Biases.
+
+metrics.jsonl is the record of a run; a sink is a view of it. Sinks are opened with the step that a
+run resumes at, as the log is, and show no step twice.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxllm.training.extras import require
+
+
+class Sink(Protocol):
+    """What takes the metrics of steps; `MetricsLog` is one, too."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One step's metrics."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Writes OUTPUT/tensorboard, for ``tensorboard --logdir OUTPUT``.
+
+    Numbers only, NaN and infinity among them. A run that resumes writes a further file, which
+    begins with the order to forget the steps that come again (`purge_step`).
+
+    Raises:
+        MissingExtraError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | PathLike[str], *, resume_at: int | None = None) -> None:
+        module = require("tensorboardX", extra="tensorboard", purpose="TensorBoard files")
+        self._writer = module.SummaryWriter(
+            str(Path(folder) / "tensorboard"),
+            purge_step=None if resume_at is None else resume_at + 1,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if is_number(value):
+                self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()  # what waits in its queue would be lost in a kill
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Logs to Weights & Biases; ``mode="offline"`` (or WANDB_MODE=offline) needs no network.
+
+    The run's id is kept in OUTPUT/wandb_id, so that a run that resumes goes on in the same one. W&B
+    keeps the first value of a step and drops what comes again, so nothing is there twice. Offline,
+    each start has a folder of its own in OUTPUT/wandb, to be sent in order with
+    ``wandb sync --append``.
+
+    Neither the console, the code nor the environment is sent.
+
+    Args:
+        folder: of the run.
+        config: of the run, as the run card has it: without secrets.
+        mode: "online", "offline" or "disabled"; None: what the environment says.
+        resume_at: the step that the run goes on from.
+
+    Raises:
+        MissingExtraError: wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        config: Mapping[str, Any] | None = None,
+        project: str = "jaxllm",
+        mode: str | None = None,
+        resume_at: int | None = None,
+    ) -> None:
+        module = require("wandb", extra="wandb", purpose="Weights & Biases logs")
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        known = folder / "wandb_id"
+        if resume_at is None or not known.exists():
+            known.write_text(secrets.token_hex(6), encoding="utf-8")
+        self._run = module.init(
+            project=project,
+            name=folder.resolve().name,
+            dir=str(folder),
+            id=known.read_text(encoding="utf-8").strip(),
+            resume=None if resume_at is None or mode == "offline" else "allow",
+            config=dict(config or {}),
+            mode=mode,
+            settings=module.Settings(
+                console="off", disable_git=True, save_code=False, x_disable_stats=True, silent=True
+            ),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        plain = {k: float(v) if is_number(v) else v for k, v in metrics.items() if v is not None}
+        self._run.log(plain, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def is_number(value: Any) -> bool:
+    """Whether a metric is one number: Python's, numpy's or JAX's.
+
+    >>> is_number(1.5), is_number(np.float32(2)), is_number("a"), is_number(None)
+    (True, True, False, False)
+    """
+    if value is None or isinstance(value, str):
+        return False
+    array = np.asarray(value)
+    return array.size == 1 and (array.dtype.kind in "biuf" or array.dtype.name == "bfloat16")
