@@ -142,6 +142,18 @@ def iterate_metrics(path: str | PathLike[str]) -> Iterator[Row]:
             yield _parsed(line, f"{path}, line {number}")
 
 
+def is_number(value: Any) -> bool:
+    """Whether a metric is one number: Python's, numpy's or JAX's.
+
+    >>> is_number(1.5), is_number(np.float32(2)), is_number("a"), is_number(None)
+    (True, True, False, False)
+    """
+    if value is None or isinstance(value, str):
+        return False
+    array = np.asarray(value)
+    return array.size == 1 and (array.dtype.kind in "biuf" or array.dtype.name == "bfloat16")
+
+
 def _cut(path: Path, resume_at: int) -> int | None:
     """Cuts off what comes after the line of step `resume_at`; the step of the line then last.
 
@@ -205,7 +217,7 @@ def _value(name: str, x: Any) -> Value:
     if x is None or isinstance(x, str):
         return x
     array = np.asarray(x)
-    if array.size != 1 or array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+    if not is_number(array):
         raise InputError(
             f"metrics[{name!r}]: expected a number or a string, found {array.dtype} of shape "
             f"{array.shape}"

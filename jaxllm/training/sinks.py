@@ -12,9 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from jaxllm.training.extras import require
+from jaxllm.training.metrics_log import is_number
 
 
 class Sink(Protocol):
@@ -108,15 +107,3 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def is_number(value: Any) -> bool:
-    """Whether a metric is one number: Python's, numpy's or JAX's.
-
-    >>> is_number(1.5), is_number(np.float32(2)), is_number("a"), is_number(None)
-    (True, True, False, False)
-    """
-    if value is None or isinstance(value, str):
-        return False
-    array = np.asarray(value)
-    return array.size == 1 and (array.dtype.kind in "biuf" or array.dtype.name == "bfloat16")
