@@ -1,4 +1,4 @@
-"""Optional packages: imported where they are used, named with their extra where they are missing."""
+"""Optional packages: imported where they are used; a missing one is named with its extra."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _check(pairs: Sequence[tuple[Hashable, object]]) -> None:
 
 
 def _streams(pairs: Pairs) -> tuple[list[str], list[list[str | None]]]:
-    """Texts, and their references as sacrebleu wants them: the first of all, the second of all..."""
+    """Texts, and their references as sacrebleu wants them: all first ones, all second ones, ..."""
     _check(pairs)
     references = [_several(wanted) for _, wanted in pairs]
     most = max(map(len, references))

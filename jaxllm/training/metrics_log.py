@@ -26,7 +26,8 @@ import numpy as np
 from jaxllm.errors import InputError, RunError
 
 Value = float | int | bool | str | None
-Row = dict[str, Value]
+Row = dict[str, Any]
+"""`step`, an int, and a `Value` for each metric."""
 
 _NONFINITE = "nonfinite"
 _RESERVED = ("step", _NONFINITE)
@@ -171,8 +172,7 @@ def _cut(path: Path, resume_at: int) -> int | None:
             torn = not line.endswith(b"\n")
             if torn and _is_torn(line):
                 break
-            step = _parsed(line, where)["step"]
-            assert isinstance(step, int)
+            step: int = _parsed(line, where)["step"]
             if last is None and step > resume_at:
                 break
             if last is not None and step != last + 1:

@@ -127,19 +127,20 @@ def to_markdown(card: RunCard) -> str:
     first = card.starts[0]
     total, trainable = card.parameters["total"], card.parameters["trainable"]
     share = f" ({trainable / total:.2%})" if total else ""
+    counts = [("total", f"{total:,}"), ("trainable", f"{trainable:,}{share}")]
+    data = [(name, file.path, f"{file.bytes:,}", file.sha256) for name, file in card.data.items()]
+    config = [(name, json.dumps(value)) for name, value in flat(card.config).items()]
     lines = [
         "# Run card",
         "",
         f"Started {first.time} as `{_code(' '.join(first.command))}`.",
         "",
-        *_table(("Parameters", ""), [("total", f"{total:,}"), ("trainable", f"{trainable:,}{share}")]),
-        *_table(("Data", "File", "Bytes", "SHA-256"), [
-            (name, file.path, f"{file.bytes:,}", file.sha256) for name, file in card.data.items()
-        ]),
-        *_table(("Config", ""), [(k, json.dumps(v)) for k, v in flat(card.config).items()]),
+        *_table(("Parameters", ""), counts),
+        *_table(("Data", "File", "Bytes", "SHA-256"), data),
+        *_table(("Config", ""), config),
         "## Starts",
         "",
-    ]  # fmt: skip
+    ]
     for start in card.starts:
         resumed = "new run" if start.resumed_at is None else f"resumed at step {start.resumed_at}"
         lines += [f"{start.time}: {resumed}, `{_code(' '.join(start.command))}`", ""]

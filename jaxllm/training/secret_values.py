@@ -64,8 +64,8 @@ def without_secrets(value: Any, name: str = "") -> Any:
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
     """A command line in which the values of secret options are replaced.
 
-    >>> arguments_without_secrets(["train.py", "--hf-token", "abc", "--wandb.api_key=abc", "a.yaml"])
-    ['train.py', '--hf-token', '(not recorded)', '--wandb.api_key=(not recorded)', 'a.yaml']
+    >>> arguments_without_secrets(["train.py", "--hf-token", "abc", "--hub.api_key=abc", "a.yaml"])
+    ['train.py', '--hf-token', '(not recorded)', '--hub.api_key=(not recorded)', 'a.yaml']
     """
     found: list[str] = []
     hide_next = False

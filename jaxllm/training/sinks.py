@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxllm.training.extras import require
-from jaxllm.training.metrics_log import is_number
+from jaxllm.training.metrics_log import is_number, iterate_metrics
 
 
 class Sink(Protocol):
@@ -30,7 +30,12 @@ class TensorBoardSink:
     """Writes OUTPUT/tensorboard, for ``tensorboard --logdir OUTPUT``.
 
     Numbers only, NaN and infinity among them. A run that resumes writes a further file, which
-    begins with the order to forget the steps that come again (`purge_step`).
+    begins with the order to forget all earlier ones (`purge_step`) and with the steps that
+    metrics.jsonl has: what a kill left in a queue is there again, and no step is there twice.
+
+    Args:
+        folder: of the run, where metrics.jsonl is.
+        resume_at: the step that the run goes on from.
 
     Raises:
         MissingExtraError: tensorboardX is not installed.
@@ -38,16 +43,23 @@ class TensorBoardSink:
 
     def __init__(self, folder: str | PathLike[str], *, resume_at: int | None = None) -> None:
         module = require("tensorboardX", extra="tensorboard", purpose="TensorBoard files")
+        folder = Path(folder)
         self._writer = module.SummaryWriter(
-            str(Path(folder) / "tensorboard"),
-            purge_step=None if resume_at is None else resume_at + 1,
+            str(folder / "tensorboard"),
+            purge_step=None if resume_at is None else 0,
+            flush_secs=10,
         )
+        record = folder / "metrics.jsonl"
+        if resume_at is not None and record.exists():
+            for row in iterate_metrics(record):
+                if row["step"] > resume_at:
+                    break
+                self.log(row.pop("step"), row)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
             if is_number(value):
                 self._writer.add_scalar(name, float(value), step)
-        self._writer.flush()  # what waits in its queue would be lost in a kill
 
     def close(self) -> None:
         self._writer.close()
