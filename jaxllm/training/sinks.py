@@ -16,6 +16,10 @@ from jaxllm.training.extras import require
 from jaxllm.training.metrics_log import is_number, iterate_metrics
 
 
+# W&B would send the command line as it is, with its secrets, and facts about the machine.
+QUIET = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True}
+
+
 class Sink(Protocol):
     """What takes the metrics of steps; `MetricsLog` is one, too."""
 
@@ -73,7 +77,7 @@ class WandbSink:
     each start has a folder of its own in OUTPUT/wandb, to be sent in order with
     ``wandb sync --append``.
 
-    Neither the console, the code nor the environment is sent.
+    Neither the console, the code, the command line nor facts about the machine are sent.
 
     Args:
         folder: of the run.
@@ -109,7 +113,7 @@ class WandbSink:
             config=dict(config or {}),
             mode=mode,
             settings=module.Settings(
-                console="off", disable_git=True, save_code=False, x_disable_stats=True, silent=True
+                console="off", disable_git=True, save_code=False, silent=True, **QUIET
             ),
         )
 
