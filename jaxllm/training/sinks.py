@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from jaxllm.training.extras import require
 from jaxllm.training.metrics_log import is_number, iterate_metrics
 
-
 # W&B would send the command line as it is, with its secrets, and facts about the machine.
 QUIET = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True}
 
