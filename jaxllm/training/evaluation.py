@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float64
 
 from jaxllm.errors import InputError
 from jaxllm.generation.generate import generate
@@ -18,11 +18,7 @@ from jaxllm.generation.prepare import merged_config
 from jaxllm.generation.strategy import without_notes
 from jaxllm.tokenizers.base import Tokenizer
 from jaxllm.training.generation_metrics import check_metrics, score_texts
-
-Batch = Mapping[str, Any]
-Loss = Callable[..., Any]
-"""``loss(model, batch) -> sums`` with float32 scalars `loss`, `count` and `correct`: sums over what
-the labels count, and never means. `correct` may be None (regression)."""
+from jaxllm.training.losses import Batch, Loss, LossSums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +27,8 @@ class EvalResult:
 
     loss: float
     """In nats a token; the mean squared error for regression."""
-    accuracy: float | None
-    """The share of tokens (or labels) that are the model's first choice; None for regression."""
+    accuracy: float
+    """The share of tokens (or labels) that are the model's first choice; 0 for regression."""
     count: int
     """Of counted tokens, or examples."""
 
@@ -51,7 +47,7 @@ class EvalResult:
 
         >>> EvalResult(loss=0.0, accuracy=1.0, count=3).metrics()
         {'eval_loss': 0.0, 'eval_perplexity': 1.0, 'eval_accuracy': 1.0}
-        >>> EvalResult(loss=0.5, accuracy=None, count=3).metrics("values")
+        >>> EvalResult(loss=0.5, accuracy=0.0, count=3).metrics("values")
         {'eval_loss': 0.5, 'eval_mse': 0.5}
         """
         found = {"loss": self.loss}
@@ -59,7 +55,7 @@ class EvalResult:
             found["perplexity"] = self.perplexity
         if kind == "values":
             found["mse"] = self.loss
-        elif self.accuracy is not None:
+        else:
             found["accuracy"] = self.accuracy
         return {prefix + name: value for name, value in found.items()}
 
@@ -74,44 +70,36 @@ def evaluate(model: Any, batches: Iterable[Batch], loss: Loss) -> EvalResult:
     Args:
         model: without dropout: no key is given to `loss`.
         batches: dicts of the model's call arguments.
-        loss: see `Loss`; one function, not a new lambda at each call, which would compile anew.
+        loss: of `losses`, without label smoothing or z-loss, which are no part of a perplexity. A
+            function of your own works, too, but not a new lambda at each call: it compiles anew.
 
     Raises:
         InputError: no batch counts anything.
     """
     bare = without_notes(model)
     total = np.zeros(3, np.float64)
-    has_correct = True
-
-    def add(sums: tuple[Array, Array, Array | None]) -> None:
-        nonlocal total, has_correct
-        summed, count, correct = jax.device_get(sums)
-        has_correct = has_correct and correct is not None
-        total += np.array([summed, count, 0.0 if correct is None else correct], np.float64)
-
     # The sums of a batch are fetched when the next one is under way: the device does not wait.
-    pending = None
+    pending: list[LossSums] = []
     for batch in batches:
-        sums = _sums(bare, dict(batch), loss=loss)
-        if pending is not None:
-            add(pending)
-        pending = sums
-    if pending is not None:
-        add(pending)
+        pending.append(_sums(bare, dict(batch), loss=loss))
+        if len(pending) > 1:
+            total += _on_host(pending.pop(0))
+    for sums in pending:
+        total += _on_host(sums)
     summed, count, correct = total.tolist()
     if count == 0:
         raise InputError("evaluation: no batch, or no label in any batch that counts (not -100)")
-    return EvalResult(
-        loss=summed / count, accuracy=correct / count if has_correct else None, count=int(count)
-    )
+    return EvalResult(loss=summed / count, accuracy=correct / count, count=int(count))
 
 
 @partial(jax.jit, static_argnames="loss")
-def _sums(
-    model: Any, batch: Batch, *, loss: Loss
-) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""] | None]:
-    sums = loss(model, batch)
-    return sums.loss, sums.count, sums.correct
+def _sums(model: Any, batch: Batch, *, loss: Loss) -> LossSums:
+    return loss(model, batch)
+
+
+def _on_host(sums: LossSums) -> Float64[np.ndarray, 3]:
+    host = jax.device_get(sums)
+    return np.array([host.loss, host.count, host.correct], np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,19 +183,21 @@ def generate_and_score(
         numbers = chosen + chosen[:1] * (batch_size - len(chosen))
         side = "right" if model.is_encoder_decoder else "left"
         batch = tokenizer.pad([encoded[i] for i in numbers], padding_side=side)
+        ids: Any = batch.input_ids  # on the host, where generate() checks it
+        mask: Any = batch.attention_mask
         out = generate(
             model,
-            batch.input_ids,
-            batch.attention_mask,
+            ids,
+            mask,
             key=key,
             row_ids=np.array(numbers, np.int32),
             **needs,
             **fields,
         )
-        start = 1 if model.is_encoder_decoder else batch.input_ids.shape[1]
+        start = 1 if model.is_encoder_decoder else ids.shape[1]
         new = np.asarray(out.sequences)[:, start:].tolist()
-        for i, ids in zip(chosen, new, strict=False):
-            texts[i] = tokenizer.decode(up_to_end(ids, ends), skip_special_tokens=True)
+        for i, row in zip(chosen, new, strict=False):
+            texts[i] = tokenizer.decode(up_to_end(row, ends), skip_special_tokens=True)
     pairs = [(text, row.reference) for text, row in zip(texts, prompts, strict=True)]
     return GenerationResult(
         scores=score_texts(pairs, metrics),

@@ -17,10 +17,11 @@ from jaxllm.training.metrics_log import read_metrics
 from jaxllm.training.plots import LEARNING_RATES, save_plot
 from jaxllm.training.run_card import RunCard, flat, start_rows
 
+LEARNING_RATE = "Learning rate"
 # Charts: a title, and the fields that it shows with their names in its legend.
 CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Loss", (("loss", "train"), ("eval_loss", "eval"))),
-    ("Learning rate", tuple((name, "learning rate") for name in LEARNING_RATES)),
+    (LEARNING_RATE, tuple((name, "learning rate") for name in LEARNING_RATES)),
     ("Gradient norm", (("grad_norm", "gradient norm"),)),
     ("Tokens a second", (("tokens_per_second", "tokens a second"),)),
     ("MFU", (("mfu", "MFU"),)),
@@ -170,7 +171,8 @@ def _chart(title: str, curves: Sequence[Curve]) -> str:
     if len(curves) > 1:
         keys = "".join(f'<i class="k{i}"></i>{escape(c.name)}' for i, c in enumerate(curves))
         legend = f'<span class="legend">{keys}</span>'
-    drawn = svg_chart.line_chart(curves, label=f"{title} over the steps")
+    noisy = title != LEARNING_RATE
+    drawn = svg_chart.line_chart(curves, label=f"{title} over the steps", noisy=noisy)
     return f'<div class="card"><h3>{escape(title)}{legend}</h3>{drawn}</div>'
 
 

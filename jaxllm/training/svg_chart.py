@@ -23,8 +23,8 @@ svg.chart .bad{stroke:var(--bad);stroke-width:2}
 """
 
 
-def line_chart(curves: Sequence[Curve], *, label: str) -> str:
-    """At most two curves over the same steps; long ones are smoothed, short ones have dots."""
+def line_chart(curves: Sequence[Curve], *, label: str, noisy: bool = True) -> str:
+    """At most two curves over the same steps; long noisy ones are smoothed, short ones have dots."""
     points = [point for curve in curves for point in curve.points]
     bad = sorted({step for curve in curves for step in curve.nonfinite})
     steps = [x for x, _ in points] + [float(step) for step in bad]
@@ -61,7 +61,7 @@ def line_chart(curves: Sequence[Curve], *, label: str) -> str:
         )
     for number, curve in enumerate(curves):
         drawn = thinned(curve.points)
-        smooth = smoothed(curve.points)
+        smooth = smoothed(curve.points) if noisy else None
         for kind, line in (("faint", drawn if smooth else None), ("", thinned(smooth or drawn))):
             if line:
                 path = "L".join(f"{x_at(x):.1f} {y_at(y):.1f}" for x, y in line)

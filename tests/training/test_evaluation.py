@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -18,33 +15,7 @@ import jaxllm
 from jaxllm.errors import InputError
 from jaxllm.models.inputs import IGNORED
 from jaxllm.training.evaluation import EvalResult, evaluate, generate_and_score
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    loss: jax.Array
-    count: jax.Array
-    correct: jax.Array | None
-
-
-def next_token_sums(model, batch, key=None) -> Sums:
-    logits = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1]
-    labels = batch["labels"][:, 1:]
-    counted = labels != IGNORED
-    log_probs = jax.nn.log_softmax(logits)
-    picked = jnp.take_along_axis(log_probs, jnp.where(counted, labels, 0)[..., None], -1)[..., 0]
-    return Sums(
-        -jnp.where(counted, picked, 0.0).sum(),
-        counted.sum().astype(jnp.float32),
-        ((logits.argmax(-1) == labels) & counted).sum().astype(jnp.float32),
-    )
-
-
-def squared_error_sums(model, batch, key=None) -> Sums:
-    error = model(batch["input_ids"], batch["attention_mask"]).logits[:, 0] - batch["labels"]
-    return Sums(jnp.square(error).sum(), jnp.float32(len(error)), None)
-
+from jaxllm.training.losses import CausalLoss, ClassificationLoss, LossSums
 
 LENGTHS = (3, 9, 5, 12, 2, 7, 4)
 
@@ -73,14 +44,14 @@ def batched(rows: list[np.ndarray], sizes: tuple[int, ...], width: int, pad: int
 
 def test_equal_for_any_batches() -> None:
     model = tiny.cached("llama")
-    one_by_one = [evaluate(model, batched([row], (1,), 12), next_token_sums) for row in rows()]
+    one_by_one = [evaluate(model, batched([row], (1,), 12), CausalLoss()) for row in rows()]
     count = sum(LENGTHS) - len(LENGTHS)
     assert sum(r.count for r in one_by_one) == count
     wanted = sum(r.loss * r.count for r in one_by_one) / count
     assert abs(np.mean([r.loss for r in one_by_one]) - wanted) > 1e-3, "a mean of means shows"
-    right = sum((r.accuracy or 0) * r.count for r in one_by_one)
+    right = sum(r.accuracy * r.count for r in one_by_one)
     for sizes, width, pad in (((7,), 12, 0), ((3, 3, 3), 16, 7)):
-        found = evaluate(model, batched(rows(), sizes, width, pad), next_token_sums)
+        found = evaluate(model, batched(rows(), sizes, width, pad), CausalLoss())
         assert found.count == count
         assert found.loss == pytest.approx(wanted, rel=1e-5)
         assert found.accuracy == pytest.approx(right / count)
@@ -91,7 +62,7 @@ def test_against_the_models_own_loss() -> None:
     model = tiny.cached("llama")
     (batch,) = batched(rows(), (7,), 12)
     own = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss
-    assert evaluate(model, [batch], next_token_sums).loss == pytest.approx(float(own), rel=1e-5)
+    assert evaluate(model, [batch], CausalLoss()).loss == pytest.approx(float(own), rel=1e-5)
 
 
 def test_the_best_model_is_always_right() -> None:
@@ -100,22 +71,22 @@ def test_the_best_model_is_always_right() -> None:
     (batch,) = batched(rows(), (7,), 12)
     choice = np.asarray(model(batch["input_ids"], batch["attention_mask"]).logits.argmax(-1))
     batch["labels"][:, 1:] = np.where(batch["labels"][:, 1:] == IGNORED, IGNORED, choice[:, :-1])
-    assert evaluate(model, [batch], next_token_sums).accuracy == 1.0
+    assert evaluate(model, [batch], CausalLoss()).accuracy == 1.0
 
 
 def test_one_program_a_shape() -> None:
     model = tiny.cached("llama")
     sizes = [(3, 3, 1), (3, 1, 3)]
-    evaluate(model, batched(rows(), sizes[0], 12), next_token_sums)
-    again = compilations(lambda: evaluate(model, batched(rows(), sizes[1], 12), next_token_sums))
+    evaluate(model, batched(rows(), sizes[0], 12), CausalLoss())
+    again = compilations(lambda: evaluate(model, batched(rows(), sizes[1], 12), CausalLoss()))
     assert again == []
-    more = compilations(lambda: evaluate(model, batched(rows(), (7,), 20), next_token_sums))
+    more = compilations(lambda: evaluate(model, batched(rows(), (7,), 20), CausalLoss()))
     assert sum("backend_compile" in name for name in more) == 1
 
 
 def test_sums_are_added_in_float64() -> None:
-    def constant(model, batch, key=None) -> Sums:
-        return Sums(batch["loss"], batch["count"], batch["count"])
+    def constant(model, batch, key=None) -> LossSums:
+        return LossSums(batch["loss"], batch["count"], batch["count"])
 
     first = {"loss": np.float32(2**24), "count": np.float32(2**24)}
     others = {"loss": np.float32(0.5), "count": np.float32(1)}
@@ -133,7 +104,7 @@ def test_regression_has_no_accuracy() -> None:
         {"input_ids": ids[part], "attention_mask": mask[part], "labels": labels[part]}
         for part in (slice(0, 3), slice(3, 4))
     ]
-    found = evaluate(model, batches, squared_error_sums)
+    found = evaluate(model, batches, ClassificationLoss())
     assert found.loss == pytest.approx(np.mean((logits - labels) ** 2), rel=1e-5)
     assert found.metrics("values") == {"eval_loss": found.loss, "eval_mse": found.loss}
     assert found.count == 4
@@ -152,10 +123,10 @@ def test_metrics_by_kind() -> None:
 def test_nothing_to_count() -> None:
     model = tiny.cached("llama")
     with pytest.raises(InputError, match="no batch, or no label"):
-        evaluate(model, [], next_token_sums)
+        evaluate(model, [], CausalLoss())
     (batch,) = batched([], (2,), 4)
     with pytest.raises(InputError, match="no batch, or no label"):
-        evaluate(model, [batch], next_token_sums)
+        evaluate(model, [batch], CausalLoss())
 
 
 PROMPTS = ["Hello", "a much longer text than the others are", "two words", "x", "An end."]
@@ -223,12 +194,13 @@ def test_an_encoder_decoder() -> None:
 
 def test_what_cannot_be_scored(llama) -> None:
     model, tokenizer = llama
-    for rows, fields, message in (
+    cases: tuple[tuple[list, dict, str], ...] = (
         ([], {}, "no rows"),
         ([("a", "b")], {"metrics": ["bloo"]}, "no 'bloo'"),
         ([("a", "b")], {"batch_size": 0}, "batch_size"),
         ([("a", "b")], {"num_return_sequences": 2, "do_sample": True}, "one text a row"),
         ([("a", "b")], {"max_new_token": 2}, "max_new_token"),
-    ):
+    )
+    for rows, fields, message in cases:
         with pytest.raises(InputError, match=message):
             generate_and_score(model, tokenizer, rows, **fields)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +47,8 @@ def test_tokens_of_both_sides() -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_forward_flops_are_those_that_xla_counts(family: str) -> None:
     """A third of a step is the forward pass; XLA counts norms, softmax and the like on top."""
-    model = tiny.make(family, **({} if family == "gpt2" else {"tie_word_embeddings": True}))
+    changes: dict[str, Any] = {} if family == "gpt2" else {"tie_word_embeddings": True}
+    model = tiny.make(family, **changes)
     ids = jnp.asarray(tiny.ids(2, 24))
     inputs = {"decoder_input_ids": ids} if family == "t5" else {}
     compiled = jax.jit(lambda model: model(ids, **inputs).logits).lower(model).compile()

@@ -35,9 +35,9 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         for step in range(1, 26):
             clock.seconds += 0.5
             speed = progress.step(step, loss=3.0, tokens=50, flops=1e5, shown={"lr": 1e-4})
+            assert speed.metrics() == {"tokens_per_second": 100.0, "mfu": pytest.approx(0.2)}
     out, err = capsys.readouterr()
     assert out == ""
-    assert speed.metrics() == {"tokens_per_second": 100.0, "mfu": pytest.approx(0.2)}
     lines = err.splitlines()
     starts = [line.split("  ")[0] for line in lines]
     assert starts == ["step 1/25", "step 10/25", "step 20/25", "step 25/25"]
