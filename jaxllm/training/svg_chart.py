@@ -24,7 +24,7 @@ svg.chart .bad{stroke:var(--bad);stroke-width:2}
 
 
 def line_chart(curves: Sequence[Curve], *, label: str, noisy: bool = True) -> str:
-    """At most two curves over the same steps; long noisy ones are smoothed, short ones have dots."""
+    """At most two curves over the same steps; long noisy ones smoothed, short ones with dots."""
     points = [point for curve in curves for point in curve.points]
     bad = sorted({step for curve in curves for step in curve.nonfinite})
     steps = [x for x, _ in points] + [float(step) for step in bad]

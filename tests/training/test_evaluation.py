@@ -15,7 +15,7 @@ import jaxllm
 from jaxllm.errors import InputError
 from jaxllm.models.inputs import IGNORED
 from jaxllm.training.evaluation import EvalResult, evaluate, generate_and_score
-from jaxllm.training.losses import CausalLoss, ClassificationLoss, LossSums
+from jaxllm.training.losses import CausalLoss, ClassificationLoss, LossSums, Seq2SeqLoss
 
 LENGTHS = (3, 9, 5, 12, 2, 7, 4)
 
@@ -63,6 +63,20 @@ def test_against_the_models_own_loss() -> None:
     (batch,) = batched(rows(), (7,), 12)
     own = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss
     assert evaluate(model, [batch], CausalLoss()).loss == pytest.approx(float(own), rel=1e-5)
+
+
+def test_an_encoder_decoders_loss() -> None:
+    model, source = tiny.cached("t5"), tiny.ids(3, 8).astype(np.int32)
+    labels = tiny.ids(3, 6, seed=1).astype(np.int32)
+    labels[1, 2:] = labels[2, 4:] = IGNORED
+    mask = np.ones_like(source)
+    mask[0, 5:] = 0
+    batch = {"input_ids": source, "attention_mask": mask, "labels": labels}
+    own = float(model(**batch).loss)
+    found = evaluate(
+        model, [{k: x[i : i + 1] for k, x in batch.items()} for i in range(3)], Seq2SeqLoss()
+    )
+    assert (found.count, found.loss) == (6 + 2 + 4, pytest.approx(own, rel=1e-5))
 
 
 def test_the_best_model_is_always_right() -> None:

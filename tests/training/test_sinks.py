@@ -23,8 +23,10 @@ def events(folder: Path) -> list[Event]:
     found = []
     for file in sorted((folder / "tensorboard").iterdir()):
         data = file.read_bytes()
-        while data:
+        while len(data) > 8:
             (size,) = struct.unpack("<Q", data[:8])
+            if len(data) < 16 + size:  # torn, and passed over by TensorBoard, too
+                break
             event = Event()
             event.ParseFromString(data[12 : 12 + size])
             found.append(event)
@@ -75,7 +77,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_a_kill_left_in_a_queue_is_there_again(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
     assert subprocess.run(command).returncode == -signal.SIGKILL
-    assert len(shown(tmp_path)["loss"]) < 99, "else this test shows nothing"
+    assert len(shown(tmp_path).get("loss", [])) < 99, "else this test shows nothing"
     for sink in train(tmp_path, range(99, 103), resume_at=98):
         sink.close()
     assert shown(tmp_path) == {"loss": [(step, float(step)) for step in range(1, 103)]}
