@@ -46,3 +46,11 @@ class MissingFileError(JaxLLMError, FileNotFoundError):
 
 class DataError(JaxLLMError, ValueError):
     """A file or row of training data is malformed, or does not fit the format it is read in."""
+
+
+class RunError(JaxLLMError, RuntimeError):
+    """The folder of a training run: what it holds does not fit what is asked of it."""
+
+
+class MissingExtraError(JaxLLMError, ImportError):
+    """An optional package that a call needs is not installed; the message says how to get it."""

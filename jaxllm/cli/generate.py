@@ -22,8 +22,9 @@ from jaxllm import load
 from jaxllm.cli import bundled, compile_cache
 from jaxllm.cli.exits import Parser, guard
 from jaxllm.cli.field_flags import add_field_flags, given_fields, int_list
-from jaxllm.cli.progress import CompileClock, Reporter
+from jaxllm.cli.progress import Reporter
 from jaxllm.cli.request import Decoder, IdDecoder, Request
+from jaxllm.compile_clock import CompileClock
 from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation.config import GenerationConfig, check_supported
 from jaxllm.generation.generate import heal

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-import jax.monitoring
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -46,35 +45,3 @@ class Reporter:
 
             yield update
         self.say(f"{doing}: {time.perf_counter() - start:.1f} s")
-
-
-class CompileClock:
-    """Counts what JAX compiles, through the events that it reports."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.programs = 0
-        self.cached = 0
-        jax.monitoring.register_event_duration_secs_listener(self._duration)
-        jax.monitoring.register_event_listener(self._event)
-
-    def _duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            self.seconds += duration_secs
-            self.programs += 1
-
-    def _event(self, event: str, **kwargs: str | int) -> None:
-        if event == "/jax/compilation_cache/cache_hits":
-            self.cached += 1
-
-    def summary(self) -> str:
-        """For example ``compiling 3.2 s, 2 of 5 programs from the cache``."""
-        return (
-            f"compiling {self.seconds:.1f} s, "
-            f"{self.cached} of {self.programs} programs from the cache"
-        )
-
-    def close(self) -> None:
-        """Stop listening."""
-        jax.monitoring.unregister_event_duration_listener(self._duration)
-        jax.monitoring.unregister_event_listener(self._event)

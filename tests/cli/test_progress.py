@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxllm.cli.progress import CompileClock, Reporter
+from jaxllm.cli.progress import Reporter
+from jaxllm.compile_clock import CompileClock
 
 
 def test_a_phase_says_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:

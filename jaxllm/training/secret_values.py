@@ -1,0 +1,83 @@
+"""Keeps secrets out of what a run records about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+HIDDEN = "(not recorded)"
+
+# Names whose values are secrets; `token` only where it is no token of a vocabulary.
+_NAME = re.compile(
+    r"(^|[_-])(api[_-]?key|secret([_-]?key)?|private[_-]?key|access[_-]?key|password|passwd|"
+    r"passphrase|credentials?|authorization|cookie)$"
+    r"|^token$|(^|[_-])(hf|hub|api|auth|access|bearer|refresh|session|wandb|github|gitlab|"
+    r"huggingface)[_-]?token$",
+    re.IGNORECASE,
+)
+# Values that look like one wherever they stand: keys of known services, passwords in addresses.
+_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}"
+    r"|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}"
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
+    r"|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
+)
+_ASSIGNED = re.compile(r"^(?P<option>-{0,2}(?P<name>[A-Za-z][\w.-]*)=)(?P<value>.*)$", re.DOTALL)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a field of this name, the last part of a dotted one, holds a secret.
+
+    >>> is_secret("hub.hf-token"), is_secret("eos_token"), is_secret("max_tokens")
+    (True, False, False)
+    """
+    return bool(_NAME.search(name.rsplit(".", 1)[-1]))
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """A plain copy (dicts, lists, strings, numbers) in which secrets are replaced.
+
+    Dataclasses become dicts, paths and other objects their text.
+
+    >>> without_secrets({"api_key": "k", "hub": {"url": "https://me:pw@host/x"}, "lr": 0.1})
+    {'api_key': '(not recorded)', 'hub': {'url': 'https://(not recorded)@host/x'}, 'lr': 0.1}
+    """
+    if value is not None and is_secret(name):
+        return HIDDEN
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): without_secrets(item, str(key)) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return without_secrets(fields)
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, str | bytes):
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        return [without_secrets(item) for item in items]
+    text = str(value) if isinstance(value, str | PurePath) else repr(value)
+    return _VALUE.sub(HIDDEN, text)
+
+
+def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line in which the values of secret options are replaced.
+
+    >>> arguments_without_secrets(["train.py", "--hf-token", "abc", "--hub.api_key=abc", "a.yaml"])
+    ['train.py', '--hf-token', '(not recorded)', '--hub.api_key=(not recorded)', 'a.yaml']
+    """
+    found: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        if hide_next:
+            found.append(HIDDEN)
+            hide_next = False
+            continue
+        assigned = _ASSIGNED.match(argument)
+        if assigned and is_secret(assigned["name"]):
+            found.append(assigned["option"] + HIDDEN)
+            continue
+        hide_next = argument.startswith("-") and is_secret(argument.lstrip("-"))
+        found.append(_VALUE.sub(HIDDEN, argument))
+    return found
