@@ -190,7 +190,8 @@ def watched(bare: Any, request: Request, streamer: Any) -> tuple[Result, Any]:
     if streamer is not None:
         streamer.end()
     assert last is not None
-    return last
+    result, state = last
+    return on_host(result), state
 
 
 def stream(
@@ -240,7 +241,8 @@ def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray
 
 def results(bare: Any, request: Request, chunk: int) -> Iterator[tuple[Result, Any]]:
     """The result so far, and the state, after the first token and then at every multiple of `chunk`
-    new ones. A state is good until the next one is asked for.
+    new ones. A state, and what of a result is still on the device, is good until the next is asked
+    for.
     """
     strategy, settings, beams = request.strategy, request.settings, not request.strategy.streams
     state, until = None, 0
@@ -250,7 +252,7 @@ def results(bare: Any, request: Request, chunk: int) -> Iterator[tuple[Result, A
                 state = start(bare, request, prefill_program)
             else:
                 state = decode_program(strategy, bare, state, settings, np.int32(until))
-            result = on_host(finish_program(strategy, state, settings))
+            result = looked_at(finish_program(strategy, state, settings))
         late = any(clock.expired() for clock in request.clocks)
         if late and not beams:
             longest = result.length if result.longest is None else result.longest
@@ -374,10 +376,28 @@ def output(
     )
 
 
+LOOKED_AT = ("sequences", "length", "steps", "longest", "broken_at", "over")
+
+
+def looked_at(result: Result) -> Result:
+    """A growing result: the few fields that are looked at meanwhile are fetched from the device,
+    others, such as the scores of all steps, stay there. Raises as `on_host`."""
+    light = {name: getattr(result, name) for name in LOOKED_AT}
+    return unbroken(dataclasses.replace(result, **jax.device_get(light)))
+
+
 def on_host(result: Result) -> Result:
     """A result fetched from the device at once; raises if a step had no finite logits."""
-    host = jax.device_get(result)
-    broken = host.broken_at
+    return unbroken(jax.device_get(result))
+
+
+def unbroken(result: Result) -> Result:
+    """The result as it is.
+
+    Raises:
+        NonFiniteError: a step had no finite logits; with the step and the row.
+    """
+    broken = result.broken_at
     if (broken >= 0).any():
         row = int(np.argmax(broken >= 0))
         raise NonFiniteError(
@@ -385,4 +405,4 @@ def on_host(result: Result) -> Result:
             "infinite, or the settings forbid every token; check the weights and the settings, or "
             "compute in float32 (dtype='float32')"
         )
-    return host
+    return result
