@@ -198,9 +198,6 @@ class Assisted(Strategy[State]):
             num_assistant_tokens=jnp.where(live & self.growing, next_one, now),
         )
 
-    def alive(self, state, until):
-        return jnp.any(~state.done & (state.cur_len < until))
-
     def finish(self, state, settings):
         live = ~state.done & (state.cur_len < settings.max_length)
         longest = jnp.max(state.cur_len)

@@ -186,7 +186,7 @@ def generation_mode(config: GenerationConfig, assistant_model: Any = None) -> st
         if is_traced(top_k) or top_k > 1:
             return "contrastive_search"
     drafts = (assistant_model, config.prompt_lookup_num_tokens, config.assistant_early_exit)
-    if any(draft is not None for draft in drafts) or config.use_mtp:
+    if any(draft is not None for draft in drafts):
         return "assisted_generation"
     if config.dola_layers is not None:
         return "dola_generation"
@@ -260,8 +260,7 @@ def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> N
     }
     for name in sorted(config.given):
         field, value = FIELDS[name], getattr(config, name)
-        neutral = field.default if field.off is UNSET else field.off
-        unchanged = not is_traced(value) and value in (neutral, field.default)
+        unchanged = not is_traced(value) and value in (field.neutral, field.default)
         if field.needs and not active[field.needs] and not unchanged:
             warnings.warn(
                 f"`{name}`={value!r} has no effect without `{field.needs}`",

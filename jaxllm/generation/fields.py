@@ -51,6 +51,11 @@ class Field:
     needs: str | None = None
     only: tuple[Any, ...] | None = None
 
+    @property
+    def neutral(self) -> Any:
+        """The value that changes nothing."""
+        return self.default if self.off is UNSET else self.off
+
 
 def number(interval: str) -> Check:
     """A real number of the interval, stored as a float; a tracer is let through."""

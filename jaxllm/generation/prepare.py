@@ -47,7 +47,7 @@ from jaxllm.generation.stopping import (
     StopStringCriteria,
 )
 from jaxllm.generation.strategy import Prompt, Settings, Strategy
-from jaxllm.generation.values import bucket, id_table, is_traced
+from jaxllm.generation.values import any_traced, bucket, id_table, is_traced
 from jaxllm.models import inputs as check
 
 # Settings that shape the program or the host's checks; all other numbers may be tracers.
@@ -108,7 +108,7 @@ def merged_config(
         )
     explicit = generation_config.merge(GenerationConfig(**fields))
     for name in STATIC:
-        if any(is_traced(x) for x in jax.tree.leaves(explicit.to_dict().get(name))):
+        if any_traced(explicit.to_dict().get(name)):
             raise InputError(f"{name}: must be known outside jax.jit; found a tracer")
     own = getattr(model, "generation_config", None) or GenerationConfig()
     config = own.merge(explicit)
@@ -371,10 +371,3 @@ def whole(name: str, value: Any) -> int:
     if is_traced(value):
         raise InputError(f"{name}: must be a Python int, since it sizes the result; found a tracer")
     return int(value)
-
-
-def any_traced(*values: Any) -> bool:
-    leaves = jax.tree.leaves(
-        [dataclasses.asdict(v) if isinstance(v, Columns) else v for v in values]
-    )
-    return any(is_traced(x) for x in leaves)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +18,7 @@ from jaxllm.models import inputs as check
 SMALLEST_BUCKET = 16
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Columns:
     """A [batch, length] argument and its mask, before and after padding to a bucket."""
@@ -24,7 +26,7 @@ class Columns:
     ids: Any
     mask: Any
     embeds: Any = None
-    before: int | None = None
+    before: int | None = dataclasses.field(default=None, metadata={"static": True})
     """Columns before padding; None: it was not padded."""
 
     @property

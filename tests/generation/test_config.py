@@ -217,7 +217,6 @@ def test_files(tmp_path):
         ({"dola_layers": "low", "prompt_lookup_num_tokens": 3}, "assisted_generation"),
         ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
         ({"assistant_early_exit": 3, "do_sample": True}, "assisted_generation"),
-        ({"use_mtp": True}, "assisted_generation"),
         ({"prompt_lookup_num_tokens": 3, "num_beams": 2}, "beam_search"),
     ],
 )
