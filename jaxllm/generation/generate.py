@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.arguments import sorted_keywords
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.guidance import Guided
 from jaxllm.generation.healing import heal_tokens
@@ -28,36 +29,6 @@ from jaxllm.generation.processors.host_errors import reraised
 from jaxllm.generation.records import check_size
 from jaxllm.generation.strategy import Result, without_notes
 from jaxllm.generation.values import is_integer, is_traced
-
-# Arguments of transformers' generate() that are not fields of the config.
-INPUTS = frozenset(
-    {
-        "inputs_embeds",
-        "token_type_ids",
-        "decoder_input_ids",
-        "decoder_attention_mask",
-        "encoder_outputs",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "logits_processor",
-        "row_ids",
-        "past_key_values",
-        "return_past_key_values",
-    }
-)
-# And those that only a strategy, a criterion or guidance reads (`modes.Call.arguments`).
-ARGUMENTS = frozenset(
-    {
-        *("assistant_model", "tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn"),
-        *("negative_prompt_ids", "negative_prompt_attention_mask"),
-    }
-)
-UNSUPPORTED = {
-    "assistant_tokenizer": "an assistant of another vocabulary",
-    "synced_gpus": "synced devices",
-    "position_ids": "giving positions (they follow from attention_mask)",
-    "custom_generate": "custom_generate",
-}
 
 
 def generate(
@@ -231,23 +202,17 @@ def prepare_call(
     """Sorts keyword arguments into inputs and settings; names what does not exist."""
     if not hasattr(model, "decode"):
         raise UnsupportedError(f"generate: {type(model).__name__} has no language-model head")
-    for name, feature in UNSUPPORTED.items():
-        if fields.get(name) is not None and fields[name] is not False:
-            raise UnsupportedError(f"{name}: {feature} is not supported")
-    inputs = {k: v for k, v in fields.items() if k in INPUTS}
-    arguments = {k: v for k, v in fields.items() if k in ARGUMENTS}
-    elsewhere = INPUTS | ARGUMENTS | UNSUPPORTED.keys()
-    settings = {k: v for k, v in fields.items() if k not in elsewhere}
+    keywords = sorted_keywords(fields)
     return prepare(
         model,
         input_ids,
         attention_mask,
         generation_config,
         key,
-        settings,
-        arguments,
+        keywords.settings,
+        keywords.arguments,
         heal=heal,
-        **inputs,
+        **keywords.inputs,
     )
 
 

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache import Branches, Cache
 from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.columns import Columns, checked_ids, checked_mask, last_real
 from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.prompts import Columns, checked_ids, checked_mask, last_real
 from jaxllm.generation.values import is_traced
 from jaxllm.models.outputs import DecodeOutput
 
@@ -32,6 +32,10 @@ class Negative:
     mask: Bool[Array, "B T"]
     at: Int[Array, " B"]
     """The column of each row's last real token."""
+
+    @staticmethod
+    def of(columns: Columns) -> Negative:
+        return Negative(columns.ids, columns.mask, last_real(columns.mask))
 
 
 @jax.tree_util.register_dataclass

@@ -11,14 +11,9 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache import Cache
 from jaxllm.errors import InputError
-from jaxllm.generation.prompts import (
-    SMALLEST_BUCKET,
-    Columns,
-    Sides,
-    decoder_only_prompt,
-    decoder_prompt,
-    refuse,
-)
+from jaxllm.generation.arguments import refuse
+from jaxllm.generation.columns import SMALLEST_BUCKET, Columns
+from jaxllm.generation.prompts import Sides, decoder_only_prompt, decoder_prompt
 from jaxllm.generation.values import any_traced, bucket
 
 

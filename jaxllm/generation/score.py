@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
+from jaxllm.generation.columns import SMALLEST_BUCKET
 from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.prompts import SMALLEST_BUCKET, decoder_prompt
+from jaxllm.generation.prompts import decoder_prompt
 from jaxllm.generation.sampling import choose_greedy
 from jaxllm.generation.strategy import without_notes
 from jaxllm.generation.values import any_traced, bucket, is_integer, is_traced
