@@ -8,7 +8,8 @@ from os import PathLike
 from typing import Any
 
 from jaxllm.errors import ConfigError, InputError, JaxLLMError
-from jaxllm.generation.fields import FIELDS, UNSET, BadValueError
+from jaxllm.generation.field_checks import BadValueError
+from jaxllm.generation.fields import FIELDS, UNSET
 from jaxllm.json_file import read_json
 
 _MAX_FILE_BYTES = 1 << 20
