@@ -47,7 +47,7 @@ class Field:
         check: Returns the value in its stored form (lists as tuples), or raises BadValueError.
         note: What the field does, for the documentation.
         off: What None means when it is given in a call: a neutral value, None itself, or UNSET.
-        needs: The option without which the field has no effect (see ``consistency.check_consistent``).
+        needs: The option without which the field has no effect (``check_consistent``).
         only: The values that are implemented; None means all.
     """
 
