@@ -19,7 +19,7 @@ from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.acceptance import DRAFT, Drafted, position_keys, speculative
 from jaxllm.generation.generate import prepare_call, start, without_notes
 from jaxllm.generation.keys import row_keys
-from jaxllm.generation.lookup import continuation, earlier_match
+from jaxllm.generation.lookup import earlier_match, following
 from jaxllm.generation.loop import decode_program, prefill_program
 from jaxllm.generation.processors import (
     LogitsProcessorList,
@@ -573,7 +573,7 @@ def test_lookup_finds_what_the_plain_search_finds():
     def find(text, lengths, allowed, limit, longest):
         at, found = earlier_match(text, lengths[:, None], allowed, longest)
         limit = jnp.where(found, limit, 0)
-        return continuation(text, lengths[:, None], at, limit, jnp.array([4, -1]), most)
+        return following(text, lengths[:, None], at, limit, jnp.array([4, -1]), most)
 
     for longest in (1, 2, 4):
         drafted = find(text, lengths, allowed, limit, longest)
