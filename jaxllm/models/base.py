@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Branches, Cache, View, look, look_cached
+from jaxllm.cache import Branches, Cache, View, look
 from jaxllm.errors import InputError
 from jaxllm.models import inputs as check
 from jaxllm.models.config import ModelConfig
@@ -155,7 +155,7 @@ class DecoderOnly(nnx.Module):
         if cache is None:
             view = look(given.mask)
         else:
-            view, cache = look_cached(given.mask, cache)
+            view, cache = cache.look(given.mask)
         if position_ids is not None:
             positions = check.position_ids(position_ids, shape, limit)
             view = dataclasses.replace(view, positions=positions, horizon=jnp.max(positions) + 1)
@@ -301,7 +301,7 @@ class CausalLM(DecoderOnly):
         inputs_embeds: Float[Array, "B T D"] | None = None,
         token_type_ids: Int[Array, "B T"] | None = None,
     ) -> DecodeOutput:
-        view, cache = look_cached(mask, cache, fresh=fresh, branches=branches)
+        view, cache = cache.look(mask, fresh=fresh, branches=branches)
         if token_type_ids is None and cache.token_type is not None:
             token_type_ids = jnp.broadcast_to(cache.token_type[:, None], mask.shape)
         elif token_type_ids is not None:

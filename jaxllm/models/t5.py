@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Branches, Cache, look, look_cached
+from jaxllm.cache import Branches, Cache, look
 from jaxllm.errors import ConfigError, InputError
 from jaxllm.models import inputs as check
 from jaxllm.models.base import decoded
@@ -285,7 +285,7 @@ class T5ForConditionalGeneration(T5Encoder):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> DecodeOutput:
-        view, cache = look_cached(mask, cache, fresh=fresh, branches=branches)
+        view, cache = cache.look(mask, fresh=fresh, branches=branches)
         assert cache.cross_mask is not None
         out = self.decoder(
             self.shared(tokens),
