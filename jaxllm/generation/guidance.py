@@ -41,7 +41,8 @@ class Negative:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Guided:
-    """A decoder-only model that also follows the unconditional contexts; itself a `Decoder`.
+    """A decoder-only model that also follows the unconditional contexts; strategies run it as any
+    other `Decoder`.
 
     A call of B rows runs 2B, the conditional ones over the unconditional. What it returns is of the
     first B, but for the cache, and for `unconditional_logits`.
@@ -78,7 +79,7 @@ class Guided:
         own = (self.negative.tokens, self.negative.mask, self.negative.at)
         below = own if fresh else (tokens, mask, at)
         if inputs_embeds is not None:
-            tokens, embeds = None, self.model.backbone.embed(below[0])
+            tokens, embeds = None, self.model.embed(below[0])
             inputs_embeds = jnp.concatenate([inputs_embeds.astype(embeds.dtype), embeds])
         if branches is not None:
             branches = dataclasses.replace(branches, seen=stacked(branches.seen, branches.seen))
