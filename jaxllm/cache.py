@@ -236,22 +236,45 @@ class View:
     """The slots before this one hold all that there is; None: look at all of them."""
 
 
-def look(mask: Bool[Array, "B T"], *, causal: bool = True) -> View:
-    """The view of one uncached call over a whole sequence."""
+def look(
+    mask: Bool[Array, "B T"],
+    *,
+    causal: bool = True,
+    segments: Int[Array, "B T"] | None = None,
+) -> View:
+    """The view of one uncached call over a whole sequence.
+
+    With `segments` a row holds several documents, one after the other: each sees itself only, and
+    its positions begin at 0.
+    """
     mask, T = jnp.asarray(mask), mask.shape[1]
     counts = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     slots = jnp.arange(T, dtype=jnp.int32)
     visible = mask[:, None, None, :]
     if causal:
         visible = visible & (slots[None, :] <= slots[:, None])
+    if segments is not None:
+        visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
+        before = jnp.where(document_starts(segments), counts - mask, 0)
+        counts = counts - jax.lax.cummax(before, axis=1)
     return View(
         positions=jnp.maximum(counts - 1, 0),
         query_slots=slots,
         key_slots=slots,
         visible=jnp.broadcast_to(visible, (mask.shape[0], 1, T, T)),
-        horizon=jnp.max(counts[:, -1]),
+        horizon=jnp.max(counts),
         write_at=None,
     )
+
+
+def document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Where the first token of each document of a packed row is.
+
+    >>> document_starts(jnp.array([[1, 1, 2, 2, 0]])).tolist()
+    [[True, False, True, False, True]]
+    """
+    before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return segments != before
 
 
 @jax.tree_util.register_dataclass

@@ -71,6 +71,7 @@ class Prepared:
     input_ids: Int[Array, "B T"] | None
     inputs_embeds: Float[Array, "B T D"] | None
     mask: Bool[Array, "B T"]
+    segments: Int[Array, "B T"] | None = None
 
 
 class DecoderOnly(nnx.Module):
@@ -80,8 +81,8 @@ class DecoderOnly(nnx.Module):
     config: Any
     backbone: Backbone
 
-    def prepare(self, input_ids, inputs_embeds, attention_mask) -> Prepared:
-        """Checks ids or embeddings, and the mask."""
+    def prepare(self, input_ids, inputs_embeds, attention_mask, segment_ids=None) -> Prepared:
+        """Checks ids or embeddings, and the mask, which packed rows have in their segments."""
         check.one_of(input_ids, inputs_embeds)
         if input_ids is not None:
             input_ids = check.token_ids("input_ids", input_ids, self.config.vocab_size)
@@ -90,9 +91,13 @@ class DecoderOnly(nnx.Module):
             width = self.backbone.embed.weight.shape[1]
             inputs_embeds = check.embeddings("inputs_embeds", inputs_embeds, width)
             shape = inputs_embeds.shape[:2]
-        return Prepared(
-            input_ids, inputs_embeds, check.mask_of("attention_mask", attention_mask, shape)
+        segments = check.segment_ids(
+            "segment_ids", segment_ids, shape, attention_mask, "attention_mask"
         )
+        if segments is not None:
+            return Prepared(input_ids, inputs_embeds, segments != 0, segments)
+        mask = check.mask_of("attention_mask", attention_mask, shape)
+        return Prepared(input_ids, inputs_embeds, mask)
 
     def hidden(
         self,
@@ -103,6 +108,7 @@ class DecoderOnly(nnx.Module):
         token_type_ids=None,
         encoder_hidden_states=None,
         encoder_attention_mask=None,
+        segment_ids=None,
         cache: Cache | None = None,
         head_mask=None,
         dropout_key=None,
@@ -110,11 +116,17 @@ class DecoderOnly(nnx.Module):
         output_attentions: bool = False,
     ) -> BaseOutput:
         """The backbone with every option of a forward call; see `__call__` of the heads."""
-        given = self.prepare(input_ids, inputs_embeds, attention_mask)
+        given = self.prepare(input_ids, inputs_embeds, attention_mask, segment_ids)
+        if segment_ids is not None:
+            for name, value in (("cache", cache), ("encoder_hidden_states", encoder_hidden_states)):
+                if value is not None:
+                    raise InputError(f"{name}: packed rows (segment_ids) cannot have one")
         shape, limit = given.mask.shape, self.config.max_positions
-        check.check_room(given.mask, cache, None if position_ids is not None else limit)
+        check.check_room(
+            given.mask, cache, None if position_ids is not None else limit, given.segments
+        )
         if cache is None:
-            view = look(given.mask)
+            view = look(given.mask, segments=given.segments)
         else:
             view, cache = cache.look(given.mask)
         if position_ids is not None:
@@ -202,7 +214,8 @@ class CausalLM(DecoderOnly):
             labels: ids to predict, -100 where nothing is; `loss` is then their mean cross-entropy,
                 each against the logits one position before.
             logits_to_keep: 0 for all positions, n for the last n, or the indices of columns.
-            options: `position_ids` [B, T], `inputs_embeds`, `token_type_ids` [B, T] (GPT-2),
+            options: `segment_ids` [B, T] in place of the mask for rows that hold several documents
+                (0 at pads, 1 and up elsewhere), `position_ids` [B, T], `inputs_embeds`, `token_type_ids` [B, T] (GPT-2),
                 `encoder_hidden_states` [B, E, D] and `encoder_attention_mask` [B, E] (GPT-2 with
                 cross-attention), `cache` (continue from it; it comes back in the output),
                 `head_mask` [L, N], `dropout_key` (training), `output_hidden_states`,
@@ -216,7 +229,8 @@ class CausalLM(DecoderOnly):
         logits = self.logits(x[:, check.columns_to_keep(logits_to_keep, x.shape[1])])
         loss = None
         if labels is not None:
-            loss = causal_loss(logits, check.checked_labels(labels, x.shape[:2], logits))
+            labels = check.checked_labels(labels, x.shape[:2], logits)
+            loss = causal_loss(logits, labels, options.get("segment_ids"))
         return CausalLMOutput(
             logits=logits,
             loss=loss,

@@ -36,6 +36,8 @@ class SequenceClassifier(DecoderOnly):
         """
         if options.get("cache") is not None:
             raise InputError("cache: a classifier reads its text in one call")
+        if options.get("segment_ids") is not None:
+            raise InputError("segment_ids: a classifier reads one text a row")
         out = self.hidden(input_ids, attention_mask, **options)
         x = out.last_hidden_state
         columns = jnp.arange(x.shape[1])

@@ -81,6 +81,30 @@ def mask_of(name: str, mask: Any, shape: tuple[int, ...]) -> Any:
     return mask.astype(bool)
 
 
+def segment_ids(name: str, ids: Any, shape: tuple[int, ...], mask: Any, mask_name: str) -> Any:
+    """Documents of packed rows, int32 [B, T]: 0 at pads, then 1, 2, ... in runs."""
+    if ids is None:
+        return None
+    if mask is not None:
+        raise InputError(f"{mask_name}: has no effect beside {name}, whose 0 are the pads; drop it")
+    ids = on_host(name, ids)
+    if ids.shape != shape:
+        raise InputError(f"{name}: expected shape {shape}, found {ids.shape}")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise InputError(f"{name}: expected integers, found {ids.dtype}")
+    if is_traced(ids):
+        return ids.astype(jnp.int32)
+    for row, numbers in enumerate(ids):
+        runs = numbers[np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))]
+        runs = runs[runs != 0]
+        if (runs < 0).any() or len(set(runs.tolist())) != len(runs):
+            raise InputError(
+                f"{name}[{row}]: the tokens of a document stand together, under a number above 0; "
+                f"found the runs {runs.tolist()[:10]}"
+            )
+    return ids.astype(np.int32)
+
+
 def position_ids(ids: Any, shape: tuple[int, ...], limit: int | None) -> Int[Array, "B T"]:
     """Positions of the caller's, [B, T] or [1, T], below `limit`."""
     ids = on_host("position_ids", ids)
@@ -97,8 +121,10 @@ def position_ids(ids: Any, shape: tuple[int, ...], limit: int | None) -> Int[Arr
     return jnp.broadcast_to(jnp.asarray(ids, jnp.int32), shape)
 
 
-def check_room(mask: Any, cache: Cache | None, limit: int | None) -> None:
-    """New columns must fit the cache, and each row's tokens the model's positions.
+def check_room(
+    mask: Any, cache: Cache | None, limit: int | None, segments: Any = None
+) -> None:
+    """New columns must fit the cache, and each row's (or document's) tokens the model's positions.
 
     A cache that is traced is not looked into: under jit the caller answers for its length.
     """
@@ -117,8 +143,16 @@ def check_room(mask: Any, cache: Cache | None, limit: int | None) -> None:
     needed = T
     if not is_traced(mask) and not is_traced(before):
         needed = int((np.asarray(before) + np.asarray(mask).sum(axis=-1)).max())
+    if segments is not None:
+        # Inside jit a row may hold any number of documents, so only the data can tell.
+        needed = 0 if is_traced(segments) else longest_document(segments)
     if needed > limit:
         raise InputError(f"input_ids: {needed} tokens, but this model has {limit} positions")
+
+
+def longest_document(segments: np.ndarray) -> int:
+    """Tokens of the longest document of packed rows."""
+    return max(int(np.unique(row[row != 0], return_counts=True)[1].max(initial=0)) for row in segments)
 
 
 def head_mask(name: str, mask: Any, layers: int, heads: int) -> Float[Array, "L N"] | None:

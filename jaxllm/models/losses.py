@@ -8,22 +8,53 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxllm.cache import document_starts
 from jaxllm.errors import InputError
 from jaxllm.models.inputs import IGNORED, label_ids, on_host
 
 
+def token_losses(
+    logits: Float[Array, "B T V"], labels: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Cross-entropy of each label (0 where it is -100), and the log of the softmax's denominator.
+
+    The label's logit is picked by a comparison, which fuses into the reduction; a gather's gradient
+    would be a scatter into an array of the logits' size.
+    """
+    logits = logits.astype(jnp.float32)
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.arange(logits.shape[-1]) == labels[..., None]
+    picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
+    return jnp.where(labels != IGNORED, log_z - picked, 0.0), log_z
+
+
 def token_loss(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, ""]:
     """Mean cross-entropy over the labels that are not -100; 0 when there is none."""
-    counted = labels != IGNORED
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    safe = jnp.where(counted, labels, 0)
-    picked = jnp.take_along_axis(log_probs, safe[..., None], axis=-1)[..., 0]
-    return -jnp.where(counted, picked, 0.0).sum() / jnp.maximum(counted.sum(), 1)
+    losses, _ = token_losses(logits, labels)
+    return losses.sum() / jnp.maximum((labels != IGNORED).sum(), 1)
 
 
-def causal_loss(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, ""]:
+def next_labels(
+    labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None = None
+) -> Int[Array, "B T"]:
+    """The label that each position of a causal model predicts: the next one, of its own document.
+
+    >>> next_labels(jnp.array([[5, 6, 7, 8]]), jnp.array([[1, 1, 2, 2]])).tolist()
+    [[6, -100, 8, -100]]
+    """
+    labels = jnp.asarray(labels)
+    if segments is not None:
+        labels = jnp.where(document_starts(jnp.asarray(segments)), IGNORED, labels)
+    return jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
+
+
+def causal_loss(
+    logits: Float[Array, "B T V"],
+    labels: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None = None,
+) -> Float[Array, ""]:
     """Position t predicts the label at t + 1: the shift happens here."""
-    return token_loss(logits[:, :-1], labels[:, 1:])
+    return token_loss(logits, next_labels(labels, segments))
 
 
 def classification_loss(

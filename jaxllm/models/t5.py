@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Branches, Cache, look
+from jaxllm.cache import Branches, Cache, document_starts, look
 from jaxllm.errors import ConfigError, InputError
 from jaxllm.models import inputs as check
 from jaxllm.models.decoder import decoded
@@ -49,14 +49,16 @@ class T5Encoder(nnx.Module):
         mask: Bool[Array, "B E"],
         *,
         inputs_embeds: Float[Array, "B E D"] | None = None,
+        segments: Int[Array, "B E"] | None = None,
         **options: Any,
     ) -> StackOutput:
         """Runs the encoder over checked arrays."""
         x = self.shared.of(input_ids, inputs_embeds)
-        return self.encoder(x, Context(view=look(mask, causal=False)), **options)
+        view = look(mask, causal=False, segments=segments)
+        return self.encoder(x, Context(view=view), **options)
 
-    def prepare(self, input_ids, inputs_embeds, attention_mask):
-        """Checks the encoder's inputs: ids, embeddings, mask."""
+    def prepare(self, input_ids, inputs_embeds, attention_mask, segment_ids=None):
+        """Checks the encoder's inputs: ids, embeddings, mask, documents."""
         check.one_of(input_ids, inputs_embeds)
         if input_ids is not None:
             input_ids = check.token_ids("input_ids", input_ids, self.config.vocab_size)
@@ -64,8 +66,14 @@ class T5Encoder(nnx.Module):
         else:
             inputs_embeds = check.embeddings("inputs_embeds", inputs_embeds, self.config.d_model)
             shape = inputs_embeds.shape[:2]
-        mask = check.mask_of("attention_mask", attention_mask, shape)
-        return input_ids, inputs_embeds, mask
+        segments = check.segment_ids(
+            "segment_ids", segment_ids, shape, attention_mask, "attention_mask"
+        )
+        if segments is None:
+            mask = check.mask_of("attention_mask", attention_mask, shape)
+        else:
+            mask = segments != 0
+        return input_ids, inputs_embeds, mask, segments
 
     def head_mask(self, name: str, mask, stack: Stack) -> Float[Array, "L N"] | None:
         return check.head_mask(name, mask, len(stack.blocks), self.config.num_heads)
@@ -83,17 +91,24 @@ class T5EncoderModel(T5Encoder):
         attention_mask: Int[Array, "B E"] | None = None,
         *,
         inputs_embeds: Float[Array, "B E D"] | None = None,
+        segment_ids: Int[Array, "B E"] | None = None,
         head_mask: Float[Array, "L N"] | None = None,
         dropout_key: Array | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> BaseOutput:
-        """`last_hidden_state` [B, E, D]; the mask is 1 at real tokens, wherever the pads are."""
-        ids, embeds, mask = self.prepare(input_ids, inputs_embeds, attention_mask)
+        """`last_hidden_state` [B, E, D]; the mask is 1 at real tokens, wherever the pads are.
+
+        `segment_ids` in its place: rows of several documents (0 at pads, 1 and up elsewhere).
+        """
+        ids, embeds, mask, segments = self.prepare(
+            input_ids, inputs_embeds, attention_mask, segment_ids
+        )
         out = self.encode(
             ids,
             mask,
             inputs_embeds=embeds,
+            segments=segments,
             head_mask=self.head_mask("head_mask", head_mask, self.encoder),
             key=dropout_key,
             output_hidden_states=output_hidden_states,
@@ -137,6 +152,8 @@ class T5ForConditionalGeneration(T5Encoder):
         inputs_embeds: Float[Array, "B E D"] | None = None,
         decoder_inputs_embeds: Float[Array, "B T D"] | None = None,
         encoder_outputs: BaseOutput | Float[Array, "B E D"] | None = None,
+        segment_ids: Int[Array, "B E"] | None = None,
+        decoder_segment_ids: Int[Array, "B T"] | None = None,
         labels: Int[Array, "B T"] | None = None,
         logits_to_keep: int | Int[Array, " K"] = 0,
         head_mask: Float[Array, "L N"] | None = None,
@@ -153,6 +170,8 @@ class T5ForConditionalGeneration(T5Encoder):
                 an encoder gave (the mask goes with them).
             decoder_input_ids: starts with `decoder_start_token_id`; with `labels` alone they are
                 the labels shifted right, -100 becoming pad.
+            segment_ids, decoder_segment_ids: in place of the two masks, for rows that hold several
+                documents: 0 at pads, elsewhere the document's number, the same on both sides.
             labels: ids, -100 where nothing is predicted; `loss` is their mean cross-entropy.
             head_mask, decoder_head_mask, cross_attn_head_mask: a factor per layer and head.
             dropout_key: training.
@@ -168,10 +187,17 @@ class T5ForConditionalGeneration(T5Encoder):
         if dropout_key is not None:
             encoder_key, decoder_key = jax.random.split(dropout_key)
         if encoder_outputs is None:
-            ids, embeds, mask = self.prepare(input_ids, inputs_embeds, attention_mask)
-            head_mask = self.head_mask("head_mask", head_mask, self.encoder)
+            ids, embeds, mask, segments = self.prepare(
+                input_ids, inputs_embeds, attention_mask, segment_ids
+            )
             out = self.encode(
-                ids, mask, inputs_embeds=embeds, head_mask=head_mask, key=encoder_key, **wanted
+                ids,
+                mask,
+                inputs_embeds=embeds,
+                segments=segments,
+                head_mask=self.head_mask("head_mask", head_mask, self.encoder),
+                key=encoder_key,
+                **wanted,
             )
             encoded = BaseOutput(
                 last_hidden_state=out.x, hidden_states=out.hidden_states, attentions=out.attentions
@@ -181,14 +207,20 @@ class T5ForConditionalGeneration(T5Encoder):
                 ("input_ids", input_ids),
                 ("inputs_embeds", inputs_embeds),
                 ("head_mask", head_mask),
+                ("segment_ids", segment_ids),
             ):
                 if value is not None:
                     raise InputError(f"{name}: has no effect beside encoder_outputs; drop it")
             encoded, mask = self.given_encoding(encoder_outputs, attention_mask)
+            segments = None
+        if (segments is None) != (decoder_segment_ids is None):
+            raise InputError("segment_ids, decoder_segment_ids: give both or none")
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
-            decoder_input_ids = self.shift_right(check.label_ids(labels, self.config.vocab_size))
-        x, decoder_mask = self.prepare_decoder(
-            decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask
+            decoder_input_ids = self.shift_right(
+                check.label_ids(labels, self.config.vocab_size), decoder_segment_ids
+            )
+        x, decoder_mask, decoder_segments = self.prepare_decoder(
+            decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask, decoder_segment_ids
         )
         if x.shape[0] != mask.shape[0]:
             raise InputError(
@@ -196,7 +228,10 @@ class T5ForConditionalGeneration(T5Encoder):
             )
         out = self.decoder(
             x,
-            Context(view=look(decoder_mask), memory_visible=mask[:, None, None, :]),
+            Context(
+                view=look(decoder_mask, segments=decoder_segments),
+                memory_visible=memory_visible(mask, segments, decoder_segments),
+            ),
             memory=self.decoder.project_memory(encoded.last_hidden_state),
             head_mask=self.head_mask("decoder_head_mask", decoder_head_mask, self.decoder),
             cross_head_mask=self.head_mask(
@@ -230,8 +265,8 @@ class T5ForConditionalGeneration(T5Encoder):
         mask = check.mask_of("attention_mask", attention_mask, states.shape[:2])
         return dataclasses.replace(given, last_hidden_state=states), mask
 
-    def prepare_decoder(self, input_ids, inputs_embeds, attention_mask):
-        """Embedded decoder inputs, and their mask."""
+    def prepare_decoder(self, input_ids, inputs_embeds, attention_mask, segment_ids):
+        """Embedded decoder inputs, their mask, and their documents."""
         check.one_of(input_ids, inputs_embeds, "decoder_input_ids", "decoder_inputs_embeds")
         if inputs_embeds is not None:
             width = self.config.d_model
@@ -239,16 +274,28 @@ class T5ForConditionalGeneration(T5Encoder):
         else:
             size = self.config.vocab_size
             input_ids = check.token_ids("decoder_input_ids", input_ids, size)
-        x = self.shared.of(input_ids, inputs_embeds)
-        return x, check.mask_of("decoder_attention_mask", attention_mask, x.shape[:2])
+        x, name = self.shared.of(input_ids, inputs_embeds), "decoder_attention_mask"
+        segments = check.segment_ids(
+            "decoder_segment_ids", segment_ids, x.shape[:2], attention_mask, name
+        )
+        if segments is not None:
+            return x, segments != 0, segments
+        return x, check.mask_of(name, attention_mask, x.shape[:2]), None
 
-    def shift_right(self, labels: Int[Array, "B T"]) -> Int[Array, "B T"]:
-        """Decoder inputs for labels: the start token first, the last label dropped, -100 as pad."""
+    def shift_right(
+        self, labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None = None
+    ) -> Int[Array, "B T"]:
+        """Decoder inputs for labels: the start token first, the last label dropped, -100 as pad.
+
+        Of packed rows every document starts with the start token.
+        """
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None or pad is None:
             name = "decoder_start_token_id" if start is None else "pad_token_id"
             raise ConfigError(f"{name}: missing in config.json; labels cannot be shifted right")
         shifted = jnp.concatenate([jnp.full_like(labels[:, :1], start), labels[:, :-1]], axis=1)
+        if segments is not None:
+            shifted = jnp.where(document_starts(jnp.asarray(segments)), start, shifted)
         return jnp.where(shifted == IGNORED, pad, shifted)
 
     def start(
@@ -313,3 +360,16 @@ class T5ForConditionalGeneration(T5Encoder):
         part = copy.copy(self)
         object.__setattr__(part, "decoder", self.decoder.first(layers))
         return part
+
+
+def memory_visible(
+    mask: Bool[Array, "B E"],
+    segments: Int[Array, "B E"] | None,
+    decoder_segments: Int[Array, "B T"] | None,
+) -> Bool[Array, "B 1 #T E"]:
+    """What cross-attention sees: all real tokens of the encoder, or those of the same document."""
+    visible = jnp.asarray(mask)[:, None, None, :]
+    if segments is None or decoder_segments is None:
+        return visible
+    same = jnp.asarray(decoder_segments)[:, :, None] == jnp.asarray(segments)[:, None, :]
+    return visible & same[:, None]

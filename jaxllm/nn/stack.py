@@ -27,7 +27,7 @@ class Context:
     """Cosines and sines [B, T, 1, H]."""
     bias: Float[Array, "#B N T S"] | None = None
     """Added to the self-attention scores."""
-    memory_visible: Bool[Array, "B 1 1 E"] | None = None
+    memory_visible: Bool[Array, "B 1 #T E"] | None = None
     """Which columns of the encoder's output cross-attention may see; there where `memory` is."""
 
 

@@ -1,0 +1,25 @@
+"""Fine-tuning with optax."""
+
+from jaxllm.training.losses import (
+    CausalLoss,
+    ClassificationLoss,
+    LossSums,
+    Seq2SeqLoss,
+    loss_for,
+)
+from jaxllm.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from jaxllm.training.state import TrainState
+from jaxllm.training.step import make_train_step
+
+__all__ = [
+    "CausalLoss",
+    "ClassificationLoss",
+    "LossSums",
+    "OptimizerConfig",
+    "Seq2SeqLoss",
+    "TrainState",
+    "loss_for",
+    "make_optimizer",
+    "make_schedule",
+    "make_train_step",
+]

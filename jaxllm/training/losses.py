@@ -1,0 +1,171 @@
+"""Training losses as sums, so that any split of a batch adds up to the same mean."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxllm.errors import InputError
+from jaxllm.models.base import CausalLM
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.inputs import IGNORED
+from jaxllm.models.losses import classification_loss, next_labels, token_losses
+from jaxllm.models.t5 import T5ForConditionalGeneration
+
+Batch = Mapping[str, Any]
+"""Arrays [B, ...] under the names of the model's arguments, `labels` among them."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossSums:
+    """What one batch adds to the run's numbers; float32 scalars."""
+
+    loss: Float[Array, ""]
+    """Summed over what is counted; this is differentiated."""
+    count: Float[Array, ""]
+    """Labels (language models) or rows (classifiers) that are counted."""
+    correct: Float[Array, ""]
+    """How many of them have the largest logit."""
+
+    def __add__(self, other: LossSums) -> LossSums:
+        return jax.tree.map(jnp.add, self, other)
+
+    @staticmethod
+    def zero() -> LossSums:
+        return LossSums(*(jnp.zeros((), jnp.float32) for _ in range(3)))
+
+
+Loss = Callable[..., LossSums]
+"""``loss(model, batch, key=None)``; a key turns dropout on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLoss:
+    """Cross-entropy of tokens, with two optional additions.
+
+    Args:
+        label_smoothing: share of the target that is spread evenly over the vocabulary (Szegedy et
+            al. 2015, arXiv:1512.00567, equation 3 in section 7), 0 to 1.
+        z_loss: factor of log(Z)^2, which keeps the softmax's denominator near 1 (Chowdhery et al.
+            2022, arXiv:2204.02311, section 5; 1e-4 there).
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self):
+        if not 0 <= self.label_smoothing < 1:
+            raise InputError(f"label_smoothing: expected 0 to 1, found {self.label_smoothing}")
+        if self.z_loss < 0:
+            raise InputError(f"z_loss: expected 0 or more, found {self.z_loss}")
+
+    def of_tokens(self, logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> LossSums:
+        """Of logits and the labels that they predict; -100 is not counted."""
+        losses, log_z = token_losses(logits, labels)
+        if self.label_smoothing:
+            uniform = log_z - jnp.mean(logits, axis=-1)
+            losses = losses + self.label_smoothing * (uniform - losses)
+        if self.z_loss:
+            losses = losses + self.z_loss * jnp.square(log_z)
+        counted = labels != IGNORED
+        right = jnp.argmax(logits, axis=-1) == labels
+        return LossSums(
+            loss=jnp.where(counted, losses, 0.0).sum(),
+            count=counted.sum(dtype=jnp.float32),
+            correct=(right & counted).sum(dtype=jnp.float32),
+        )
+
+
+def forward(model: Any, batch: Batch, key: Array | None) -> tuple[Float[Array, "B T V"], Any]:
+    """The logits of a batch, and its labels."""
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    if "labels" not in batch:
+        raise InputError(f"labels: missing in the batch, which has {', '.join(sorted(batch))}")
+    return model(**inputs, dropout_key=key).logits, batch["labels"]
+
+
+class CausalLoss(TokenLoss):
+    """For a causal language model: `labels` [B, T] stand at their own tokens; each is predicted
+    from the position before it, within its own document where `segment_ids` tell rows apart."""
+
+    def __call__(self, model: Any, batch: Batch, key: Array | None = None) -> LossSums:
+        logits, labels = forward(model, batch, key)
+        return self.of_tokens(logits, next_labels(labels, batch.get("segment_ids")))
+
+
+class Seq2SeqLoss(TokenLoss):
+    """For T5: the decoder reads `labels` [B, T] shifted right, and predicts them."""
+
+    def __call__(self, model: Any, batch: Batch, key: Array | None = None) -> LossSums:
+        labels = jnp.asarray(batch["labels"]) if "labels" in batch else None
+        given = batch.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
+        if labels is not None and not given:
+            shifted = model.shift_right(labels, batch.get("decoder_segment_ids"))
+            batch = {**batch, "decoder_input_ids": shifted}
+        logits, labels = forward(model, batch, key)
+        return self.of_tokens(logits, labels)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassificationLoss:
+    """For a sequence classifier: the loss of its config's `problem_type`, summed over rows.
+
+    `labels`: int32 [B] (single label; -100: the row is not counted), float [B, C] (several labels)
+    or float [B] (regression, where `correct` stays 0). Of several labels a row is correct when
+    every one of them is. `weights` [B] (0 or 1) leaves rows of float labels out.
+    """
+
+    def __call__(self, model: Any, batch: Batch, key: Array | None = None) -> LossSums:
+        weights = batch.get("weights")
+        logits, labels = forward(model, {k: v for k, v in batch.items() if k != "weights"}, key)
+        labels = jnp.asarray(labels)
+        counted = jnp.ones(logits.shape[0], bool) if weights is None else jnp.asarray(weights) > 0
+        problem = model.config.problem_type
+        if jnp.issubdtype(labels.dtype, jnp.integer) and problem in (
+            None,
+            "single_label_classification",
+        ):
+            counted = counted & (labels.reshape(-1) != IGNORED)
+        losses = jax.vmap(lambda x, y: classification_loss(x[None], y[None], problem))(
+            logits, labels
+        )
+        right = jnp.where(counted, rows_right(logits, labels, problem), False)
+        return LossSums(
+            loss=jnp.where(counted, losses, 0.0).sum(),
+            count=counted.sum(dtype=jnp.float32),
+            correct=right.sum(dtype=jnp.float32),
+        )
+
+
+def rows_right(logits: Float[Array, "B C"], labels: Array, problem: str | None) -> Array:
+    """Whether each row's labels are the predicted ones; never for a regression."""
+    if problem == "regression" or (problem is None and logits.shape[-1] == 1):
+        return jnp.zeros(logits.shape[0], bool)
+    if labels.ndim == logits.ndim and labels.shape == logits.shape:
+        return jnp.all((logits > 0) == (labels > 0.5), axis=-1)
+    return jnp.argmax(logits, axis=-1) == labels.reshape(-1)
+
+
+def loss_for(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
+    """The loss that this model trains with.
+
+    Raises:
+        InputError: the model has no labels, or a classifier is given a token loss's settings.
+    """
+    if isinstance(model, SequenceClassifier):
+        for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+            if value:
+                raise InputError(f"{name}: is of language models; a classifier takes none")
+        return ClassificationLoss()
+    settings = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    if isinstance(model, CausalLM):
+        return CausalLoss(**settings)
+    if isinstance(model, T5ForConditionalGeneration):
+        return Seq2SeqLoss(**settings)
+    raise InputError(f"{type(model).__name__}: has nothing to predict, so no loss")

@@ -1,0 +1,247 @@
+"""Optimizers of optax by name, with their schedules, clipping and weight decay."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from jaxllm.errors import ConfigError
+from jaxllm.training.state import Params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """What to optimize with. A field that the named optimizer or schedule lacks raises.
+
+    Args:
+        name: adamw, adafactor, lion, sgd or muon.
+        learning_rate: its peak.
+        schedule: constant, linear or cosine (down to `final_factor` at step `schedule_steps`), or
+            inverse_sqrt.
+        warmup_steps: from 0 up to the peak, linearly.
+        schedule_steps: optimizer steps to the end of a linear or cosine schedule, warmup included.
+            It is apart from where a run stops, so that a run may stop early and go on.
+        final_factor: learning rate at the end of the schedule, as a share of the peak.
+        b1, b2, eps: moments (adamw, muon; b1 and b2 also of lion). None: the optimizer's own.
+        momentum: of sgd (Nesterov's) and adafactor; None: none.
+        weight_decay: decoupled, times the learning rate; None: none. Muon's holds for what Muon
+            itself trains.
+        no_decay: regexes of paths that are not decayed. Vectors (norms, biases) never are.
+        clip_norm: gradients longer than this are scaled down; None: none.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 1e-4
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    schedule_steps: int | None = None
+    final_factor: float | None = None
+    b1: float | None = None
+    b2: float | None = None
+    eps: float | None = None
+    momentum: float | None = None
+    weight_decay: float | None = None
+    no_decay: tuple[str, ...] = (r"position_bias",)
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self):
+        check_choice("name", self.name, OPTIMIZERS)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        known = OPTIMIZERS[self.name].fields
+        for name in ("b1", "b2", "eps", "momentum"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if name not in known:
+                raise ConfigError(f"{name}: {self.name} has none; it has {', '.join(known)}")
+            if value < 0 or (name != "eps" and value >= 1):
+                raise ConfigError(f"{name}: expected 0 to 1, found {value}")
+        if self.learning_rate <= 0:
+            raise ConfigError(f"learning_rate: expected more than 0, found {self.learning_rate}")
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps: expected 0 or more, found {self.warmup_steps}")
+        ends = self.schedule in ("linear", "cosine")
+        if ends != (self.schedule_steps is not None):
+            raise ConfigError(
+                f"schedule_steps: {'needed by' if ends else 'has no effect on'} schedule "
+                f"{self.schedule!r}, found {self.schedule_steps}"
+            )
+        if self.schedule_steps is not None and self.schedule_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"schedule_steps: {self.schedule_steps} do not go beyond warmup_steps, "
+                f"{self.warmup_steps}"
+            )
+        if self.final_factor is not None and not (ends and 0 <= self.final_factor <= 1):
+            raise ConfigError(
+                "final_factor: expected 0 to 1, with a linear or cosine schedule; found "
+                f"{self.final_factor} with {self.schedule}"
+            )
+        for name in ("weight_decay", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name}: expected more than 0, or none; found {value}")
+        for pattern in self.no_decay:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"no_decay: {pattern!r} is not a regex: {error}") from None
+
+    def decays(self, path: str, ndim: int) -> bool:
+        """Whether weight decay acts on a parameter."""
+        return ndim > 1 and not any(re.search(pattern, path) for pattern in self.no_decay)
+
+
+def make_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Learning rate by optimizer step.
+
+    >>> schedule = make_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=2,
+    ...                                          schedule="linear", schedule_steps=6))
+    >>> [round(float(schedule(step)), 2) for step in (0, 1, 2, 4, 6, 9)]
+    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+    after = SCHEDULES[config.schedule](config)
+    if not config.warmup_steps:
+        return after
+    warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
+    return optax.join_schedules([warmup, after], [config.warmup_steps])
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Clipping, then the optimizer with its schedule and its weight decay."""
+    kind = OPTIMIZERS[config.name]
+    given = {name: getattr(config, name) for name in kind.fields}
+    options = {name: value for name, value in given.items() if value is not None}
+    optimizer = kind.make(config, make_schedule(config), options)
+    if config.clip_norm is None:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+
+
+def _constant(config: OptimizerConfig) -> optax.Schedule:
+    return optax.constant_schedule(config.learning_rate)
+
+
+def _linear(config: OptimizerConfig) -> optax.Schedule:
+    peak, end = config.learning_rate, config.final_factor or 0.0
+    return optax.linear_schedule(peak, end * peak, steps_after_warmup(config))
+
+
+def _cosine(config: OptimizerConfig) -> optax.Schedule:
+    return optax.cosine_decay_schedule(
+        config.learning_rate, steps_after_warmup(config), config.final_factor or 0.0
+    )
+
+
+def _inverse_sqrt(config: OptimizerConfig) -> optax.Schedule:
+    """The peak times sqrt(w / step) from step w on, the end of the warmup (Raffel et al. 2019)."""
+    start = max(config.warmup_steps, 1)
+    return lambda step: config.learning_rate * jax.numpy.sqrt(start / (step + start))
+
+
+def steps_after_warmup(config: OptimizerConfig) -> int:
+    assert config.schedule_steps is not None
+    return config.schedule_steps - config.warmup_steps
+
+
+SCHEDULES: Mapping[str, Callable[[OptimizerConfig], optax.Schedule]] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "inverse_sqrt": _inverse_sqrt,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """An optimizer: how to make it, and which of the config's fields it has."""
+
+    make: Callable[[OptimizerConfig, optax.Schedule, dict[str, Any]], optax.GradientTransformation]
+    fields: tuple[str, ...]
+
+
+def decay_mask(config: OptimizerConfig) -> Callable[[Params], Any]:
+    """What is decayed. optax may leave holes in the dict where another optimizer is at work."""
+
+    def mask(params: Params) -> Any:
+        return {
+            path: jax.tree.map(lambda x, path=path: config.decays(path, x.ndim), subtree)
+            for path, subtree in params.items()
+        }
+
+    return mask
+
+
+def _adamw(config, schedule, options):
+    """Loshchilov & Hutter 2017, arXiv:1711.05101."""
+    decay = config.weight_decay or 0.0
+    return optax.adamw(schedule, weight_decay=decay, mask=decay_mask(config), **options)
+
+
+def _adafactor(config, schedule, options):
+    """With T5's settings (Shazeer & Stern 2018, arXiv:1804.04235; Raffel et al. 2019): updates
+    relative to each parameter's size and clipped, factored second moments that decay as 1 - t^-0.8.
+    T5 was fine-tuned at a constant 1e-3."""
+    decay = config.weight_decay
+    return optax.adafactor(
+        schedule,
+        # optax does not multiply this one by the learning rate; the other optimizers do.
+        weight_decay_rate=None if decay is None else lambda step: decay * schedule(step),
+        weight_decay_mask=decay_mask(config),
+        **options,
+    )
+
+
+def _lion(config, schedule, options):
+    """Chen et al. 2023, arXiv:2302.06675. Its learning rate is 3 to 10 times less than AdamW's."""
+    decay = config.weight_decay or 0.0
+    return optax.lion(schedule, weight_decay=decay, mask=decay_mask(config), **options)
+
+
+def _sgd(config, schedule, options):
+    steps = [optax.sgd(schedule, nesterov="momentum" in options, **options)]
+    if config.weight_decay is not None:
+        decay = config.weight_decay
+        steps.append(optax.add_decayed_weights(lambda t: -decay * schedule(t), decay_mask(config)))
+    return optax.chain(*steps)
+
+
+def _muon(config, schedule, options):
+    """Jordan et al. 2024 for the matrices of the blocks; AdamW for embeddings, head and vectors.
+    Its steps are scaled as AdamW's (Liu et al. 2025, arXiv:2502.16982), so its learning rate is."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+
+    def dimensions(params: Params) -> Any:
+        return {
+            path: matrix if "blocks" in path and getattr(x, "ndim", 0) == 2 else None
+            for path, x in params.items()
+        }
+
+    adam = {f"adam_{name}": options[name] for name in ("b1", "b2") if name in options}
+    return optax.contrib.muon(
+        schedule,
+        weight_decay=config.weight_decay or 0.0,
+        weight_decay_mask=decay_mask(config),
+        muon_weight_dimension_numbers=dimensions,
+        consistent_rms=0.2,
+        **adam,
+        **({"eps": options["eps"]} if "eps" in options else {}),
+    )
+
+
+OPTIMIZERS: Mapping[str, Kind] = {
+    "adamw": Kind(_adamw, ("b1", "b2", "eps")),
+    "adafactor": Kind(_adafactor, ("momentum",)),
+    "lion": Kind(_lion, ("b1", "b2")),
+    "sgd": Kind(_sgd, ("momentum",)),
+    "muon": Kind(_muon, ("b1", "b2", "eps")),
+}
+
+
+def check_choice(field: str, value: str, known: Mapping[str, Any]) -> None:
+    if value not in known:
+        raise ConfigError(f"{field}: unknown {value!r}; known: {', '.join(known)}")
