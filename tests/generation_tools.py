@@ -13,6 +13,7 @@ from jaxllm.generation.generate import prepare_call, runnable, start
 from jaxllm.generation.loop import decode_program, prefill_program
 
 FAMILIES = ("s_llama", "s_gpt2", "s_t5_gated")
+NO_EOS = {"eos_token_id": None, "pad_token_id": 0}
 
 
 def padded(rows, side="left") -> tuple[np.ndarray, np.ndarray]:
@@ -23,6 +24,12 @@ def padded(rows, side="left") -> tuple[np.ndarray, np.ndarray]:
         at = slice(width - len(row), None) if side == "left" else slice(0, len(row))
         ids[i, at], mask[i, at] = row, 1
     return ids, mask
+
+
+def turns(seed: int, *lengths: int) -> list[list[int]]:
+    """What the rows of a batch say, for models of `tiny`."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 50, n).tolist() for n in lengths]
 
 
 def prompts(name: str, lengths=(7, 3, 5), seed=0, side="left"):
