@@ -2,7 +2,8 @@
 
 from jaxllm.errors import JaxLLMError
 from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.generate import GenerateOutput, generate, stream
+from jaxllm.generation.generate import generate, stream
+from jaxllm.generation.output import GenerateOutput
 from jaxllm.generation.score import ScoreOutput, score
 from jaxllm.generation.transition_scores import compute_transition_scores
 from jaxllm.loading import load, save_hf

@@ -10,6 +10,7 @@ loop at every batch size.
 from __future__ import annotations
 
 import dataclasses
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -122,9 +123,6 @@ class Cache:
     cross_mask: Bool[Array, "B E"] | None = None
     token_type: Int[Array, " B"] | None = None
     """Token type that new tokens take (GPT-2 with `token_type_ids`)."""
-    window: Int[Array, ""] | None = None
-    """Tokens that a query sees, its own included. The slots are then a ring, of which there are as
-    many or more: the token at position p is in slot p modulo their number."""
 
     @staticmethod
     def empty(layers: int, batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> Cache:
@@ -139,10 +137,10 @@ class Cache:
     def capacity(self) -> int:
         return self.mask.shape[1]
 
-    def replace(self, **changes) -> Cache:
+    def replace(self, **changes) -> Self:
         return dataclasses.replace(self, **changes)
 
-    def compact(self, capacity: int) -> Cache:
+    def compact(self, capacity: int) -> Self:
         """A copy with `capacity` slots, in which each row's real tokens fill the first ones.
 
         Pads and whatever came after a row's end are left out, so `length` is then one number a row.
@@ -162,7 +160,7 @@ class Cache:
             length=self.next_position,
         )
 
-    def repeat(self, n: int) -> Cache:
+    def repeat(self, n: int) -> Self:
         """Each row n times, side by side: the prompt is prefilled once for all its samples."""
         if n == 1:
             return self
@@ -176,11 +174,47 @@ class Cache:
 
         return jax.tree.map(rows, self)
 
-    def cut(self, length: Int[Array, " B"]) -> Cache:
+    def cut(self, length: Int[Array, " B"]) -> Self:
         """Only the first `length` columns of each row. Nothing moves: later slots count as free."""
         kept = self.mask & (jnp.arange(self.capacity) < length[:, None])
         known = jnp.sum(kept, axis=-1, dtype=jnp.int32)
         return self.replace(mask=kept, length=length, next_position=known)
+
+    def look(
+        self, mask: Bool[Array, "B T"], *, fresh: bool = False, branches: Branches | None = None
+    ) -> tuple[View, Self]:
+        """The view of T new columns on top of the cache, and the cache with these columns reserved.
+
+        `fresh` says that the cache holds nothing yet: the queries then see only each other, so that
+        prefill does not attend over the free slots. With `branches` the new columns stand side by
+        side rather than one after the other.
+        """
+        mask, T = jnp.asarray(mask), mask.shape[1]
+        steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+        if branches is not None:
+            steps = jnp.broadcast_to(jnp.any(mask, axis=-1, keepdims=True), mask.shape)
+        counts = self.next_position[:, None] + steps.astype(jnp.int32)
+        known = put_columns(self.mask, mask, self.length)
+        reserved = self.replace(mask=known, length=self.length + T, next_position=counts[:, -1])
+        if fresh:
+            return dataclasses.replace(look(mask), write_at=self.length), reserved
+        key_slots = jnp.arange(self.capacity, dtype=jnp.int32)
+        query_slots = jnp.asarray(self.length)[..., None] + jnp.arange(T, dtype=jnp.int32)
+        if branches is None:
+            visible = known[:, None, :] & (key_slots <= query_slots[..., None])
+        else:
+            visible = known[:, None, :] & branches.seen
+            key_slots, query_slots = branches.columns, branches.columns[query_slots]
+        view = View(
+            positions=jnp.maximum(counts - 1, 0),
+            query_slots=query_slots,
+            key_slots=key_slots,
+            visible=visible[:, None],
+            horizon=jnp.max(counts[:, -1]),
+            write_at=self.length,
+            used=jnp.max(self.length) + T,
+        )
+        return view, reserved
 
 
 @jax.tree_util.register_dataclass
@@ -256,81 +290,3 @@ class Branches:
     """The slots that each branch sees, its own new one included."""
     columns: Int[Array, " S"]
     """The column of the sequence that each slot belongs to."""
-
-
-def look_cached(
-    mask: Bool[Array, "B T"],
-    cache: Cache,
-    *,
-    fresh: bool = False,
-    branches: Branches | None = None,
-) -> tuple[View, Cache]:
-    """The view of T new columns on top of a cache, and the cache with these columns reserved.
-
-    `fresh` says that the cache holds nothing yet: the queries then see only each other, so that
-    prefill does not attend over the free slots. With `branches` the new columns are side by side
-    rather than one after the other.
-    """
-    if cache.window is not None:
-        return look_ring(mask, cache, cache.window, fresh=fresh)
-    mask, T = jnp.asarray(mask), mask.shape[1]
-    steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
-    if branches is not None:
-        steps = jnp.broadcast_to(jnp.any(mask, axis=-1, keepdims=True), mask.shape)
-    counts = cache.next_position[:, None] + steps.astype(jnp.int32)
-    known = put_columns(cache.mask, mask, cache.length)
-    reserved = cache.replace(mask=known, length=cache.length + T, next_position=counts[:, -1])
-    if fresh:
-        return dataclasses.replace(look(mask), write_at=cache.length), reserved
-    key_slots = jnp.arange(cache.capacity, dtype=jnp.int32)
-    query_slots = jnp.asarray(cache.length)[..., None] + jnp.arange(T, dtype=jnp.int32)
-    if branches is None:
-        visible = known[:, None, :] & (key_slots <= query_slots[..., None])
-    else:
-        visible = known[:, None, :] & branches.seen
-        key_slots, query_slots = branches.columns, branches.columns[query_slots]
-    view = View(
-        positions=jnp.maximum(counts - 1, 0),
-        query_slots=query_slots,
-        key_slots=key_slots,
-        visible=visible[:, None],
-        horizon=jnp.max(counts[:, -1]),
-        write_at=cache.length,
-        used=jnp.max(cache.length) + T,
-    )
-    return view, reserved
-
-
-def look_ring(
-    mask: Bool[Array, "B T"], cache: Cache, window: Int[Array, ""], *, fresh: bool
-) -> tuple[View, Cache]:
-    """`look_cached` of a ring: of one new column, or of a whole prompt (`fresh`).
-
-    A query sees the last `window` real tokens, so pads push nothing out of sight.
-    """
-    mask, T, size = jnp.asarray(mask), mask.shape[1], cache.capacity
-    if T > 1 and not fresh:
-        raise ValueError("a ring takes its new columns one at a time")
-    steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
-    counts = cache.next_position[:, None] + steps
-    positions, last = jnp.maximum(counts - 1, 0), counts[:, -1:] - 1
-    # The position of the newest token that each slot can hold; below 0 where there is none yet.
-    held = last - (last - jnp.arange(size, dtype=jnp.int32)) % size
-    reserved = cache.replace(mask=held >= 0, length=cache.length + T, next_position=counts[:, -1])
-    write_at = jnp.where(mask & (positions > last - size), positions % size, size)
-    if fresh:
-        view = look(mask)
-        near = positions[:, None, :] > positions[..., None] - window
-        return dataclasses.replace(
-            view, visible=view.visible & near[:, None], write_at=write_at
-        ), reserved
-    visible = (held >= 0) & (held <= positions) & (held > positions - window)
-    view = View(
-        positions=positions,
-        query_slots=positions,
-        key_slots=held,
-        visible=visible[:, None, None, :],
-        horizon=jnp.max(counts[:, -1]),
-        write_at=write_at,
-    )
-    return view, reserved

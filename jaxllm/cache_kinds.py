@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from jaxllm.cache import KV, Cache, Slots, put_heads
+from jaxllm.cache import KV, Cache, Slots, View, look, put_heads
 
 
 @jax.tree_util.register_dataclass
@@ -73,20 +73,63 @@ def quantize(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Arra
 
 
 @jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingCache(Cache):
+    """The newest tokens alone: the token at position p is in slot p modulo the number of slots."""
+
+    window: Int[Array, ""]
+    """Tokens that a query sees, its own included. There are as many slots, or more."""
+
+    def look(self, mask, *, fresh=False, branches=None):
+        """As `Cache.look`, of one new column, or of a whole prompt (`fresh`).
+
+        A query sees the last `window` real tokens, so pads push nothing out of sight.
+        """
+        mask, T, size = jnp.asarray(mask), mask.shape[1], self.capacity
+        if T > 1 and not fresh:
+            raise ValueError("a ring takes its new columns one at a time")
+        steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+        counts = self.next_position[:, None] + steps
+        positions, last = jnp.maximum(counts - 1, 0), counts[:, -1:] - 1
+        # The position of the newest token that each slot can hold; below 0 where there is none yet.
+        held = last - (last - jnp.arange(size, dtype=jnp.int32)) % size
+        reserved = self.replace(mask=held >= 0, length=self.length + T, next_position=counts[:, -1])
+        write_at = jnp.where(mask & (positions > last - size), positions % size, size)
+        if fresh:
+            view = look(mask)
+            near = positions[:, None, :] > positions[..., None] - self.window
+            return dataclasses.replace(
+                view, visible=view.visible & near[:, None], write_at=write_at
+            ), reserved
+        visible = (held >= 0) & (held <= positions) & (held > positions - self.window)
+        view = View(
+            positions=positions,
+            query_slots=positions,
+            key_slots=held,
+            visible=visible[:, None, None, :],
+            horizon=jnp.max(counts[:, -1]),
+            write_at=write_at,
+        )
+        return view, reserved
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CacheKind:
     """How a decoder's own keys and values are kept. Those of an encoder's output stay floats."""
 
     quantized: bool = dataclasses.field(default=False, metadata={"static": True})
     window: Int[Array, ""] | None = None
-    """As `Cache.window`."""
+    """As `RingCache.window`."""
 
     def of(self, empty: Cache) -> Cache:
         """A plain empty cache as an empty one of this kind."""
         layers = empty.layers
         if self.quantized:
             layers = tuple(QuantizedKV.like(kv) for kv in layers)
-        return empty.replace(layers=layers, window=self.window)
+        if self.window is None:
+            return empty.replace(layers=layers)
+        return RingCache(**{**vars(empty), "layers": layers}, window=self.window)
 
 
 PLAIN = CacheKind()

@@ -27,10 +27,10 @@ def arrays():
 
 
 @functools.cache
-def cases() -> dict[str, dict]:
-    """All cases of kind "generate", by id."""
+def cases(kind: str = "generate") -> dict[str, dict]:
+    """All cases of a kind, by id."""
     found = json.loads((DATA / "cases.json").read_text())["cases"]
-    return {case["id"]: case for case in found if case["kind"] == "generate"}
+    return {case["id"]: case for case in found if case["kind"] == kind}
 
 
 def embeddings(case: dict) -> np.ndarray:

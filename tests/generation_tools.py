@@ -13,6 +13,23 @@ from jaxllm.generation.generate import prepare_call, runnable, start
 from jaxllm.generation.loop import decode_program, prefill_program
 
 FAMILIES = ("s_llama", "s_gpt2", "s_t5_gated")
+NO_EOS = {"eos_token_id": None, "pad_token_id": 0}
+
+
+def padded(rows, side="left") -> tuple[np.ndarray, np.ndarray]:
+    """Ids and mask of rows of unequal lengths."""
+    width = max(map(len, rows))
+    ids, mask = np.zeros((len(rows), width), int), np.zeros((len(rows), width), int)
+    for i, row in enumerate(rows):
+        at = slice(width - len(row), None) if side == "left" else slice(0, len(row))
+        ids[i, at], mask[i, at] = row, 1
+    return ids, mask
+
+
+def turns(seed: int, *lengths: int) -> list[list[int]]:
+    """What the rows of a batch say, for models of `tiny`."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 50, n).tolist() for n in lengths]
 
 
 def prompts(name: str, lengths=(7, 3, 5), seed=0, side="left"):
@@ -20,12 +37,28 @@ def prompts(name: str, lengths=(7, 3, 5), seed=0, side="left"):
     rng = np.random.default_rng(seed)
     vocab = model(name).config.vocab_size
     rows = [rng.integers(3, vocab - 1, n) for n in lengths]
-    width = max(lengths)
-    ids, mask = np.zeros((len(rows), width), int), np.zeros((len(rows), width), int)
-    for i, row in enumerate(rows):
-        at = slice(width - len(row), None) if side == "left" else slice(0, len(row))
-        ids[i, at], mask[i, at] = row, 1
-    return rows, ids, mask
+    return rows, *padded(rows, side)
+
+
+def repeating_prompts(batch=3, seed=0, side="left", width=12):
+    """Ragged prompts with repetitions, which a lookup finds; the first is as wide as the batch."""
+    rng, rows = np.random.default_rng(seed), []
+    for i in range(batch):
+        n = width if i == 0 else int(rng.integers(3, width + 1))
+        rows.append(np.resize(rng.integers(3, 40, (n + 1) // 2), n))
+    return padded(rows, side)
+
+
+DRAFTS = ("assistant", "early exit", "lookup")
+
+
+def drafts(name: str) -> dict[str, dict]:
+    """Each kind of draft, as arguments of `generate`."""
+    return {
+        "assistant": {"assistant_model": model(f"{name}_draft"), "num_assistant_tokens": 4},
+        "early exit": {"assistant_early_exit": 1, "num_assistant_tokens": 4},
+        "lookup": {"prompt_lookup_num_tokens": 4},
+    }
 
 
 def compilations(call) -> list[str]:

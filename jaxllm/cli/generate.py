@@ -26,9 +26,10 @@ from jaxllm.cli.progress import Reporter
 from jaxllm.cli.request import Decoder, IdDecoder, Request
 from jaxllm.compile_clock import CompileClock
 from jaxllm.errors import InputError, UnsupportedError
-from jaxllm.generation.config import GenerationConfig, check_supported
+from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.consistency import check_supported
 from jaxllm.generation.generate import heal
-from jaxllm.generation.prepare import merged_config
+from jaxllm.generation.merging import merged_config
 from jaxllm.tokenizers.base import MAX_TEXT_BYTES, Tokenizer
 
 DEFAULT_NEW_TOKENS = 256

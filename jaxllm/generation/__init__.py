@@ -3,7 +3,8 @@
 from jaxllm.generation import processors, stopping
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.constraints import DisjunctiveConstraint, PhrasalConstraint
-from jaxllm.generation.generate import GenerateOutput, generate, stream
+from jaxllm.generation.generate import generate, stream
+from jaxllm.generation.output import GenerateOutput
 from jaxllm.generation.processors import *  # noqa: F403
 from jaxllm.generation.stopping import *  # noqa: F403
 from jaxllm.generation.watermark_detector import WatermarkDetector

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.arguments import refuse
 from jaxllm.generation.assisted import Assisted
+from jaxllm.generation.columns import Columns, check_room
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.drafts import AssistantModel, Draft, EarlyExit, PromptLookup
 from jaxllm.generation.strategy import without_notes
@@ -127,6 +130,22 @@ def check_assistant(model: Any, assistant: Any) -> None:
             f"assistant_model: its vocabulary has {sizes[0]} tokens and the model's {sizes[1]}; "
             "both need the same (assistant_tokenizer is not supported)"
         )
+
+
+def check_texts(
+    assistant: Any, model: Any, given: Columns, others: Mapping[str, Any], new: int
+) -> None:
+    """Raises for a call whose texts the assistant cannot read as the model does.
+
+    Args:
+        given: the prompts.
+        others: other inputs of the model, by name.
+        new: most new tokens.
+    """
+    if type(assistant) is not type(model):
+        only_ours = {k: v for k, v in others.items() if k.startswith(("token_t", "encoder_h"))}
+        refuse(only_ours, "not together with an assistant_model of another kind")
+    check_room(assistant, given, new, whose="assistant_model")
 
 
 def check_rotary(model: Any, option: str, until: int) -> None:

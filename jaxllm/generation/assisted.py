@@ -8,16 +8,15 @@ length. Greedy results are those of greedy search; samples are distributed as wi
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Cache, put_columns
 from jaxllm.errors import UnsupportedError
 from jaxllm.generation.acceptance import DRAFT, match, position_keys, speculative
-from jaxllm.generation.drafts import Draft, Text
+from jaxllm.generation.assisted_state import AssistedState, accept, process
+from jaxllm.generation.drafts import Draft
 from jaxllm.generation.processors.host import HostLogitsProcessor
 from jaxllm.generation.sampling import choose_greedy, choose_sample
 from jaxllm.generation.stopping import HostCriteria
@@ -27,45 +26,12 @@ from jaxllm.generation.strategy import (
     Result,
     Settings,
     Strategy,
-    faulty,
 )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
-    """Carried by the loop and donated to it. Every row has a length of its own."""
-
-    sequences: Int[Array, "B L"]
-    """Prompt and tokens, pad beyond `cur_len`."""
-    mask: Bool[Array, "B L"]
-    cur_len: Int[Array, " B"]
-    start_len: Int[Array, ""]
-    """Columns of the prompt."""
-    done: Bool[Array, " B"]
-    keys: Key[Array, " B"]
-    step: Int[Array, ""]
-    """Rounds so far."""
-    broken_at: Int[Array, " B"]
-    cache: Cache
-    """The model's: every column but the newest token's, which it has not read yet."""
-    draft: Any
-    """What the draft remembers."""
-    counts: AssistedCounts
-    scores: Float[Array, "B N V"] | None = None
-    logits: Float[Array, "B N V"] | None = None
-
-    def replace(self, **changes) -> State:
-        return dataclasses.replace(self, **changes)
-
-    @property
-    def text(self) -> Text:
-        return Text(self.sequences, self.mask, self.cur_len)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Assisted(Strategy[State]):
+class Assisted(Strategy[AssistedState]):
     """Rounds of a draft, its check, and one more token."""
 
     draft: Draft
@@ -92,7 +58,7 @@ class Assisted(Strategy[State]):
         batch = logits.shape[0]
         kept = (batch, room + self.most + 1, logits.shape[2])
         spare = ((0, 0), (0, self.most + 1))
-        state = State(
+        state = AssistedState(
             sequences=jnp.pad(
                 jnp.repeat(prompt.sequences, self.count, axis=0),
                 spare,
@@ -118,7 +84,7 @@ class Assisted(Strategy[State]):
         )
         scores = process(state.text, logits, state.start_len, settings)
         token = self.select(state, scores)
-        state, _ = append(state, token, jnp.ones((batch,), jnp.int32), logits, scores, settings)
+        state, _ = accept(state, token, jnp.ones((batch,), jnp.int32), logits, scores, settings)
         return state
 
     def step(self, model, state, settings):
@@ -153,7 +119,7 @@ class Assisted(Strategy[State]):
         usable = jnp.where(live, kept + 1, 0)
         # The buffers that the drafts were written to are those that the result is written to.
         state = state.replace(sequences=text.sequences, mask=text.mask)
-        after, new = append(state, tokens, usable, read.logits, scores, settings)
+        after, new = accept(state, tokens, usable, read.logits, scores, settings)
         length = state.cache.length + new
         return after.replace(
             step=state.step + 1,
@@ -162,7 +128,7 @@ class Assisted(Strategy[State]):
             counts=self.counted(state.counts, live, drafted.size, kept, new),
         )
 
-    def select(self, state: State, scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
+    def select(self, state: AssistedState, scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
         """The model's own choices from `cur_len` on; samples are those of plain sampling."""
         batch, width, _ = scores.shape
         flat = scores.reshape(batch * width, -1)
@@ -173,7 +139,7 @@ class Assisted(Strategy[State]):
         return choose_sample(keys, flat).reshape(batch, width)
 
     def propose_token(
-        self, state: State, scores: Float[Array, "B V"], column: Int[Array, " B"]
+        self, state: AssistedState, scores: Float[Array, "B V"], column: Int[Array, " B"]
     ) -> Int[Array, " B"]:
         if not self.sampling:
             return choose_greedy(scores)
@@ -198,9 +164,6 @@ class Assisted(Strategy[State]):
             num_assistant_tokens=jnp.where(live & self.growing, next_one, now),
         )
 
-    def alive(self, state, until):
-        return jnp.any(~state.done & (state.cur_len < until))
-
     def finish(self, state, settings):
         live = ~state.done & (state.cur_len < settings.max_length)
         longest = jnp.max(state.cur_len)
@@ -223,46 +186,6 @@ class Assisted(Strategy[State]):
         )
 
 
-def each_column(text: Text, width: int) -> Text:
-    """The text once for each of the `width` columns from `cur_len` on, ending before it."""
-    columns = text.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)
-    return Text(
-        jnp.repeat(text.sequences, width, axis=0),
-        jnp.repeat(text.mask, width, axis=0),
-        columns.reshape(-1),
-    )
-
-
-def process(
-    text: Text, logits: Float[Array, "B T V"], prompt_len: Int[Array, ""], settings: Settings
-) -> Float[Array, "B T V"]:
-    """The scores of T columns in a row, each processed with the tokens before it."""
-    batch, width, vocabulary = logits.shape
-    before = each_column(text, width)
-    scores = settings.processors(
-        before.sequences,
-        logits.reshape(batch * width, vocabulary),
-        before.cur_len,
-        mask=before.mask,
-        prompt_len=prompt_len,
-        columns=width,
-    )
-    return scores.reshape(logits.shape)
-
-
-def stopped(text: Text, scores: Float[Array, "B T V"], settings: Settings) -> Bool[Array, "B T"]:
-    """Which of T new columns, written from `cur_len` on, end their row by a stopping criterion."""
-    batch, width, vocabulary = scores.shape
-    before = each_column(text, width)
-    ends = settings.stops(
-        before.sequences,
-        scores.reshape(batch * width, vocabulary),
-        before.cur_len + 1,
-        mask=before.mask,
-    )
-    return ends.reshape(batch, width)
-
-
 def check_lengths_differ(settings: Settings) -> None:
     """Plain Python functions get all rows cut at one length, and here each has its own."""
     for function in (*settings.processors, *settings.stops):
@@ -271,49 +194,3 @@ def check_lengths_differ(settings: Settings) -> None:
                 f"{type(function).__name__}: not together with drafts, by which rows get different "
                 "lengths; write it with jax.numpy, or drop the draft"
             )
-
-
-def append(
-    state: State,
-    tokens: Int[Array, "B T"],
-    usable: Int[Array, " B"],
-    logits: Float[Array, "B T V"],
-    scores: Float[Array, "B T V"],
-    settings: Settings,
-) -> tuple[State, Int[Array, " B"]]:
-    """Writes each row's first `usable` tokens, up to an end token, and pads over the others.
-
-    Returns:
-        The state, and how many tokens each row got.
-    """
-    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    usable_here = columns < usable[:, None]
-    whole = state.text.put(tokens, usable_here)
-    ends = jnp.isin(tokens, settings.eos) | stopped(whole, scores, settings)
-    ends &= usable_here
-    ended = ends.any(axis=1)
-    new = jnp.where(ended, jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, usable)
-    kept = columns < new[:, None]
-    position = state.cur_len - state.start_len
-    broken_at = state.broken_at
-    if not settings.allow_nonfinite:
-        fault = faulty(logits, scores) & kept
-        first = position + jnp.argmax(fault, axis=1).astype(jnp.int32)
-        broken_at = jnp.where(fault.any(axis=1) & (broken_at == NEVER), first, broken_at)
-
-    def record(rows, values):
-        if rows is None:
-            return None
-        return put_columns(rows, jnp.where(kept[..., None], values, 0.0), position)
-
-    text = state.text.put(jnp.where(kept, tokens, settings.pad), kept)
-    after = state.replace(
-        sequences=text.sequences,
-        mask=text.mask,
-        cur_len=state.cur_len + new,
-        done=state.done | ended,
-        broken_at=broken_at,
-        scores=record(state.scores, scores),
-        logits=record(state.logits, logits),
-    )
-    return after, new

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxllm.cache_kinds import PLAIN, CacheKind
 from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.columns import SMALLEST_BUCKET
 from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.prompts import SMALLEST_BUCKET
 from jaxllm.generation.values import bucket, int_leaf
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.errors import InputError
-from jaxllm.generation.fields import BadValueError, words
+from jaxllm.generation.field_checks import BadValueError, words
 from jaxllm.generation.values import bucket
 
 SMALLEST_TABLE = 8

@@ -92,9 +92,6 @@ class Contrastive(Strategy[State]):
             cache=keep(read.cache, state.cache, chosen),
         )
 
-    def alive(self, state, until):
-        return (state.cur_len < until) & ~state.done.all()
-
     def finish(self, state: State, settings: Settings) -> Result:
         return sample.result(state)
 

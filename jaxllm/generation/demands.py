@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from jaxllm.errors import UnsupportedError
+from jaxllm.generation.columns import Columns
 from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.prompts import Columns
 from jaxllm.generation.strategy import Strategy
 
 

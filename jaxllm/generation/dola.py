@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxllm.errors import InputError
 from jaxllm.generation.sample import Sample
-from jaxllm.models.base import take_column
+from jaxllm.models.decoder import Decoder, take_column
 
 RELATIVE_TOP = 0.1
 """Tokens below this share of the best one's probability are forbidden (`_relative_top_filter`)."""
@@ -78,7 +78,7 @@ def contrast(final: Float[Array, "B V"], early: Float[Array, "B V"]) -> Float[Ar
     return jnp.where(log_p < floor, -jnp.inf, log_p - log_q)
 
 
-def layers_to_contrast(model: Any, wanted: str | Sequence[int]) -> tuple[int, ...]:
+def layers_to_contrast(model: Decoder, wanted: str | Sequence[int]) -> tuple[int, ...]:
     """The layers of `dola_layers`: "low", "high", or a list of which those below the last count.
 
     With tied embeddings "low" starts above the first layers, which repeat the input there.
@@ -86,9 +86,9 @@ def layers_to_contrast(model: Any, wanted: str | Sequence[int]) -> tuple[int, ..
     Raises:
         InputError: no layer is left.
     """
-    depth = len(model.backbone.stack.blocks)
+    depth = model.depth
     if wanted == "low":
-        start = min(depth - 1, 2) if model.lm_head is None else 0
+        start = min(depth - 1, 2) if model.ties_embedding else 0
         end = depth // 2 if depth <= 40 else 20
         layers = (start,) if start == depth // 2 else tuple(range(start, end, 2))
     elif wanted == "high":

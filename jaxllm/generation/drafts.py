@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache import Cache, put_columns
 from jaxllm.errors import UnsupportedError
 from jaxllm.generation.acceptance import Drafted
-from jaxllm.generation.lookup import continuation, earlier_match
+from jaxllm.generation.lookup import earlier_match, following
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.base import History
 from jaxllm.generation.processors.warpers import Filter
@@ -165,13 +165,13 @@ class PromptLookup(Draft):
         allowed = scores > jnp.finfo(jnp.float32).min
         at, found = earlier_match(history.text, history.size, allowed, self.ngram_size)
         limit = jnp.where(found, limit, 0)
-        drafted = continuation(history.text, history.size, at, limit, settings.eos, most)
+        drafted = following(history.text, history.size, at, limit, settings.eos, most)
         real = jnp.arange(most) < drafted.size[:, None]
         return drafted, text.put(drafted.tokens, real), cache, own
 
 
-class Progress(NamedTuple):
-    """The loop over the tokens of one draft."""
+class DraftingState(NamedTuple):
+    """Carried by the loop over the tokens of one draft."""
 
     i: Int[Array, ""]
     """The token to propose; -1 while the cache still lacks an earlier one."""
@@ -214,7 +214,7 @@ class Drafting(NamedTuple):
         scores = None
         if self.keep_scores:
             scores = jnp.zeros((batch, self.most, vocabulary), jnp.float32)
-        start = Progress(
+        start = DraftingState(
             i=jnp.where(jnp.any(going & (missing > 0)), -1, 0).astype(jnp.int32),
             going=going,
             text=text,
@@ -226,25 +226,25 @@ class Drafting(NamedTuple):
             ),
         )
 
-        def step(progress: Progress) -> Progress:
-            i, text = progress.i, progress.text
+        def step(state: DraftingState) -> DraftingState:
+            i, text = state.i, state.text
             column = text.cur_len + i - 1
             token = jnp.take_along_axis(text.sequences, column[:, None], axis=1)
             # A row that lacks nothing waits, and writes nothing over what it has.
-            reads = progress.going & (i >= -missing)
-            cache = progress.cache.replace(length=slot + jnp.maximum(i, -missing))
+            reads = state.going & (i >= -missing)
+            cache = state.cache.replace(length=slot + jnp.maximum(i, -missing))
             read = self.network.decode(token, reads[:, None], cache)
-            return self.emit(progress._replace(cache=read.cache), read.logits[:, 0], limit)
+            return self.emit(state._replace(cache=read.cache), read.logits[:, 0], limit)
 
-        end = lax.while_loop(lambda progress: progress.going.any(), step, start)
+        end = lax.while_loop(lambda state: state.going.any(), step, start)
         return end.drafted, end.text, end.cache
 
     def emit(
-        self, progress: Progress, logits: Float[Array, "B V"], limit: Int[Array, " B"]
-    ) -> Progress:
+        self, state: DraftingState, logits: Float[Array, "B V"], limit: Int[Array, " B"]
+    ) -> DraftingState:
         """One more token for the rows that are still going."""
-        text, drafted = progress.text, progress.drafted
-        i = jnp.maximum(progress.i, 0)
+        text, drafted = state.text, state.drafted
+        i = jnp.maximum(state.i, 0)
         scores = self.settings.processors(
             text.sequences,
             logits,
@@ -254,7 +254,7 @@ class Drafting(NamedTuple):
         )
         token = self.choose(scores, text.cur_len + i)
         # A draft cannot break the result: one without a finite score only ends.
-        good = progress.going & (progress.i >= 0) & ~faulty(logits, scores)
+        good = state.going & (state.i >= 0) & ~faulty(logits, scores)
         token = jnp.where(good, token, self.settings.pad)
         chance = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), token[:, None], axis=1)
         ends = jnp.isin(token, self.settings.eos) | (chance[:, 0] < self.threshold)
@@ -262,11 +262,11 @@ class Drafting(NamedTuple):
         kept = drafted.scores
         if kept is not None:
             kept = lax.dynamic_update_slice_in_dim(kept, scores[:, None], i, axis=1)
-        return Progress(
-            i=progress.i + 1,
-            going=jnp.where(progress.i < 0, progress.going, good & ~ends),
+        return DraftingState(
+            i=state.i + 1,
+            going=jnp.where(state.i < 0, state.going, good & ~ends),
             text=text.put(token[:, None], good[:, None], i),
-            cache=progress.cache,
+            cache=state.cache,
             drafted=Drafted(
                 tokens=lax.dynamic_update_slice_in_dim(drafted.tokens, token[:, None], i, axis=1),
                 size=drafted.size + good.astype(jnp.int32),

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
+from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.arguments import sorted_keywords
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.guidance import Guided
 from jaxllm.generation.healing import heal_tokens
@@ -23,85 +23,12 @@ from jaxllm.generation.loop import (
     prefill,
     prefill_program,
 )
-from jaxllm.generation.past import PastKeyValues
+from jaxllm.generation.output import GenerateOutput, leave, looked_at, on_host, output
 from jaxllm.generation.prepare import Request, prepare
 from jaxllm.generation.processors.host_errors import reraised
-from jaxllm.generation.records import as_tuples, check_size
-from jaxllm.generation.strategy import AssistedCounts, Result, without_notes
+from jaxllm.generation.records import check_size
+from jaxllm.generation.strategy import Result, without_notes
 from jaxllm.generation.values import is_integer, is_traced
-from jaxllm.models.outputs import Layers
-
-Steps = tuple[Layers, ...] | None
-
-# Arguments of transformers' generate() that are not fields of the config.
-INPUTS = frozenset(
-    {
-        "inputs_embeds",
-        "token_type_ids",
-        "decoder_input_ids",
-        "decoder_attention_mask",
-        "encoder_outputs",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "logits_processor",
-        "row_ids",
-        "past_key_values",
-        "return_past_key_values",
-    }
-)
-# And those that only a strategy, a criterion or guidance reads (`modes.Call.arguments`).
-ARGUMENTS = frozenset(
-    {
-        *("assistant_model", "tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn"),
-        *("negative_prompt_ids", "negative_prompt_attention_mask"),
-    }
-)
-UNSUPPORTED = {
-    "assistant_tokenizer": "an assistant of another vocabulary",
-    "synced_gpus": "synced devices",
-    "position_ids": "giving positions (they follow from attention_mask)",
-    "custom_generate": "custom_generate",
-}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GenerateOutput:
-    """What `generate` returns; a pytree, so that it can leave the caller's own jit."""
-
-    sequences: Int[Array, "Bn L"]
-    """int32. Prompt (T5: start token) and new tokens; pad after a row's end. L is the longest row's
-    length, or max_length when generate() runs inside the caller's jit."""
-    scores: tuple[Float[Array, "Bn V"], ...] | None = None
-    """With `output_scores`: the processed scores of each step, float32."""
-    logits: tuple[Float[Array, "Bn V"], ...] | None = None
-    """With `output_logits`: the raw logits of each step, float32."""
-    sequences_scores: Float[Array, " Bn"] | None = None
-    """Of beams: the score of each text, its length penalty included."""
-    beam_indices: Int[Array, "Bn N"] | None = None
-    """Of beams: for each new token the beam, counted over the whole batch, that it was chosen
-    from; -1 after the end."""
-    hidden_states: Steps = None
-    """With `output_hidden_states`, of a decoder-only model: of each step a tuple over the layers,
-    the embeddings first, of [Bn, T, D]. T is the length of the prompt at the first step and 1 at
-    others. What stands in columns of pads, and in rows that have ended, means nothing."""
-    attentions: Steps = None
-    """With `output_attentions`: likewise [Bn, heads, T, S], where S is the number of columns so
-    far. Queries and keys that are pads have zeros."""
-    decoder_hidden_states: Steps = None
-    """`hidden_states` of an encoder-decoder's decoder."""
-    decoder_attentions: Steps = None
-    """`attentions` of an encoder-decoder's decoder."""
-    cross_attentions: Steps = None
-    """With `output_attentions`, of a model with cross-attention: [Bn, heads, T, E]."""
-    past_key_values: PastKeyValues | None = None
-    """With `return_past_key_values`: the cache, for the next call."""
-    encoder_hidden_states: Layers = None
-    """A tuple over the layers of [B, E, D]; None if the caller gave `encoder_outputs`."""
-    encoder_attentions: Layers = None
-    """A tuple over the layers of [B, heads, E, E]."""
-    assisted: AssistedCounts | None = None
-    """With a draft: how many tokens it proposed, and how many were accepted, for each row."""
 
 
 def generate(
@@ -190,7 +117,8 @@ def watched(bare: Any, request: Request, streamer: Any) -> tuple[Result, Any]:
     if streamer is not None:
         streamer.end()
     assert last is not None
-    return last
+    result, state = last
+    return on_host(result), state
 
 
 def stream(
@@ -240,7 +168,8 @@ def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray
 
 def results(bare: Any, request: Request, chunk: int) -> Iterator[tuple[Result, Any]]:
     """The result so far, and the state, after the first token and then at every multiple of `chunk`
-    new ones. A state is good until the next one is asked for.
+    new ones. A state, and what of a result is still on the device, is good until the next is asked
+    for.
     """
     strategy, settings, beams = request.strategy, request.settings, not request.strategy.streams
     state, until = None, 0
@@ -250,7 +179,7 @@ def results(bare: Any, request: Request, chunk: int) -> Iterator[tuple[Result, A
                 state = start(bare, request, prefill_program)
             else:
                 state = decode_program(strategy, bare, state, settings, np.int32(until))
-            result = on_host(finish_program(strategy, state, settings))
+            result = looked_at(finish_program(strategy, state, settings))
         late = any(clock.expired() for clock in request.clocks)
         if late and not beams:
             longest = result.length if result.longest is None else result.longest
@@ -273,23 +202,17 @@ def prepare_call(
     """Sorts keyword arguments into inputs and settings; names what does not exist."""
     if not hasattr(model, "decode"):
         raise UnsupportedError(f"generate: {type(model).__name__} has no language-model head")
-    for name, feature in UNSUPPORTED.items():
-        if fields.get(name) is not None and fields[name] is not False:
-            raise UnsupportedError(f"{name}: {feature} is not supported")
-    inputs = {k: v for k, v in fields.items() if k in INPUTS}
-    arguments = {k: v for k, v in fields.items() if k in ARGUMENTS}
-    elsewhere = INPUTS | ARGUMENTS | UNSUPPORTED.keys()
-    settings = {k: v for k, v in fields.items() if k not in elsewhere}
+    keywords = sorted_keywords(fields)
     return prepare(
         model,
         input_ids,
         attention_mask,
         generation_config,
         key,
-        settings,
-        arguments,
+        keywords.settings,
+        keywords.arguments,
         heal=heal,
-        **inputs,
+        **keywords.inputs,
     )
 
 
@@ -332,57 +255,3 @@ def runnable(model: Any, request: Request) -> Any:
     """What the compiled programs run: the model, followed by its unconditional contexts if any."""
     bare = without_notes(model)
     return bare if request.negative is None else Guided(bare, request.negative)
-
-
-def leave(model: Any, request: Request, state: Any) -> PastKeyValues | None:
-    """What the next call of a conversation starts from, where it is asked for."""
-    if not request.returns_past:
-        return None
-    ids = request.encoder_ids
-    return PastKeyValues(
-        cache=state.cache,
-        sequences=state.sequences,
-        mask=state.mask,
-        encoder_ids=None if ids is None else jnp.repeat(ids, request.strategy.samples, axis=0),
-        config=model.config,
-    )
-
-
-def output(
-    request: Request, result: Result, past: PastKeyValues | None, length: int, steps: int
-) -> GenerateOutput:
-    """The output for the user, cut to the longest row."""
-    records = {}
-    if result.records is not None:
-        records = as_tuples(
-            result.records,
-            columns=int(request.prompt.columns),
-            source=request.source_len,
-            steps=steps,
-        )
-    return GenerateOutput(
-        **records,
-        past_key_values=past,
-        sequences=result.sequences[:, :length],
-        scores=None if result.scores is None else tuple(result.scores[:steps]),
-        logits=None if result.logits is None else tuple(result.logits[:steps]),
-        sequences_scores=result.sequences_scores,
-        beam_indices=None
-        if result.beam_indices is None
-        else result.beam_indices[:, : length - request.start_len],
-        assisted=result.assisted,
-    )
-
-
-def on_host(result: Result) -> Result:
-    """A result fetched from the device at once; raises if a step had no finite logits."""
-    host = jax.device_get(result)
-    broken = host.broken_at
-    if (broken >= 0).any():
-        row = int(np.argmax(broken >= 0))
-        raise NonFiniteError(
-            f"generate: at new token {int(broken[row])} of row {row} the model's logits are NaN or "
-            "infinite, or the settings forbid every token; check the weights and the settings, or "
-            "compute in float32 (dtype='float32')"
-        )
-    return host

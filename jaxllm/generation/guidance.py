@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache import Branches, Cache
 from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.columns import Columns, checked_ids, checked_mask, last_real
 from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.prompts import Columns, checked_ids, checked_mask, last_real
 from jaxllm.generation.values import is_traced
 from jaxllm.models.outputs import DecodeOutput
 
@@ -33,11 +33,16 @@ class Negative:
     at: Int[Array, " B"]
     """The column of each row's last real token."""
 
+    @staticmethod
+    def of(columns: Columns) -> Negative:
+        return Negative(columns.ids, columns.mask, last_real(columns.mask))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Guided:
-    """A decoder-only model that also follows the unconditional contexts; itself a `Decoder`.
+    """A decoder-only model that also follows the unconditional contexts; strategies run it as any
+    other `Decoder`.
 
     A call of B rows runs 2B, the conditional ones over the unconditional. What it returns is of the
     first B, but for the cache, and for `unconditional_logits`.
@@ -74,7 +79,7 @@ class Guided:
         own = (self.negative.tokens, self.negative.mask, self.negative.at)
         below = own if fresh else (tokens, mask, at)
         if inputs_embeds is not None:
-            tokens, embeds = None, self.model.backbone.embed(below[0])
+            tokens, embeds = None, self.model.embed(below[0])
             inputs_embeds = jnp.concatenate([inputs_embeds.astype(embeds.dtype), embeds])
         if branches is not None:
             branches = dataclasses.replace(branches, seen=stacked(branches.seen, branches.seen))

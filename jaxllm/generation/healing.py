@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jaxllm.errors import InputError
-from jaxllm.models.inputs import is_traced
+from jaxllm.generation.values import is_traced
 from jaxllm.tokenizers import Tokenizer
 
 SequenceBias = dict[tuple[int, ...], float]

@@ -55,7 +55,7 @@ def earlier_match(
     return first + 1, best[:, 0] > 0
 
 
-def continuation(
+def following(
     text: Int[Array, "B L"],
     size: Int[Array, "B 1"],
     at: Int[Array, " B"],

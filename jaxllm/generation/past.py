@@ -11,15 +11,10 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache import Cache
 from jaxllm.errors import InputError
-from jaxllm.generation.prompts import (
-    SMALLEST_BUCKET,
-    Columns,
-    Sides,
-    decoder_only_prompt,
-    decoder_prompt,
-    refuse,
-)
-from jaxllm.generation.values import bucket, is_traced
+from jaxllm.generation.arguments import refuse
+from jaxllm.generation.columns import SMALLEST_BUCKET, Columns
+from jaxllm.generation.prompts import Sides, decoder_only_prompt, decoder_prompt
+from jaxllm.generation.values import any_traced, bucket
 
 
 @jax.tree_util.register_dataclass
@@ -126,7 +121,7 @@ def continuation(
         InputError: a row does not begin with what the cache holds, with the column; or has nothing
             new.
     """
-    if any(is_traced(x) for x in jax.tree.leaves((past, given.ids, given.mask))):
+    if any_traced(past, given):
         raise InputError(
             "past_key_values: tokens are compared on the host; call generate outside jax.jit"
         )

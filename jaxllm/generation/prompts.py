@@ -1,8 +1,7 @@
-"""Prompts: checked on the host, with their masks, in the layout that the compiled programs take."""
+"""The two sides of a call: the decoder's prompt, and what an encoder reads; checked on the host."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,41 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import InputError
+from jaxllm.generation.arguments import refuse
+from jaxllm.generation.columns import (
+    SMALLEST_BUCKET,
+    Columns,
+    check_width,
+    checked_ids,
+    checked_mask,
+    floats,
+)
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.values import bucket, is_traced
 from jaxllm.models import inputs as check
-
-SMALLEST_BUCKET = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    """A [batch, length] argument and its mask, before and after padding to a bucket."""
-
-    ids: Any
-    mask: Any
-    embeds: Any = None
-    before: int | None = None
-    """Columns before padding; None: it was not padded."""
-
-    @property
-    def length(self) -> int:
-        return self.mask.shape[1]
-
-    @property
-    def unpadded(self) -> int:
-        return self.length if self.before is None else self.before
-
-    def pad_to(self, length: int, pad: int = 0) -> Columns:
-        """Pads on the right with masked columns."""
-        extra = length - self.length
-        return Columns(
-            None if self.ids is None else pad_right(self.ids, extra, pad),
-            pad_right(self.mask, extra, False),
-            None if self.embeds is None else pad_right(self.embeds, extra, 0),
-            before=self.unpadded,
-        )
-
 
 Sides = tuple[Columns, Columns | None, dict[str, Any]]
 """The decoder's prompt, the encoder's input, and the arguments of `model.start`."""
@@ -96,12 +72,6 @@ def decoder_only_sides(
         raise InputError(f"encoder_hidden_states: {states.shape[0]} rows for {batch} prompts")
     mask = check.mask_of("encoder_attention_mask", encoder_attention_mask, states.shape[:2])
     return given, None, {"encoder_hidden_states": states, "encoder_attention_mask": mask}
-
-
-def refuse(inputs: Mapping[str, Any], why: str) -> None:
-    for name, value in inputs.items():
-        if value is not None:
-            raise InputError(f"{name}: {why}")
 
 
 def decoder_only_prompt(
@@ -194,11 +164,6 @@ def last_hidden_state(encoder_outputs: Any) -> Any:
     return getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
 
 
-def check_width(name: str, x: Any, width: int) -> None:
-    if x.ndim != 3 or x.shape[-1] != width or 0 in x.shape:
-        raise InputError(f"{name}: expected [batch, length, {width}], found {list(x.shape)}")
-
-
 def decoder_prompt(model, ids, mask, batch: int, config: GenerationConfig) -> Columns:
     """What an encoder-decoder's decoder starts with: the start token, then the caller's ids."""
     start = config.decoder_start_token_id
@@ -236,54 +201,3 @@ def with_start(ids: np.ndarray, mask: np.ndarray, start: np.ndarray) -> Columns:
     mask[:, 0] = False
     ids[rows, begin], mask[rows, begin] = start[:, 0], True
     return Columns(ids, mask)
-
-
-def check_room(model: Any, given: Columns, new: int, whose: str = "this model") -> None:
-    """A learned position table has a hard end; reading past it repeats its last row in silence."""
-    limit = model.config.max_positions
-    if limit is None:
-        return
-    real = given.length if is_traced(given.mask) else int(np.asarray(given.mask).sum(1).max())
-    if real + new > limit:
-        raise InputError(
-            f"max_new_tokens: a prompt of {real} tokens and {new} new ones need {real + new} "
-            f"positions, but {whose} has {limit}; ask for at most {max(limit - real, 0)}"
-        )
-
-
-def checked_ids(name: str, ids: Any, vocab_size: int) -> Any:
-    """Token ids [batch, length], int32, on the host where they are known."""
-    checked = check.token_ids(name, ids, vocab_size)
-    return checked if is_traced(checked) else np.asarray(ids).astype(np.int32)
-
-
-def checked_mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask") -> Any:
-    """A boolean mask of that shape in which every row has a real token."""
-    checked = check.mask_of(name, mask, shape)
-    if is_traced(checked):
-        return checked
-    host = np.asarray(checked)
-    if not host.any(axis=1).all():
-        row = int(np.argmin(host.any(axis=1)))
-        raise InputError(f"{name}: row {row} has no real token")
-    return host
-
-
-def last_real(mask: Any) -> Any:
-    """int32 [B]: the column of each row's last real token; on the host where the mask is known."""
-    host = jnp if is_traced(mask) else np
-    known = host.asarray(mask)
-    columns = host.where(known, host.arange(known.shape[1]), 0)
-    return host.max(columns, axis=-1).astype(host.int32)
-
-
-def floats(x: Any) -> Any:
-    """Embeddings on the host where they are known, so that padding them compiles nothing."""
-    return x if is_traced(x) else np.asarray(x)
-
-
-def pad_right(x: Any, extra: int, value: Any) -> Any:
-    widths = ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))
-    if isinstance(x, np.ndarray):
-        return np.pad(x, widths, constant_values=value)
-    return jnp.pad(x, widths, constant_values=value)

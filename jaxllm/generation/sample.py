@@ -129,9 +129,6 @@ class Sample(Strategy[State]):
             token = choose_greedy(scores)
         return append(state, token, predicted.logits, scores, settings)
 
-    def alive(self, state, until):
-        return (state.cur_len < until) & ~state.done.all()
-
     def finish(self, state, settings):
         return result(state)
 

@@ -12,11 +12,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
+from jaxllm.generation.columns import SMALLEST_BUCKET
 from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.generate import without_notes
-from jaxllm.generation.prompts import SMALLEST_BUCKET, decoder_prompt
+from jaxllm.generation.prompts import decoder_prompt
 from jaxllm.generation.sampling import choose_greedy
-from jaxllm.generation.values import bucket, is_integer, is_traced
+from jaxllm.generation.strategy import without_notes
+from jaxllm.generation.values import any_traced, bucket, is_integer, is_traced
 
 MOST_LOGIT_BYTES = 2**26
 """Logits are made for so many columns at a time that they take no more than this."""
@@ -242,7 +243,3 @@ def real_columns(name: str, mask: Any) -> np.ndarray:
     if not np.isin(mask, (0, 1)).all():
         raise InputError(f"{name}: expected 0 and 1 only")
     return mask.astype(bool)
-
-
-def any_traced(*values: Any) -> bool:
-    return any(is_traced(leaf) for leaf in jax.tree.leaves(values))

@@ -128,8 +128,8 @@ S = TypeVar("S")
 
 
 class Strategy(Generic[S]):
-    """One way of choosing tokens. S is the state that its loop carries; `cur_len`, `done`,
-    `sequences`, `step`, `broken_at` and `cache` are in every state."""
+    """One way of choosing tokens. S is the state that its loop carries; `cur_len`, `step`,
+    `broken_at` and `cache` are in every state, and `done` where `alive` is not defined anew."""
 
     streams: ClassVar[bool] = True
     """Tokens once chosen stay."""
@@ -169,9 +169,9 @@ class Strategy(Generic[S]):
         """One more token for every live row."""
         raise NotImplementedError
 
-    def alive(self, state: S, until: Int[Array, ""]) -> Bool[Array, ""]:
-        """Whether to go on: some row is, and has fewer than `until` columns."""
-        raise NotImplementedError
+    def alive(self, state: Any, until: Int[Array, ""]) -> Bool[Array, ""]:
+        """Whether to go on: some row has not ended, and has fewer than `until` columns."""
+        return jnp.any(~state.done & (state.cur_len < until))
 
     def finish(self, state: S, settings: Settings) -> Result:
         """The rows to return."""

@@ -38,6 +38,11 @@ def inside(interval: str, value: float) -> bool:
     return above and below
 
 
+def any_traced(*values: Any) -> bool:
+    """Whether some leaf of the pytrees is a tracer, and so known inside the caller's jit only."""
+    return any(is_traced(leaf) for leaf in jax.tree.leaves(values))
+
+
 def plain(value: Any) -> Any:
     """A numpy scalar or a concrete array of one element as a Python number; all else unchanged."""
     one_element = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0

@@ -1,63 +1,24 @@
-"""What a strategy of generation needs from a model, and what decoder-only models share.
-
-The protocol has two calls. `start` allocates the cache (an encoder-decoder encodes here, and
-projects its cross keys and values, once). `decode` runs new columns on top of the cache. Strategies
-know nothing of models beyond this; models know nothing of strategies.
-"""
+"""What decoder-only models share: backbone, forward pass of the heads, decoding on a cache."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Branches, Cache, View, look, look_cached
+from jaxllm.cache import Branches, Cache, View, look
 from jaxllm.errors import InputError
 from jaxllm.models import inputs as check
 from jaxllm.models.config import ModelConfig
+from jaxllm.models.decoder import decoded, last_column
 from jaxllm.models.losses import causal_loss
 from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.stack import Context, Stack, StackOutput
-
-
-class Decoder(Protocol):
-    """A model that generates. Arrays only: checks of ids and lengths happen before."""
-
-    config: Any
-    is_encoder_decoder: bool
-
-    def start(self, batch: int, capacity: int, **encoder_inputs: Any) -> Cache:
-        """A cache of `capacity` columns, with the encoder's part filled in."""
-        ...
-
-    def decode(
-        self,
-        tokens: Int[Array, "B T"] | None,
-        mask: Bool[Array, "B T"],
-        cache: Cache,
-        *,
-        fresh: bool = False,
-        at: Int[Array, " B"] | None = None,
-        branches: Branches | None = None,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
-        **prompt_inputs: Any,
-    ) -> DecodeOutput:
-        """Logits of each new column, or of column `at` of each row only, and the cache.
-
-        The new columns follow each other, or with `branches` stand side by side.
-        """
-        ...
-
-    def early_exit(self, layers: int) -> Decoder:
-        """This model with the first layers of its decoder only; the parameters are shared."""
-        ...
 
 
 class Backbone(nnx.Module):
@@ -167,7 +128,7 @@ class DecoderOnly(nnx.Module):
         if cache is None:
             view = look(given.mask, segments=given.segments)
         else:
-            view, cache = look_cached(given.mask, cache)
+            view, cache = cache.look(given.mask)
         if position_ids is not None:
             positions = check.position_ids(position_ids, shape, limit)
             view = dataclasses.replace(view, positions=positions, horizon=jnp.max(positions) + 1)
@@ -316,7 +277,7 @@ class CausalLM(DecoderOnly):
         inputs_embeds: Float[Array, "B T D"] | None = None,
         token_type_ids: Int[Array, "B T"] | None = None,
     ) -> DecodeOutput:
-        view, cache = look_cached(mask, cache, fresh=fresh, branches=branches)
+        view, cache = cache.look(mask, fresh=fresh, branches=branches)
         if token_type_ids is None and cache.token_type is not None:
             token_type_ids = jnp.broadcast_to(cache.token_type[:, None], mask.shape)
         elif token_type_ids is not None:
@@ -336,33 +297,19 @@ class CausalLM(DecoderOnly):
         )
         return decoded(out, self.logits, cache, at)
 
+    @property
+    def depth(self) -> int:
+        return len(self.backbone.stack.blocks)
+
+    @property
+    def ties_embedding(self) -> bool:
+        return self.lm_head is None
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return self.backbone.embed(tokens)
+
     def early_exit(self, layers: int) -> CausalLM:
         part, backbone = copy.copy(self), copy.copy(self.backbone)
         object.__setattr__(backbone, "stack", self.backbone.stack.first(layers))
         object.__setattr__(part, "backbone", backbone)
         return part
-
-
-def decoded(
-    out: StackOutput, logits: Callable[[Array], Array], cache: Cache, at: Int[Array, " B"] | None
-) -> DecodeOutput:
-    """The output of `decode` from that of the decoder's stack."""
-    return DecodeOutput(
-        logits=logits(out.x if at is None else take_column(out.x, at)),
-        cache=cache.replace(layers=out.layers),
-        last_hidden_state=out.x,
-        hidden_states=out.hidden_states,
-        attentions=out.attentions,
-        cross_attentions=out.cross_attentions,
-    )
-
-
-def take_column(x: Float[Array, "B T D"], at: Int[Array, " B"]) -> Float[Array, "B 1 D"]:
-    """Column at[b] of row b."""
-    return jnp.take_along_axis(x, at[:, None, None], axis=1)
-
-
-def last_column(x: Int[Array, "B T"], at: Int[Array, " B"] | None) -> Int[Array, " B"]:
-    if at is None:
-        return x[:, -1]
-    return jnp.take_along_axis(x, at[:, None], axis=1)[:, 0]

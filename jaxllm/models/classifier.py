@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxllm.errors import InputError
-from jaxllm.models.base import DecoderOnly, take_column
+from jaxllm.models.base import DecoderOnly
+from jaxllm.models.decoder import take_column
 from jaxllm.models.losses import classification_loss
 from jaxllm.models.outputs import SequenceClassifierOutput
 from jaxllm.nn.linear import Linear

@@ -1,4 +1,4 @@
-"""Which config.json belongs to which code. The only place that looks at `model_type`."""
+"""Which config.json belongs to which code, by its `model_type`."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Branches, Cache, document_starts, look, look_cached
+from jaxllm.cache import Branches, Cache, document_starts, look
 from jaxllm.errors import ConfigError, InputError
 from jaxllm.models import inputs as check
-from jaxllm.models.base import decoded
+from jaxllm.models.decoder import decoded
 from jaxllm.models.inputs import IGNORED
 from jaxllm.models.losses import token_loss
 from jaxllm.models.options import FLOAT32, Options
@@ -332,10 +332,10 @@ class T5ForConditionalGeneration(T5Encoder):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> DecodeOutput:
-        view, cache = look_cached(mask, cache, fresh=fresh, branches=branches)
+        view, cache = cache.look(mask, fresh=fresh, branches=branches)
         assert cache.cross_mask is not None
         out = self.decoder(
-            self.shared(tokens),
+            self.embed(tokens),
             Context(view=view, memory_visible=cache.cross_mask[:, None, None, :]),
             layers=cache.layers,
             memory=cache.cross,
@@ -344,6 +344,17 @@ class T5ForConditionalGeneration(T5Encoder):
             output_attentions=output_attentions,
         )
         return decoded(out, self.logits, cache, at)
+
+    @property
+    def depth(self) -> int:
+        return len(self.decoder.blocks)
+
+    @property
+    def ties_embedding(self) -> bool:
+        return self.lm_head is None
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return self.shared(tokens)
 
     def early_exit(self, layers: int) -> T5ForConditionalGeneration:
         part = copy.copy(self)

@@ -13,16 +13,12 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, InputError, MissingFileError, UnsupportedError
-from jaxllm.generation.config import (
-    GenerationConfig,
-    check_consistent,
-    check_supported,
-    generation_mode,
-    resolve_eos,
-    resolve_lengths,
-    resolve_pad,
-)
+from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.consistency import check_consistent, check_supported
 from jaxllm.generation.fields import FIELDS
+from jaxllm.generation.lengths import resolve_lengths
+from jaxllm.generation.modes import generation_mode
+from jaxllm.generation.special_tokens import resolve_eos, resolve_pad
 
 
 def test_defaults_are_those_of_transformers_4_47():
@@ -217,7 +213,6 @@ def test_files(tmp_path):
         ({"dola_layers": "low", "prompt_lookup_num_tokens": 3}, "assisted_generation"),
         ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
         ({"assistant_early_exit": 3, "do_sample": True}, "assisted_generation"),
-        ({"use_mtp": True}, "assisted_generation"),
         ({"prompt_lookup_num_tokens": 3, "num_beams": 2}, "beam_search"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,12 +124,12 @@ def test_inside_the_callers_jit_and_as_a_stream():
     np.testing.assert_array_equal(np.concatenate(chunks, axis=1), want[:, 7:])
 
 
-class Stack:
+@dataclasses.dataclass
+class Layers:
     """As much of a model as the choice of layers looks at."""
 
-    def __init__(self, depth: int, tied: bool):
-        self.backbone = self.stack = self
-        self.blocks, self.lm_head = range(depth), None if tied else object()
+    depth: int
+    ties_embedding: bool
 
 
 @pytest.mark.parametrize(
@@ -147,14 +149,14 @@ class Stack:
     ],
 )
 def test_layers(depth, tied, wanted, layers):
-    assert layers_to_contrast(Stack(depth, tied), wanted) == layers
+    assert layers_to_contrast(Layers(depth, tied), wanted) == layers
 
 
 def test_layers_that_are_not_there():
     with pytest.warns(UserWarning, match="dola_layers"):
-        assert layers_to_contrast(Stack(3, True), [1, 3, 7]) == (1,)
+        assert layers_to_contrast(Layers(3, True), [1, 3, 7]) == (1,)
     with pytest.raises(InputError, match="leaves no layer"):
-        layers_to_contrast(Stack(3, True), "low")
+        layers_to_contrast(Layers(3, True), "low")
 
 
 @pytest.mark.parametrize("value", ["middle", [], [-1], 3, [0.5]])

@@ -121,6 +121,25 @@ def test_a_streamer_gets_the_prompt_and_every_token(name):
     np.testing.assert_array_equal(np.stack(rest, axis=1), out[:, -7:])
 
 
+@pytest.mark.parametrize("watch", [{"streamer": Streamer()}, {"max_time": 1e6}])
+def test_scores_are_fetched_from_the_device_at_the_end_alone(watch, monkeypatch):
+    _, ids, mask = prompts("s_llama")
+    fetched, fetch = [], jax.device_get
+
+    def counted(tree):
+        fetched.append(sum(x.nbytes for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)))
+        return fetch(tree)
+
+    monkeypatch.setattr(jax, "device_get", counted)
+    fields = {"max_new_tokens": 7, "eos_token_id": None, "output_scores": True}
+    out = jaxllm.generate(model("s_llama"), ids, mask, **watch, **fields)
+    *each, last = fetched
+    assert len(each) == 7
+    # As many bytes as the sequences have, and a little more.
+    assert max(each) < 1000 < sum(x.nbytes for x in out.scores) <= last
+    assert isinstance(out.scores[0], np.ndarray)
+
+
 def test_what_cannot_be_is_named():
     net = model("s_llama")
     for error, match, fields in (

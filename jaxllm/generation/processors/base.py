@@ -53,7 +53,7 @@ class History(NamedTuple):
         text, size = ids, column
         if mask is not None:
             real &= jnp.asarray(mask, bool)
-            text, size = compact(ids, real)
+            text, size = moved_left(ids, real)
         counted = column if length is None else jnp.asarray(length, jnp.int32).reshape(-1, 1)
         return cls(ids, real, text, size, counted)
 
@@ -71,7 +71,7 @@ class History(NamedTuple):
         return tokens, columns >= 0
 
 
-def compact(
+def moved_left(
     ids: Int[Array, "B L"], real: Bool[Array, "B L"]
 ) -> tuple[Int[Array, "B L"], Int[Array, "B 1"]]:
     """Each row's real tokens moved together to its left, in order, and how many there are.

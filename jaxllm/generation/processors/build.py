@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.errors import InputError
 from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.fields import FIELDS, UNSET
+from jaxllm.generation.fields import FIELDS
 from jaxllm.generation.processors.base import LogitsProcessor, LogitsProcessorList, Scores
 from jaxllm.generation.processors.bias import (
     NoBadWordsLogitsProcessor,
@@ -119,8 +119,9 @@ def build_processors(
 
 def _wanted(config: GenerationConfig, name: str) -> bool:
     value, field = getattr(config, name), FIELDS[name]
-    neutral = field.default if field.off is UNSET else field.off
-    return value is not None and (name in config.given or is_traced(value) or value != neutral)
+    if value is None:
+        return False
+    return name in config.given or is_traced(value) or value != field.neutral
 
 
 def _on_tokens(

@@ -10,8 +10,8 @@ from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
     Scores,
-    compact,
     logits_processor,
+    moved_left,
     store,
     token_set,
 )
@@ -65,7 +65,7 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
         store(self, ngram_size=size, encoder=encoder)
 
     def process(self, history: History, scores: Scores) -> Scores:
-        text, size = compact(*self.encoder.rows(scores.shape[0]))
+        text, size = moved_left(*self.encoder.rows(scores.shape[0]))
         last = _completing(history, text, size, self.ngram_size)
         return jnp.where(token_set(text, last, scores.shape[1]), -jnp.inf, scores)
 
