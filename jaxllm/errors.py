@@ -42,3 +42,7 @@ class NonFiniteError(JaxLLMError, FloatingPointError):
 
 class MissingFileError(JaxLLMError, FileNotFoundError):
     """A file or folder that the call needs is not there."""
+
+
+class RunError(JaxLLMError, RuntimeError):
+    """A training run cannot start or go on: its folder is in use, or holds another run."""
