@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +32,7 @@ from jaxllm.checkpoint.runs.leaves import (
 from jaxllm.checkpoint.runs.lock import RunLock
 from jaxllm.checkpoint.runs.processes import together
 from jaxllm.checkpoint.runs.record import Record, read_record, seal
-from jaxllm.errors import CheckpointError, InputError, MissingFileError, RunError
+from jaxllm.errors import CheckpointError, InputError, JaxLLMError, MissingFileError, RunError
 
 T = TypeVar("T")
 OnSaved = Callable[[int, float, int], None]
@@ -146,7 +148,7 @@ class RunCheckpoints:
         for step in self.steps():
             try:
                 metrics[step] = read_record(self.folder / str(step)).metric
-            except CheckpointError:  # `restore` names what is wrong with it
+            except JaxLLMError:  # `restore` names what is wrong with it
                 metrics[step] = None
         return metrics
 
@@ -220,6 +222,10 @@ class RunCheckpoints:
             raise self._not_saved(step, failure) from failure
 
     def _not_saved(self, step: int, failure: BaseException) -> CheckpointError:
+        # The old one goes on to raise what is left of this failure, after sound saves too.
+        with contextlib.suppress(Exception):
+            self._orbax.close()
+        self._orbax = orbax_files.async_checkpointer()
         if jax.process_index() == 0:
             steps_on_disk.clean(self.folder)
         return CheckpointError(
@@ -328,13 +334,11 @@ def read_bits(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     """The arrays from disk; those without elements, which Orbax does not store, from nothing."""
     like = {name: bits_like(leaf) for name, leaf in wanted.items()}
     stored = {name: x for name, x in like.items() if x.size}
-    bits = orbax_files.read_arrays(path, stored) if stored else {}
-    for name, x in like.items():
-        if name not in stored:
-            bits[name] = jnp.zeros(x.shape, x.dtype, device=x.sharding)
-        elif (bits[name].shape, bits[name].dtype) != (x.shape, x.dtype):
-            raise CheckpointError(f"{name} is {bits[name].dtype}{list(bits[name].shape)} on disk")
-    return bits
+    bits = orbax_files.read_arrays(path, stored)
+    empty = {
+        n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in like.items() if not x.size
+    }
+    return bits | empty
 
 
 def verify(bits: Mapping[str, jax.Array], leaves: Mapping[str, Leaf]) -> bool:
@@ -347,5 +351,7 @@ def verify(bits: Mapping[str, jax.Array], leaves: Mapping[str, Leaf]) -> bool:
 
 def sentence(failure: BaseException) -> str:
     """The first line of an error, not too long, with its kind where it says nothing."""
-    lines = str(failure).strip().splitlines() or [""]
-    return lines[0][:300] or type(failure).__name__
+    lines = str(failure).strip().splitlines() or [type(failure).__name__]
+    line = re.sub(r" \[(tensorstore_spec|source locations)=.*", "", lines[0])
+    # TensorStore's messages go from the general to the particular.
+    return line if len(line) <= 400 else f"{line[:150]} ... {line[-250:]}"

@@ -26,9 +26,11 @@ def sound(tmp_path_factory) -> Path:
 def damage(folder: Path, kind: str, rng: random.Random) -> str:
     """Spoils one file of step 2 (or swaps two); which one."""
     files = sorted(p for p in (folder / "2").rglob("*") if p.is_file())
-    # Data files are a few among many: half of the time one of those.
-    data = [p for p in files if p.parent.name == "d" and p.stat().st_size]
-    path = rng.choice(data if rng.random() < 0.5 else files)
+    # Half of the time one of those that restoring needs, which are a few among many.
+    vital = [p for p in files if p.parent.name in ("record", "arrays") and p.suffix != ".txt"]
+    vital += sorted((folder / "2" / "arrays" / "d").iterdir())
+    vital += [max(files, key=lambda p: p.stat().st_size)]
+    path = rng.choice(vital if rng.random() < 0.5 else files)
     content = bytearray(path.read_bytes())
     at = rng.randrange(len(content) or 1)
     match kind:
@@ -82,7 +84,7 @@ def outcomes(sound: Path, folder: Path, seeds: range) -> dict[str, int]:
 def test_sixty_damaged_files(sound, tmp_path):
     counted = outcomes(sound, tmp_path / "run", range(60))
     assert counted["refused"] > 20
-    assert counted["whole"] > 3  # not all files matter
+    assert counted["whole"] > 10  # not all files matter
 
 
 @pytest.mark.slow
