@@ -35,8 +35,11 @@ def describe(model: Any) -> dict[str, Any]:
     """What `rebuild` needs beside the parameters, as JSON."""
     origin: Origin | None = getattr(model, "origin", None)
     model_type, architecture = architecture_of(model)
+    config = config_to_json(model.config, model_type, architecture)
+    if "scale_decoder_outputs" in config:  # written out there for readers with another default
+        config["scale_decoder_outputs"] = model.config.scale_decoder_outputs
     return {
-        "config": config_to_json(model.config, model_type, architecture),
+        "config": config,
         "origin": None if origin is None else json.loads(json.dumps(dataclasses.asdict(origin))),
     }
 

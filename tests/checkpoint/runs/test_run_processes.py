@@ -82,21 +82,23 @@ def run(folder: Path, count: int, step: int, task: str = "train") -> list[str]:
     outputs = [process.communicate(timeout=300) for process in processes]
     for process, (_, stderr) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, stderr
-    return [stdout for stdout, _ in outputs]
+    # The library of collectives prints its own greetings.
+    lines = [[x for x in stdout.splitlines() if "[Gloo]" not in x] for stdout, _ in outputs]
+    return ["\n".join(kept) for kept in lines]
 
 
 @pytest.mark.slow
 def test_two_processes_and_one(tmp_path):
-    assert run(tmp_path, 2, 1) == ["saved [2, 3]\n"] * 2
-    assert run(tmp_path, 1, 4) == ["restored 3 0\nsaved [5, 6]\n"]
-    assert run(tmp_path, 2, 7) == ["restored 6 0\nsaved [8, 9]\n"] * 2
+    assert run(tmp_path, 2, 1) == ["saved [2, 3]"] * 2
+    assert run(tmp_path, 1, 4) == ["restored 3 0\nsaved [5, 6]"]
+    assert run(tmp_path, 2, 7) == ["restored 6 0\nsaved [8, 9]"] * 2
 
 
 @pytest.mark.slow
 def test_two_processes_pass_over_the_same_damaged_step(tmp_path):
     run(tmp_path, 2, 1)
     (tmp_path / "3" / "record" / "metadata").write_text("{}")
-    assert run(tmp_path, 2, 4) == ["restored 2 1\nsaved [5, 6]\n"] * 2
+    assert run(tmp_path, 2, 4) == ["restored 2 1\nsaved [5, 6]"] * 2
 
 
 @pytest.mark.slow
@@ -107,4 +109,4 @@ def test_no_process_waits_when_the_folder_is_locked(tmp_path):
     first, second = run(tmp_path, 2, 1, "locked")
     lock.release()
     assert f"process {os.getpid()} on" in first
-    assert second == "it failed in process 0\n"
+    assert second == "it failed in process 0"
