@@ -65,7 +65,8 @@ def load_weights(
         }
         arrays = checkpoints.restore(record.step, target).arrays
     model = treedef.unflatten([arrays[path] for path in paths])
-    model.origin = origin_of(record)
+    if record.meta["origin"] is not None:
+        model.origin = origin_of(record.meta["origin"])
     return model
 
 
@@ -83,9 +84,6 @@ def compute_dtype(record: Record) -> Any:
     return jnp.dtype(jnp.float32) if most in HALVES and jax.default_backend() == "cpu" else most
 
 
-def origin_of(record: Record) -> Origin | None:
-    fields = record.meta["origin"]
-    if fields is None:
-        return None
+def origin_of(fields: dict[str, Any]) -> Origin:
     pairs = {name: tuple(map(tuple, fields[name])) for name in ("dtypes", "copies")}
     return Origin(**fields | pairs)

@@ -17,10 +17,19 @@ from jaxllm.models.options import Options
 from jaxllm.models.weights import parameters
 
 # One for each class and each way to tie, scale and name; the others are slow by their number.
-FEW = (
-    "gpt2_base gpt2_hub_layout gpt2_cls_single t5_encoder llama_bias llama_base_keys llama_cls_multi mt5 "
-    "t5_relu t5_v11 umt5_tied"
-).split()
+FEW = [
+    "gpt2_base",
+    "gpt2_hub_layout",
+    "gpt2_cls_single",
+    "t5_encoder",
+    "llama_bias",
+    "llama_base_keys",
+    "llama_cls_multi",
+    "mt5",
+    "t5_relu",
+    "t5_v11",
+    "umt5_tied",
+]
 ALL = [name for name in cases() if name != "tables"]
 REST = [pytest.param(n, marks=pytest.mark.slow) for n in ALL if n not in FEW]
 TOKENIZED = Path(__file__).parents[1] / "data" / "conformance" / "models" / "s_llama_tok"
