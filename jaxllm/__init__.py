@@ -6,7 +6,7 @@ from jaxllm.generation.generate import generate, stream
 from jaxllm.generation.output import GenerateOutput
 from jaxllm.generation.score import ScoreOutput, score
 from jaxllm.generation.transition_scores import compute_transition_scores
-from jaxllm.loading import load, save_hf
+from jaxllm.loading import load, load_orbax, save_hf, save_orbax
 
 __version__ = "0.1.0"
 
@@ -18,7 +18,9 @@ __all__ = [
     "compute_transition_scores",
     "generate",
     "load",
+    "load_orbax",
     "save_hf",
+    "save_orbax",
     "score",
     "stream",
 ]

@@ -49,7 +49,7 @@ class DataError(JaxLLMError, ValueError):
 
 
 class RunError(JaxLLMError, RuntimeError):
-    """The folder of a training run: what it holds does not fit what is asked of it."""
+    """A training run cannot start or go on: its folder is in use, or does not fit what is asked."""
 
 
 class MissingExtraError(JaxLLMError, ImportError):

@@ -1,4 +1,5 @@
-"""`load` and `save_hf`: from a checkpoint to a model with its tokenizer, and back."""
+"""From a checkpoint to a model with its tokenizer, and back: `load`, `save_hf`, and in Orbax's
+format `save_orbax`, `load_orbax`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, Progress, load_model, open_checkpoint
+from jaxllm.checkpoint.orbax_model import load_weights, save_weights
 from jaxllm.checkpoint.save import MAX_SHARD_BYTES, save_model, write_json
 from jaxllm.errors import UnsupportedError
 from jaxllm.generation.config import GenerationConfig
@@ -73,11 +75,15 @@ def load(
             allow_nonfinite=allow_nonfinite,
             progress=progress,
         )
-    model.generation_config = generation_config
+    settle_generation(model, generation_config, tokenizer)
+    return model, tokenizer
+
+
+def settle_generation(model: Any, config: GenerationConfig, tokenizer: Tokenizer | None) -> None:
+    model.generation_config = config
     eos = None if tokenizer is None else tokenizer.eos_token_id
     # A chat model's tokenizer may end its turns with a token that config.json does not name.
     model.extra_eos = () if eos is None or eos >= model.config.vocab_size else (eos,)
-    return model, tokenizer
 
 
 def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
@@ -114,8 +120,56 @@ def save_hf(
     """
     folder = Path(folder).expanduser()
     save_model(folder, model, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    save_settings(folder, model, tokenizer)
+
+
+def save_settings(folder: Path, model: Any, tokenizer: Tokenizer | None) -> None:
     settings = getattr(model, "generation_config", None)
     if settings is not None:
         write_json(folder / "generation_config.json", settings.to_dict())
     if tokenizer is not None:
         tokenizer.save(folder)
+
+
+def save_orbax(folder: str | PathLike[str], model: Any, tokenizer: Tokenizer | None = None) -> None:
+    """Writes a model in Orbax's format, with a digest of every parameter.
+
+    Parameters keep their dtypes, and what Hugging Face's files said comes along: `load_orbax` and
+    then `save_hf` give the files that `load` and then `save_hf` give, to the byte. A model that is
+    there already is replaced once the new one is on disk. Needs ``pip install jaxllm[train]``.
+
+    Raises:
+        CheckpointError: It could not be written; what was there before is intact.
+        RunError: Another process writes there.
+    """
+    folder = Path(folder).expanduser()
+    save_weights(folder, model)
+    save_settings(folder, model, tokenizer)
+
+
+def load_orbax(
+    folder: str | PathLike[str],
+    *,
+    dtype: Any = None,
+    attn_implementation: str = "eager",
+    remat: bool = False,
+) -> tuple[Any, Tokenizer | None]:
+    """Loads what `save_orbax` wrote: (model, tokenizer).
+
+    Args:
+        folder: as given to `save_orbax`.
+        dtype: what to compute in. None: the parameters' own, but float32 on a CPU.
+        attn_implementation: "eager", "xla" or "cudnn".
+        remat: recompute activations in the backward pass, block by block.
+
+    Raises:
+        MissingFileError: There is no model in the folder.
+        CheckpointError: A file is damaged: it names the parameters whose digests differ.
+    """
+    folder = Path(folder).expanduser()
+    model = load_weights(folder, dtype=dtype, attn_implementation=attn_implementation, remat=remat)
+    tokenizer = load_tokenizer(folder)
+    path = folder / "generation_config.json"
+    if path.exists():
+        settle_generation(model, GenerationConfig.from_file(path), tokenizer)
+    return model, tokenizer

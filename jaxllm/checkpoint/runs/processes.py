@@ -1,0 +1,33 @@
+"""Agreement between the processes of a distributed run; nothing to do where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+T = TypeVar("T")
+
+
+def together(act: Callable[[], T], error: type[Exception]) -> T:
+    """Every process's own result of `act`, once all have one.
+
+    Where it raised in any of them it raises in all, so that none waits for the others later: the
+    exception itself where it happened, `error` elsewhere.
+    """
+    failure, result = None, None
+    try:
+        result = act()
+    except Exception as exception:
+        failure = exception
+    if jax.process_count() > 1:
+        fine = multihost_utils.process_allgather(np.array(failure is None))
+        if failure is None and not fine.all():
+            failed = np.flatnonzero(~fine)[0]
+            raise error(f"it failed in process {failed}")
+    if failure is not None:
+        raise failure
+    return result  # pyright: ignore[reportReturnType]
