@@ -85,5 +85,5 @@ def compute_dtype(record: Record) -> Any:
 
 
 def origin_of(fields: dict[str, Any]) -> Origin:
-    pairs = {name: tuple(map(tuple, fields[name])) for name in ("dtypes", "copies")}
-    return Origin(**fields | pairs)
+    dtypes, copies = (tuple(map(tuple, fields[name])) for name in ("dtypes", "copies"))
+    return Origin(**{**fields, "dtypes": dtypes, "copies": copies})
