@@ -11,6 +11,7 @@ from jaxllm.errors import InputError
 from jaxllm.models.base import DecoderOnly, take_column
 from jaxllm.models.losses import classification_loss
 from jaxllm.models.outputs import SequenceClassifierOutput
+from jaxllm.nn.dropout import split
 from jaxllm.nn.linear import Linear
 
 
@@ -35,7 +36,8 @@ class SequenceClassifier(DecoderOnly):
         """
         if options.get("cache") is not None:
             raise InputError("cache: a classifier reads its text in one call")
-        out = self.hidden(input_ids, attention_mask, **options)
+        key, head_key = split(options.pop("dropout_key", None), 2)
+        out = self.hidden(input_ids, attention_mask, dropout_key=key, **options)
         x = out.last_hidden_state
         columns = jnp.arange(x.shape[1])
         if attention_mask is not None:
@@ -49,7 +51,7 @@ class SequenceClassifier(DecoderOnly):
         else:
             real = jnp.ones(x.shape[:2], bool)
         last = jnp.max(jnp.where(real, columns, 0), axis=-1)
-        logits = self.score(take_column(x, last))[:, 0].astype(jnp.float32)
+        logits = self.score(take_column(x, last), head_key)[:, 0].astype(jnp.float32)
         loss = None
         if labels is not None:
             loss = classification_loss(logits, labels, self.config.problem_type)
