@@ -183,6 +183,7 @@ def with_adapter(model: Any, config: PeftConfig, tensors: Mapping[str, np.ndarra
         if there and linear:
             if isinstance(config.target_modules, tuple) and not targeted:
                 raise CheckpointError(f"{name} has LoRA, but target_modules does not name it")
+            check_base(model, name, entry, left)
             layers |= split_layers(model, config, name, entry, left)
         elif targeted and linear and not config.narrowed and not is_saved(config, name):
             raise CheckpointError(f"{name}.{A} is missing, but target_modules names its module")
@@ -233,6 +234,20 @@ def split_layers(
         )
         for (path, base), part, magnitude in zip(bases.items(), parts, magnitudes, strict=True)
     }
+
+
+def check_base(model: Any, name: str, entry: Entry, left: dict[str, np.ndarray]) -> None:
+    """Beside the LoRA of a head PEFT saves the head itself, which must be the model's."""
+    tensor = left.pop(f"{name}.base_layer.weight", None)
+    if tensor is None:
+        return
+    mine = parameters(model)
+    base = entry.join([np.asarray(mine[ours]) for ours in entry.ours])
+    if tensor.shape != base.shape or not (tensor.astype(base.dtype) == base).all():
+        raise CheckpointError(
+            f"{name}.base_layer.weight differs from the model's; the adapter is for another base "
+            "model, or for one whose vocabulary was resized"
+        )
 
 
 def replaced(model: Any, entry: Entry, left: dict[str, np.ndarray]) -> dict[str, Any]:
