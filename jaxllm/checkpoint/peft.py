@@ -27,7 +27,6 @@ from jaxllm.checkpoint.source import find_nonfinite, quoted
 from jaxllm.errors import (
     CheckpointError,
     InputError,
-    MissingFileError,
     NonFiniteError,
     UnsupportedError,
 )
@@ -66,9 +65,7 @@ class Adapter:
         return self.a.shape[0]
 
 
-def save_adapter(
-    folder: str | PathLike[str], model: Any, *, base_model: str | None = None
-) -> None:
+def save_adapter(folder: str | PathLike[str], model: Any, *, base_model: str | None = None) -> None:
     """Writes the LoRA of a model, and the modules trained whole, as PEFT's files.
 
     ``PeftModel.from_pretrained(base, folder)`` loads them: nothing missing, nothing unexpected.
@@ -160,7 +157,9 @@ def load_adapter(model: Any, folder: str | PathLike[str]) -> Any:
         )
     path = folder / WEIGHTS
     if not path.is_file() and path.with_suffix(".bin").is_file():
-        raise UnsupportedError(f"{folder} holds only {path.with_suffix('.bin').name}: {USE_SAFETENSORS}")
+        raise UnsupportedError(
+            f"{folder} holds only {path.with_suffix('.bin').name}: {USE_SAFETENSORS}"
+        )
     with SafetensorsFile(path) as file:
         tensors = {name: checked(file, name) for name in file.names()}
     try:
@@ -191,12 +190,16 @@ def with_adapter(model: Any, config: PeftConfig, tensors: Mapping[str, np.ndarra
     for name in config.modules_to_save:
         found = [e for e in base_entries(model) if e.theirs.rpartition(".")[0].endswith(name)]
         if not found and not (task_of(model) == "SEQ_CLS" and name in CLASSIFIER_NAMES):
-            raise CheckpointError(f"modules_to_save: {name!r} is no module with weights in this model")
+            raise CheckpointError(
+                f"modules_to_save: {name!r} is no module with weights in this model"
+            )
         for entry in found:
             if not set(entry.ours) <= whole.keys():
                 whole |= replaced(model, entry, left)
     if left:
-        more = "; embeddings with LoRA are not implemented" if "embedding_" in " ".join(left) else ""
+        more = (
+            "; embeddings with LoRA are not implemented" if "embedding_" in " ".join(left) else ""
+        )
         raise CheckpointError(
             f"unexpected: {', '.join(quoted(name) for name in list(left)[:10])}"
             f" ({len(left)} in all){more}"
@@ -336,7 +339,7 @@ def saved_tensors(model: Any) -> dict[str, np.ndarray]:
             continue
         if not wanted.issuperset(entry.ours):
             raise UnsupportedError(
-                f"{entry.theirs}: only a part of it is trained whole; add to modules_to_save all of "
+                f"{entry.theirs}: only a part is trained whole; name all in modules_to_save: "
                 f"{', '.join(entry.ours)}"
             )
         tensors[entry.theirs] = entry.join([np.asarray(params[o]) for o in entry.ours])

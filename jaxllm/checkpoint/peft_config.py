@@ -97,7 +97,9 @@ def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
     if raw.get("peft_type") != "LORA":
         raise UnsupportedError(f"peft_type: {raw.get('peft_type')!r}; jaxllm reads 'LORA'")
     if raw.get("bias", "none") != "none":
-        raise UnsupportedError(f"bias: {raw['bias']!r}; only 'none' is read: biases stay the base's")
+        raise UnsupportedError(
+            f"bias: {raw['bias']!r}; only 'none' is read: biases stay the base's"
+        )
     if raw.get("init_lora_weights", True) not in KEEP_BASE:
         raise UnsupportedError(
             f"init_lora_weights: {raw['init_lora_weights']!r} changes the base weights or the "

@@ -222,9 +222,7 @@ class CausalLM(DecoderOnly):
 
     lm_head: Linear | None
 
-    def logits(
-        self, x: Float[Array, "... D"], key: Array | None = None
-    ) -> Float[Array, "... V"]:
+    def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
         """Float32 logits."""
         if self.lm_head is None:
             return self.backbone.embed.attend(x).astype(jnp.float32)

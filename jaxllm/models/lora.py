@@ -232,13 +232,15 @@ def select(field: str, patterns: Iterable[str], names: Mapping[str, str]) -> lis
             whole = re.compile(rf"(?:.*\.)?(?:{pattern})")
             matched = {ours for ours, hf in names.items() if any(map(whole.fullmatch, (ours, hf)))}
         if not matched:
-            there = dict.fromkeys(_layers_as_i(o) + f" ({_layers_as_i(h)})" for o, h in names.items())
-            raise InputError(f"{field}: {pattern!r} matches no module; there are {', '.join(there)}")
+            there = dict.fromkeys(
+                _layers_as_i(o) + f" ({_layers_as_i(h)})" for o, h in names.items()
+            )
+            raise InputError(
+                f"{field}: {pattern!r} matches no module; there are {', '.join(there)}"
+            )
         found |= matched
     return [path for path in names if path in found]
 
 
 def _layers_as_i(name: str) -> str:
     return re.sub(r"\.\d+\.", ".{i}.", name, count=1)
-
-

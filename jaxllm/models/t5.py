@@ -120,9 +120,7 @@ class T5ForConditionalGeneration(T5Encoder):
             else Linear(*head, std=config.initializer_factor, rngs=rngs, **options.dtypes)
         )
 
-    def logits(
-        self, x: Float[Array, "... D"], key: Array | None = None
-    ) -> Float[Array, "... V"]:
+    def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
         """Float32 logits. Scaling and tying are two things; see T5Config."""
         if self.config.scaled:
             x = x * self.config.d_model**-0.5

@@ -52,6 +52,7 @@ def inputs(name: str) -> dict[str, np.ndarray]:
 
 def write(out: Path) -> None:
     import jax
+
     import jaxllm
     from jaxllm.checkpoint.peft import save_adapter
     from jaxllm.models.weights import with_parameters
@@ -90,9 +91,10 @@ def check(out: Path) -> None:
         model = PeftModel.from_pretrained(base, out / case).eval()
         result = model.load_adapter(out / case, adapter_name="again")
         wrong = [*result.missing_keys, *result.unexpected_keys]
-        names = get_peft_model_state_dict(model).keys() ^ load_file(
-            out / case / "adapter_model.safetensors"
-        ).keys()
+        names = (
+            get_peft_model_state_dict(model).keys()
+            ^ load_file(out / case / "adapter_model.safetensors").keys()
+        )
         wrong += [x for x in names if "base_layer" not in x]  # PEFT adds a targeted head itself
         given = {key: torch.tensor(x) for key, x in inputs(name).items()}
         with torch.no_grad():

@@ -71,9 +71,11 @@ def base_model(name: str, task: str) -> torch.nn.Module:
     options = {"num_labels": 3} if task == "SEQ_CLS" else {}
     torch.manual_seed(0)  # a classifier's score is drawn
     folder = MODELS / name
-    return CLASSES[task].from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", **options
-    ).eval()
+    return (
+        CLASSES[task]
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
+        .eval()
+    )
 
 
 def inputs(config, task: str) -> dict[str, torch.Tensor]:
@@ -96,7 +98,9 @@ def tidy(path: Path, base: str) -> None:
 def main() -> None:
     for case, (name, task, options) in CASES.items():
         base = base_model(name, task)
-        config = LoraConfig(task_type=task, **{"r": 2, "lora_alpha": 3, "lora_dropout": 0.1} | options)
+        config = LoraConfig(
+            task_type=task, **{"r": 2, "lora_alpha": 3, "lora_dropout": 0.1} | options
+        )
         model = get_peft_model(base, config).eval()
         torch.manual_seed(1)
         with torch.no_grad():
