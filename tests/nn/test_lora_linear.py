@@ -68,8 +68,8 @@ def test_computes_in_the_dtype_of_the_base():
 @pytest.mark.parametrize("magnitude", [None, np.linalg.norm(W, axis=1)])
 def test_zero_b_changes_nothing(magnitude):
     layer = lora(b=np.zeros_like(B), magnitude=magnitude, dropout_rate=0.5)
-    np.testing.assert_allclose(layer(X), base()(X), rtol=1e-6)
-    np.testing.assert_allclose(layer(X, KEY), base()(X), rtol=1e-6)
+    np.testing.assert_allclose(layer(X), base()(X), atol=1e-5)
+    np.testing.assert_allclose(layer(X, KEY), base()(X), atol=1e-5)
 
 
 def test_dropout_is_on_the_change_only():
