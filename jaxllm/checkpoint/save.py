@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.checkpoint.load import check_range, float_dtype, tensor_name
 from jaxllm.checkpoint.origin import Origin
 from jaxllm.checkpoint.safetensors_writer import write_sharded
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, InputError
 from jaxllm.models.export import config_to_json
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import parameters
@@ -51,6 +51,10 @@ def hf_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
     table = FAMILIES[model_type].table(model.config)
     origin: Origin | None = getattr(model, "origin", None)
     params = parameters(model)
+    if any(path.endswith(".lora_a") for path in params):
+        raise InputError(
+            "save_hf: the model has LoRA; write merge_lora(model), or the adapter with save_adapter"
+        )
     for entry in table.for_model(params):
         name = tensor_name(entry, table, stripped=origin is not None and origin.stripped)
         yield name, entry.join([np.asarray(params[o]) for o in entry.ours])

@@ -17,6 +17,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import decoded, last_column
 from jaxllm.models.losses import causal_loss
 from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput
+from jaxllm.nn.dropout import split
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.stack import Context, Stack, StackOutput
 
@@ -141,8 +142,11 @@ class DecoderOnly(nnx.Module):
         blocks = self.backbone.stack.blocks
         head_mask = check.head_mask("head_mask", head_mask, len(blocks), blocks[0].attn.heads)
         memory = memory_mask = None
+        dropout_key, memory_key = split(dropout_key, 2)
         if encoder_hidden_states is not None:
-            memory, memory_mask = self.memory(encoder_hidden_states, encoder_attention_mask)
+            memory, memory_mask = self.memory(
+                encoder_hidden_states, encoder_attention_mask, memory_key
+            )
             if memory_mask.shape[0] != shape[0]:
                 raise InputError(
                     f"encoder_hidden_states: {memory_mask.shape[0]} rows, but the call has "
@@ -174,7 +178,7 @@ class DecoderOnly(nnx.Module):
             cache=None if cache is None else cache.replace(layers=out.layers),
         )
 
-    def memory(self, encoder_hidden_states, encoder_attention_mask):
+    def memory(self, encoder_hidden_states, encoder_attention_mask, key=None):
         """Cross-attention keys and values; only GPT-2 with `add_cross_attention` has any."""
         if self.backbone.stack.blocks[0].cross is None:
             raise InputError(
@@ -183,7 +187,7 @@ class DecoderOnly(nnx.Module):
         width = self.backbone.embed.weight.shape[1]
         states = check.embeddings("encoder_hidden_states", encoder_hidden_states, width)
         mask = check.mask_of("encoder_attention_mask", encoder_attention_mask, states.shape[:2])
-        return self.backbone.stack.project_memory(states), mask
+        return self.backbone.stack.project_memory(states, key), mask
 
 
 class CausalLM(DecoderOnly):
@@ -191,10 +195,11 @@ class CausalLM(DecoderOnly):
 
     lm_head: Linear | None
 
-    def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
         """Float32 logits."""
-        head = self.backbone.embed.attend if self.lm_head is None else self.lm_head
-        return head(x).astype(jnp.float32)
+        if self.lm_head is None:
+            return self.backbone.embed.attend(x).astype(jnp.float32)
+        return self.lm_head(x, key).astype(jnp.float32)
 
     def __call__(
         self,
@@ -225,9 +230,10 @@ class CausalLM(DecoderOnly):
         Raises:
             InputError: ids outside the vocabulary, shapes that do not fit.
         """
-        out = self.hidden(input_ids, attention_mask, **options)
+        key, head_key = split(options.pop("dropout_key", None), 2)
+        out = self.hidden(input_ids, attention_mask, dropout_key=key, **options)
         x = out.last_hidden_state
-        logits = self.logits(x[:, check.columns_to_keep(logits_to_keep, x.shape[1])])
+        logits = self.logits(x[:, check.columns_to_keep(logits_to_keep, x.shape[1])], head_key)
         loss = None
         if labels is not None:
             labels = check.checked_labels(labels, x.shape[:2], logits)

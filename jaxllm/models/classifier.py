@@ -12,6 +12,7 @@ from jaxllm.models.base import DecoderOnly
 from jaxllm.models.decoder import take_column
 from jaxllm.models.losses import classification_loss
 from jaxllm.models.outputs import SequenceClassifierOutput
+from jaxllm.nn.dropout import split
 from jaxllm.nn.linear import Linear
 
 
@@ -38,7 +39,8 @@ class SequenceClassifier(DecoderOnly):
             raise InputError("cache: a classifier reads its text in one call")
         if options.get("segment_ids") is not None:
             raise InputError("segment_ids: a classifier reads one text a row")
-        out = self.hidden(input_ids, attention_mask, **options)
+        key, head_key = split(options.pop("dropout_key", None), 2)
+        out = self.hidden(input_ids, attention_mask, dropout_key=key, **options)
         x = out.last_hidden_state
         columns = jnp.arange(x.shape[1])
         if attention_mask is not None:
@@ -52,7 +54,7 @@ class SequenceClassifier(DecoderOnly):
         else:
             real = jnp.ones(x.shape[:2], bool)
         last = jnp.max(jnp.where(real, columns, 0), axis=-1)
-        logits = self.score(take_column(x, last))[:, 0].astype(jnp.float32)
+        logits = self.score(take_column(x, last), head_key)[:, 0].astype(jnp.float32)
         loss = None
         if labels is not None:
             loss = classification_loss(logits, labels, self.config.problem_type)

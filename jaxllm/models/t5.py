@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -21,6 +20,7 @@ from jaxllm.models.options import FLOAT32, Options
 from jaxllm.models.outputs import BaseOutput, DecodeOutput, Seq2SeqLMOutput
 from jaxllm.models.t5_config import T5Config
 from jaxllm.models.t5_stack import make_stack
+from jaxllm.nn.dropout import split
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.stack import Context, Stack, StackOutput
 
@@ -135,12 +135,13 @@ class T5ForConditionalGeneration(T5Encoder):
             else Linear(*head, std=config.initializer_factor, rngs=rngs, **options.dtypes)
         )
 
-    def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
         """Float32 logits. Scaling and tying are two things; see T5Config."""
         if self.config.scaled:
             x = x * self.config.d_model**-0.5
-        head = self.shared.attend if self.lm_head is None else self.lm_head
-        return head(x).astype(jnp.float32)
+        if self.lm_head is None:
+            return self.shared.attend(x).astype(jnp.float32)
+        return self.lm_head(x, key).astype(jnp.float32)
 
     def __call__(
         self,
@@ -183,9 +184,7 @@ class T5ForConditionalGeneration(T5Encoder):
             "output_hidden_states": output_hidden_states,
             "output_attentions": output_attentions,
         }
-        encoder_key = decoder_key = None
-        if dropout_key is not None:
-            encoder_key, decoder_key = jax.random.split(dropout_key)
+        encoder_key, decoder_key, memory_key, head_key = split(dropout_key, 4)
         if encoder_outputs is None:
             ids, embeds, mask, segments = self.prepare(
                 input_ids, inputs_embeds, attention_mask, segment_ids
@@ -232,7 +231,7 @@ class T5ForConditionalGeneration(T5Encoder):
                 view=look(decoder_mask, segments=decoder_segments),
                 memory_visible=memory_visible(mask, segments, decoder_segments),
             ),
-            memory=self.decoder.project_memory(encoded.last_hidden_state),
+            memory=self.decoder.project_memory(encoded.last_hidden_state, memory_key),
             head_mask=self.head_mask("decoder_head_mask", decoder_head_mask, self.decoder),
             cross_head_mask=self.head_mask(
                 "cross_attn_head_mask", cross_attn_head_mask, self.decoder
@@ -240,7 +239,7 @@ class T5ForConditionalGeneration(T5Encoder):
             key=decoder_key,
             **wanted,
         )
-        logits = self.logits(out.x[:, check.columns_to_keep(logits_to_keep, x.shape[1])])
+        logits = self.logits(out.x[:, check.columns_to_keep(logits_to_keep, x.shape[1])], head_key)
         loss = None
         if labels is not None:
             loss = token_loss(logits, check.checked_labels(labels, x.shape[:2], logits))

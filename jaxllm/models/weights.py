@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -125,3 +125,13 @@ def parameters(model) -> dict[str, jax.Array]:
     """Every parameter of a model by its path."""
     leaves = jax.tree_util.tree_flatten_with_path(model)[0]
     return {parameter_path(path): leaf for path, leaf in leaves}
+
+
+def with_parameters(model, changed: Mapping[str, jax.Array]):
+    """The same model with other values for some of its parameters; the rest is shared."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(model)
+    unknown = changed.keys() - {parameter_path(path) for path, _ in leaves}
+    if unknown:
+        raise KeyError(f"{', '.join(sorted(unknown))}: the model has no such parameter")
+    values = [changed.get(parameter_path(path), leaf) for path, leaf in leaves]
+    return jax.tree_util.tree_unflatten(treedef, values)

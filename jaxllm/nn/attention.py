@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache import KV
 from jaxllm.errors import UnsupportedError
-from jaxllm.nn.dropout import dropout
+from jaxllm.nn.dropout import dropout, split
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.rope import rotate
 
@@ -139,10 +139,11 @@ class Attention(nnx.Module):
         self.scale, self.dropout_rate, self.implementation = scale, dropout_rate, implementation
 
     def keys_values(
-        self, x: Float[Array, "B S D"], rotary=None
+        self, x: Float[Array, "B S D"], rotary=None, key: jax.Array | None = None
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
-        k, v = self.k(x).reshape(shape), self.v(x).reshape(shape)
+        k_key, v_key = split(key, 2)
+        k, v = self.k(x, k_key).reshape(shape), self.v(x, v_key).reshape(shape)
         return (k if rotary is None else rotate(k, *rotary)), v
 
     def __call__(
@@ -163,7 +164,8 @@ class Attention(nnx.Module):
         `used` says how many slots of a cache hold anything; None means all.
         """
         B, T, _ = x.shape
-        q = self.q(x).reshape(B, T, self.heads, self.head_dim)
+        key, q_key, o_key = split(key, 3)
+        q = self.q(x, q_key).reshape(B, T, self.heads, self.head_dim)
         if rotary is not None:
             q = rotate(q, *rotary)
         weights = None
@@ -192,5 +194,5 @@ class Attention(nnx.Module):
                 scale=self.scale,
                 implementation=self.implementation,
             )
-        y = self.o(out.reshape(B, T, self.heads * self.head_dim))
+        y = self.o(out.reshape(B, T, self.heads * self.head_dim), o_key)
         return y, (weights if want_weights else None)

@@ -24,7 +24,10 @@ def normal(
 
 
 class Linear(nnx.Module):
-    """``y = x W^T + b``, computed in `dtype` whatever the dtype of the parameters."""
+    """``y = x W^T + b``, computed in `dtype` whatever the dtype of the parameters.
+
+    The key of a call is for layers in its place that drop out (`LoraLinear`).
+    """
 
     def __init__(
         self,
@@ -41,7 +44,9 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_features,), param_dtype)) if use_bias else None
         self.dtype = jnp.dtype(dtype)
 
-    def __call__(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+    def __call__(
+        self, x: Float[Array, "... I"], key: jax.Array | None = None
+    ) -> Float[Array, "... O"]:
         y = times_transposed(x.astype(self.dtype), self.weight[...].astype(self.dtype))
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 

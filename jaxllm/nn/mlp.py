@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.nn.dropout import dropout
+from jaxllm.nn.dropout import dropout, split
 from jaxllm.nn.linear import Linear
 
 
@@ -21,7 +21,8 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array | None = None
     ) -> Float[Array, "B T D"]:
-        return self.down(dropout(self.act(self.up(x)), self.dropout_rate, key))
+        key, up_key, down_key = split(key, 3)
+        return self.down(dropout(self.act(self.up(x, up_key)), self.dropout_rate, key), down_key)
 
 
 class GatedMLP(nnx.Module):
@@ -37,4 +38,6 @@ class GatedMLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array | None = None
     ) -> Float[Array, "B T D"]:
-        return self.down(dropout(self.act(self.gate(x)) * self.up(x), self.dropout_rate, key))
+        key, gate_key, up_key, down_key = split(key, 4)
+        y = self.act(self.gate(x, gate_key)) * self.up(x, up_key)
+        return self.down(dropout(y, self.dropout_rate, key), down_key)

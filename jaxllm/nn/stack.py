@@ -86,9 +86,9 @@ class Block(nnx.Module):
         want_weights: bool,
     ):
         """Returns x, the updated cache of this layer, and the attention weights (self, cross)."""
-        keys = split(extras.key, 6)
+        keys = split(extras.key, 7)
         y = self.attn_norm(x)
-        k, v = self.attn.keys_values(y, context.rotary)
+        k, v = self.attn.keys_values(y, context.rotary, keys[6])
         kv = used = None
         if cache is not None and context.view.write_at is not None:
             cache = kv = cache.write(k, v, context.view.write_at)
@@ -182,10 +182,15 @@ class Stack(nnx.Module):
         object.__setattr__(part, "blocks", tuple(self.blocks)[:count])
         return part
 
-    def project_memory(self, memory: Float[Array, "B E D"]) -> tuple[KV, ...]:
+    def project_memory(
+        self, memory: Float[Array, "B E D"], key: Array | None = None
+    ) -> tuple[KV, ...]:
         """Cross-attention keys and values of every block, once for a whole generation."""
         crosses = [block.cross for block in self.blocks if block.cross is not None]
-        return tuple(KV.of(*cross.keys_values(memory)) for cross in crosses)
+        return tuple(
+            KV.of(*cross.keys_values(memory, key=k))
+            for cross, k in zip(crosses, split(key, len(crosses)), strict=True)
+        )
 
     def __call__(
         self,

@@ -1,0 +1,246 @@
+"""Which layers of a model get LoRA, and the model with it: add, merge.
+
+A module has two names here, and a pattern may use either: our path
+(``backbone.stack.blocks.0.attn.q``) and Hugging Face's (``model.layers.0.self_attn.q_proj``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from jaxllm.errors import InputError
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.registry import FAMILIES, architecture_of
+from jaxllm.models.weights import Entry, Table, parameters
+from jaxllm.nn.linear import Linear
+from jaxllm.nn.lora import LoraLinear, row_norms
+
+ALL_LINEAR = "all-linear"
+HEADS = ("lm_head", "score")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """What to train in place of all weights.
+
+    Args:
+        rank: r, the rank of each change.
+        alpha: the change is multiplied by ``alpha / rank``.
+        dropout: rate of dropout on the input of each change, in training.
+        targets: regular expressions, each for a whole name of a module or for its end after a dot:
+            ``"attn.(q|v)"`` of our paths, ``"q_proj"`` of Hugging Face's names. ``"all-linear"``,
+            the default, is every Linear but the head: the projections of attention and
+            feed-forward layers. GPT-2's ``"c_attn"`` is q, k and v.
+        rslora: multiply by ``alpha / sqrt(rank)`` instead.
+        dora: train the lengths of the weights' rows, too.
+        modules_to_save: further modules, named like targets, that are trained whole: embeddings,
+            norms, heads. A classifier's `score`, which is new, always is.
+
+    Raises:
+        InputError: A value that cannot be, by the field's name.
+
+    >>> LoraConfig(rank=4, targets="q_proj").targets
+    ('q_proj',)
+    """
+
+    rank: int = 8
+    alpha: float = 8.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    rslora: bool = False
+    dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in ("targets", "modules_to_save"):
+            object.__setattr__(self, name, patterns_of(name, getattr(self, name)))
+        if not self.targets:
+            raise InputError(f"targets: name at least one module, or {ALL_LINEAR!r}")
+        for name in ("rslora", "dora"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name}: expected true or false, found {getattr(self, name)!r}")
+        check_number("rank", self.rank, int, lambda x: x >= 1, "an integer from 1 on")
+        check_number("alpha", self.alpha, float, lambda x: 0 < x < math.inf, "a number above 0")
+        check_number("dropout", self.dropout, float, lambda x: 0 <= x < 1, "a rate in [0, 1)")
+
+
+def patterns_of(name: str, value: Any) -> tuple[str, ...]:
+    """One pattern or several, compiled once to see that they are regular expressions."""
+    patterns = (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
+        raise InputError(f"{name}: expected patterns of module names, found {value!r}")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as failure:
+            raise InputError(
+                f"{name}: {pattern!r} is not a regular expression ({failure})"
+            ) from None
+    return tuple(patterns)
+
+
+def check_number(name: str, value: Any, kind: type, fits: Callable[[Any], bool], what: str) -> None:
+    kinds = (int,) if kind is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not fits(value):
+        raise InputError(f"{name}: expected {what}, found {value!r}")
+
+
+def add_lora(model: Any, config: LoraConfig | None = None, *, key: int | Array = 0) -> Any:
+    """A model with LoRA on the config's targets, which computes the same as `model` so far.
+
+    The arrays are shared with `model`, which stays as it is. New parameters are float32: A is
+    uniform in ±1/sqrt(in), PEFT's ``kaiming_uniform(a=sqrt(5))``, B zero, magnitudes the lengths of
+    the weights' rows. Each layer's A depends on the key and on the layer's path only.
+
+    Args:
+        model: a model of any family, without LoRA.
+        config: None is `LoraConfig()`.
+        key: of the random A; a seed or a key.
+
+    Returns:
+        The model; its `modules_to_save` are the paths of the modules that are trained whole.
+
+    Raises:
+        InputError: A pattern matches no module (the error lists those that there are), or the model
+            has LoRA already.
+    """
+    config = LoraConfig() if config is None else config
+    check_plain(model)
+    names = module_names(model)
+    wanted = config.modules_to_save
+    if isinstance(model, SequenceClassifier):
+        wanted = (*wanted, "score")
+    saved = select("modules_to_save", wanted, names)
+    linears = {path: names[path] for path in names if isinstance(module_at(model, path), Linear)}
+    chosen = [path for path in select("targets", config.targets, linears) if path not in saved]
+    if not chosen:
+        raise InputError("targets: all that they match is in modules_to_save, so trained whole")
+    key = jax.random.key(key) if isinstance(key, int) else key
+    layers = {}
+    for path in chosen:
+        base = module_at(model, path)
+        layers[path] = new_layer(base, config, jax.random.fold_in(key, zlib.crc32(path.encode())))
+    return with_lora(model, layers, saved)
+
+
+def new_layer(base: Linear, config: LoraConfig, key: Array) -> LoraLinear:
+    """LoRA that changes nothing yet."""
+    outputs, inputs = base.weight[...].shape
+    bound = inputs**-0.5
+    return LoraLinear(
+        base,
+        jax.random.uniform(key, (config.rank, inputs), minval=-bound, maxval=bound),
+        jnp.zeros((outputs, config.rank)),
+        alpha=config.alpha,
+        rslora=config.rslora,
+        dropout_rate=config.dropout,
+        magnitude=row_norms(base.weight[...]) if config.dora else None,
+    )
+
+
+def with_lora(model: Any, layers: Mapping[str, LoraLinear], saved: Iterable[str]) -> Any:
+    """The model with these layers in their places, and what else is trained."""
+    model = replace_modules(model, layers)
+    model.modules_to_save = tuple(saved)
+    return model
+
+
+def merge_lora(model: Any) -> Any:
+    """The plain model that computes the same: `save_hf` writes it, every tool reads it.
+
+    Sums are taken in float32; each weight keeps its dtype, so a half-precision one is rounded.
+
+    Raises:
+        InputError: The model has no LoRA.
+    """
+    layers = lora_layers(model)
+    if not layers:
+        raise InputError("merge_lora: the model has no LoRA")
+    model = replace_modules(model, {path: layer.merged() for path, layer in layers.items()})
+    del model.modules_to_save
+    return model
+
+
+def lora_layers(model: Any) -> dict[str, LoraLinear]:
+    """The layers with LoRA by their paths."""
+    paths = (p.removesuffix(".lora_a") for p in parameters(model) if p.endswith(".lora_a"))
+    return {path: module_at(model, path) for path in paths}
+
+
+def check_plain(model: Any) -> None:
+    if lora_layers(model):
+        raise InputError("the model has LoRA already; merge_lora makes a plain one of it")
+
+
+def replace_modules(model: Any, modules: Mapping[str, nnx.Module]) -> Any:
+    """A model with other modules at these paths; all arrays are shared."""
+    model = jax.tree.map(lambda x: x, model)
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        setattr(module_at(model, parent), name, module)
+    return model
+
+
+def module_at(model: Any, path: str) -> Any:
+    """The module at a path such as ``backbone.stack.blocks.0.attn``; the model itself at ""."""
+    for part in path.split(".") if path else ():
+        model = model[int(part)] if part.isdigit() else getattr(model, part)
+    return model
+
+
+def table_of(model: Any) -> Table:
+    """The weight table of the model's family."""
+    return FAMILIES[architecture_of(model)[0]].table(model.config)
+
+
+def base_entries(model: Any) -> list[Entry]:
+    """The tensors of the model without LoRA."""
+    paths = (p for p in parameters(model) if not p.rpartition(".")[2].startswith("lora_"))
+    return table_of(model).for_model(paths)
+
+
+def module_names(model: Any) -> dict[str, str]:
+    """Every module that has parameters of its own: our path, and Hugging Face's name."""
+    return {
+        ours.rpartition(".")[0]: entry.theirs.rpartition(".")[0]
+        for entry in base_entries(model)
+        for ours in entry.ours
+    }
+
+
+def select(field: str, patterns: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """Our paths of the modules that any pattern matches, in the model's order.
+
+    Raises:
+        InputError: A pattern matches nothing.
+    """
+    found = set()
+    for pattern in patterns:
+        if field == "targets" and pattern == ALL_LINEAR:
+            matched = {path for path in names if path not in HEADS}
+        else:
+            whole = re.compile(rf"(?:.*\.)?(?:{pattern})")
+            matched = {ours for ours, hf in names.items() if any(map(whole.fullmatch, (ours, hf)))}
+        if not matched:
+            there = dict.fromkeys(
+                _layers_as_i(o) + f" ({_layers_as_i(h)})" for o, h in names.items()
+            )
+            raise InputError(
+                f"{field}: {pattern!r} matches no module; there are {', '.join(there)}"
+            )
+        found |= matched
+    return [path for path in names if path in found]
+
+
+def _layers_as_i(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".{i}.", name, count=1)

@@ -1,0 +1,40 @@
+"""LoRA in training: which parameters are trained, which stay.
+
+`LoraConfig`, `add_lora` and `merge_lora` are those of `jaxllm.models.lora`, where the reader of
+PEFT's files uses them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jaxllm.models.lora import LoraConfig, add_lora, lora_layers, merge_lora
+from jaxllm.models.weights import parameters
+
+
+def is_trainable(path: str, modules_to_save: Iterable[str] = ()) -> bool:
+    """Whether a parameter is trained: LoRA's own, and those of the modules that are trained whole.
+
+    >>> is_trainable("backbone.stack.blocks.0.attn.q.lora_a")
+    True
+    >>> is_trainable("backbone.stack.blocks.0.attn.q.weight")
+    False
+    >>> is_trainable("score.weight", modules_to_save=("score",))
+    True
+    """
+    module, _, name = path.rpartition(".")
+    return name.startswith("lora_") or module in modules_to_save
+
+
+def partition(model: Any) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """The parameters of a model of `add_lora` by path: (trained, frozen)."""
+    saved = model.modules_to_save
+    params = parameters(model)
+    trained = {path: x for path, x in params.items() if is_trainable(path, saved)}
+    return trained, {path: x for path, x in params.items() if path not in trained}
+
+
+__all__ = ["LoraConfig", "add_lora", "is_trainable", "lora_layers", "merge_lora", "partition"]
