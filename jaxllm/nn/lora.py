@@ -71,8 +71,8 @@ class LoraLinear(Linear):
         if self.lora_magnitude is not None:
             weight = self._ratio(row_norms(weight))[:, None] * weight
         dtype = self.weight[...].dtype
-        kinds = {"dtype": self.dtype, "param_dtype": dtype}
-        plain = Linear(1, 1, use_bias=self.bias is not None, rngs=None, **kinds)
+        biased = self.bias is not None
+        plain = Linear(1, 1, use_bias=biased, dtype=self.dtype, param_dtype=dtype, rngs=None)
         plain.weight = nnx.Param(weight.astype(dtype))
         if self.bias is not None:
             plain.bias = nnx.Param(self.bias[...])

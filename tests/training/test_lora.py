@@ -24,7 +24,7 @@ from jaxllm.training.lora import (
     partition,
 )
 
-KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
+KINDS = {"lora": {}, "dora with rslora": {"dora": True, "rslora": True}}
 CLASSIFIERS = {"llama": "LlamaForSequenceClassification", "gpt2": "GPT2ForSequenceClassification"}
 
 
