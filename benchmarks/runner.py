@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxllm
-from jaxllm.cli.bundled import smollm2
+from jaxllm.checkpoint.bundled import smollm2
 from jaxllm.models.t5 import T5ForConditionalGeneration
 from jaxllm.models.t5_config import T5Config
 

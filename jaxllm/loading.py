@@ -26,6 +26,7 @@ def load(
     mesh: Any = None,
     revision: str | None = None,
     architecture: str | None = None,
+    config: Mapping[str, Any] | None = None,
     attn_implementation: str = "eager",
     remat: bool = False,
     allow_nonfinite: bool = False,
@@ -43,6 +44,7 @@ def load(
         mesh: reserved; only None so far.
         revision: branch, tag or commit on the Hub.
         architecture: a class name in place of the one in config.json, such as ``"T5EncoderModel"``.
+        config: fields of config.json to put in the place of the file's, such as dropout rates.
         attn_implementation: "eager", "xla" or "cudnn".
         remat: recompute activations in the backward pass, block by block.
         allow_nonfinite: accept NaN and infinite weights.
@@ -70,6 +72,7 @@ def load(
             dtype=dtype,
             param_dtype=param_dtype,
             architecture=architecture,
+            overrides=config,
             attn_implementation=attn_implementation,
             remat=remat,
             allow_nonfinite=allow_nonfinite,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.cli.bundled import smollm2
+from jaxllm.checkpoint.bundled import smollm2
 from jaxllm.errors import MissingFileError
 
 DATA = Path(__file__).parent / "data"

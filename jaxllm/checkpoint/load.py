@@ -84,6 +84,7 @@ def load_model(
     dtype: Any = None,
     param_dtype: Any = None,
     architecture: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
     attn_implementation: str = "eager",
     remat: bool = False,
     allow_nonfinite: bool = False,
@@ -96,7 +97,7 @@ def load_model(
     """
     source, where = checkpoint.weights, checkpoint.config_file
     try:
-        plan = recipe(checkpoint.config, architecture)
+        plan = recipe({**checkpoint.config, **(overrides or {})}, architecture)
     except JaxLLMError as error:
         raise type(error)(f"{where}: {error}") from None
     check_depth(plan, source, where)

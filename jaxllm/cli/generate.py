@@ -19,7 +19,8 @@ from typing import Any
 import jax
 
 from jaxllm import load
-from jaxllm.cli import bundled, compile_cache
+from jaxllm.checkpoint import bundled
+from jaxllm.cli import compile_cache
 from jaxllm.cli.exits import Parser, guard
 from jaxllm.cli.field_flags import add_field_flags, given_fields, int_list
 from jaxllm.cli.progress import Reporter

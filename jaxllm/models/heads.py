@@ -1,0 +1,46 @@
+"""A language model's body with a new head on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array
+
+from jaxllm.errors import UnsupportedError
+from jaxllm.models.options import Options
+from jaxllm.models.registry import FAMILIES, architecture_of
+from jaxllm.models.weights import parameters, with_parameters
+
+
+def with_classifier(
+    model: Any, *, num_labels: int, problem_type: str | None = None, key: int | Array = 0
+) -> Any:
+    """A sequence classifier over a language model's backbone, whose arrays it shares.
+
+    Its score is new: drawn from N(0, initializer_range^2), as Hugging Face draws it.
+
+    Raises:
+        UnsupportedError: the family has no classifier (T5).
+    """
+    model_type, architecture = architecture_of(model)
+    name = next((n for n in FAMILIES[model_type].classes if n.endswith("Classification")), None)
+    if name is None or architecture == name:
+        raise UnsupportedError(f"{architecture}: cannot be made a classifier")
+    config = dataclasses.replace(model.config, num_labels=num_labels, problem_type=problem_type)
+    weight = model.backbone.embed.weight[...]
+    options = Options(
+        dtype=model.backbone.embed.dtype,
+        param_dtype=weight.dtype,
+        remat=model.backbone.stack.remat,
+        attn_implementation=model.backbone.stack.blocks[0].attn.implementation,
+    )
+    make = FAMILIES[model_type].classes[name]
+    empty = nnx.eval_shape(lambda: make(config, options, rngs=None))
+    key = jax.random.key(key) if isinstance(key, int) else key
+    shape = (num_labels, weight.shape[1])
+    score = jax.random.normal(key, shape) * config.initializer_range
+    body = {p: x for p, x in parameters(model).items() if p.startswith("backbone.")}
+    return with_parameters(empty, {**body, "score.weight": score.astype(weight.dtype)})

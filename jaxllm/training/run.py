@@ -1,0 +1,207 @@
+"""A whole run: from a recipe to checkpoints, metrics and a report; stopped and gone on with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxllm.checkpoint.runs import RunCheckpoints
+from jaxllm.errors import MissingFileError
+from jaxllm.training.evaluation import Sample
+from jaxllm.training.flops import peak_flops
+from jaxllm.training.loop import Loop
+from jaxllm.training.metrics_log import MetricsLog
+from jaxllm.training.progress import TrainingProgress
+from jaxllm.training.recipe import DataConfig, Recipe
+from jaxllm.training.recipe_file import to_plain
+from jaxllm.training.report import ReportSample, finish_report
+from jaxllm.training.run_card import DataFile, RunCard, make_run_card, write_run_card
+from jaxllm.training.run_folder import (
+    CHECKPOINTS,
+    abstract,
+    check_base,
+    check_new,
+    check_same,
+    fingerprint,
+    folder_of,
+)
+from jaxllm.training.setup import Setup, set_up
+from jaxllm.training.sinks import Sink, TensorBoardSink, WandbSink
+from jaxllm.training.state import TrainState, parameter_count
+from jaxllm.training.step import TRAINED
+
+SAMPLES = "samples_before.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """How a run ended."""
+
+    folder: Path
+    step: int
+    stopped_by: int | None
+    """The signal that ended it early, if one did."""
+    model: Any
+    """With the weights of the last step, averaged where the run keeps an average."""
+    tokenizer: Any
+    metrics: Mapping[str, Any]
+    """Of the last step that this process did."""
+
+
+def train(
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    quiet: bool = False,
+    stop: Callable[[], int | None] = lambda: None,
+) -> RunResult:
+    """Trains as the recipe says, up to `max_steps`.
+
+    Args:
+        recipe: its `output_dir` holds everything that the run writes.
+        resume: go on with the run in that folder; where there is none yet, begin one.
+        quiet: show nothing.
+        stop: asked after every step; the number of a signal ends the run there, saved.
+
+    Raises:
+        RunError: the folder holds another run, or is written to by one; too many batches in a row
+            without a finite gradient.
+        JaxLLMError: as the parts of the recipe raise.
+    """
+    folder, settings = folder_of(recipe), recipe.checkpoints
+    console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, style="dim")
+
+    if not resume:
+        check_new(folder)
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(
+            RunCheckpoints(
+                folder / CHECKPOINTS,
+                keep=settings.keep,
+                mode=settings.mode,
+                on_saved=lambda step, seconds, size: say(
+                    f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s"
+                ),
+                on_problem=say,
+            )
+        )
+        there = resume and checkpoints.latest() is not None
+        if there:
+            check_same(checkpoints.read().meta["recipe"], recipe, folder)
+        setup = set_up(recipe, say)
+        base = fingerprint(setup.state.frozen)
+        state = brought_back(checkpoints, setup, base, folder) if there else setup.state
+        start = int(state.step)
+        if resume:
+            say(f"going on from step {start}" if there else "nothing is saved yet: a new run")
+        at = start if resume else None
+        log = stack.enter_context(MetricsLog(folder, resume_at=at))
+        card = write_run_card(folder, card_of(setup, at))
+        sinks = [
+            stack.enter_context(contextlib.closing(sink))
+            for sink in further_sinks(recipe, folder, card, at)
+        ]
+        progress = stack.enter_context(
+            TrainingProgress(
+                recipe.max_steps,
+                start=start,
+                peak=peak_flops(),
+                every=recipe.log_every,
+                quiet=quiet,
+                console=console,
+            )
+        )
+        loop = Loop(setup, checkpoints, progress, log, sinks, base)
+        before = samples_before(folder, loop, state)
+        state, signal = loop.until(recipe.max_steps, state, stop)
+        checkpoints.wait()
+        after = [] if loop.answers is None else loop.answers.samples
+        finish_report(folder, card, samples=paired(before, after), say=say)
+        return RunResult(
+            folder=folder,
+            step=int(state.step),
+            stopped_by=signal,
+            model=state.model if state.ema is None else state.averaged_model,
+            tokenizer=setup.tokenizer,
+            metrics=loop.last,
+        )
+
+
+def brought_back(
+    checkpoints: RunCheckpoints, setup: Setup, base: Mapping[str, str], folder: Path
+) -> TrainState:
+    """The state and the data's position of the last sound checkpoint."""
+    state = setup.state
+    target = {name: abstract(getattr(state, name)) for name in TRAINED}
+    arrays, meta, _ = checkpoints.restore(target=target)
+    check_base(meta["base"], base, folder)
+    setup.batches.restore(meta["data"])
+    return state.replace(**arrays)
+
+
+def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
+    """The run's card: data by their hashes, parameters by their number."""
+    recipe, state = setup.recipe, setup.state
+    data = {"train": file_of(recipe.data, setup.batches.examples)}
+    if recipe.eval_data is not None and setup.eval_batches is not None:
+        data["eval"] = file_of(recipe.eval_data, setup.eval_batches.examples)
+    count = parameter_count(state.params)
+    return make_run_card(
+        config=to_plain(recipe),
+        data=data,
+        total_parameters=count + parameter_count(state.frozen),
+        trainable_parameters=count,
+        resumed_at=resumed_at,
+    )
+
+
+def file_of(config: DataConfig, examples: Any) -> DataFile:
+    paths = (config.path,) if isinstance(config.path, str) else config.path or (config.dataset,)
+    sizes = (Path(path).stat().st_size for path in paths if path and Path(path).is_file())
+    return DataFile(", ".join(map(str, paths)), examples.sha256, sum(sizes))
+
+
+def further_sinks(recipe: Recipe, folder: Path, card: RunCard, at: int | None) -> Iterator[Sink]:
+    if recipe.tensorboard:
+        yield TensorBoardSink(folder, resume_at=at)
+    if recipe.wandb is not None:
+        yield WandbSink(folder, config=card.config, project=recipe.wandb, resume_at=at)
+
+
+def samples_before(folder: Path, loop: Loop, state: TrainState) -> list[Sample]:
+    """What the model answered before its first step; a run that goes on reads it from its folder."""
+    path, count = folder / SAMPLES, loop.recipe.evaluation.samples
+    if not loop.setup.prompts or not count:
+        return []
+    if int(state.step) == 0:
+        with loop.progress.phase("generating before training"):
+            found = loop.generate(state.model, loop.setup.prompts[:count]).samples
+        path.write_text(json.dumps([dataclasses.asdict(sample) for sample in found], indent=1))
+        return found
+    try:
+        return [Sample(**sample) for sample in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError) as error:
+        raise MissingFileError(f"{path}: cannot be read ({error})") from None
+
+
+def paired(before: Sequence[Sample], after: Sequence[Sample]) -> list[ReportSample]:
+    """Answers of one prompt side by side."""
+    earlier = {sample.prompt: sample.prediction for sample in before}
+    return [
+        ReportSample(
+            prompt=sample.prompt,
+            after=sample.prediction,
+            before=earlier.get(sample.prompt),
+            reference=sample.reference,
+        )
+        for sample in after
+    ]

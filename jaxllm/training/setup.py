@@ -1,0 +1,112 @@
+"""Everything that follows from a recipe before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxllm.errors import ConfigError
+from jaxllm.sharding import make_mesh, put_tree, row_share, tree_shardings
+from jaxllm.tokenizers import Tokenizer
+from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
+from jaxllm.training.data.config import eos_of
+from jaxllm.training.evaluation import Prompt
+from jaxllm.training.flops import ModelFlops, model_flops
+from jaxllm.training.generation_rows import generation_rows
+from jaxllm.training.losses import Loss, loss_for
+from jaxllm.training.optimizers import make_optimizer, make_schedule
+from jaxllm.training.recipe import Recipe
+from jaxllm.training.start import starting_model, trained
+from jaxllm.training.state import TrainState
+from jaxllm.training.step import Step, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A run that is ready to begin, or to be brought to where it stopped."""
+
+    recipe: Recipe
+    mesh: Mesh
+    tokenizer: Tokenizer
+    info: ModelInfo
+    state: TrainState
+    step: Step
+    flops: ModelFlops
+    batches: Batches
+    eval_loss: Loss
+    """Without smoothing and z-loss, which are no part of a perplexity."""
+    eval_batches: Epoch | None
+    prompts: list[Prompt]
+    """What to generate for at every evaluation."""
+
+
+def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
+    """Loads or makes the model, encodes the data, creates the state on the mesh.
+
+    Raises:
+        JaxLLMError: whatever a part of the recipe finds wrong, with the field or the row.
+    """
+    sizes = recipe.mesh
+    mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
+    part, parts = row_share(mesh)
+    model, tokenizer = starting_model(recipe)
+    info = info_of(model)
+    shared: dict[str, Any] = {"model": info, "process_index": part, "process_count": parts}
+    batches = make_batches(
+        recipe.data, tokenizer, batch_size=recipe.batch_size, seed=recipe.seed, **shared
+    )
+    say(f"training data: {batches.counts}; {batches.batches_per_epoch} steps an epoch")
+    eval_batches, prompts = None, []
+    if recipe.eval_data is not None:
+        rows = recipe.evaluation.batch_size or recipe.batch_size // recipe.accumulation
+        eval_batches = epoch_batches(recipe.eval_data, tokenizer, batch_size=rows, **shared)
+        if recipe.evaluation.metrics:
+            eos = eos_of(tokenizer, info)
+            limit = recipe.evaluation.rows
+            prompts = generation_rows(recipe.eval_data, tokenizer, eos, limit)
+    optimizer = make_optimizer(recipe.optimizer)
+    state = TrainState.create(
+        model,
+        optimizer,
+        key=recipe.seed,
+        trainable=trained(recipe, model),
+        ema=recipe.ema_decay is not None,
+    )
+    smoothed = {"label_smoothing": recipe.label_smoothing, "z_loss": recipe.z_loss}
+    return Setup(
+        recipe=recipe,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        info=info,
+        state=put_tree(state, mesh, tree_shardings(state, mesh)),
+        step=make_train_step(
+            optimizer,
+            loss_for(model, **smoothed),
+            accumulation=recipe.accumulation,
+            ema_decay=recipe.ema_decay,
+            schedule=make_schedule(recipe.optimizer),
+        ),
+        flops=model_flops(model, None if not state.frozen else state.params.keys()),
+        batches=batches,
+        eval_loss=loss_for(model),
+        eval_batches=eval_batches,
+        prompts=prompts,
+    )
+
+
+def info_of(model: Any) -> ModelInfo:
+    """What the data must know, with the end tokens of the model's generation config."""
+    info = ModelInfo.of(model)
+    settings = getattr(model, "generation_config", None)
+    ends = getattr(settings, "eos_token_id", None)
+    if ends is None:
+        return info
+    listed = (ends,) if isinstance(ends, int) else tuple(ends)
+    return dataclasses.replace(
+        info, eos_token_ids=tuple(dict.fromkeys(info.eos_token_ids + listed))
+    )
