@@ -1,0 +1,270 @@
+"""Where arrays lie on many devices: one mesh of three axes, and one table for all families.
+
+Every dimension of a parameter has a name that says what it counts (`vocab`, `embed`, ...), and
+every name goes to an axis of the mesh. What the table does not know (norms, counters, keys) is
+whole on every device. Rows of a batch go over `data` and `fsdp` together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.errors import InputError
+
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+AXES = (DATA, FSDP, TENSOR)
+ROWS = (DATA, FSDP)
+"""The axes of the mesh that the rows of a batch are split over."""
+
+MESH_AXIS = {
+    "vocab": TENSOR,
+    "heads": TENSOR,
+    "mlp": TENSOR,
+    "embed": FSDP,
+}
+"""Logical axis -> axis of the mesh. `tensor` splits what a layer computes, so that two products in
+a row need one sum over devices; `fsdp` splits what is left, which a layer gathers before use."""
+
+RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"(embed|shared|lm_head)\.weight", ("vocab", "embed")),
+    (r"positions\.weight", (None, "embed")),
+    (r"position_bias\.\d+\.table\.weight", (None, "heads")),
+    (r"(attn|cross)\.[qkv]\.weight", ("heads", "embed")),
+    (r"(attn|cross)\.[qkv]\.bias", ("heads",)),
+    (r"(attn|cross)\.o\.weight", ("embed", "heads")),
+    (r"mlp\.(gate|up)\.weight", ("mlp", "embed")),
+    (r"mlp\.(gate|up)\.bias", ("mlp",)),
+    (r"mlp\.down\.weight", ("embed", "mlp")),
+    (r"score\.weight", (None, "embed")),
+)
+"""How a parameter's path ends -> the logical axes of its dimensions, which are [out, in]."""
+
+_RULES = [(re.compile(rf"(?:.*[./])?{pattern}"), axes) for pattern, axes in RULES]
+
+
+def make_mesh(
+    *,
+    data: int = -1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh with the axes `data`, `fsdp` and `tensor`.
+
+    Args:
+        data: copies of the model, each for other rows of the batch.
+        fsdp: devices that share each copy's weights, and its rows.
+        tensor: devices that share the work on each row; it must divide the model's heads.
+        devices: all of all processes by default. One of the three sizes may be -1: what is left.
+
+    Raises:
+        InputError: the sizes do not multiply to the number of devices.
+
+    >>> dict(make_mesh(devices=jax.devices()[:1]).shape)
+    {'data': 1, 'fsdp': 1, 'tensor': 1}
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = {DATA: data, FSDP: fsdp, TENSOR: tensor}
+    said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise InputError(f"mesh: {name}: expected an integer of 1 or more, or -1, found {size}")
+    if len(open_axes) > 1:
+        raise InputError(f"mesh: {said}: only one axis can be -1 (what is left)")
+    fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+    if open_axes and len(devices) % fixed == 0:
+        sizes[open_axes[0]] = len(devices) // fixed
+    elif open_axes:
+        raise InputError(
+            f"mesh: {said}: {len(devices)} devices cannot be divided by {fixed}; change one of the "
+            "two"
+        )
+    elif fixed != len(devices):
+        raise InputError(
+            f"mesh: {said} makes {fixed} devices, but there are {len(devices)}; set one axis to -1 "
+            "(what is left), or name the devices"
+        )
+    # Auto: the compiler carries shardings through the models, whose code knows nothing of a mesh.
+    automatic = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes.values()), AXES, automatic, devices=devices)
+
+
+def logical_axes(path: str) -> tuple[str | None, ...]:
+    """The logical axes of a parameter, () for what is whole everywhere.
+
+    A LoRA leaf has those of the weight beside it: ``lora_a`` [rank, in], ``lora_b`` [out, rank].
+
+    >>> logical_axes("backbone.stack.blocks.0.attn.o.weight")
+    ('embed', 'heads')
+    >>> logical_axes("backbone.stack.blocks.0.attn.o.lora_b")
+    ('embed', None)
+    """
+    stem, _, leaf = path.rpartition(".")
+    if leaf in _OF_WEIGHT:
+        axes = logical_axes(f"{stem}.weight")
+        return _OF_WEIGHT[leaf](axes) if len(axes) == 2 else ()
+    return next((axes for rule, axes in _RULES if rule.fullmatch(path)), ())
+
+
+_OF_WEIGHT = {
+    "lora_a": lambda axes: (None, axes[1]),
+    "lora_b": lambda axes: (axes[0], None),
+    "lora_magnitude": lambda axes: axes[:1],
+}
+
+
+def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """Where a parameter lies, or any array whose path ends with a parameter's (Adam's moments).
+
+    A dimension that its axis of the mesh does not divide is whole on that axis: GPT-2's vocabulary
+    of 50257 is on every device. Unknown paths, and arrays of another rank than the parameter, are
+    whole everywhere.
+
+    Args:
+        path: ``"backbone.embed.weight"``, ``"0/mu/backbone.embed.weight"``.
+        shape: of the array.
+        mesh: as of `make_mesh`.
+    """
+    axes = logical_axes(path)
+    if len(axes) != len(shape):
+        return NamedSharding(mesh, PartitionSpec())
+    spec = [
+        None if name is None or size % mesh.shape[MESH_AXIS[name]] else MESH_AXIS[name]
+        for name, size in zip(axes, shape, strict=True)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def tree_shardings(tree: Any, mesh: Mesh) -> Any:
+    """`parameter_sharding` of every leaf of a model, of parameters by path, of optimizer states.
+
+    Leaves need a shape only, so those of `jax.eval_shape` do.
+    """
+
+    def of(key_path, leaf) -> NamedSharding:
+        return parameter_sharding(key_name(key_path), leaf.shape, mesh)
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def key_name(key_path: tuple) -> str:
+    """A leaf's path with the separators of `RULES`, without nnx's own last step to the value."""
+    name = jax.tree_util.keystr(key_path, simple=True, separator=".")
+    return name.removesuffix(".value")
+
+
+def check_heads(heads: Mapping[str, int], mesh: Mesh) -> None:
+    """Heads are not cut: `tensor` must divide them all.
+
+    Args:
+        heads: by the field of config.json that says how many there are.
+
+    Raises:
+        InputError: names the field, the two numbers, and what would do.
+    """
+    size = mesh.shape[TENSOR]
+    for field, count in heads.items():
+        if count % size:
+            fitting = [n for n in range(1, count + 1) if count % n == 0]
+            raise InputError(
+                f"mesh: tensor={size} does not divide {field}, {count}; for this model it can be "
+                + ", ".join(map(str, fitting))
+            )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays whose first axis is rows: over `data` and `fsdp`."""
+    return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def row_shards(mesh: Mesh) -> int:
+    """The number of parts that the rows of a batch are cut into, over all processes."""
+    return mesh.shape[DATA] * mesh.shape[FSDP]
+
+
+def row_share(mesh: Mesh) -> tuple[int, int]:
+    """Which part of a batch's rows this process holds: (part, parts).
+
+    Processes that a `tensor` axis spans hold the same rows, and so the same part.
+
+    Raises:
+        InputError: the mesh gives processes parts that overlap without being equal.
+    """
+    grid = mesh.devices.reshape(row_shards(mesh), -1)
+    held: dict[int, list[int]] = {}
+    for row, devices in enumerate(grid):
+        for process in dict.fromkeys(device.process_index for device in devices):
+            held.setdefault(process, []).append(row)
+    parts = sorted(set(map(tuple, held.values())))
+    if sum(map(len, parts)) != len(grid) or len(set(map(len, parts))) != 1:
+        raise InputError(
+            f"mesh: {dict(mesh.shape)} splits rows unevenly between {len(held)} processes; let "
+            "data * fsdp be a multiple of them, or tensor a multiple of the devices of each"
+        )
+    return parts.index(tuple(held[jax.process_index()])), len(parts)
+
+
+def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """The rows of all processes as global arrays.
+
+    Args:
+        batch: this process's rows (`row_share`), the same number in every array and process.
+
+    Raises:
+        InputError: the rows cannot be split over the mesh.
+    """
+    sharding, parts = batch_sharding(mesh), row_share(mesh)[1]
+    mine = row_shards(mesh) // parts
+    for name, rows in batch.items():
+        if np.ndim(rows) == 0 or len(rows) % mine:
+            found = "a scalar" if np.ndim(rows) == 0 else f"{len(rows)} rows"
+            raise InputError(
+                f"{name}: {found} cannot be split over {mine} devices of this process "
+                f"(data={mesh.shape[DATA]}, fsdp={mesh.shape[FSDP]}); make the batch a multiple"
+            )
+    return {
+        name: jax.make_array_from_process_local_data(
+            sharding, np.asarray(rows), (len(rows) * parts, *np.shape(rows)[1:])
+        )
+        for name, rows in batch.items()
+    }
+
+
+def put_tree(tree: Any, mesh: Mesh, shardings: Any = None) -> Any:
+    """The leaves on the mesh, each process giving the whole array and keeping its shards.
+
+    Args:
+        shardings: a tree of the same structure; None: `tree_shardings`.
+    """
+    shardings = tree_shardings(tree, mesh) if shardings is None else shardings
+    return jax.tree.map(put, tree, shardings)
+
+
+def put(x: Any, sharding: NamedSharding) -> jax.Array:
+    """One array on the mesh; every process must hold the same values."""
+    if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    # device_put would compare the array between all processes first.
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that a model's parameters (or any arrays) lie on; None for a single device."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)  # none of a numpy array
+        # What a caller's jit traces has an abstract mesh, if any.
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None

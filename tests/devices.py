@@ -1,0 +1,54 @@
+"""Code that runs on virtual CPU devices, in a child process: a process counts its devices once."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+def environment(devices: int) -> dict[str, str]:
+    """Of a child process that sees this many devices and the helpers of the tests."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def on_devices(code: str, *arguments: object, devices: int = 8) -> str:
+    """What the code prints; its failure is the test's."""
+    command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, env=environment(devices), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def on_processes(
+    code: str, *arguments: object, processes: int = 2, devices: int = 2, timeout: float = 300
+) -> list[str]:
+    """What each process prints; its first two arguments are `127.0.0.1:PORT` and its number."""
+    address = f"127.0.0.1:{free_port()}"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, address, str(index), *map(str, arguments)],
+            env=environment(devices),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(processes)
+    ]
+    outputs = [process.communicate(timeout=timeout) for process in running]
+    for process, (stdout, stderr) in zip(running, outputs, strict=True):
+        assert process.returncode == 0, stdout + stderr
+    # The library of collectives prints its own greetings.
+    return ["\n".join(x for x in out.splitlines() if "[Gloo]" not in x) for out, _ in outputs]
