@@ -85,7 +85,7 @@ def stopping() -> Iterator[Any]:
         received.append(number)
         signal.signal(number, before[number])
 
-    before = {number: signal.signal(number, note) for number in STOPS}
+    before: dict[int, Any] = {number: signal.signal(number, note) for number in STOPS}
     try:
         yield lambda: received[0] if received else None
     finally:

@@ -178,7 +178,7 @@ def further_sinks(recipe: Recipe, folder: Path, card: RunCard, at: int | None) -
 
 
 def samples_before(folder: Path, loop: Loop, state: TrainState) -> list[Sample]:
-    """What the model answered before its first step; a run that goes on reads it from its folder."""
+    """The answers before the first step; a run that goes on reads them from its folder."""
     path, count = folder / SAMPLES, loop.recipe.evaluation.samples
     if not loop.setup.prompts or not count:
         return []

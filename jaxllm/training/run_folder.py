@@ -73,7 +73,7 @@ def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def fingerprint(frozen: Params) -> dict[str, str]:
     """Digests of parameters that checkpoints do not hold, so that a changed base is noticed."""
-    return {path: digest for path, digest in sorted(digests(frozen).items())} if frozen else {}
+    return dict(sorted(digests(frozen).items())) if frozen else {}
 
 
 def check_base(saved: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
-from jaxllm.errors import ConfigError
 from jaxllm.sharding import make_mesh, put_tree, row_share, tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
