@@ -14,7 +14,7 @@ from jaxtyping import Float64
 
 from jaxllm.errors import InputError
 from jaxllm.generation.generate import generate
-from jaxllm.generation.prepare import merged_config
+from jaxllm.generation.merging import merged_config
 from jaxllm.generation.strategy import without_notes
 from jaxllm.tokenizers.base import Tokenizer
 from jaxllm.training.generation_metrics import check_metrics, score_texts
