@@ -11,7 +11,9 @@ from jaxllm.cli.exits import USAGE_ERROR, one_line
 
 # Each command's module has `main(argv, program) -> int`; it is imported when it is asked for.
 COMMANDS = {
+    "export": ("jaxllm.cli.export", "write the model of a training run for transformers or PEFT"),
     "generate": ("jaxllm.cli.generate", "continue a prompt, or answer a question"),
+    "train": ("jaxllm.cli.train", "train a model as a recipe says"),
     "verify": ("jaxllm.cli.verify", "compare a checkpoint's logits with transformers'"),
 }
 

@@ -1,0 +1,52 @@
+"""``jaxllm export RUN OUT``: a run's model for transformers, or its LoRA as PEFT's files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxllm.cli.exits import Parser, guard
+from jaxllm.errors import InputError
+
+WHICH = ("best", "last")
+
+
+def main(argv: Sequence[str] | None = None, program: str = "jaxllm export") -> int:
+    """Entry point; returns the exit code."""
+    return guard(lambda arguments: run(arguments, program), program, argv)
+
+
+def parser(program: str) -> Parser:
+    made = Parser(prog=program, description=__doc__)
+    made.add_argument("run", type=Path, help="the output_dir of a run")
+    made.add_argument("out", type=Path, help="the folder to make")
+    made.add_argument("--step", help="of the checkpoint, or best, or last (default: best, or last)")
+    made.add_argument("--adapter", action="store_true", help="the LoRA alone, as PEFT's files")
+    made.add_argument("--dtype", help="of the weights: float32, bfloat16 or float16")
+    made.add_argument(
+        "--no-average", action="store_true", help="the last weights rather than their average"
+    )
+    return made
+
+
+def run(argv: list[str], program: str) -> int:
+    """The command proper; raises JaxLLMError for what the user can mend."""
+    options = parser(program).parse_args(argv)
+    step = options.step
+    if step is not None and step not in WHICH:
+        if not step.isdecimal():
+            raise InputError(f"--step: expected a number, best or last, found {step!r}")
+        step = int(step)
+    from jaxllm.training.export import export
+
+    found = export(
+        options.run,
+        options.out,
+        step=step,
+        adapter=options.adapter,
+        averaged=not options.no_average,
+        dtype=options.dtype,
+    )
+    what = "adapter" if options.adapter else "model"
+    print(f"{options.out}: the {what} of step {found.step}")
+    return 0
