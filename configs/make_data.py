@@ -26,47 +26,51 @@ FACTS = {
     "capital": (
         ("What is the capital of {}?", "Which city is the capital of {}?"),
         "Argentina Buenos_Aires, Australia Canberra, Austria Vienna, Belgium Brussels, "
-        "Brazil Brasilia, Canada Ottawa, Chile Santiago, China Beijing, Colombia Bogota, Cuba Havana, "
-        "Denmark Copenhagen, Egypt Cairo, Finland Helsinki, France Paris, Germany Berlin, "
-        "Greece Athens, Hungary Budapest, Iceland Reykjavik, India New_Delhi, Indonesia Jakarta, "
-        "Iran Tehran, Iraq Baghdad, Ireland Dublin, Israel Jerusalem, Italy Rome, Japan Tokyo, "
-        "Jordan Amman, Kenya Nairobi, Lebanon Beirut, Mexico Mexico_City, Morocco Rabat, "
-        "Nepal Kathmandu, New_Zealand Wellington, Norway Oslo, Pakistan Islamabad, Peru Lima, "
-        "Poland Warsaw, Portugal Lisbon, Romania Bucharest, Russia Moscow, Saudi_Arabia Riyadh, "
-        "South_Korea Seoul, Spain Madrid, Sweden Stockholm, Thailand Bangkok, Turkey Ankara, "
-        "Ukraine Kyiv, the_United_Kingdom London, the_United_States Washington, Vietnam Hanoi",
+        "Brazil Brasilia, Canada Ottawa, Chile Santiago, China Beijing, Colombia Bogota, "
+        "Cuba Havana, Denmark Copenhagen, Egypt Cairo, Finland Helsinki, France Paris, "
+        "Germany Berlin, Greece Athens, Hungary Budapest, Iceland Reykjavik, India New_Delhi, "
+        "Indonesia Jakarta, Iran Tehran, Iraq Baghdad, Ireland Dublin, Israel Jerusalem, "
+        "Italy Rome, Japan Tokyo, Jordan Amman, Kenya Nairobi, Lebanon Beirut, "
+        "Mexico Mexico_City, Morocco Rabat, Nepal Kathmandu, New_Zealand Wellington, "
+        "Norway Oslo, Pakistan Islamabad, Peru Lima, Poland Warsaw, Portugal Lisbon, "
+        "Romania Bucharest, Russia Moscow, Saudi_Arabia Riyadh, South_Korea Seoul, "
+        "Spain Madrid, Sweden Stockholm, Thailand Bangkok, Turkey Ankara, Ukraine Kyiv, "
+        "the_United_Kingdom London, the_United_States Washington, Vietnam Hanoi",
     ),
     "continent": (
         ("On which continent is {}?", "Which continent does {} belong to?"),
         "Algeria Africa, Argentina South_America, Austria Europe, Bolivia South_America, "
-        "Botswana Africa, Brazil South_America, Cambodia Asia, Canada North_America, China Asia, "
-        "Colombia South_America, Denmark Europe, Ecuador South_America, Ethiopia Africa, "
-        "France Europe, Germany Europe, Ghana Africa, India Asia, Ireland Europe, Italy Europe, "
-        "Japan Asia, Kenya Africa, Malaysia Asia, Mali Africa, Mexico North_America, Mongolia Asia, "
-        "Nepal Asia, Nigeria Africa, Norway Europe, Pakistan Asia, Peru South_America, Poland Europe, "
-        "Senegal Africa, Spain Europe, Sweden Europe, Tanzania Africa, Thailand Asia, Uganda Africa, "
-        "Uruguay South_America, Vietnam Asia, Zambia Africa",
+        "Botswana Africa, Brazil South_America, Cambodia Asia, Canada North_America, "
+        "China Asia, Colombia South_America, Denmark Europe, Ecuador South_America, "
+        "Ethiopia Africa, France Europe, Germany Europe, Ghana Africa, India Asia, "
+        "Ireland Europe, Italy Europe, Japan Asia, Kenya Africa, Malaysia Asia, Mali Africa, "
+        "Mexico North_America, Mongolia Asia, Nepal Asia, Nigeria Africa, Norway Europe, "
+        "Pakistan Asia, Peru South_America, Poland Europe, Senegal Africa, Spain Europe, "
+        "Sweden Europe, Tanzania Africa, Thailand Asia, Uganda Africa, Uruguay South_America, "
+        "Vietnam Asia, Zambia Africa",
     ),
     "opposite": (
         ('What is the opposite of "{}"?', 'Give me the opposite of the word "{}".'),
-        "big small, hot cold, up down, left right, open closed, early late, fast slow, happy sad, "
-        "old new, rich poor, strong weak, tall short, wet dry, full empty, hard soft, high low, "
-        "inside outside, light dark, long short, loud quiet, thick thin, win lose, true false, "
-        "clean dirty, deep shallow, easy difficult, first last, front back, good bad, heavy light, "
-        "love hate, near far, north south, east west, push pull, start stop, tight loose, "
-        "top bottom, wide narrow, young old, above below, accept reject, arrive depart, buy sell, "
-        "cheap expensive, day night, enter exit, friend enemy, give take, laugh cry",
+        "big small, hot cold, up down, left right, open closed, early late, fast slow, "
+        "happy sad, old new, rich poor, strong weak, tall short, wet dry, full empty, "
+        "hard soft, high low, inside outside, light dark, long short, loud quiet, thick thin, "
+        "win lose, true false, clean dirty, deep shallow, easy difficult, first last, "
+        "front back, good bad, heavy light, love hate, near far, north south, east west, "
+        "push pull, start stop, tight loose, top bottom, wide narrow, young old, above below, "
+        "accept reject, arrive depart, buy sell, cheap expensive, day night, enter exit, "
+        "friend enemy, give take, laugh cry",
     ),
     "past": (
         ('What is the past tense of "{}"?', 'Which word is the past tense of the verb "{}"?'),
         "go went, see saw, eat ate, drink drank, run ran, write wrote, speak spoke, take took, "
-        "give gave, come came, begin began, break broke, bring brought, build built, buy bought, "
-        "catch caught, choose chose, draw drew, drive drove, fall fell, feel felt, fight fought, "
-        "find found, fly flew, forget forgot, grow grew, hear heard, hold held, keep kept, "
-        "know knew, leave left, lose lost, make made, meet met, pay paid, ride rode, ring rang, "
-        "rise rose, say said, sell sold, send sent, sing sang, sit sat, sleep slept, stand stood, "
-        "swim swam, teach taught, tell told, think thought, throw threw, wear wore, win won, "
-        "walk walked, play played, jump jumped, cook cooked, paint painted, open opened",
+        "give gave, come came, begin began, break broke, bring brought, build built, "
+        "buy bought, catch caught, choose chose, draw drew, drive drove, fall fell, feel felt, "
+        "fight fought, find found, fly flew, forget forgot, grow grew, hear heard, hold held, "
+        "keep kept, know knew, leave left, lose lost, make made, meet met, pay paid, ride rode, "
+        "ring rang, rise rose, say said, sell sold, send sent, sing sang, sit sat, sleep slept, "
+        "stand stood, swim swam, teach taught, tell told, think thought, throw threw, "
+        "wear wore, win won, walk walked, play played, jump jumped, cook cooked, paint painted, "
+        "open opened",
     ),
     "plural": (
         ('What is the plural of "{}"?', 'Give me the plural of the noun "{}".'),
@@ -76,18 +80,19 @@ FACTS = {
         "dish dishes, fox foxes, glass glasses, hero heroes, potato potatoes, tomato tomatoes, "
         "country countries, lady ladies, party parties, story stories, key keys, toy toys, "
         "table tables, chair chairs, house houses, tree trees, river rivers, apple apples, "
-        "brush brushes, watch watches, class classes, half halves, shelf shelves, thief thieves, "
-        "fly flies, cherry cherries, person people, ox oxen, window windows, garden gardens",
+        "brush brushes, watch watches, class classes, half halves, shelf shelves, "
+        "thief thieves, fly flies, cherry cherries, person people, ox oxen, window windows, "
+        "garden gardens",
     ),
 }
 
 # GPT-2: source files that every Python from 3.11 on has.
 TRAIN_FILES = (
-    "argparse ast base64 bdb calendar codecs configparser contextlib csv dataclasses difflib dis "
-    "doctest enum fileinput fractions ftplib functools gettext gzip heapq imaplib inspect ipaddress "
-    "locale mailbox mimetypes optparse os pdb pickle pickletools platform plistlib pprint pstats "
-    "pydoc random shutil smtplib socket socketserver ssl subprocess tarfile tempfile threading "
-    "tokenize traceback typing"
+    "argparse ast base64 bdb calendar codecs configparser contextlib csv dataclasses difflib "
+    "dis doctest enum fileinput fractions ftplib functools gettext gzip heapq imaplib inspect "
+    "ipaddress locale mailbox mimetypes optparse os pdb pickle pickletools platform plistlib "
+    "pprint pstats pydoc random shutil smtplib socket socketserver ssl subprocess tarfile "
+    "tempfile threading tokenize traceback typing"
 )
 EVAL_FILES = "statistics textwrap uuid weakref"
 
@@ -95,10 +100,10 @@ EVAL_FILES = "statistics textwrap uuid weakref"
 PACKAGES = ("asyncio", "email", "importlib", "logging", "unittest", "xml")
 
 SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen"
-).split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen"
+)
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 
 
 def chat() -> tuple[list[Row], list[Row]]:
@@ -123,29 +128,24 @@ def chat() -> tuple[list[Row], list[Row]]:
 
 
 def numbers() -> tuple[list[Row], list[Row]]:
-    """Numbers below 100,000 and their names; of each length the same share, as far as it goes."""
-    found = {n for digits in range(1, 6) for n in some_numbers(10 ** (digits - 1), 10**digits)}
-    rows = [{"source": str(n), "target": in_words(n)} for n in shuffled(sorted(found))]
+    """Numbers below 10,000 and their names; 500 of them are held out."""
+    rows = [{"source": str(n), "target": in_words(n)} for n in shuffled(range(10_000))]
     return rows[500:], rows[:500]
-
-
-def some_numbers(start: int, stop: int, most: int = 5000) -> Sequence[int]:
-    every = range(start, stop)
-    return random.Random(SEED).sample(every, min(most, len(every)))
 
 
 def in_words(n: int) -> str:
     """
-    >>> in_words(40_713)
-    'forty thousand seven hundred thirteen'
+    >>> in_words(4_713)
+    'four thousand seven hundred thirteen'
     """
     for size, name in ((1000, "thousand"), (100, "hundred")):
         if n >= size:
             rest = f" {in_words(n % size)}" if n % size else ""
             return f"{in_words(n // size)} {name}{rest}"
     if n < 20:
-        return SMALL[n]
-    return TENS[n // 10 - 2] + (f"-{SMALL[n % 10]}" if n % 10 else "")
+        return SMALL.split()[n]
+    tens = TENS.split()[n // 10 - 2]
+    return f"{tens}-{in_words(n % 10)}" if n % 10 else tens
 
 
 def source_code() -> tuple[list[Row], list[Row]]:
