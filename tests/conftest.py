@@ -18,6 +18,18 @@ from jaxllm.errors import MissingFileError
 DATA = Path(__file__).parent / "data"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def keep_programs(pytestconfig: pytest.Config) -> None:
+    """Compiling takes most of the time, so programs stay in .pytest_cache from run to run. Each
+    worker has a folder of its own: JAX writes its files without a lock."""
+    import jax
+
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    jax.config.update("jax_compilation_cache_dir", str(pytestconfig.cache.mkdir(f"jax-{worker}")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The real model's file. Its absence is a failure: a test that skips shows nothing."""

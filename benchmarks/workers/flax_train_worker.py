@@ -1,4 +1,4 @@
-"""transformers' Flax classes and optax as a peer in training: `python flax_train_worker.py FOLDER`."""
+"""transformers' Flax classes and optax as a peer in training: `flax_train_worker.py FOLDER`."""
 
 import sys
 from functools import partial
@@ -17,7 +17,6 @@ transformers.logging.set_verbosity_error()
 model = FlaxAutoModelForCausalLM.from_pretrained(sys.argv[1], from_pt=True)
 optimizer = optax.adamw(1e-5, weight_decay=0.01)
 state = (model.params, optimizer.init(model.params))
-model.params = None
 
 
 @partial(jax.jit, static_argnames="dropout", donate_argnums=0)

@@ -11,6 +11,7 @@ from typing import Any
 from jaxllm.cli import compile_cache
 from jaxllm.cli.exits import Parser, guard
 from jaxllm.errors import InputError
+from jaxllm.extras import require
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
@@ -40,6 +41,8 @@ def parser(program: str) -> Parser:
 def run(argv: list[str], program: str) -> int:
     """The command proper; raises JaxLLMError for what the user can mend."""
     options, rest = parser(program).parse_known_args(argv)
+    for module in ("optax", "orbax.checkpoint", "grain", "yaml"):
+        require(module, extra="train", purpose="training runs")
     # What follows takes seconds to import, and a wrong option should not.
     from jaxllm.training.recipe_file import read_recipe
     from jaxllm.training.run import train
