@@ -44,3 +44,29 @@ def highest_precision() -> Iterator[None]:
 
     with jax.default_matmul_precision("highest"):
         yield
+
+
+@pytest.fixture(scope="session")
+def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `kept_programs` keeps compiled programs; a child finds them as its JAXLLM_CACHE_DIR."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def kept_programs(program_folder: Path) -> Iterator[Path]:
+    """Runs of one recipe compile once, in whatever module and process they are."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    wanted = {
+        "jax_compilation_cache_dir": str(program_folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    for values in (wanted, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is wanted:
+            yield program_folder

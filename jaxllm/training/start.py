@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -91,13 +93,11 @@ def named_tokenizer(name: str) -> Tokenizer | None:
     return load_tokenizer(resolve(name, None))
 
 
-def trained(recipe: Recipe, model: Any) -> Any:
+def trained(recipe: Recipe, model: Any) -> Callable[[str], bool] | None:
     """Which paths the recipe trains: a predicate, or None for all."""
     if recipe.lora is not None:
         return lambda path: is_trainable(path, model.modules_to_save)
     if recipe.trainable:
-        import re
-
         patterns = [re.compile(pattern) for pattern in recipe.trainable]
         return lambda path: any(pattern.search(path) for pattern in patterns)
     return None
