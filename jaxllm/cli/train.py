@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ def run(argv: list[str], program: str) -> int:
     from jaxllm.training.run import train
 
     values = {name: parse_value(text) for name, text in overrides.items()}
+    # Orbax logs the failure of a save before it raises it.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     recipe = read_recipe(Path(options.recipe), values)
     if not options.no_compile_cache:
         compile_cache.enable(compile_cache.default_folder())

@@ -147,7 +147,7 @@ def test_overrides_are_named_where_they_are_wrong(tmp_path: Path):
     path = write_recipe(tmp_path)
     with pytest.raises(ConfigError, match=r"with --optimizer\.nam.*optimizer\.nam: unknown; is it"):
         read_recipe(path, {"optimizer.nam": "lion"})
-    with pytest.raises(ConfigError, match="max_steps: expected an integer, found {'a': 1}"):
+    with pytest.raises(ConfigError, match=r"max_steps: expected an integer, found {'a': 1}"):
         read_recipe(path, {"max_steps.a": 1})
 
 
