@@ -273,7 +273,7 @@ def test_many_kills(tmp_path: Path, spawn: Any):
 
 
 def test_a_full_disk(tmp_path: Path, spawn: Any):
-    """Files may not grow beyond what the log needs for a while; checkpoints are small."""
+    """Files may grow by as much as the log needs for a while, which no checkpoint is content with."""
     recipe, run = small(tmp_path, checkpoints={"every": 2, "keep": 50}), tmp_path / "run"
     train(read_recipe(recipe, {"max_steps": 4}), quiet=True)
     before = {step: saved(run, step) for step in (2, 4)}
@@ -283,8 +283,10 @@ def test_a_full_disk(tmp_path: Path, spawn: Any):
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
     _, said = process.communicate(timeout=120)
     assert process.returncode == 2, said
-    assert said.startswith("train.py: error: ")
-    assert said.count("\n") == 1
+    # TensorStore may add tracebacks of its own, after its callbacks found nobody.
+    (error,) = [line for line in said.splitlines() if line.startswith("train.py: error: ")]
+    assert "step 6 was not saved" in error
+    assert "the steps before it are intact" in error
     assert {step: saved(run, step) for step in (2, 4)} == before
     steps = latest(run) + 2
     train(read_recipe(recipe, {"max_steps": steps}), resume=True, quiet=True)
