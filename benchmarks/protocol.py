@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -33,11 +34,24 @@ class Workload:
         return np.random.RandomState(0).randint(10, high, size=(self.batch, self.prompt))
 
 
-def serve(info: dict, run: Callable[[Workload], object]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One optimizer step (AdamW) on `batch` rows of `length` tokens, with or without dropout."""
+
+    batch: int = 4
+    length: int = 256
+    dropout: bool = True
+
+    def ids(self, vocab_size: int) -> np.ndarray:
+        high = min(vocab_size, 32000)
+        return np.random.RandomState(0).randint(10, high, size=(self.batch, self.length))
+
+
+def serve(info: dict, run: Callable[[Any], object], kind: type[Any] = Workload) -> None:
     """A worker's main loop: times `run` once per request; a shape's first call is a warm-up."""
     print(json.dumps(info), flush=True)
     for line in sys.stdin:
-        workload = Workload(**json.loads(line))
+        workload = kind(**json.loads(line))
         cpu, start = time.process_time(), time.perf_counter()
         run(workload)
         seconds = time.perf_counter() - start
@@ -61,7 +75,7 @@ class Peer:
         )
         self.info = self._answer()
 
-    def measure(self, workload: Workload) -> dict:
+    def measure(self, workload: Workload | Training) -> dict:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(dataclasses.asdict(workload)) + "\n")
         self.process.stdin.flush()

@@ -18,6 +18,18 @@ from jaxllm.errors import MissingFileError
 DATA = Path(__file__).parent / "data"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def keep_programs(pytestconfig: pytest.Config) -> None:
+    """Compiling takes most of the time, so programs stay in .pytest_cache from run to run. Each
+    worker has a folder of its own: JAX writes its files without a lock."""
+    import jax
+
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    jax.config.update("jax_compilation_cache_dir", str(pytestconfig.cache.mkdir(f"jax-{worker}")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The real model's file. Its absence is a failure: a test that skips shows nothing."""
@@ -44,29 +56,3 @@ def highest_precision() -> Iterator[None]:
 
     with jax.default_matmul_precision("highest"):
         yield
-
-
-@pytest.fixture(scope="session")
-def program_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `kept_programs` keeps compiled programs; a child finds them as its JAXLLM_CACHE_DIR."""
-    return tmp_path_factory.mktemp("programs")
-
-
-@pytest.fixture(scope="module")
-def kept_programs(program_folder: Path) -> Iterator[Path]:
-    """Runs of one recipe compile once, in whatever module and process they are."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    wanted = {
-        "jax_compilation_cache_dir": str(program_folder),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in wanted}
-    for values in (wanted, before):
-        for name, value in values.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        if values is wanted:
-            yield program_folder

@@ -12,18 +12,18 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jaxllm"
 
 # From the top down: a room imports from itself and from the rooms below it. Modules directly under
-# jaxllm/ that are not listed (loading, ...) are the public API: all below the command lines.
+# jaxllm/ that are not listed (loading, ...) are the public API: below training and the commands.
 ROOMS = [
     {"cli", "__main__"},
-    {"api"},
     {"training"},
+    {"api"},
     {"generation"},
     {"checkpoint"},
     {"tokenizers"},
     {"models"},
     {"nn"},
     {"cache", "cache_kinds", "sharding"},
-    {"errors", "json_file", "compile_clock"},
+    {"errors", "json_file", "compile_clock", "extras"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 FOREIGN = {"torch", "transformers", "tensorflow", "keras"}

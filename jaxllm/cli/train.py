@@ -12,6 +12,7 @@ from typing import Any
 from jaxllm.cli import compile_cache
 from jaxllm.cli.exits import Parser, guard
 from jaxllm.errors import InputError
+from jaxllm.extras import require
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help")
@@ -44,6 +45,8 @@ def run(argv: list[str], program: str) -> int:
     """The command proper; raises JaxLLMError for what the user can mend."""
     own, overrides = split(argv)
     options = parser(program).parse_args(own)
+    for module in ("optax", "orbax.checkpoint", "grain", "yaml"):
+        require(module, extra="train", purpose="training runs")
     # What follows takes seconds to import, and a wrong option should not.
     from jaxllm.training.recipe_file import parse_value, read_recipe
     from jaxllm.training.run import train

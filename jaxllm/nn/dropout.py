@@ -11,7 +11,8 @@ def dropout(x: Float[Array, ...], rate: float, key: Array | None) -> Float[Array
     """Zeroes a share `rate` of x and scales the rest by 1 / (1 - rate) (Srivastava et al. 2014)."""
     if key is None or rate == 0.0:
         return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    # Held back from fusion: XLA on a CPU would draw the same numbers again for every use of them.
+    keep = jax.lax.optimization_barrier(jax.random.bernoulli(key, 1.0 - rate, x.shape))
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype)).astype(x.dtype)
 
 

@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from jaxllm.errors import InputError
-from jaxllm.training.extras import require
+from jaxllm.extras import require
 
 Pairs = Sequence[tuple[str, str | Sequence[str]]]
 Scores = dict[str, float]

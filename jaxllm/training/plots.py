@@ -7,8 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from jaxllm.extras import require
 from jaxllm.training.curves import curve, smoothed
-from jaxllm.training.extras import require
 
 LEARNING_RATES = ("lr", "learning_rate")
 

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxllm.training.extras import require
+from jaxllm.extras import require
 from jaxllm.training.metrics_log import is_number, iterate_metrics
 
 # W&B would send the command line as it is, with its secrets, and facts about the machine.

@@ -25,8 +25,6 @@ ROOT = Path(__file__).parents[2]
 EVERY = 8
 LONG = 100_000
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
-
 
 class Result(NamedTuple):
     code: int
@@ -43,7 +41,8 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
             code = main([*map(str, arguments)], "train.py")
         except SystemExit as stop:  # argparse
             code = int(stop.code or 0)
-        return Result(code, *capsys.readouterr())
+        out, err = capsys.readouterr()
+        return Result(code, out, err)
 
     return run
 
@@ -55,15 +54,21 @@ def small(folder: Path, **changes: Any) -> Path:
     return write_recipe(folder, **given)
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What children keep compiled programs in: not where other tests do, since they are killed."""
+    return tmp_path_factory.mktemp("programs")
+
+
 @pytest.fixture
-def spawn(program_folder: Path) -> Any:
+def spawn(programs: Path) -> Any:
     """Starts the command in a process of its own, which ends with the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), *map(str, arguments)],
-            env={**os.environ, "JAXLLM_CACHE_DIR": str(program_folder), "PYTHONWARNINGS": "error"},
+            env={**os.environ, "JAXLLM_CACHE_DIR": str(programs)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -273,7 +278,7 @@ def test_many_kills(tmp_path: Path, spawn: Any):
 
 
 def test_a_full_disk(tmp_path: Path, spawn: Any):
-    """Files may grow by as much as the log needs for a while, which no checkpoint is content with."""
+    """Files may grow by what the log needs for a while, which is too little for a checkpoint."""
     recipe, run = small(tmp_path, checkpoints={"every": 2, "keep": 50}), tmp_path / "run"
     train(read_recipe(recipe, {"max_steps": 4}), quiet=True)
     before = {step: saved(run, step) for step in (2, 4)}

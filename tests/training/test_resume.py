@@ -18,8 +18,6 @@ from jaxllm.training import run
 from jaxllm.training.recipe import Recipe
 from jaxllm.training.run import train
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
-
 PACKED = {"max_length": 32, "packing": True}
 LORA = {"rank": 2, "dropout": 0.1}
 CLASSIFIER = {
@@ -104,7 +102,7 @@ def test_six_steps_and_six_more_are_twelve(name: str, tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def halfway(tmp_path_factory: pytest.TempPathFactory, kept_programs: Path) -> Path:
+def halfway(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of twelve steps, and with one that stopped after six."""
     folder = tmp_path_factory.mktemp("halfway")
     made = variant("llama", folder)

@@ -21,8 +21,6 @@ from jaxllm.models.weights import parameters
 from jaxllm.training.recipe import Recipe
 from jaxllm.training.run import train
 
-pytestmark = pytest.mark.usefixtures("kept_programs")
-
 
 def tiny(folder: Path, **changes: Any) -> Recipe:
     """One program for every batch of every run here."""
@@ -31,7 +29,7 @@ def tiny(folder: Path, **changes: Any) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, kept_programs: Path) -> tuple[Recipe, Path]:
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path]:
     """A recipe, and the folder of its run after four steps; saved at two and four."""
     folder = tmp_path_factory.mktemp("done")
     made = tiny(folder)

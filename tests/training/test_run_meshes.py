@@ -47,6 +47,11 @@ def assert_close(folder: Path, other: Path) -> None:
             assert line[name] == pytest.approx(expected[name], rel=near.get(name, 0), abs=0), name
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
 def recipe_in(folder: Path) -> Path:
     data = {"path": str(folder / "rows.jsonl"), "format": "text", "max_length": 32, "packing": True}
     return write_recipe(folder, data=data, batch_size=16, accumulation=2)
@@ -58,25 +63,25 @@ def to(folder: Path, steps: int, mesh: dict[str, int], resume: bool = False) -> 
     return {"output_dir": str(folder), "max_steps": steps, **sizes}, resume
 
 
-def test_two_by_four_devices_go_on_as_one(tmp_path: Path, program_folder: Path):
+def test_two_by_four_devices_go_on_as_one(tmp_path: Path, programs: Path):
     recipe, one, other = recipe_in(tmp_path), tmp_path / "one", tmp_path / "other"
-    run(recipe, program_folder, to(other, 3, MESHES["fsdp"]), devices=8)
+    run(recipe, programs, to(other, 3, MESHES["fsdp"]), devices=8)
     runs = to(one, 5, {"data": 1}), to(other, 5, {"data": 1}, True)
-    run(recipe, program_folder, *runs, devices=1)
+    run(recipe, programs, *runs, devices=1)
     assert_close(other, one)
     assert_same_place(other, one)
 
 
 @pytest.mark.slow
-def test_meshes(tmp_path: Path, program_folder: Path):
+def test_meshes(tmp_path: Path, programs: Path):
     """In each mesh and on one device; then each goes on as another."""
     recipe, one = recipe_in(tmp_path), tmp_path / "one"
-    run(recipe, program_folder, to(one, 6, {"data": 1}), devices=1)
+    run(recipe, programs, to(one, 6, {"data": 1}), devices=1)
     first = [to(tmp_path / name, 4, mesh) for name, mesh in MESHES.items()]
     second = [to(tmp_path / "data", 6, MESHES["fsdp"], True)]
     second += [to(tmp_path / "fsdp", 6, MESHES["tensor"], True)]
-    run(recipe, program_folder, *first, *second, devices=8)
-    run(recipe, program_folder, to(tmp_path / "tensor", 6, {"data": 1}, True), devices=1)
+    run(recipe, programs, *first, *second, devices=8)
+    run(recipe, programs, to(tmp_path / "tensor", 6, {"data": 1}, True), devices=1)
     for name in MESHES:
         assert_close(tmp_path / name, one)
         assert_same_place(tmp_path / name, one)

@@ -1,0 +1,68 @@
+"""A training step of GPT-2 (124M, random weights) beside peers, in one run.
+
+    python benchmarks/train.py [--hf PYTHON] [--flax PYTHON] [--rounds N]
+
+4 rows of 256 tokens, AdamW, float32, with the config's dropout and without. Tokens/s is
+batch x length / seconds of a whole step; the peers stay loaded and take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+from flax import nnx
+from protocol import Peer, Training
+from rich.console import Console
+from rich.table import Table
+from runner import WORKERS
+
+import jaxllm
+from jaxllm.models.gpt2 import GPT2Config, GPT2LMHeadModel
+
+WORKLOADS = {"dropout 0.1": Training(dropout=True), "no dropout": Training(dropout=False)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hf", metavar="PYTHON", help="environment with transformers and torch")
+    parser.add_argument("--flax", metavar="PYTHON", help="environment with transformers 4.57 Flax")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    table = Table("workload", "peer", "tokens/s", "seconds", "first step s", "CPU/wall")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "gpt2"
+        make = jax.jit(lambda: GPT2LMHeadModel(GPT2Config(), rngs=nnx.Rngs(0)))
+        jaxllm.save_hf(folder, make())
+        pythons = {
+            "jaxllm": (sys.executable, "jaxllm_train_worker.py"),
+            "HF torch": (args.hf, "hf_train_worker.py"),
+            "HF Flax": (args.flax, "flax_train_worker.py"),
+        }
+        peers = [
+            Peer(name, python, str(WORKERS / worker), str(folder))
+            for name, (python, worker) in pythons.items()
+            if python
+        ]
+        for name, workload in WORKLOADS.items():
+            first = [peer.measure(workload)["seconds"] for peer in peers]
+            measured = [[peer.measure(workload) for peer in peers] for _ in range(args.rounds)]
+            for i, peer in enumerate(peers):
+                seconds = statistics.median(r[i]["seconds"] for r in measured)
+                busy = statistics.median(r[i]["cpu_per_wall"] for r in measured)
+                speed = workload.batch * workload.length / seconds
+                cells = (f"{speed:.1f}", f"{seconds:.2f}", f"{first[i]:.1f}", f"{busy:.2f}")
+                table.add_row(name, peer.name, *cells)
+        for peer in peers:
+            peer.close()
+    console = Console(width=100)
+    console.print(table)
+    console.print(", ".join(f"{p.name} ({p.info['version']})" for p in peers))
+
+
+if __name__ == "__main__":
+    main()
