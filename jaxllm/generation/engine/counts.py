@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 class Counts:
     """Counters of one run, all of them exact."""
 
+    asked: int = 0
+    """Most new tokens of all rows that can run."""
+    answered: int = 0
+    """The same of those that are over."""
     rows: int = 0
     """Rows that are over, with a text or an error."""
     texts: int = 0
@@ -85,4 +89,4 @@ class Counts:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        return {**dataclasses.asdict(self), "utilisation": self.utilisation}
+        return {**vars(self), "utilisation": self.utilisation}

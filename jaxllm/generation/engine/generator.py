@@ -17,7 +17,7 @@ from jaxllm.generation.engine.plan import Plan, plans, ran_out, too_large
 from jaxllm.generation.engine.pool import Pool
 from jaxllm.generation.engine.queue import Task
 from jaxllm.generation.engine.results import Done
-from jaxllm.generation.engine.rows import BatchOutput, Reader, Row, failed, row_id
+from jaxllm.generation.engine.rows import BatchOutput, Given, Reader, Row, failed, row_id
 from jaxllm.generation.engine.settings import Group, fits_slots, groups
 from jaxllm.generation.strategy import without_notes
 from jaxllm.generation.values import is_integer
@@ -45,6 +45,9 @@ class BatchGenerator:
         seed: of the rows that name none. Row number i then samples what
             `jaxllm.generate(..., key=seed, row_ids=[i])` does; one with a seed of its own, what
             `jaxllm.generate(..., key=its_seed)` does.
+        default_new_tokens: most new tokens of rows for which nobody states a length, as far as the
+            model reaches. None: as `generate`, 20.
+        chat: a row's `prompt` is what a user says, in the model's chat template, after `system`.
         fields: generation fields of all rows; a row's own win over them.
 
     Raises:
@@ -60,6 +63,9 @@ class BatchGenerator:
         slots: int | None = None,
         memory: int | str | None = None,
         seed: int = 0,
+        default_new_tokens: int | None = None,
+        chat: bool = False,
+        system: str | None = None,
         **fields: Any,
     ) -> None:
         if not hasattr(model, "decode"):
@@ -69,7 +75,9 @@ class BatchGenerator:
         GenerationConfig(**fields)
         self.model, self.tokenizer = model, tokenizer
         self._bare = without_notes(model)
-        self._reader = Reader(model, tokenizer, fields, seed)
+        self._reader = Reader(
+            model, tokenizer, fields, seed, default_new_tokens, chat=chat, system=system
+        )
         self._slots = slots or DEFAULT_SLOTS.get(jax.default_backend(), MOST_SLOTS)
         self._budget = budget(memory)
         self.counts = Counts()
@@ -83,26 +91,32 @@ class BatchGenerator:
 
     def stream(self, rows: Iterable[Any]) -> Iterator[BatchOutput]:
         """Outputs as soon as they are known, in whatever order rows end."""
+        return self.answer(Given(index, index, raw) for index, raw in enumerate(rows))
+
+    def answer(self, rows: Iterable[Given]) -> Iterator[BatchOutput]:
+        """As `stream`, of a part of the rows of a larger job, with their numbers there."""
         self.counts, self.memory = Counts(), []
-        for output in self._stream(rows):
+        for output in self._answer(rows):
             self.counts.finished(output)
             yield output
 
-    def _stream(self, rows: Iterable[Any]) -> Iterator[BatchOutput]:
+    def _answer(self, rows: Iterable[Given]) -> Iterator[BatchOutput]:
         read: list[Row] = []
-        for index, raw in enumerate(rows):
-            name: str | int = index
+        for given in rows:
+            name = given.id
             try:
-                name = row_id(raw, index)
-                read.append(self._reader.read(raw, index))
+                name = row_id(given.raw, given.id)
+                read.append(self._reader.read(given, name))
             except JaxLLMError as error:
-                yield failed(index, name, error)
+                yield failed(given.index, name, error)
+        self.counts.asked = sum(row.new * row.samples for row in read)
         parts: dict[int, list[Done]] = {}
         for done in self._texts(read):
             row = done.task.row
             found = parts.setdefault(row.index, [])
             found.append(done)
             if len(found) == row.samples:
+                self.counts.answered += row.new * row.samples
                 yield self._output(row, parts.pop(row.index))
 
     def _texts(self, rows: Sequence[Row]) -> Iterator[Done]:

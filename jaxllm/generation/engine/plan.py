@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import InputError
+from jaxllm.generation.columns import SMALLEST_BUCKET
 from jaxllm.generation.engine.arrivals import Sizes, lay_out, size_of
 from jaxllm.generation.engine.memory import Prediction, activations, most_slots, nbytes, size
 from jaxllm.generation.engine.programs import admit_program, decode_program
@@ -25,6 +26,8 @@ class Plan:
     tasks: list[Task]
     sizes: Sizes
     memory: Prediction
+    columns: int
+    """The largest slot that fits, in columns: those of `sizes`, fewer, or 0."""
 
 
 def plans(
@@ -53,7 +56,18 @@ def plans(
             memory = most_slots(partial(predicted, rest, whole), whole.slots)
         else:
             waiting = []
-        yield Plan(rest, dataclasses.replace(whole, slots=memory.slots), memory)
+        sizes = dataclasses.replace(whole, slots=memory.slots)
+        columns = sizes.capacity if memory.fits else _columns_that_fit(predicted, rest, sizes)
+        yield Plan(rest, sizes, memory, columns)
+
+
+def _columns_that_fit(predicted: Any, tasks: Sequence[Task], sizes: Sizes) -> int:
+    least = max(task.width for task in tasks) if sizes.source is None else SMALLEST_BUCKET
+    while sizes.capacity // 2 >= least:
+        sizes = dataclasses.replace(sizes, capacity=sizes.capacity // 2)
+        if predicted(tasks, sizes, 1).fits:
+            return sizes.capacity
+    return 0
 
 
 def predict(
@@ -90,21 +104,16 @@ def predict(
 def too_large(task: Task, plan: Plan) -> InputError:
     """Why a task cannot run, and which number to change."""
     memory, row = plan.memory, task.row
+    if memory.weights >= memory.budget:
+        return InputError(
+            f"memory: the weights alone take {size(memory.weights)} of a budget of "
+            f"{size(memory.budget)}; raise memory, or load the model in a smaller dtype"
+        )
     needed = (
         f"one slot of {memory.capacity} columns (a prompt of {len(row.ids)} tokens, {row.new} new "
         f"ones) takes {size(memory.total)}, but the budget is {size(memory.budget)}"
     )
-    rest = memory.budget - memory.weights - memory.activations
-    if rest <= 0:
-        return InputError(
-            f"memory: the weights and activations alone take "
-            f"{size(memory.weights + memory.activations)} of a budget of {size(memory.budget)}; "
-            "raise memory, or load the model in a smaller dtype"
-        )
-    columns = memory.capacity
-    while columns > 0 and memory.cache * columns > rest * memory.capacity:
-        columns //= 2
-    new = columns - len(row.start)
+    new = plan.columns - len(row.start)
     if new < 1:
         return InputError(f"memory: {needed}; shorten the prompt, or raise memory")
     return InputError(f"max_new_tokens: {needed}; ask for at most {new}, or raise memory")

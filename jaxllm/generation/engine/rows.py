@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.columns import Columns, checked_ids
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.lengths import checked_lengths
@@ -100,6 +100,18 @@ class BatchOutput:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A row as it came."""
+
+    index: int
+    """Its place among all rows, on which its samples depend if it has no seed."""
+    id: str | int
+    """Its name if it has no `id` of its own."""
+    raw: Any
+    """A mapping, a prompt or token ids; or the error that reading it was."""
+
+
 def failed(index: int, row_id: str | int, error: BaseException) -> BatchOutput:
     """The output of a row that cannot be answered."""
     return BatchOutput(index, row_id, error=str(error), error_kind=type(error).__name__)
@@ -120,19 +132,35 @@ class Reader:
     Args:
         fields: generation fields of all rows; a row's own win over them.
         seed: of the rows that name none.
+        default_new_tokens: of rows for which nobody states a length; None: as `generate`.
+        chat: a row's `prompt` is what a user says, in the model's chat template.
+        system: a system message before that.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, fields: Mapping[str, Any], seed: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        fields: Mapping[str, Any],
+        seed: int,
+        default_new_tokens: int | None = None,
+        chat: bool = False,
+        system: str | None = None,
+    ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._fields, self._seed = dict(fields), checked_seed(seed)
+        self._default, self._chat, self._system = default_new_tokens, chat, system
         self._settings: dict[str, _Settings] = {}
 
-    def read(self, raw: Any, index: int) -> Row:
+    def read(self, given: Given, name: str | int) -> Row:
         """A row, from a mapping, a prompt, or its token ids.
 
         Raises:
             JaxLLMError: Something about it is wrong; the others do not suffer.
         """
+        raw = given.raw
+        if isinstance(raw, JaxLLMError):
+            raise raw
         if isinstance(raw, str):
             raw = {"prompt": raw}
         elif not isinstance(raw, Mapping):
@@ -145,21 +173,30 @@ class Reader:
             start = decoder_prompt(self._model, None, None, 1, config).ids[0]
         else:
             start = ids
-        given = Columns(start[None], np.ones((1, len(start)), bool))
-        config, until = checked_lengths(self._model, config, given)
+        config = self._with_length(config, len(start))
+        columns = Columns(start[None], np.ones((1, len(start)), bool))
+        config, until = checked_lengths(self._model, config, columns)
         seed = raw.get("seed")
         return Row(
-            index=index,
-            id=row_id(raw, index),
+            index=given.index,
+            id=name,
             ids=ids,
             start=start,
             config=config,
             eos=settings.eos,
             new=until - len(start),
             seed=self._seed if seed is None else checked_seed(seed),
-            draw=index if seed is None else 0,
+            draw=given.index if seed is None else 0,
             mode=settings.mode,
         )
+
+    def _with_length(self, config: GenerationConfig, start: int) -> GenerationConfig:
+        if self._default is None or {"max_length", "max_new_tokens"} & config.to_dict().keys():
+            return config
+        most, reach = self._default, self._model.config.context_length
+        if not self._model.is_encoder_decoder and reach is not None:
+            most = max(1, min(most, reach - start))
+        return config.replace(max_new_tokens=most)
 
     def _read_settings(self, own: Mapping[str, Any]) -> _Settings:
         name = json.dumps(own, sort_keys=True, default=repr)
@@ -207,16 +244,21 @@ class Reader:
         if name == "prompt":
             if not isinstance(value, str):
                 raise InputError(f"prompt: expected a text, found {value!r:.60}")
-            ids = self._tokenizer([value]).input_ids
+            ids = self._asked(value) if self._chat else self._tokenizer([value]).input_ids
         else:
             if not isinstance(value, list) or not value:
                 raise InputError(f"messages: expected a list of messages, found {value!r:.60}")
             ids = [self._tokenizer.apply_chat_template(value)]
         return checked_ids(name, np.asarray(ids), self._model.config.vocab_size)[0]
 
+    def _asked(self, text: str) -> list[list[int]]:
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        messages = [*system, {"role": "user", "content": text}]
+        return [self._tokenizer.apply_chat_template(messages)]
 
-def row_id(raw: Any, default: int) -> str | int:
-    """The `id` of a row, or its number.
+
+def row_id(raw: Any, default: str | int) -> str | int:
+    """The `id` of a row, or another name for it.
 
     Raises:
         InputError: It is neither a string nor an integer.
