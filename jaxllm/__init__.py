@@ -2,6 +2,7 @@
 
 from jaxllm.errors import JaxLLMError
 from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.engine import BatchGenerator, BatchOutput
 from jaxllm.generation.generate import generate, stream
 from jaxllm.generation.output import GenerateOutput
 from jaxllm.generation.score import ScoreOutput, score
@@ -11,6 +12,8 @@ from jaxllm.loading import load, load_orbax, save_hf, save_orbax
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchGenerator",
+    "BatchOutput",
     "GenerateOutput",
     "GenerationConfig",
     "JaxLLMError",
