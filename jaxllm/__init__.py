@@ -8,6 +8,7 @@ from jaxllm.generation.output import GenerateOutput
 from jaxllm.generation.score import ScoreOutput, score
 from jaxllm.generation.transition_scores import compute_transition_scores
 from jaxllm.loading import load, load_orbax, save_hf, save_orbax
+from jaxllm.sharding import make_mesh
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "generate",
     "load",
     "load_orbax",
+    "make_mesh",
     "save_hf",
     "save_orbax",
     "score",
