@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 
 from jaxllm import load
-from jaxllm.cli import bundled
+from jaxllm.checkpoint import bundled
 from jaxllm.cli.batch_progress import BatchProgress
 from jaxllm.cli.field_flags import given_fields
 from jaxllm.cli.progress import Reporter
