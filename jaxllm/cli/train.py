@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from jaxllm.errors import InputError
 from jaxllm.extras import require
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
+SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help")
+"""The options that are no fields of the recipe; none of them takes a value."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> int:
@@ -40,14 +43,18 @@ def parser(program: str) -> Parser:
 
 def run(argv: list[str], program: str) -> int:
     """The command proper; raises JaxLLMError for what the user can mend."""
-    options, rest = parser(program).parse_known_args(argv)
+    own, overrides = split(argv)
+    options = parser(program).parse_args(own)
     for module in ("optax", "orbax.checkpoint", "grain", "yaml"):
         require(module, extra="train", purpose="training runs")
     # What follows takes seconds to import, and a wrong option should not.
-    from jaxllm.training.recipe_file import read_recipe
+    from jaxllm.training.recipe_file import parse_value, read_recipe
     from jaxllm.training.run import train
 
-    recipe = read_recipe(Path(options.recipe), fields(rest))
+    values = {name: parse_value(text) for name, text in overrides.items()}
+    # Orbax logs the failure of a save before it raises it.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    recipe = read_recipe(Path(options.recipe), values)
     if not options.no_compile_cache:
         compile_cache.enable(compile_cache.default_folder())
     with stopping() as stop:
@@ -57,40 +64,53 @@ def run(argv: list[str], program: str) -> int:
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 
-def fields(rest: Sequence[str]) -> dict[str, Any]:
-    """Options that are fields of the recipe.
+def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The command's own words, and the values of options that are fields of the recipe.
 
-    >>> fields(["--max-steps", "6", "--optimizer.name=lion"])
-    {'max_steps': 6, 'optimizer.name': 'lion'}
+    >>> split(["--max-steps", "6", "a.yaml", "--optimizer.name=lion", "--resume"])
+    (['a.yaml', '--resume'], {'max_steps': '6', 'optimizer.name': 'lion'})
     """
-    from jaxllm.training.recipe_file import parse_value
-
-    found: dict[str, Any] = {}
-    words = iter(rest)
+    own: list[str] = []
+    found: dict[str, str] = {}
+    words = iter(argv)
     for word in words:
-        if not word.startswith("--") or len(word) < 3:
-            raise InputError(f"{word!r}: expected --field value; one recipe only")
-        name, equals, value = word[2:].partition("=")
+        if not word.startswith("--") or word in SWITCHES:
+            own.append(word)
+            continue
+        option, equals, value = word.partition("=")
         if not equals:
-            value = next(words, None)
-            if value is None:
-                raise InputError(f"--{name}: no value follows (`null` switches a field off)")
-        found[name.replace("-", "_")] = parse_value(value)
-    return found
+            value = next(words, "--")
+            if value.startswith("--"):
+                raise InputError(f"{option}: no value follows (`null` switches a field off)")
+        name = option[2:].replace("-", "_")
+        if name in found:
+            raise InputError(f"{option}: given twice")
+        found[name] = value
+    return own, found
 
 
 @contextmanager
-def stopping() -> Iterator[Any]:
-    """Ctrl-C and SIGTERM end the run after its step; a second one ends it at once."""
+def stopping() -> Iterator[Callable[[], int | None]]:
+    """Ctrl-C and SIGTERM end the run after its step, saved; a second one ends it at once.
+
+    What this gives is the `stop` of `train`. Until it is asked for the first time, there is nothing
+    to save, and a signal acts as it does without it.
+    """
     received: list[int] = []
+    before: dict[int, Any] = {}
 
     def note(number: int, frame: Any) -> None:
         received.append(number)
-        signal.signal(number, before[number])
+        for each in STOPS:
+            signal.signal(each, signal.SIG_DFL)
 
-    before: dict[int, Any] = {number: signal.signal(number, note) for number in STOPS}
+    def stop() -> int | None:
+        if not before:
+            before.update({number: signal.signal(number, note) for number in STOPS})
+        return received[0] if received else None
+
     try:
-        yield lambda: received[0] if received else None
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -141,6 +141,7 @@ def generate_and_score(
     batch_size: int = 8,
     samples: int = 5,
     key: Any = 0,
+    before_batch: Callable[[], None] = lambda: None,
     **fields: Any,
 ) -> GenerationResult:
     """Generates an answer for every row, and scores the answers.
@@ -155,6 +156,7 @@ def generate_and_score(
         batch_size: rows at once; each batch has as many, the last one repeats a row.
         samples: how many rows to keep for people to read.
         key: for sampling; a constant by default, so that two evaluations are comparable.
+        before_batch: called before each batch; what it raises ends the evaluation.
         fields: of `jaxllm.generate`, such as ``max_new_tokens=32``; one text a row.
 
     Raises:
@@ -179,6 +181,7 @@ def generate_and_score(
     # Longest first: if memory does not suffice, that is known at once.
     order = sorted(range(len(prompts)), key=lambda i: len(encoded[i]), reverse=True)
     for first in range(0, len(order), batch_size):
+        before_batch()
         chosen = order[first : first + batch_size]
         numbers = chosen + chosen[:1] * (batch_size - len(chosen))
         side = "right" if model.is_encoder_decoder else "left"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,18 @@ from jaxllm.training.flops import TokenCounts, count_tokens
 from jaxllm.training.metrics_log import MetricsLog
 from jaxllm.training.progress import TrainingProgress
 from jaxllm.training.recipe_file import to_plain
-from jaxllm.training.setup import Setup
+from jaxllm.training.setup import Setup, predicted
 from jaxllm.training.sinks import Sink
 from jaxllm.training.state import TrainState
 from jaxllm.training.step import TRAINED, Metrics
 
 Row = dict[str, Any]
+Stop = Callable[[], int | None]
+"""Gives the number of the signal that ends the run, if one came."""
+
+
+class StoppedError(Exception):
+    """Ends an evaluation when the run is to end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,40 +66,36 @@ class Loop:
         if (best := checkpoints.best()) is not None:
             self._best = checkpoints.read(best).metric
 
-    def until(
-        self, last: int, state: TrainState, stop: Callable[[], int | None]
-    ) -> tuple[TrainState, int | None]:
+    def until(self, last: int, state: TrainState, stop: Stop) -> tuple[TrainState, int | None]:
         """Steps up to number `last`, or until `stop` gives a signal; what is done is saved."""
         pending: Pending | None = None
-        saved = number = int(state.step)
-        signal = stop()
+        number, signal = int(state.step), stop()
         while number < last and signal is None:
             batch = next(self.setup.batches)
             tokens = count_tokens(batch, is_encoder_decoder=self.setup.info.kind == "seq2seq")
             state, metrics = self.setup.step(state, put_batch(batch, self.setup.mesh))
             if pending is not None:
-                self.write(pending)
+                self.write(pending, {})
             number, pending = number + 1, Pending(number + 1, metrics, tokens)
+            found = self.evaluate(state, stop) if self.evaluates_at(number, last) else {}
             signal = stop()
-            ends = number == last or signal is not None
-            evaluation = self.recipe.evaluation.every
-            found = None
-            if self.setup.eval_batches is not None and (
-                number == last or (evaluation is not None and number % evaluation == 0)
-            ):
-                found = self.evaluate(state)
-            if found is not None or ends or number % self.recipe.checkpoints.every == 0:
+            metric = found.get(self.recipe.checkpoints.metric)
+            best = self.is_best(metric)
+            due = number % self.recipe.checkpoints.every == 0
+            saves = due or best or number == last or signal is not None
+            if found or saves:
                 self.write(pending, found)
                 pending = None
-                metric = None if found is None else found.get(self.recipe.checkpoints.metric)
-                if ends or number % self.recipe.checkpoints.every == 0 or self.is_best(metric):
-                    self.save(number, state, metric)
-                    saved = number
-        if saved != number:
-            raise AssertionError("the last step was not saved")
+            if saves:
+                self.save(number, state, metric)
         return state, signal
 
-    def write(self, done: Pending, found: Mapping[str, Any] | None = None) -> None:
+    def evaluates_at(self, step: int, last: int) -> bool:
+        every = self.recipe.evaluation.every
+        due = step == last or (every is not None and step % every == 0)
+        return due and self.setup.eval_batches is not None
+
+    def write(self, done: Pending, found: Row) -> None:
         """Waits for a step's numbers, shows them, and writes its line.
 
         Raises:
@@ -115,7 +117,7 @@ class Loop:
             "tokens": done.tokens.total,
             "skipped": skipped,
             **speed.metrics(),
-            **(found or {}),
+            **found,
         }
         if self.setup.info.problem_type == "regression":
             row.pop("accuracy")
@@ -131,26 +133,42 @@ class Loop:
                 "optimizer.learning_rate, look at the data, or go on from an earlier checkpoint"
             )
 
-    def evaluate(self, state: TrainState) -> Row:
-        """Loss and scores of the full set, as fields of the step's line."""
+    def evaluate(self, state: TrainState, stop: Stop) -> Row:
+        """Loss and scores of the full set, as fields of the step's line; none if it is stopped."""
         setup = self.setup
         assert setup.eval_batches is not None
         model = state.model if state.ema is None else state.averaged_model
-        with self.progress.phase("evaluating"):
-            batches = (put_batch(batch, setup.mesh) for batch in setup.eval_batches)
-            kind = "values" if setup.info.problem_type == "regression" else "tokens"
-            if setup.info.kind == "classification" and kind == "tokens":
-                kind = "labels"
-            found: Row = evaluate(model, batches, setup.eval_loss).metrics(kind)
-        if setup.prompts:
-            with self.progress.phase("generating"):
-                self.answers = self.generate(model, setup.prompts)
-            found |= {f"eval_{name}": score for name, score in self.answers.scores.items()}
-        said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-        self.progress.say(said)
+
+        def go_on() -> None:
+            if stop() is not None:
+                raise StoppedError
+
+        def batches() -> Iterator[Any]:
+            assert setup.eval_batches is not None
+            for batch in setup.eval_batches:
+                go_on()
+                yield put_batch(batch, setup.mesh)
+
+        try:
+            with self.progress.phase("evaluating"):
+                result = evaluate(model, batches(), setup.eval_loss)
+                found: Row = result.metrics(predicted(setup.info))
+            if setup.prompts:
+                with self.progress.phase("generating"):
+                    self.answers = self.generate(model, setup.prompts, go_on)
+                found |= {f"eval_{name}": score for name, score in self.answers.scores.items()}
+        except StoppedError:
+            self.progress.say("the evaluation is given up, and its step saved without it")
+            return {}
+        self.progress.say(", ".join(f"{name} {value:.4f}" for name, value in found.items()))
         return found
 
-    def generate(self, model: Any, prompts: Sequence[Prompt]) -> GenerationResult:
+    def generate(
+        self,
+        model: Any,
+        prompts: Sequence[Prompt],
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> GenerationResult:
         """Answers to prompts of the evaluation set."""
         settings = self.recipe.evaluation
         return generate_and_score(
@@ -160,6 +178,7 @@ class Loop:
             metrics=settings.metrics,
             batch_size=settings.batch_size or self.recipe.batch_size // self.recipe.accumulation,
             samples=settings.samples,
+            before_batch=before_batch,
             **settings.fields,
         )
 
@@ -175,7 +194,6 @@ class Loop:
 
     def save(self, step: int, state: TrainState, metric: float | None) -> None:
         """One checkpoint: the state, the data's position, and what they belong to."""
-        self.is_best(metric)
         self.log.sync()  # a checkpoint's steps are in the log, whatever happens next
         meta = {
             "recipe": to_plain(self.recipe),

@@ -15,11 +15,11 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from io import StringIO
+from io import FileIO, StringIO
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class MetricsLog:
                 f"{self.path}: holds the steps of another run; resume that run, or choose another "
                 "output folder"
             )
-        self._lines: BinaryIO = self.path.open("ab")
+        self._lines = self.path.open("ab", buffering=0)
         self._write_table()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -74,6 +74,7 @@ class MetricsLog:
 
         Raises:
             InputError: A step that leaves a gap or is there already, a value of another type.
+            RunError: The disk is full.
         """
         if self._last is not None and step != self._last + 1:
             raise InputError(f"step: expected {self._last + 1} after {self._last}, found {step}")
@@ -81,15 +82,18 @@ class MetricsLog:
             if name in metrics:
                 raise InputError(f"metrics[{name!r}]: the log itself writes this field")
         row: Row = {"step": step} | {name: _value(name, x) for name, x in metrics.items()}
-        self._lines.write(_line(row))
-        self._lines.flush()
+        try:
+            _append(self._lines, _line(row))
+            if row.keys() <= set(self._columns):
+                _append(self._table, _csv_line(row.get(name) for name in self._columns))
+            else:
+                self._write_table()
+        except OSError as failure:
+            raise RunError(
+                f"{self.path.parent}: the metrics of step {step} cannot be written "
+                f"({failure.strerror})"
+            ) from failure
         self._last = step
-        new = [name for name in row if name not in self._columns]
-        if new:
-            self._write_table()
-        else:
-            self._table.write(_csv_line(row.get(name) for name in self._columns))
-            self._table.flush()
 
     def sync(self) -> None:
         """Waits until every line is on the disk."""
@@ -124,7 +128,7 @@ class MetricsLog:
             for row in iterate_metrics(self.path):
                 table.write(_csv_line(row.get(name) for name in self._columns))
         half.replace(self.csv_path)
-        self._table: BinaryIO = self.csv_path.open("ab")
+        self._table = self.csv_path.open("ab", buffering=0)
 
 
 def read_metrics(path: str | PathLike[str]) -> list[Row]:
@@ -235,6 +239,12 @@ def _line(row: Row) -> bytes:
     if bad:
         fields[_NONFINITE] = bad
     return (json.dumps(fields, allow_nan=False) + "\n").encode()
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """Hands a line to the operating system, which may take a part of it only."""
+    while line:
+        line = line[file.write(line) :]
 
 
 def _csv_line(values: Iterable[Value]) -> bytes:

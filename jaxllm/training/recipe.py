@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -170,7 +171,8 @@ class Recipe:
 
     def __post_init__(self):
         at_least(1, self, "max_steps", "batch_size", "accumulation", "skip_limit", "log_every")
-        at_least(0, self, "seed")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed: expected 0 to {2**32 - 1}, found {self.seed}")
         if self.batch_size % self.accumulation:
             raise ConfigError(
                 f"accumulation: {self.accumulation} does not divide batch_size, {self.batch_size}"
@@ -179,12 +181,23 @@ class Recipe:
             raise ConfigError(f"ema_decay: expected 0 to 1, found {self.ema_decay}")
         if self.lora is not None and self.trainable:
             raise ConfigError("trainable: LoRA trains its adapters; use lora.modules_to_save")
-        if self.eval_data is None and self.evaluation != Evaluation():
-            raise ConfigError("evaluation: has no effect without eval_data")
+        for pattern in self.trainable:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"trainable: {pattern!r} is not a regex: {error}") from None
+        if self.eval_data is None:
+            best = (self.checkpoints.metric, self.checkpoints.mode)
+            if self.evaluation != Evaluation():
+                raise ConfigError("evaluation: has no effect without eval_data")
+            if best != (Checkpoints.metric, Checkpoints.mode):
+                raise ConfigError("checkpoints.metric, mode: have no effect without eval_data")
 
 
-# What may change between a run and its going on: nothing that the weights follow from.
-CHANGEABLE = frozenset(
-    {"output_dir", "max_steps", "evaluation", "eval_data", "checkpoints", "mesh", "log_every"}
-    | {"tensorboard", "wandb", "skip_limit"}
+CHANGEABLE = (
+    *("output_dir", "max_steps", "eval_data", "evaluation", "checkpoints.every"),
+    *("checkpoints.keep", "mesh", "log_every", "tensorboard", "wandb", "skip_limit"),
+    *("data.path", "data.dataset"),  # what is in them is compared in their place
 )
+"""What may change between a run and its going on: nothing that the weights, or which of them are
+the best, follow from."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -17,6 +18,10 @@ from jaxllm.errors import ConfigError, JaxLLMError, MissingFileError
 from jaxllm.training.recipe import Recipe
 
 MAX_FILE_BYTES = 1 << 20
+TAG = "tag:yaml.org,2002:"
+KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
+# PyYAML's own, and what Python makes of values that are not what their tags say.
+NOT_YAML = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError, TypeError)
 
 
 def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -49,7 +54,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     try:
         raw = yaml.load(text, Loader=StrictLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except NOT_YAML as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected fields and their values")
@@ -64,7 +69,26 @@ def names_beside(path: Path) -> list[str]:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """SafeLoader, but a field that is there twice is an error, and 1e-4 is a number."""
+    """SafeLoader for what JSON has, too: no dates, no aliases, no merging, no infinite number.
+
+    A field that is there twice is an error, and 1e-4 is a number.
+    """
+
+    def compose_node(self, parent, index):
+        # A few lines of aliases to aliases are a value of many gigabytes.
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            line = event.start_mark.line + 1
+            raise yaml.YAMLError(f"*{event.anchor}: aliases are not read (line {line})")
+        return super().compose_node(parent, index)
+
+    def construct_object(self, node, deep=False):
+        if node.tag.removeprefix(TAG) not in KINDS:
+            raise yaml.YAMLError(f"{node.tag}: not a value that JSON has (line {line_of(node)})")
+        value = super().construct_object(node, deep)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise yaml.YAMLError(f"{node.value}: expected a finite number (line {line_of(node)})")
+        return value
 
     def construct_mapping(self, node, deep=False):
         seen = set()
@@ -76,9 +100,6 @@ class StrictLoader(yaml.SafeLoader):
                 raise yaml.YAMLError(f"field {name!r} is there twice (line {line_of(key)})")
             seen.add(name)
         return super().construct_mapping(node, deep)
-
-    def flatten_mapping(self, node):
-        """Merge keys are not expanded: `<<` is a name like any other, and unknown."""
 
 
 def line_of(node: yaml.Node) -> int:
@@ -93,14 +114,14 @@ def parse_value(text: str) -> Any:
     """
     try:
         value = yaml.load(text, Loader=StrictLoader)
-    except yaml.YAMLError:
+    except NOT_YAML:
         return text
     return text if value is None and text.strip() not in ("null", "~", "none", "None") else value
 
 
 # YAML 1.1, which PyYAML follows, has no number "1e-4".
 StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
+    TAG + "float",
     re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
     list("-+.0123456789"),
 )
@@ -160,7 +181,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         fits, found = as_type(option, value, where)
         if fits:
             return found
-    expected = " or ".join(spell(option) for option in typing.get_args(hint) or (hint,))
+    named = typing.get_args(hint) if is_union(hint) else (hint,)
+    expected = " or ".join(map(spell, named))
     raise ConfigError(f"{where}: expected {expected}, found {value!r}")
 
 

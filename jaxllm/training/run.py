@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxllm.checkpoint.runs import RunCheckpoints
-from jaxllm.errors import MissingFileError
+from jaxllm.errors import RunError
 from jaxllm.training.evaluation import Sample
 from jaxllm.training.flops import peak_flops
 from jaxllm.training.loop import Loop
@@ -25,11 +25,13 @@ from jaxllm.training.run_card import DataFile, RunCard, make_run_card, write_run
 from jaxllm.training.run_folder import (
     CHECKPOINTS,
     abstract,
+    check_ahead,
     check_base,
     check_new,
     check_same,
     fingerprint,
     folder_of,
+    saved_steps,
 )
 from jaxllm.training.setup import Setup, set_up
 from jaxllm.training.sinks import Sink, TensorBoardSink, WandbSink
@@ -66,7 +68,7 @@ def train(
     Args:
         recipe: its `output_dir` holds everything that the run writes.
         resume: go on with the run in that folder; where there is none yet, begin one.
-        quiet: show nothing.
+        quiet: show nothing; damaged checkpoints are warnings of the logger "jaxllm".
         stop: asked after every step; the number of a signal ends the run there, saved.
 
     Raises:
@@ -80,8 +82,6 @@ def train(
     def say(line: str) -> None:
         console.print(line, markup=False, style="dim")
 
-    if not resume:
-        check_new(folder)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(
             RunCheckpoints(
@@ -91,16 +91,19 @@ def train(
                 on_saved=lambda step, seconds, size: say(
                     f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s"
                 ),
-                on_problem=say,
+                on_problem=None if quiet else say,
             )
         )
-        there = resume and checkpoints.latest() is not None
+        if not resume:
+            check_new(folder)
+        there = resume and bool(saved_steps(folder))
         if there:
             check_same(checkpoints.read().meta["recipe"], recipe, folder)
         setup = set_up(recipe, say)
         base = fingerprint(setup.state.frozen)
         state = brought_back(checkpoints, setup, base, folder) if there else setup.state
         start = int(state.step)
+        check_ahead(start, recipe.max_steps, folder)
         if resume:
             say(f"going on from step {start}" if there else "nothing is saved yet: a new run")
         at = start if resume else None
@@ -187,10 +190,12 @@ def samples_before(folder: Path, loop: Loop, state: TrainState) -> list[Sample]:
             found = loop.generate(state.model, loop.setup.prompts[:count]).samples
         path.write_text(json.dumps([dataclasses.asdict(sample) for sample in found], indent=1))
         return found
+    if not path.exists():  # the run began without them
+        return []
     try:
         return [Sample(**sample) for sample in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError) as error:
-        raise MissingFileError(f"{path}: cannot be read ({error})") from None
+        raise RunError(f"{path}: cannot be read ({error}); move it away") from None
 
 
 def paired(before: Sequence[Sample], after: Sequence[Sample]) -> list[ReportSample]:

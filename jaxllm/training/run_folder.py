@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxllm.checkpoint.runs.digest import digests
+from jaxllm.checkpoint.runs.folder import numbered
 from jaxllm.errors import ConfigError, RunError
 from jaxllm.training.recipe import CHANGEABLE, Recipe
 from jaxllm.training.recipe_file import to_plain
@@ -17,7 +18,6 @@ from jaxllm.training.run_card import flat
 from jaxllm.training.state import Params
 
 CHECKPOINTS = "checkpoints"
-MOVABLE = ("data.path", "data.dataset")  # their contents are compared in their place
 
 
 def folder_of(recipe: Recipe) -> Path:
@@ -26,17 +26,32 @@ def folder_of(recipe: Recipe) -> Path:
     return Path(recipe.output_dir).expanduser()
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """The steps that have a checkpoint, be it sound or not."""
+    return numbered(folder / CHECKPOINTS)
+
+
+def check_ahead(step: int, max_steps: int, folder: Path) -> None:
+    """A run goes on from where it is, and never back.
+
+    Raises:
+        RunError: it is beyond `max_steps` already.
+    """
+    if step > max_steps:
+        raise RunError(
+            f"{folder}: the run is at step {step}, beyond max_steps, {max_steps}; set a larger one"
+        )
+
+
 def check_new(folder: Path) -> None:
     """A run begins in a folder without one.
 
     Raises:
         RunError: there is one; says how to go on with it.
     """
-    steps = folder / CHECKPOINTS
-    numbers = [int(p.name) for p in steps.glob("*") if p.name.isdigit()] if steps.is_dir() else []
-    metrics = folder / "metrics.jsonl"
-    if numbers or (metrics.exists() and metrics.stat().st_size):
-        at = f", saved at step {max(numbers)}" if numbers else ""
+    steps, metrics = saved_steps(folder), folder / "metrics.jsonl"
+    if steps or (metrics.exists() and metrics.stat().st_size):
+        at = f", saved at step {max(steps)}" if steps else ""
         raise RunError(
             f"{folder}: holds a run already{at}; pass --resume to go on with it, or name another "
             "folder"
@@ -49,7 +64,7 @@ def check_same(saved: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
     Raises:
         RunError: names each field that was changed.
     """
-    before, now = (flat(settled(plain)) for plain in (saved, to_plain(recipe)))
+    before, now = settled(saved), settled(to_plain(recipe))
     changed = [
         f"{name}: was {json.dumps(before.get(name))}, is {json.dumps(now.get(name))}"
         for name in sorted(before.keys() | now.keys())
@@ -63,12 +78,12 @@ def check_same(saved: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
 
 
 def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a recipe that a run cannot change."""
-    kept = {name: value for name, value in plain.items() if name not in CHANGEABLE}
-    for name in MOVABLE:
-        group, field = name.split(".")
-        kept[group] = {k: v for k, v in kept[group].items() if k != field}
-    return kept
+    """The fields of a recipe that a run cannot change, under dotted names."""
+    return {
+        name: value
+        for name, value in flat(plain).items()
+        if not any(f"{name}.".startswith(f"{field}.") for field in CHANGEABLE)
+    }
 
 
 def fingerprint(frozen: Params) -> dict[str, str]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
+from jaxllm.errors import ConfigError
+from jaxllm.generation.merging import merged_config
 from jaxllm.sharding import make_mesh, put_tree, row_share, tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
 from jaxllm.training.data.config import eos_of
-from jaxllm.training.evaluation import Prompt
+from jaxllm.training.evaluation import EvalResult, Prompt
 from jaxllm.training.flops import ModelFlops, model_flops
+from jaxllm.training.generation_metrics import score_texts
 from jaxllm.training.generation_rows import generation_rows
 from jaxllm.training.losses import Loss, loss_for
 from jaxllm.training.optimizers import make_optimizer, make_schedule
@@ -62,7 +65,9 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     if recipe.eval_data is not None:
         rows = recipe.evaluation.batch_size or recipe.batch_size // recipe.accumulation
         eval_batches = epoch_batches(recipe.eval_data, tokenizer, batch_size=rows, **shared)
+        check_metric(recipe, info)
         if recipe.evaluation.metrics:
+            merged_config(model, None, recipe.evaluation.fields)  # what is wrong there raises now
             eos = eos_of(tokenizer, info)
             limit = recipe.evaluation.rows
             prompts = generation_rows(recipe.eval_data, tokenizer, eos, limit)
@@ -94,6 +99,30 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
         eval_batches=eval_batches,
         prompts=prompts,
     )
+
+
+def predicted(info: ModelInfo) -> Literal["tokens", "labels", "values"]:
+    """What the model's labels are, which names the metrics of an evaluation."""
+    if info.kind != "classification":
+        return "tokens"
+    return "values" if info.problem_type == "regression" else "labels"
+
+
+def check_metric(recipe: Recipe, info: ModelInfo) -> None:
+    """The metric that the best checkpoint is chosen by is one that evaluations give.
+
+    Raises:
+        ConfigError: it is not.
+        MissingExtraError: a metric's package is not installed.
+    """
+    known = [*EvalResult(loss=0.0, accuracy=0.0, count=1).metrics(predicted(info))]
+    if recipe.evaluation.metrics:
+        known += [f"eval_{name}" for name in score_texts([("a", "a")], recipe.evaluation.metrics)]
+    if recipe.checkpoints.metric not in known:
+        raise ConfigError(
+            f"checkpoints.metric: no {recipe.checkpoints.metric!r} is measured; there are "
+            f"{', '.join(known)}"
+        )
 
 
 def info_of(model: Any) -> ModelInfo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,7 +94,7 @@ def named_tokenizer(name: str) -> Tokenizer | None:
     return load_tokenizer(resolve(name, None))
 
 
-def trained(recipe: Recipe, model: Any) -> Any:
+def trained(recipe: Recipe, model: Any) -> Callable[[str], bool] | None:
     """Which paths the recipe trains: a predicate, or None for all.
 
     Raises:

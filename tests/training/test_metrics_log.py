@@ -185,3 +185,35 @@ def test_a_kill_loses_no_line(tmp_path: Path) -> None:
     write(tmp_path, range(7, 9), resume_at=6)
     assert steps(tmp_path) == list(range(1, 9))
     assert list(table(tmp_path)[0]) == ["step", "loss", "eval_loss"]
+
+
+FULL = """
+import resource, sys
+from jaxllm.errors import RunError
+from jaxllm.training.metrics_log import MetricsLog
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+with MetricsLog(sys.argv[1]) as log:
+    for step in range(1, 1000):
+        try:
+            log.log(step, {"loss": 1 / step})
+        except RunError as error:
+            sys.exit(f"{step} {error}")
+"""
+
+
+def test_a_full_disk_is_an_error_that_a_resume_repairs(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 1
+    failed, _, message = done.stderr.partition(" ")
+    step = int(failed) - 1
+    expected = f"{tmp_path}: the metrics of step {failed} cannot be written (File too large)\n"
+    assert message == expected
+    assert not (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n")
+    with MetricsLog(tmp_path, resume_at=step) as log:
+        log.log(step + 1, {"loss": 0.0})
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [
+        *range(1, step + 2)
+    ]
