@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jaxllm.cli import compile_cache
-from jaxllm.cli.exits import Parser, guard
+from jaxllm.cli.exits import Parser, guard, one_line
 from jaxllm.errors import InputError
 from jaxllm.extras import require
 
@@ -56,7 +57,9 @@ def run(argv: list[str], program: str) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     recipe = read_recipe(Path(options.recipe), values)
     if not options.no_compile_cache:
-        compile_cache.enable(compile_cache.default_folder())
+        trouble = compile_cache.enable(compile_cache.default_folder())
+        if trouble is not None and not options.quiet:
+            print(f"{program}: {one_line(trouble)}", file=sys.stderr)
     with stopping() as stop:
         result = train(recipe, resume=options.resume, quiet=options.quiet, stop=stop)
     if not options.quiet:

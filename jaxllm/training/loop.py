@@ -44,7 +44,7 @@ class Loop:
     """The steps of one run; the host's side of them.
 
     Args:
-        base: digests of the parameters that checkpoints leave out.
+        base: what checkpoints leave out of the model, as `base_of` describes it.
         sinks: get every step's metrics after `log`.
     """
 
@@ -55,7 +55,7 @@ class Loop:
         progress: TrainingProgress,
         log: MetricsLog,
         sinks: Sequence[Sink],
-        base: Mapping[str, str],
+        base: Mapping[str, Any],
     ) -> None:
         self.setup, self.recipe = setup, setup.recipe
         self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks

@@ -25,11 +25,11 @@ from jaxllm.training.run_card import DataFile, RunCard, make_run_card, write_run
 from jaxllm.training.run_folder import (
     CHECKPOINTS,
     abstract,
+    base_of,
     check_ahead,
     check_base,
     check_new,
     check_same,
-    fingerprint,
     folder_of,
     saved_steps,
 )
@@ -100,7 +100,7 @@ def train(
         if there:
             check_same(checkpoints.read().meta["recipe"], recipe, folder)
         setup = set_up(recipe, say)
-        base = fingerprint(setup.state.frozen)
+        base = base_of(setup.state.model, setup.state.frozen)
         state = brought_back(checkpoints, setup, base, folder) if there else setup.state
         start = int(state.step)
         check_ahead(start, recipe.max_steps, folder)
@@ -140,7 +140,7 @@ def train(
 
 
 def brought_back(
-    checkpoints: RunCheckpoints, setup: Setup, base: Mapping[str, str], folder: Path
+    checkpoints: RunCheckpoints, setup: Setup, base: Mapping[str, Any], folder: Path
 ) -> TrainState:
     """The state and the data's position of the last sound checkpoint."""
     state = setup.state
