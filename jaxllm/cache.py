@@ -228,8 +228,9 @@ class View:
     """The column of the sequence that each query is in; differences give T5's relative bias."""
     key_slots: Int[Array, " S"] | Int[Array, "B S"]
     visible: Bool[Array, "B 1 T S"]
-    horizon: Int[Array, ""]
-    """1 + the largest position of a real token so far, over the batch (for dynamic RoPE)."""
+    horizon: Int[Array, ""] | Int[Array, " B"]
+    """1 + the largest position of a real token so far, over the batch, or of each row (for dynamic
+    RoPE)."""
     write_at: Slots | None
     """The slot of the first query in the cache, or of each; None without a cache."""
     used: Int[Array, ""] | None = None

@@ -8,13 +8,21 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
+from jaxllm.checkpoint.fill import Progress
+from jaxllm.checkpoint.gather import HostArray, with_host_arrays
 from jaxllm.checkpoint.hub import resolve
-from jaxllm.checkpoint.load import Checkpoint, Progress, load_model, open_checkpoint
+from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.orbax_model import load_weights, save_weights
+from jaxllm.checkpoint.runs.processes import together
 from jaxllm.checkpoint.save import MAX_SHARD_BYTES, save_model, write_json
-from jaxllm.errors import UnsupportedError
+from jaxllm.errors import CheckpointError
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS
+from jaxllm.models.weights import parameters
+from jaxllm.sharding import check_mesh
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 
@@ -23,7 +31,7 @@ def load(
     *,
     dtype: Any = None,
     param_dtype: Any = None,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     revision: str | None = None,
     architecture: str | None = None,
     config: Mapping[str, Any] | None = None,
@@ -41,7 +49,8 @@ def load(
             float32 on a CPU, where half precision is many times slower.
         param_dtype: what to keep the weights in. None: as in the file (on a CPU that computes in
             float32: float32; saving still gives the file's bytes).
-        mesh: reserved; only None so far.
+        mesh: of `jaxllm.make_mesh`: where the weights go. Each process reads the parts that its own
+            devices keep, straight into their places; all processes must call.
         revision: branch, tag or commit on the Hub.
         architecture: a class name in place of the one in config.json, such as ``"T5EncoderModel"``.
         config: fields of config.json to put in the place of the file's, such as dropout rates.
@@ -59,25 +68,32 @@ def load(
             the file and field, what was found, and what to do.
     """
     if mesh is not None:
-        raise UnsupportedError("mesh: loading onto a mesh is not supported yet; pass mesh=None")
-    checkpoint = open_checkpoint(resolve(path_or_hub_id, revision))
-    with checkpoint.weights:
-        generation_config = read_generation_config(checkpoint)
-        if checkpoint.gguf is not None:
-            tokenizer = tokenizer_from_gguf(checkpoint.gguf.metadata)
-        else:
-            tokenizer = load_tokenizer(checkpoint.path)
-        model = load_model(
-            checkpoint,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            architecture=architecture,
-            overrides=config,
-            attn_implementation=attn_implementation,
-            remat=remat,
-            allow_nonfinite=allow_nonfinite,
-            progress=progress,
-        )
+        check_mesh(mesh)
+
+    def read() -> tuple[Any, GenerationConfig, Tokenizer | None]:
+        checkpoint = open_checkpoint(resolve(path_or_hub_id, revision))
+        with checkpoint.weights:
+            generation_config = read_generation_config(checkpoint)
+            if checkpoint.gguf is not None:
+                tokenizer = tokenizer_from_gguf(checkpoint.gguf.metadata)
+            else:
+                tokenizer = load_tokenizer(checkpoint.path)
+            model = load_model(
+                checkpoint,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                architecture=architecture,
+                overrides=config,
+                attn_implementation=attn_implementation,
+                remat=remat,
+                allow_nonfinite=allow_nonfinite,
+                progress=progress,
+                mesh=mesh,
+            )
+        return model, generation_config, tokenizer
+
+    shared = mesh is not None and mesh.is_multi_process
+    model, generation_config, tokenizer = together(read, CheckpointError) if shared else read()
     settle_generation(model, generation_config, tokenizer)
     return model, tokenizer
 
@@ -111,7 +127,9 @@ def save_hf(
     """Writes a folder that transformers 4 and 5 load: configs, weights, tokenizer.
 
     Loading a checkpoint and saving it gives the same tensor names, shapes, dtypes and bytes. Every
-    weight file is read back and compared before it takes its name.
+    weight file is read back and compared before it takes its name. Weights pass through the host
+    one tensor at a time. A model that several processes share is written by process 0 alone, but
+    all of them must call.
 
     Args:
         folder: made if it is not there.
@@ -122,8 +140,12 @@ def save_hf(
         max_shard_bytes: larger models are split.
     """
     folder = Path(folder).expanduser()
-    save_model(folder, model, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    save_settings(folder, model, tokenizer)
+
+    def write(arrays: dict[str, HostArray]) -> None:
+        save_model(folder, model, arrays, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        save_settings(folder, model, tokenizer)
+
+    with_host_arrays(parameters(model), write)
 
 
 def save_settings(folder: Path, model: Any, tokenizer: Tokenizer | None) -> None:
@@ -147,13 +169,16 @@ def save_orbax(folder: str | PathLike[str], model: Any, tokenizer: Tokenizer | N
     """
     folder = Path(folder).expanduser()
     save_weights(folder, model)
-    save_settings(folder, model, tokenizer)
+    # All processes share the weights' files; these are one process's.
+    lead = jax.process_index() == 0
+    together(lambda: save_settings(folder, model, tokenizer) if lead else None, CheckpointError)
 
 
 def load_orbax(
     folder: str | PathLike[str],
     *,
     dtype: Any = None,
+    mesh: Mesh | None = None,
     attn_implementation: str = "eager",
     remat: bool = False,
 ) -> tuple[Any, Tokenizer | None]:
@@ -162,6 +187,7 @@ def load_orbax(
     Args:
         folder: as given to `save_orbax`.
         dtype: what to compute in. None: the parameters' own, but float32 on a CPU.
+        mesh: where the weights go, as in `load`.
         attn_implementation: "eager", "xla" or "cudnn".
         remat: recompute activations in the backward pass, block by block.
 
@@ -170,7 +196,11 @@ def load_orbax(
         CheckpointError: A file is damaged: it names the parameters whose digests differ.
     """
     folder = Path(folder).expanduser()
-    model = load_weights(folder, dtype=dtype, attn_implementation=attn_implementation, remat=remat)
+    if mesh is not None:
+        check_mesh(mesh)
+    model = load_weights(
+        folder, dtype=dtype, mesh=mesh, attn_implementation=attn_implementation, remat=remat
+    )
     tokenizer = load_tokenizer(folder)
     path = folder / "generation_config.json"
     if path.exists():

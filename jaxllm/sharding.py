@@ -7,6 +7,7 @@ whole on every device. Rows of a batch go over `data` and `fsdp` together.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,7 +80,7 @@ def make_mesh(
             raise InputError(f"mesh: {name}: expected an integer of 1 or more, or -1, found {size}")
     if len(open_axes) > 1:
         raise InputError(f"mesh: {said}: only one axis can be -1 (what is left)")
-    fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+    fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes and len(devices) % fixed == 0:
         sizes[open_axes[0]] = len(devices) // fixed
     elif open_axes:
@@ -95,6 +96,15 @@ def make_mesh(
     # Auto: the compiler carries shardings through the models, whose code knows nothing of a mesh.
     automatic = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(sizes.values()), AXES, automatic, devices=devices)
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises InputError where it is not a mesh as `make_mesh` makes them."""
+    if not isinstance(mesh, Mesh) or mesh.axis_names != AXES:
+        raise InputError(
+            f"mesh: expected what jaxllm.make_mesh returns, with the axes {', '.join(AXES)}; found "
+            f"{mesh!r}"
+        )
 
 
 def logical_axes(path: str) -> tuple[str | None, ...]:
@@ -173,7 +183,8 @@ def check_heads(heads: Mapping[str, int], mesh: Mesh) -> None:
     size = mesh.shape[TENSOR]
     for field, count in heads.items():
         if count % size:
-            fitting = [n for n in range(1, count + 1) if count % n == 0]
+            common = math.gcd(*heads.values())
+            fitting = [n for n in range(1, common + 1) if common % n == 0]
             raise InputError(
                 f"mesh: tensor={size} does not divide {field}, {count}; for this model it can be "
                 + ", ".join(map(str, fitting))

@@ -17,7 +17,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxllm.checkpoint.gguf_header import MAX_HEADER_BYTES, Entry, parse_header
-from jaxllm.checkpoint.source import BFLOAT16, MappedFile, TensorInfo, WeightSource, quoted
+from jaxllm.checkpoint.source import BFLOAT16, Index, MappedFile, TensorInfo, WeightSource, quoted
 from jaxllm.errors import CheckpointError, UnsupportedError
 
 _STORED: dict[GGMLQuantizationType, np.dtype[Any]] = {
@@ -75,8 +75,11 @@ class GGUFFile(WeightSource):
         """The name of a tensor's ggml type, such as ``"Q4_K"``."""
         return self._entry(name).type.name
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor; see the class for its dtype.
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """One tensor or a part of it; see the class for its dtype.
+
+        Of a quantised matrix only the rows that `index` asks for are dequantised: a row is a whole
+        number of blocks.
 
         Raises:
             CheckpointError: No tensor has this name, or the file is closed.
@@ -86,16 +89,26 @@ class GGUFFile(WeightSource):
         size = entry.end - entry.begin
         stored = _STORED.get(entry.type)
         if stored is not None:
-            return self._file.view(stored, entry.begin, size // stored.itemsize).reshape(
-                entry.shape
-            )
+            return self._file.array(stored, entry.begin, entry.shape, index)
         if entry.type not in _QUANTISED:
             readable = ", ".join(kind.name for kind in (*_STORED, *_QUANTISED))
             raise UnsupportedError(
                 f"{self.path}: tensor {quoted(name)} has the type {entry.type.name}; jaxllm reads "
                 f"{readable}: use a file with one of these types"
             )
-        return _dequantise(self._file.view(np.dtype(np.uint8), entry.begin, size), entry)
+        data = self._file.view(np.dtype(np.uint8), entry.begin, size)
+        if not index or len(entry.shape) < 2:
+            whole = _dequantise(data, entry.shape, entry.type)
+            return whole[index] if index else whole
+        first, stop, _ = index[0].indices(entry.shape[0])
+        per_row, rows = size // entry.shape[0], max(stop - first, 0)
+        data = data[first * per_row : (first + rows) * per_row]
+        part = _dequantise(data, (rows, *entry.shape[1:]), entry.type)
+        return part[(slice(None), *index[1:])]
+
+    def forget(self, name: str) -> None:
+        entry = self._entry(name)
+        self._file.forget(entry.begin, entry.end)
 
     def close(self) -> None:
         self._file.close()
@@ -107,15 +120,15 @@ class GGUFFile(WeightSource):
             raise CheckpointError(f"{self.path}: no tensor is named {quoted(name)}") from None
 
 
-def _dequantise(data: np.ndarray, entry: Entry) -> np.ndarray:
-    """Dequantise a tensor's blocks, a few megabytes at a time, into float32 of its shape."""
-    block, block_bytes = GGML_QUANT_SIZES[entry.type]
-    result = np.empty(entry.shape, np.float32)
+def _dequantise(data: np.ndarray, shape: tuple[int, ...], kind: GGMLQuantizationType) -> np.ndarray:
+    """Dequantise blocks, a few megabytes at a time, into float32 of this shape."""
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    result = np.empty(shape, np.float32)
     flat = result.reshape(-1)
     with np.errstate(all="ignore"):  # scales may be NaN or infinite: that is for the loader to say
         for start in range(0, flat.size, _CHUNK):
             part = flat[start : start + _CHUNK]
             begin = start // block * block_bytes
             end = begin + part.size // block * block_bytes
-            part[:] = dequantize(data[None, begin:end], entry.type)[0]
+            part[:] = dequantize(data[None, begin:end], kind)[0]
     return result

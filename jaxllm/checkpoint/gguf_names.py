@@ -11,16 +11,14 @@ llama.cpp renames tensors and changes the layout of two kinds, undone here:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from jaxllm.checkpoint.gguf import GGUFFile
 from jaxllm.checkpoint.gguf_config import ROPE_FACTORS, hf_config_from_gguf
-from jaxllm.checkpoint.source import TensorInfo, WeightSource, quoted
+from jaxllm.checkpoint.source import Index, TensorInfo, WeightSource, quoted
 from jaxllm.errors import CheckpointError, UnsupportedError
 
 _LLAMA = {
@@ -123,7 +121,9 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
 @dataclass(frozen=True)
 class _Tensor:
     gguf_name: str
-    convert: Callable[[np.ndarray], np.ndarray] | None = None
+    transposed: bool = False
+    heads: int | None = None
+    """Of rows that :func:`unpermute` puts in order."""
 
 
 class HFView(WeightSource):
@@ -157,11 +157,9 @@ class HFView(WeightSource):
                     f"{file.path}: tensor {quoted(name)} is no part of the {architecture} model "
                     "that jaxllm implements"
                 )
-            self._tensors[target] = _Tensor(name, self._conversion(architecture, name, info))
+            self._tensors[target] = self._converted(architecture, name, info)
 
-    def _conversion(
-        self, architecture: str, name: str, info: TensorInfo
-    ) -> Callable[[np.ndarray], np.ndarray] | None:
+    def _converted(self, architecture: str, name: str, info: TensorInfo) -> _Tensor:
         layer = name.split(".")[-2]
         if architecture == "llama" and layer in ("attn_q", "attn_k"):
             key = "num_attention_heads" if layer == "attn_q" else "num_key_value_heads"
@@ -171,10 +169,9 @@ class HFView(WeightSource):
                     f"{self.file.path}: {quoted(name)} has {info.shape[0]} rows, which are no "
                     f"{heads} heads of an even size"
                 )
-            return partial(unpermute, heads=heads)
-        if architecture == "gpt2" and layer in _GPT2_CONV1D and name.endswith(".weight"):
-            return np.transpose
-        return None
+            return _Tensor(name, heads=heads)
+        conv1d = layer in _GPT2_CONV1D and name.endswith(".weight")
+        return _Tensor(name, transposed=architecture == "gpt2" and conv1d)
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -182,12 +179,24 @@ class HFView(WeightSource):
     def info(self, name: str) -> TensorInfo:
         tensor = self._tensor(name)
         info = self.file.info(tensor.gguf_name)
-        return replace(info, shape=info.shape[::-1]) if tensor.convert is np.transpose else info
+        return replace(info, shape=info.shape[::-1]) if tensor.transposed else info
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
         tensor = self._tensor(name)
-        array = self.file.read(tensor.gguf_name)
-        return array if tensor.convert is None else tensor.convert(array)
+        if tensor.transposed:
+            return self.file.read(tensor.gguf_name, index[::-1]).T
+        if tensor.heads is None:
+            return self.file.read(tensor.gguf_name, index)
+        rows = self.file.info(tensor.gguf_name).shape[0]
+        size = rows // tensor.heads
+        first, stop, _ = (index[0] if index else slice(None)).indices(rows)
+        if first % size or stop % size:  # a part of a head: its rows come from all over it
+            return unpermute(self.file.read(tensor.gguf_name), tensor.heads)[index]
+        part = self.file.read(tensor.gguf_name, index)
+        return unpermute(part, (stop - first) // size)
+
+    def forget(self, name: str) -> None:
+        self.file.forget(self._tensor(name).gguf_name)
 
     def close(self) -> None:
         self.file.close()

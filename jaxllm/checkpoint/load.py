@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
+from jaxllm.checkpoint.fill import Progress, fill
 from jaxllm.checkpoint.gguf import GGUFFile
 from jaxllm.checkpoint.gguf_names import HFView
 from jaxllm.checkpoint.origin import Origin
 from jaxllm.checkpoint.safetensors import open_safetensors
-from jaxllm.checkpoint.source import BFLOAT16, WeightSource, find_nonfinite
+from jaxllm.checkpoint.source import BFLOAT16, WeightSource
 from jaxllm.errors import (
     CheckpointError,
     ConfigError,
     JaxLLMError,
     MissingFileError,
-    NonFiniteError,
     UnsupportedError,
 )
 from jaxllm.json_file import read_json
 from jaxllm.models.options import Options
 from jaxllm.models.registry import Recipe, recipe
 from jaxllm.models.weights import Entry, Table, parameter_path, parameters
-
-Progress = Callable[[str, int, int], None]
+from jaxllm.sharding import check_heads
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
@@ -89,6 +88,7 @@ def load_model(
     remat: bool = False,
     allow_nonfinite: bool = False,
     progress: Progress | None = None,
+    mesh: Mesh | None = None,
 ) -> Any:
     """Builds the model that config.json describes and fills it from the file.
 
@@ -114,33 +114,23 @@ def load_model(
     entries = [(tensor_name(e, table, stripped), e) for e in table.for_model(expected)]
     copies = check_tensors(entries, expected, plan, source)
 
-    total = sum(source.info(name).nbytes for name, _ in entries)
-    done, arrays, dtypes = 0, {}, {}
-    for name, entry in entries:
-        tensor = source.read(name)
-        if not allow_nonfinite:
-            sentence = find_nonfinite(name, tensor)
-            if sentence:
-                raise NonFiniteError(
-                    f"{source.info(name).file}: {sentence}; pass allow_nonfinite=True "
-                    "(--allow-nonfinite) to load it all the same"
-                )
-        dtypes[name] = tensor.dtype.name
-        for ours, part in zip(entry.ours, entry.split(tensor), strict=True):
-            want = expected[ours].dtype
-            if param_dtype is None:  # keep what the file has, unless the model needs it wider
-                want = jnp.promote_types(tensor.dtype, want)
-            check_range(f"{source.info(name).file}: {name}", part, want)
-            # Waited for: what a tensor passes through on its way would pile up with the next ones.
-            arrays[ours] = jnp.array(part, dtype=want).block_until_ready()
-        done += source.info(name).nbytes
-        if progress is not None:
-            progress(name, done, total)
+    if mesh is not None:
+        check_heads(plan.config.head_counts, mesh)
+    arrays = fill(
+        entries,
+        expected,
+        source,
+        param_dtype=param_dtype,
+        allow_nonfinite=allow_nonfinite,
+        progress=progress,
+        mesh=mesh,
+    )
     model = jax.tree_util.tree_unflatten(treedef, [arrays[parameter_path(p)] for p, _ in leaves])
     config = dict(checkpoint.config)
     if architecture is not None:
         config["architectures"] = [plan.architecture]
-    dtypes |= {name: source.info(name).dtype.name for name, _ in copies}
+    read = [name for name, _ in (*entries, *copies)]
+    dtypes = {name: source.info(name).dtype.name for name in read}
     model.origin = Origin(
         config=json.dumps(config),
         dtypes=tuple(sorted(dtypes.items())),
@@ -218,16 +208,6 @@ def is_stripped(table: Table, names: list[str]) -> bool:
 
 def tensor_name(entry: Entry, table: Table, stripped: bool) -> str:
     return entry.theirs.removeprefix(table.prefix) if stripped else entry.theirs
-
-
-def check_range(name: str, tensor: np.ndarray, dtype: Any) -> None:
-    """Casting to float16 must not make an infinity of a finite weight."""
-    if dtype == np.float16 != tensor.dtype and tensor.size:
-        largest = max(abs(float(tensor.max())), abs(float(tensor.min())))
-        if float(np.finfo(np.float16).max) < largest < math.inf:
-            raise NonFiniteError(
-                f"{name}: holds {largest:g}, which float16 cannot; keep it in bfloat16 or float32"
-            )
 
 
 def check_depth(plan: Recipe, source: WeightSource, where: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxllm.checkpoint.load import FLOATS, HALVES, float_dtype
 from jaxllm.checkpoint.origin import Origin
@@ -20,6 +21,7 @@ from jaxllm.models.export import config_to_json
 from jaxllm.models.options import Options
 from jaxllm.models.registry import architecture_of, recipe
 from jaxllm.models.weights import parameter_path, parameters
+from jaxllm.sharding import check_heads, parameter_sharding
 
 WEIGHTS = "weights"
 
@@ -45,7 +47,12 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def load_weights(
-    folder: Path, *, dtype: Any = None, attn_implementation: str = "eager", remat: bool = False
+    folder: Path,
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    attn_implementation: str = "eager",
+    remat: bool = False,
 ) -> Any:
     """The model that `save_weights` wrote, parameters in the dtypes that they had."""
     with RunCheckpoints(folder / WEIGHTS, writable=False) as checkpoints:
@@ -59,8 +66,14 @@ def load_weights(
         leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
         paths = [parameter_path(path) for path, _ in leaves]
         # Shapes are the config's, which the checkpoint must fit; dtypes are free.
+        if mesh is not None:
+            check_heads(plan.config.head_counts, mesh)
         target = {
-            path: jax.ShapeDtypeStruct(leaf.shape, saved_dtype(record, path, leaf.dtype))
+            path: jax.ShapeDtypeStruct(
+                leaf.shape,
+                saved_dtype(record, path, leaf.dtype),
+                sharding=None if mesh is None else parameter_sharding(path, leaf.shape, mesh),
+            )
             for path, (_, leaf) in zip(paths, leaves, strict=True)
         }
         arrays = checkpoints.restore(record.step, target).arrays

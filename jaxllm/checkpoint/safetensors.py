@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import numpy as np
 
 from jaxllm.checkpoint.safetensors_header import MAX_HEADER_BYTES, Entry, parse_header
-from jaxllm.checkpoint.source import MappedFile, TensorInfo, WeightSource, quoted
+from jaxllm.checkpoint.source import Index, MappedFile, TensorInfo, WeightSource, quoted
 from jaxllm.errors import CheckpointError, MissingFileError, UnsupportedError
 from jaxllm.json_file import read_json
 
@@ -68,17 +68,20 @@ class SafetensorsFile(WeightSource):
         entry = self._entry(name)
         return TensorInfo(entry.shape, entry.dtype, entry.end - entry.begin, self.path)
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
         entry = self._entry(name)
-        count = (entry.end - entry.begin) // entry.dtype.itemsize
         begin = self._start + entry.begin
         if entry.dtype == np.bool_:
-            values = self._file.view(np.dtype(np.uint8), begin, count)
+            values = self._file.view(np.dtype(np.uint8), begin, entry.end - entry.begin)
             if values.max(initial=0) > 1:
                 raise CheckpointError(
                     f"{self.path}: tensor {quoted(name)}: a BOOL is neither 0 nor 1"
                 )
-        return self._file.view(entry.dtype, begin, count).reshape(entry.shape)
+        return self._file.array(entry.dtype, begin, entry.shape, index)
+
+    def forget(self, name: str) -> None:
+        entry = self._entry(name)
+        self._file.forget(self._start + entry.begin, self._start + entry.end)
 
     def close(self) -> None:
         self._file.close()
@@ -148,8 +151,11 @@ class ShardedSafetensors(WeightSource):
     def info(self, name: str) -> TensorInfo:
         return self._file(name).info(name)
 
-    def read(self, name: str) -> np.ndarray:
-        return self._file(name).read(name)
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        return self._file(name).read(name, index)
+
+    def forget(self, name: str) -> None:
+        self._file(name).forget(name)
 
     def close(self) -> None:
         for shard in self._shards:

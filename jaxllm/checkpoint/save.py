@@ -4,66 +4,86 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.checkpoint.load import check_range, float_dtype, tensor_name
+from jaxllm.checkpoint.fill import check_range
+from jaxllm.checkpoint.gather import HostArray
+from jaxllm.checkpoint.load import float_dtype, tensor_name
 from jaxllm.checkpoint.origin import Origin
 from jaxllm.checkpoint.safetensors_writer import write_sharded
 from jaxllm.errors import CheckpointError, InputError
 from jaxllm.models.export import config_to_json
 from jaxllm.models.registry import FAMILIES, architecture_of
-from jaxllm.models.weights import parameters
 
 MAX_SHARD_BYTES = 5 * 10**9
 
 
 def save_model(
-    folder: Path, model: Any, *, dtype: Any = None, max_shard_bytes: int = MAX_SHARD_BYTES
+    folder: Path,
+    model: Any,
+    arrays: Mapping[str, HostArray],
+    *,
+    dtype: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes config.json and the weights; see `jaxllm.save_hf`."""
+    """Writes config.json and the weights; see `jaxllm.save_hf`.
+
+    Args:
+        arrays: the model's parameters by path, as `with_host_arrays` gives them.
+    """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise CheckpointError(f"{folder}: cannot be made ({failure.strerror})") from failure
-    tensors = dict(hf_tensors(model))
+    tensors = dict(hf_tensors(model, arrays))
     original = original_dtypes(model, tensors)
     dtype = float_dtype("dtype", dtype)
     cast = {}
     for name, x in tensors.items():
-        target = dtype or original.get(name, x.dtype)
-        check_range(name, x, target)
-        cast[name] = np.asarray(x, target)
+        target = jnp.dtype(dtype or original.get(name, x.dtype))
+        if target == np.float16 != x.dtype:
+            check_range(name, x.read(), target)
+        cast[name] = HostArray(x.shape, target, lambda x=x, to=target: np.asarray(x.read(), to))
     write_sharded(folder, cast, max_shard_bytes)
     dtypes = {name: str(x.dtype) for name, x in cast.items()}
     write_json(folder / "config.json", saved_config(model, dtypes))
 
 
-def hf_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """The model's parameters as Hugging Face tensors, on the host, in their own dtype."""
+def hf_tensors(model: Any, arrays: Mapping[str, HostArray]) -> Iterator[tuple[str, HostArray]]:
+    """The model's parameters as Hugging Face tensors, in their own dtype."""
     model_type, _ = architecture_of(model)
     table = FAMILIES[model_type].table(model.config)
     origin: Origin | None = getattr(model, "origin", None)
-    params = parameters(model)
-    if any(path.endswith(".lora_a") for path in params):
+    if any(path.endswith(".lora_a") for path in arrays):
         raise InputError(
             "save_hf: the model has LoRA; write merge_lora(model), or the adapter with save_adapter"
         )
-    for entry in table.for_model(params):
+    for entry in table.for_model(arrays):
         name = tensor_name(entry, table, stripped=origin is not None and origin.stripped)
-        yield name, entry.join([np.asarray(params[o]) for o in entry.ours])
+        parts = [arrays[path] for path in entry.ours]
+        rows, *rest = parts[0].shape
+        shape = (rows * len(parts), *rest)
+        yield (
+            name,
+            HostArray(
+                shape[::-1] if entry.transposed else shape,
+                parts[0].dtype,
+                lambda entry=entry, parts=parts: entry.join([part.read() for part in parts]),
+            ),
+        )
     for name, ours in origin.copies if origin is not None else ():
-        if ours in params:
-            yield name, np.asarray(params[ours])
+        if ours in arrays:
+            yield name, arrays[ours]
 
 
-def original_dtypes(model: Any, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
+def original_dtypes(model: Any, tensors: Mapping[str, HostArray]) -> dict[str, Any]:
     """The file's own dtypes, if going back to them loses nothing; else none.
 
     A half-precision checkpoint that was widened at load goes back to its bytes; one that was
@@ -74,14 +94,14 @@ def original_dtypes(model: Any, tensors: dict[str, np.ndarray]) -> dict[str, Any
         return {}
     dtypes = {name: jnp.dtype(dtype) for name, dtype in origin.dtypes}
     same_names = dtypes.keys() == tensors.keys()
-    lossless = same_names and all(survives(x, dtypes[name]) for name, x in tensors.items())
+    lossless = same_names and all(
+        x.dtype == dtypes[name] or survives(x.read(), dtypes[name]) for name, x in tensors.items()
+    )
     return dtypes if lossless else {}
 
 
 def survives(x: np.ndarray, dtype: Any) -> bool:
     """Whether x goes to `dtype` and back unchanged, bit for bit."""
-    if x.dtype == dtype:
-        return True
     with np.errstate(over="ignore"):
         back = x.astype(dtype).astype(x.dtype)
     return bool((back.view(f"u{x.itemsize}") == x.view(f"u{x.itemsize}")).all())

@@ -7,6 +7,7 @@ file format.
 
 from __future__ import annotations
 
+import math
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ import numpy as np
 from jaxllm.errors import CheckpointError, MissingFileError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+Index = tuple[slice, ...]
+"""A part of an array: a slice of each dimension, with steps of 1. Empty: all of it."""
 
 _CHUNK = 1 << 20  # values that find_nonfinite looks at in one go: small enough for the CPU's cache
 
@@ -54,16 +58,20 @@ class WeightSource(Protocol):
         """
         ...
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, read-only or owned by the caller.
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """One tensor or a part of it, read-only or owned by the caller.
 
         Where the file stores the array as numpy would, it is a view of a read-only memory map and
         stays valid after :meth:`close`; the file must not be changed meanwhile. Only this tensor's
-        bytes are ever touched.
+        bytes are ever touched, and of a part as few as the format allows.
 
         Raises:
             CheckpointError: No tensor has this name, or the source is closed.
         """
+        ...
+
+    def forget(self, name: str) -> None:
+        """Give back the memory that looking at a tensor of the file took; it can be read again."""
         ...
 
     def close(self) -> None:
@@ -102,6 +110,26 @@ class MappedFile:
             return np.empty(0, dtype)
         array = np.frombuffer(self._map, dtype, count, begin)
         return array if array.flags.aligned else array.copy()
+
+    def array(
+        self, dtype: np.dtype[Any], begin: int, shape: tuple[int, ...], index: Index = ()
+    ) -> np.ndarray:
+        """An array in C order, or a part of it; a copy (of the part) only where it is unaligned."""
+        if self._map is None:
+            raise CheckpointError(f"{self.path}: read after close()")
+        count = math.prod(shape)
+        flat = np.frombuffer(self._map, dtype, count, begin) if count else np.empty(0, dtype)
+        part = flat.reshape(shape)
+        part = part[index] if index else part
+        return part if part.flags.aligned else part.copy()
+
+    def forget(self, begin: int, end: int) -> None:
+        """Give the memory of these bytes back to the system, which reads them again if need be."""
+        if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def head(self, limit: int) -> memoryview:
         """The first ``limit`` bytes, or all of a shorter file, without a copy."""

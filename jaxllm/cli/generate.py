@@ -21,6 +21,7 @@ import jax
 from jaxllm import load
 from jaxllm.checkpoint import bundled
 from jaxllm.cli import compile_cache
+from jaxllm.cli.batch import DEFAULT_NEW_TOKENS, add_batch_flags, check_flags, run_batch
 from jaxllm.cli.exits import Parser, guard
 from jaxllm.cli.field_flags import add_field_flags, given_fields, int_list
 from jaxllm.cli.progress import Reporter
@@ -33,13 +34,13 @@ from jaxllm.generation.generate import heal
 from jaxllm.generation.merging import merged_config
 from jaxllm.tokenizers.base import MAX_TEXT_BYTES, Tokenizer
 
-DEFAULT_NEW_TOKENS = 256
 DTYPES = ("float32", "bfloat16", "float16")
 _EXAMPLES = """\
 examples:
   generate.py --chat "What is the capital of France?"
   generate.py --model ~/models/llama --do-sample --temperature 0.7 --seed 1 "Once upon a time"
   cat question.txt | generate.py --model google-t5/t5-small -
+  generate.py --input rows.jsonl --output out.jsonl --max-new-tokens 128
 """
 
 
@@ -84,6 +85,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     cache.add_argument(
         "--no-compile-cache", dest="keep_compiled", action="store_false", help="keep none"
     )
+    add_batch_flags(parser)
     add_field_flags(parser)
     return parser
 
@@ -100,12 +102,15 @@ def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     fields = GenerationConfig(**given_fields(arguments))
     check_supported(fields)  # now, not after minutes of loading
-    prompt = None if arguments.input_ids is not None else _prompt(arguments)
+    one_text = arguments.input is None and arguments.input_ids is None
+    prompt = _prompt(arguments) if one_text else None
     reporter = Reporter(quiet=arguments.quiet)
     if arguments.keep_compiled:
         trouble = compile_cache.enable(arguments.compile_cache or compile_cache.default_folder())
         if trouble is not None:
             reporter.say(trouble)
+    if arguments.input is not None:
+        return run_batch(arguments, reporter)
 
     path = bundled.smollm2() if arguments.model is None else arguments.model
     with contextlib.closing(CompileClock()) as clock:
@@ -155,6 +160,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    check_flags(arguments)
+    if arguments.seed is not None and not 0 <= arguments.seed < 2**32:  # JAX drops higher bits
+        raise InputError(f"--seed must be from 0 to 2**32 - 1, but is {arguments.seed}")
+    if arguments.system is not None and not arguments.chat:
+        raise InputError("--system has no effect without --chat")
+    if arguments.input is not None:
+        return
     given = [arguments.text, arguments.prompt, arguments.input_ids]
     count = sum(value is not None for value in given)
     if count == 0:
@@ -163,10 +175,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError("give one of PROMPT, --prompt and --input-ids, not several")
     if arguments.chat and arguments.input_ids is not None:
         raise InputError("--chat needs a prompt: --input-ids are taken as they are")
-    if arguments.system is not None and not arguments.chat:
-        raise InputError("--system has no effect without --chat")
-    if arguments.seed is not None and not 0 <= arguments.seed < 2**32:  # JAX drops higher bits
-        raise InputError(f"--seed must be from 0 to 2**32 - 1, but is {arguments.seed}")
 
 
 def _prompt(arguments: argparse.Namespace) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 
 class Update(Protocol):
@@ -22,6 +24,17 @@ class Reporter:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+
+    @property
+    def console(self) -> Console:
+        return self._console
+
+    def table(self, lines: Sequence[tuple[str, str]]) -> None:
+        """Names and values in two columns."""
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, value in lines:
+            table.add_row(Text(name, style="dim"), Text(value))
+        self._console.print(table)
 
     def say(self, line: str) -> None:
         """One line, exactly as given."""

@@ -70,6 +70,11 @@ class ModelConfig:
         """A hard limit of the architecture on positions, or None."""
         return None
 
+    @property
+    def head_counts(self) -> dict[str, int]:
+        """Attention heads of each kind, by the field that says how many there are."""
+        return {}
+
 
 def read_config(
     cls: type[C],

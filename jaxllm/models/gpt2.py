@@ -65,6 +65,10 @@ class GPT2Config(cfg.ModelConfig):
         return self.n_embd
 
     @property
+    def head_counts(self) -> dict[str, int]:
+        return {"n_head": self.n_head}
+
+    @property
     def context_length(self) -> int:
         return self.n_positions
 

@@ -84,6 +84,13 @@ class LlamaConfig(cfg.ModelConfig):
         return self.hidden_size
 
     @property
+    def head_counts(self) -> dict[str, int]:
+        return {
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.kv_heads,
+        }
+
+    @property
     def context_length(self) -> int:
         return self.max_position_embeddings
 

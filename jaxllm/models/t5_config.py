@@ -83,6 +83,10 @@ class T5Config(cfg.ModelConfig):
         return self.d_model
 
     @property
+    def head_counts(self) -> dict[str, int]:
+        return {"num_heads": self.num_heads}
+
+    @property
     def context_length(self) -> None:
         """Relative positions have no end."""
         return None

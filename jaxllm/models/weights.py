@@ -31,6 +31,18 @@ class Entry:
         whole = theirs.T if self.transposed else theirs
         return np.split(whole, len(self.ours)) if len(self.ours) > 1 else [whole]
 
+    def index(self, number: int, rows: int, ours: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where a part of our parameter `number`, which has so many rows, is in their tensor.
+
+        >>> entry = Entry(("q", "k", "v"), "qkv", transposed=True)
+        >>> entry.index(1, 4, (slice(0, 2), slice(2, 4)))
+        (slice(2, 4, None), slice(4, 6, None))
+        """
+        first, *rest = ours
+        start, stop, _ = first.indices(rows)
+        whole = (slice(number * rows + start, number * rows + stop), *rest)
+        return whole[::-1] if self.transposed else whole
+
     def join(self, ours: Sequence[np.ndarray]) -> np.ndarray:
         """The inverse of `split`, contiguous."""
         whole = np.concatenate(ours) if len(ours) > 1 else ours[0]

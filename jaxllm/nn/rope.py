@@ -73,15 +73,17 @@ class Rope:
     long_factor: tuple[float, ...] = ()
 
     def angles(
-        self, positions: Int[Array, "B T"], horizon: Int[Array, ""]
+        self, positions: Int[Array, "B T"], horizon: Int[Array, "*B"]
     ) -> tuple[Float[Array, "B T 1 H"], Float[Array, "B T 1 H"]]:
-        """Cosines and sines for `rotate`; `horizon` is 1 + the largest position in the batch."""
-        angle = positions[..., None, None].astype(jnp.float32) * self.frequencies(horizon)
+        """Cosines and sines for `rotate`; `horizon` is 1 + the largest position in the batch, or
+        in each row."""
+        frequencies = self.frequencies(jnp.reshape(horizon, (-1, 1, 1, 1)))
+        angle = positions[..., None, None].astype(jnp.float32) * frequencies
         angle = jnp.concatenate([angle, angle], axis=-1)
         scale = self.attention_scaling
         return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
-    def frequencies(self, horizon: Int[Array, ""]) -> Float[Array, " H/2"]:
+    def frequencies(self, horizon: Int[Array, " ..."]) -> Float[Array, "... H/2"]:
         """Radians per position. Only the types that depend on the length so far are traced."""
         match self.rope_type:
             case "dynamic":
@@ -120,7 +122,7 @@ class Rope:
         exponent = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         return np.float32(self.theta) ** exponent
 
-    def _dynamic(self, horizon: Int[Array, ""]) -> Float[Array, " H/2"]:
+    def _dynamic(self, horizon: Int[Array, " ..."]) -> Float[Array, "... H/2"]:
         """NTK-aware scaling: the base grows once the text is longer than the training's."""
         length = jnp.maximum(horizon, self.max_positions).astype(jnp.float32)
         growth = self.factor * length / self.max_positions - (self.factor - 1)

@@ -75,8 +75,8 @@ class Evaluation:
     Args:
         every: steps between evaluations; there is one at the last step, too. None: only that.
         batch_size: rows at once; None: those of training.
-        metrics: of generated texts (exact_match, normalized_exact_match, rouge, bleu, chrf,
-            accuracy); none: nothing is generated.
+        metrics: of generated texts (exact_match, normalized_exact_match, rouge, bleu, chrf);
+            none: nothing is generated.
         rows: how many rows to generate for; None: all.
         samples: how many answers the report shows, before and after.
         fields: of `jaxllm.generate`, such as ``{max_new_tokens: 64}``.

@@ -248,7 +248,7 @@ def test_progress_counts_bytes():
         ({"attn_implementation": "flash"}, UnsupportedError, "attn_implementation: unknown"),
         ({"architecture": "LlamaForTokenClassification"}, UnsupportedError, "architectures"),
         ({"revision": "main"}, InputError, "revision='main'"),
-        ({"mesh": object()}, UnsupportedError, "mesh"),
+        ({"mesh": object()}, InputError, "mesh: expected what jaxllm.make_mesh returns"),
     ],
 )
 def test_options_that_do_not_exist(options, error, message):

@@ -61,25 +61,31 @@ def threshold(
     return jnp.min(jnp.where(x >= t, x, jnp.inf), axis=-1)
 
 
-def kth_largest(x: Float[Array, "B V"], k: Int[Array, ""]) -> Float[Array, " B"]:
+def column(x: Array) -> Array:
+    """A number for all rows, or one for each: as [1, 1] or [B, 1], beside scores [B, V]."""
+    return jnp.reshape(x, (-1, 1))
+
+
+def kth_largest(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Float[Array, " B"]:
     """The ``k``-th largest of each row, counted with ties; ``k`` is traced, 1 to V."""
-    width = min(CANDIDATES, x.shape[1])
+    width, each = min(CANDIDATES, x.shape[1]), jnp.broadcast_to(k, x.shape[:1])
+    few = each <= width
 
     def among_candidates() -> Float[Array, " B"]:
-        return lax.dynamic_index_in_dim(lax.top_k(x, width)[0], k - 1, axis=1, keepdims=False)
+        return _pick(lax.top_k(x, width)[0], jnp.minimum(each, width) - 1)
 
     def by_bisection() -> Float[Array, " B"]:
-        return threshold(x, 1.0, jnp.full(x.shape[0], k, jnp.float32))
+        return threshold(x, 1.0, each.astype(jnp.float32))
 
-    return lax.cond(k <= width, among_candidates, by_bisection)
+    return lax.cond(jnp.all(few), among_candidates, by_bisection)
 
 
-def top_k_mask(x: Float[Array, "B V"], k: Int[Array, ""]) -> Bool[Array, "B V"]:
+def top_k_mask(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Bool[Array, "B V"]:
     """True at the ``k`` largest of each row and at whatever ties with the k-th."""
     return x >= kth_largest(x, k)[:, None]
 
 
-def top_p_mask(x: Float[Array, "B V"], p: Float[Array, ""], least: int = 1) -> Bool[Array, "B V"]:
+def top_p_mask(x: Float[Array, "B V"], p: Float[Array, "*B"], least: int = 1) -> Bool[Array, "B V"]:
     """True at the fewest largest scores whose probabilities add up to at least ``p``.
 
     Of equal scores at the edge the later ones are kept, which is what a stable ascending sort that
@@ -173,7 +179,7 @@ def top_mask(x: Float[Array, "B V"], count: int) -> Bool[Array, "B V"]:
     return x >= lax.top_k(x, min(count, x.shape[1]))[0][:, -1:]
 
 
-def entropy_mask(x: Float[Array, "B V"], fraction: Float[Array, ""]) -> Bool[Array, "B V"]:
+def entropy_mask(x: Float[Array, "B V"], fraction: Float[Array, "*B"]) -> Bool[Array, "B V"]:
     """Top-h: the largest scores while their summed -p log p is within a fraction of the entropy.
 
     Only the 100 largest count, with probabilities among themselves; the largest always stays.
@@ -181,7 +187,7 @@ def entropy_mask(x: Float[Array, "B V"], fraction: Float[Array, ""]) -> Bool[Arr
     top, at = lax.top_k(x, min(100, x.shape[1]))
     p = jax.nn.softmax(top, axis=-1)
     terms = jnp.where(p > 0, -p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
-    budget = fraction * jnp.sum(terms, axis=-1, keepdims=True)
+    budget = column(fraction) * jnp.sum(terms, axis=-1, keepdims=True)
     keep = (jnp.cumsum(terms, axis=-1) <= budget) & (p > 0)
     return _marked(jnp.where(keep.at[:, 0].set(True), at, x.shape[1]), x.shape[1])
 

@@ -4,6 +4,8 @@ Every filter sets what it drops to ``filter_value`` (-inf) and keeps at least
 ``min_tokens_to_keep`` tokens. Behaviour, names and arguments are those of transformers 5.23,
 except that a neutral value (``top_k=0``, ``top_p=1``, ``mass=1``, ``epsilon=0``) is accepted and
 costs nothing at run time, so that a filter may stay in the program while it is switched off.
+
+A number is a scalar, or an array with one for each row (``processors.per_row.stacked``).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from jaxllm.generation.processors.base import (
     store,
 )
 from jaxllm.generation.processors.selection import (
+    column,
     entropy_mask,
     nearest_mask,
     top_k_mask,
@@ -46,7 +49,7 @@ class TemperatureLogitsWarper(LogitsProcessor):
     [[2.0, 6.0]]
     """
 
-    temperature: Float[Array, ""]
+    temperature: Float[Array, "*B"]
 
     def __init__(self, temperature: Number) -> None:
         if not is_traced(temperature) and temperature == 0:
@@ -58,17 +61,17 @@ class TemperatureLogitsWarper(LogitsProcessor):
         store(self, temperature=leaf)
 
     def process(self, history: History, scores: Scores) -> Scores:
-        return scores / self.temperature
+        return scores / column(self.temperature)
 
 
 @dataclass(frozen=True, init=False, eq=False)
 class Filter(LogitsProcessor):
     """A warper that replaces the scores of tokens outside :meth:`keep` by ``filter_value``.
 
-    Nothing is computed at run time while :meth:`off` says that all would be kept.
+    Nothing is computed at run time while :meth:`off` says that all would be kept, in every row.
     """
 
-    filter_value: Float[Array, ""]
+    filter_value: Float[Array, "*B"]
     min_tokens_to_keep: int
 
     def _set(self, filter_value: Number, min_tokens_to_keep: int, **values: Array) -> None:
@@ -82,12 +85,15 @@ class Filter(LogitsProcessor):
         store(self, filter_value=value, min_tokens_to_keep=int(min_tokens_to_keep), **values)
 
     def process(self, history: History, scores: Scores) -> Scores:
+        off = self.off(scores)
+
         def cut() -> Scores:
-            return jnp.where(self.keep(scores), scores, self.filter_value)
+            kept = self.keep(scores) | column(off)
+            return jnp.where(kept, scores, column(self.filter_value))
 
-        return lax.cond(self.off(scores), lambda: scores, cut)
+        return lax.cond(jnp.all(off), lambda: scores, cut)
 
-    def off(self, scores: Scores) -> Bool[Array, ""]:
+    def off(self, scores: Scores) -> Bool[Array, "*B"]:
         raise NotImplementedError
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
@@ -98,7 +104,7 @@ class Filter(LogitsProcessor):
 class TopKLogitsWarper(Filter):
     """Keeps the ``top_k`` largest scores and ties with the k-th; 0 keeps all."""
 
-    top_k: Int[Array, ""]
+    top_k: Int[Array, "*B"]
 
     def __init__(
         self, top_k: int | Array, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
@@ -106,12 +112,14 @@ class TopKLogitsWarper(Filter):
         leaf = int_leaf(type(self).__name__, "top_k", top_k)
         self._set(filter_value, min_tokens_to_keep, top_k=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, ""]:
+    def off(self, scores: Scores) -> Bool[Array, "*B"]:
         return (self.top_k <= 0) | (self.top_k >= scores.shape[1])
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
         least = min(self.min_tokens_to_keep, scores.shape[1])
-        return top_k_mask(scores, jnp.maximum(self.top_k, least))
+        # A row that keeps all must not send the others the slow way.
+        k = jnp.where(self.off(scores), least, self.top_k)
+        return top_k_mask(scores, jnp.maximum(k, least))
 
 
 @logits_processor(static=("min_tokens_to_keep",))
@@ -121,7 +129,7 @@ class TopPLogitsWarper(Filter):
     Nucleus sampling (Holtzman et al. 2020). 0 keeps the best token, 1 keeps all.
     """
 
-    top_p: Float[Array, ""]
+    top_p: Float[Array, "*B"]
 
     def __init__(
         self, top_p: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
@@ -129,18 +137,19 @@ class TopPLogitsWarper(Filter):
         leaf = float_leaf(type(self).__name__, "top_p", top_p, "[0, 1]")
         self._set(filter_value, min_tokens_to_keep, top_p=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, ""]:
+    def off(self, scores: Scores) -> Bool[Array, "*B"]:
         return self.top_p >= 1.0
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
-        return top_p_mask(scores, self.top_p, self.min_tokens_to_keep)
+        p = jnp.where(self.off(scores), 0.0, self.top_p)  # as in TopKLogitsWarper
+        return top_p_mask(scores, p, self.min_tokens_to_keep)
 
 
 @logits_processor(static=("min_tokens_to_keep",))
 class MinPLogitsWarper(Filter):
     """Drops tokens less probable than ``min_p`` times the most probable one; 0 keeps all."""
 
-    min_p: Float[Array, ""]
+    min_p: Float[Array, "*B"]
 
     def __init__(
         self, min_p: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
@@ -148,11 +157,11 @@ class MinPLogitsWarper(Filter):
         leaf = float_leaf(type(self).__name__, "min_p", min_p, "[0, 1]")
         self._set(filter_value, min_tokens_to_keep, min_p=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, ""]:
+    def off(self, scores: Scores) -> Bool[Array, "*B"]:
         return self.min_p <= 0.0
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
-        likely = unnormalised(scores) >= self.min_p
+        likely = unnormalised(scores) >= column(self.min_p)
         return likely | top_mask(scores, self.min_tokens_to_keep)
 
 
@@ -163,14 +172,14 @@ class TopHLogitsWarper(Filter):
     Looks at the 100 most probable tokens only, so that even ``top_h=1`` drops the rest.
     """
 
-    top_h: Float[Array, ""]
+    top_h: Float[Array, "*B"]
 
     def __init__(self, top_h: Number, filter_value: Number = NEG_INF) -> None:
         leaf = float_leaf(type(self).__name__, "top_h", top_h, "(0, 1]")
         self._set(filter_value, 1, top_h=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, ""]:
-        return jnp.asarray(False)
+    def off(self, scores: Scores) -> Bool[Array, "*B"]:
+        return jnp.zeros_like(self.top_h, bool)
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
         return entropy_mask(scores, self.top_h)
@@ -183,7 +192,7 @@ class TypicalLogitsWarper(Filter):
     Locally typical sampling (Meister et al. 2022); 1 keeps all.
     """
 
-    mass: Float[Array, ""]
+    mass: Float[Array, "*B"]
 
     def __init__(
         self, mass: Number = 0.9, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
@@ -191,7 +200,7 @@ class TypicalLogitsWarper(Filter):
         leaf = float_leaf(type(self).__name__, "mass", mass, "(0, 1]")
         self._set(filter_value, min_tokens_to_keep, mass=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, ""]:
+    def off(self, scores: Scores) -> Bool[Array, "*B"]:
         return self.mass >= 1.0
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
@@ -206,7 +215,7 @@ class TypicalLogitsWarper(Filter):
 class EpsilonLogitsWarper(Filter):
     """Drops tokens of probability below ``epsilon`` (Hewitt et al. 2022); 0 keeps all."""
 
-    epsilon: Float[Array, ""]
+    epsilon: Float[Array, "*B"]
 
     def __init__(
         self, epsilon: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
@@ -214,11 +223,11 @@ class EpsilonLogitsWarper(Filter):
         leaf = float_leaf(type(self).__name__, "epsilon", epsilon, "[0, 1)")
         self._set(filter_value, min_tokens_to_keep, epsilon=leaf)
 
-    def off(self, scores: Scores) -> Bool[Array, ""]:
+    def off(self, scores: Scores) -> Bool[Array, "*B"]:
         return self.epsilon <= 0.0
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
-        likely = jax.nn.softmax(scores, axis=-1) >= self.epsilon
+        likely = jax.nn.softmax(scores, axis=-1) >= column(self.epsilon)
         return likely | top_mask(scores, self.min_tokens_to_keep)
 
 
@@ -230,8 +239,9 @@ class EtaLogitsWarper(EpsilonLogitsWarper):
     """
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
-        eta = jnp.sqrt(self.epsilon) * jnp.exp(-_entropy(scores)[:, None])
-        likely = jax.nn.softmax(scores, axis=-1) >= jnp.minimum(self.epsilon, eta)
+        epsilon = column(self.epsilon)
+        eta = jnp.sqrt(epsilon) * jnp.exp(-_entropy(scores)[:, None])
+        likely = jax.nn.softmax(scores, axis=-1) >= jnp.minimum(epsilon, eta)
         return likely | top_mask(scores, self.min_tokens_to_keep)
 
 

@@ -1,0 +1,79 @@
+"""How far a batch is: rows, tokens a second, compile time apart, and the time that is left."""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jaxllm.cli.progress import Reporter
+from jaxllm.compile_clock import CompileClock
+from jaxllm.generation.engine.job import Job
+
+PLAIN_SECONDS = 30.0
+"""Between two lines where there is no terminal."""
+
+
+class BatchProgress:
+    """A moving line on a terminal, a plain line now and then elsewhere; a context manager."""
+
+    def __init__(self, reporter: Reporter, job: Job, clock: CompileClock) -> None:
+        self._reporter, self._job, self._clock = reporter, job, clock
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} rows"),
+            TimeElapsedColumn(),
+            console=reporter.console,
+            transient=True,
+            disable=not reporter.console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=len(job.source.lines))
+        self._start = self._said = time.monotonic()
+        self._compiled = clock.seconds
+        self._memory = 0
+
+    def __enter__(self) -> Self:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._bar.stop()
+
+    def update(self) -> None:
+        """A row is over."""
+        predictions = self._job.engine.memory
+        for prediction in predictions[self._memory :]:
+            self._reporter.say(str(prediction))
+        self._memory = len(predictions)
+        done = self._job.resumed + self._job.engine.counts.rows
+        self._bar.update(self._task, completed=done, description=self.line())
+        now = time.monotonic()
+        if not self._reporter.console.is_terminal and now - self._said > PLAIN_SECONDS:
+            self._said = now
+            self._reporter.say(f"{done} of {len(self._job.source.lines)} rows, {self.line()}")
+
+    def line(self) -> str:
+        """Speeds, and the time that is left."""
+        counts = self._job.engine.counts
+        compiling = self._clock.seconds - self._compiled
+        seconds = max(time.monotonic() - self._start - compiling, 1e-9)
+        return (
+            f"{counts.rows / seconds:.1f} rows/s, {counts.prompt_tokens / seconds:.0f} prompt and "
+            f"{counts.new_tokens / seconds:.0f} new tokens/s, compiling {compiling:.1f} s, "
+            f"{left(seconds, counts.answered, counts.asked)} left"
+        )
+
+
+def left(seconds: float, answered: int, asked: int) -> str:
+    """The time that is left, as long as rows end as early before their limits as they did so far.
+
+    >>> left(60.0, 100, 400), left(60.0, 0, 400)
+    ('3:00', '?')
+    """
+    if not answered:
+        return "?"
+    rest = round(seconds * (asked - answered) / answered)
+    hours, minutes = divmod(rest // 60, 60)
+    return f"{hours}:{minutes:02}:{rest % 60:02}" if hours else f"{minutes}:{rest % 60:02}"

@@ -1,0 +1,141 @@
+"""A file of rows in, a file of results out, whatever happens in between."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxllm.compile_clock import CompileClock
+from jaxllm.errors import DataError, JaxLLMError, MissingFileError
+from jaxllm.generation.engine.generator import BatchGenerator
+from jaxllm.generation.engine.journal import Journal, journal_folder, write_atomically
+from jaxllm.generation.engine.report import Report, Run, lengths
+from jaxllm.generation.engine.rows import BatchOutput, Given
+from jaxllm.json_file import parse_json
+
+_BOM = b"\xef\xbb\xbf"
+
+
+class Input(NamedTuple):
+    """A file of one JSON object a line."""
+
+    path: Path
+    lines: list[tuple[int, bytes]]
+    """Those that are not blank, with their numbers from 1 on."""
+    sha256: str
+
+    @staticmethod
+    def read(path: Path) -> Input:
+        """The lines of a file.
+
+        Raises:
+            MissingFileError, DataError: there is no such file, or it cannot be read.
+        """
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise MissingFileError(f"{path}: no such file") from None
+        except OSError as failure:
+            raise DataError(f"{path}: cannot be read ({failure.strerror})") from failure
+        lines = enumerate(data.removeprefix(_BOM).split(b"\n"), start=1)
+        kept = [(number, line) for number, line in lines if line.strip()]
+        return Input(path, kept, hashlib.sha256(data).hexdigest())
+
+    def given(self, index: int) -> Given:
+        """Row number `index`, from 0 on; an error in its place if its line is not an object."""
+        number, line = self.lines[index]
+        try:
+            raw = parse_json(line, source=f"line {number}", error=DataError)
+            if not isinstance(raw, Mapping):
+                raise DataError(f"line {number}: is {type(raw).__name__}, not an object")
+        except JaxLLMError as error:
+            raw = error
+        return Given(index, number, raw)
+
+
+class Job:
+    """Answers all rows of a file, into an output in the order of the input.
+
+    Rows are kept in a `Journal` as they end, so that a job that was killed goes on where it was. A
+    row that cannot be answered is a line with an `error` (and the number of its line); the others
+    do not suffer.
+
+    Args:
+        engine: whose rows have no other settings than `settings` says.
+        settings: all that a result depends on, but for the input itself.
+        resume: go on with a job that was stopped.
+
+    Raises:
+        RunError: see `Journal`.
+    """
+
+    def __init__(
+        self,
+        engine: BatchGenerator,
+        source: Input,
+        output: Path,
+        settings: Mapping[str, Any],
+        *,
+        resume: bool = False,
+    ) -> None:
+        self.engine, self.source, self.output = engine, source, output
+        self.settings = {**settings, "input": source.sha256, "rows": len(source.lines)}
+        self._resume = resume
+        self.resumed = 0
+        """Rows that were done before."""
+
+    @property
+    def report_path(self) -> Path:
+        return self.output.with_name(self.output.name + ".report.json")
+
+    @property
+    def journal_path(self) -> Path:
+        return journal_folder(self.output)
+
+    def run(self, clock: CompileClock) -> Iterator[BatchOutput]:
+        """Outputs as they end, each of them in the journal; the output is there after the last."""
+        with Journal(self.output, self.settings, resume=self._resume) as journal:
+            self.resumed = len(journal.done)
+            indices = range(len(self.source.lines))
+            todo = (self.source.given(i) for i in indices if i not in journal.done)
+            start, compiled = time.monotonic(), clock.seconds
+            programs, cached = clock.programs, clock.cached
+            for output in self.engine.answer(todo):
+                journal.add(output.index, self._line(output), output.prompt_tokens)
+                yield output
+            seconds = time.monotonic() - start
+            run = Run(
+                counts=self.engine.counts,
+                memory=self.engine.memory,
+                seconds=seconds,
+                compile_seconds=clock.seconds - compiled,
+                programs=clock.programs - programs,
+                programs_from_cache=clock.cached - cached,
+            )
+            self._finish(journal, run)
+            # Last: a job that is stopped before this has all its rows, and is merged again.
+            journal.remove()
+
+    def _line(self, output: BatchOutput) -> dict[str, Any]:
+        line = output.to_dict()
+        if output.error is None:
+            return line
+        number = self.source.lines[output.index][0]
+        named = output.error.startswith(f"line {number}:")
+        error = output.error if named else f"line {number}: {output.error}"
+        return {**line, "error": error, "line": number}
+
+    def _finish(self, journal: Journal, run: Run) -> None:
+        records = journal.merge(len(self.source.lines))
+        self.report = Report(
+            input=str(self.source.path),
+            output=str(self.output),
+            settings=self.settings,
+            resumed=self.resumed,
+            run=run,
+            **lengths(records),
+        )
+        write_atomically(self.report_path, self.report.to_json())

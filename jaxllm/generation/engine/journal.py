@@ -1,0 +1,214 @@
+"""Finished rows on disk before the output is: a file that only grows, whole after any kill.
+
+The journal of an output `out.jsonl` is the folder `out.jsonl.parts`: `job.json` says what was asked
+for, and each process appends to a `part-N.jsonl` of its own. When all rows are there they are
+written in the order of the input into a new file, which then takes the output's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from jaxllm.checkpoint.runs.lock import RunLock
+from jaxllm.errors import DataError, RunError
+from jaxllm.json_file import parse_json, read_json
+
+SECONDS = 1.0
+"""Rows wait so long, at most, until they are forced onto the disk."""
+ROWS = 256
+"""Or until they are so many."""
+_MAX_SETTINGS_BYTES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a finished row stands."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+class Journal:
+    """The journal of one job; a context manager, which holds the job's lock.
+
+    Args:
+        output: the file that the job will write.
+        settings: all that a row's result depends on; a job that is resumed must have the same.
+        resume: go on with a job; without it, an output or a journal that exists is refused.
+        process: number of this process, and of its part.
+
+    Raises:
+        RunError: there is an output or a journal already, or none to resume; the settings differ,
+            with the name of the first that does; or another process runs the job.
+    """
+
+    def __init__(
+        self, output: Path, settings: Mapping[str, Any], *, resume: bool, process: int = 0
+    ) -> None:
+        self.output = output
+        self.folder = journal_folder(output)
+        self._settings = json.loads(json.dumps(settings))  # as it comes back from a file
+        self._check(resume)
+        self.folder.mkdir(exist_ok=True)
+        self._lock = RunLock(self.folder / f"process-{process:05d}")
+        if not (self.folder / "job.json").exists():
+            write_atomically(self.folder / "job.json", json.dumps(self._settings).encode())
+        self._part = self.folder / f"part-{process:05d}.jsonl"
+        self.done: dict[int, Place] = {}
+        """Finished rows, by their number."""
+        for part in sorted(self.folder.glob("part-*.jsonl")):
+            self.done.update(whole_lines(part, repair=part == self._part))
+        self._file: BinaryIO = self._part.open("ab")
+        self._offset = self._part.stat().st_size
+        self._unsafe: list[tuple[int, Place]] = []
+        self._written = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.commit()
+        self._file.close()
+        self._lock.release()
+
+    def add(self, index: int, line: Mapping[str, Any], prompt_tokens: int) -> None:
+        """Appends a finished row; a crash may lose the rows of the last second."""
+        record = {"index": index, "prompt_tokens": prompt_tokens, "line": line}
+        data = encoded(record)
+        self._file.write(data)
+        self._unsafe.append((index, Place(self._part, self._offset, len(data))))
+        self._offset += len(data)
+        if len(self._unsafe) >= ROWS or time.monotonic() - self._written > SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        """Forces what was added onto the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.done.update(self._unsafe)
+        self._unsafe.clear()
+        self._written = time.monotonic()
+
+    def records(self, count: int) -> Iterator[dict[str, Any]]:
+        """What was added for rows 0 to count - 1, in order.
+
+        Raises:
+            RunError: a row is missing.
+        """
+        self.commit()
+        files: dict[Path, BinaryIO] = {}
+        with contextlib.ExitStack() as opened:
+            for index in range(count):
+                place = self.done.get(index)
+                if place is None:
+                    raise RunError(f"{self.folder}: row {index} is missing; run with --resume")
+                if place.file not in files:
+                    files[place.file] = opened.enter_context(place.file.open("rb"))
+                files[place.file].seek(place.offset)
+                yield json.loads(files[place.file].read(place.length))
+
+    def merge(self, count: int) -> Iterator[dict[str, Any]]:
+        """Writes the output, giving the record of each line, and gives it its name at the end."""
+        partial = self.folder / "merged"
+        with partial.open("wb") as file:
+            for record in self.records(count):
+                file.write(encoded(record["line"]))
+                yield record
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self.output)
+        sync_folder(self.output.parent)
+
+    def remove(self) -> None:
+        """Removes the folder, when the output has its name and the report is written."""
+        shutil.rmtree(self.folder)
+
+    def _check(self, resume: bool) -> None:
+        started = (self.folder / "job.json").exists()
+        if not resume:
+            if self.output.exists():
+                raise RunError(
+                    f"{self.output}: exists already; give another --output, or remove it"
+                )
+            if started:
+                raise RunError(
+                    f"{self.folder}: holds a job that was not finished; go on with --resume, or "
+                    "remove the folder"
+                )
+            return
+        if not started:
+            if self.output.exists():
+                raise RunError(f"{self.output}: is finished; there is nothing to resume")
+            return  # nothing was done before it was stopped
+        before = read_json(self.folder / "job.json", max_bytes=_MAX_SETTINGS_BYTES, error=RunError)
+        for name in dict.fromkeys((*before, *self._settings)):
+            old, new = before.get(name), self._settings.get(name)
+            if old != new:
+                raise RunError(
+                    f"{name}: was {old!r:.80} when this job began, and is {new!r:.80} now; resume "
+                    "with what it was, or begin another output"
+                )
+
+
+def journal_folder(output: Path) -> Path:
+    return output.with_name(output.name + ".parts")
+
+
+def whole_lines(part: Path, *, repair: bool) -> dict[int, Place]:
+    """The rows of a part. A last line that a crash tore does not count, and is cut off (`repair`).
+
+    Raises:
+        DataError: another line is damaged.
+    """
+    found: dict[int, Place] = {}
+    offset = 0
+    with part.open("r+b") as file:
+        for number, data in enumerate(file, start=1):
+            if not data.endswith(b"\n"):
+                if repair:
+                    file.truncate(offset)
+                break
+            where = f"{part}, line {number}"
+            record = parse_json(data, source=where, error=DataError)
+            if not isinstance(record, dict) or not isinstance(record.get("index"), int):
+                raise DataError(f"{where}: is no record of a row; remove the line to run it again")
+            found[record["index"]] = Place(part, offset, len(data))
+            offset += len(data)
+    return found
+
+
+def encoded(line: Mapping[str, Any]) -> bytes:
+    """One line of JSON. A lone surrogate, which has no UTF-8, is written as its escape."""
+    try:
+        return (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8")
+    except UnicodeEncodeError:
+        return (json.dumps(line) + "\n").encode("ascii")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """A file that is there as a whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces names in a folder onto the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,127 @@
+"""From tasks to pools of slots that fit the memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import InputError
+from jaxllm.generation.columns import SMALLEST_BUCKET
+from jaxllm.generation.engine.arrivals import Sizes, lay_out, size_of
+from jaxllm.generation.engine.memory import Prediction, activations, most_slots, nbytes, size
+from jaxllm.generation.engine.programs import admit_program, decode_program
+from jaxllm.generation.engine.queue import Task
+from jaxllm.generation.engine.settings import Group
+from jaxllm.generation.engine.slots import slot_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Tasks that run in one pool."""
+
+    tasks: list[Task]
+    sizes: Sizes
+    memory: Prediction
+    columns: int
+    """The largest slot that fits, in columns: those of `sizes`, fewer, or 0."""
+
+
+def plans(
+    model: Any, tokenizer: Any, group: Group, tasks: Sequence[Task], slots: int, budget: int
+) -> Iterator[Plan]:
+    """All tasks in one pool if memory allows `slots` slots of the longest; else the longest ones
+    have a pool of their own, with fewer slots, and so on with the rest.
+
+    A plan whose prediction does not fit has tasks that cannot run at all.
+    """
+    seq2seq = model.is_encoder_decoder
+    predicted = partial(predict, model, tokenizer, group, budget)
+    # The largest slots first.
+    classes: dict[tuple[int, int], list[Task]] = {}
+    for task in tasks:
+        source = task.width if seq2seq else 0
+        classes.setdefault((task.capacity(seq2seq), source), []).append(task)
+    waiting = [classes[key] for key in sorted(classes, reverse=True)]
+    while waiting:
+        rest = [task for part in waiting for task in part]
+        whole = size_of(rest, slots, seq2seq)
+        memory = most_slots(partial(predicted, rest, whole), whole.slots)
+        if memory.slots < whole.slots and len(waiting) > 1:
+            rest = waiting.pop(0)
+            whole = size_of(rest, slots, seq2seq)
+            memory = most_slots(partial(predicted, rest, whole), whole.slots)
+        else:
+            waiting = []
+        sizes = dataclasses.replace(whole, slots=memory.slots)
+        columns = sizes.capacity if memory.fits else _columns_that_fit(predicted, rest, sizes)
+        yield Plan(rest, sizes, memory, columns)
+
+
+def _columns_that_fit(predicted: Any, tasks: Sequence[Task], sizes: Sizes) -> int:
+    least = max(task.width for task in tasks) if sizes.source is None else SMALLEST_BUCKET
+    while sizes.capacity // 2 >= least:
+        sizes = dataclasses.replace(sizes, capacity=sizes.capacity // 2)
+        if predicted(tasks, sizes, 1).fits:
+            return sizes.capacity
+    return 0
+
+
+def predict(
+    model: Any,
+    tokenizer: Any,
+    group: Group,
+    budget: int,
+    tasks: Sequence[Task],
+    sizes: Sizes,
+    slots: int,
+) -> Prediction:
+    """The bytes of a pool of so many slots. Its programs are traced; nothing is compiled."""
+    sizes = dataclasses.replace(sizes, slots=slots)
+    vocab, stops = model.config.vocab_size, group.criteria(tokenizer)
+    widest = max(tasks, key=lambda task: task.width)
+    arrivals = lay_out([widest], group, sizes, vocab)
+    shapes = slot_shapes(model, slots, sizes.capacity, sizes.source, arrivals.texts.settings)
+    at, number = np.zeros(sizes.arrivals, np.int32), np.int32(1)
+    static = {"sampling": group.sampling}
+    traced = (
+        admit_program.trace(model, shapes, arrivals, at, stops, **static),
+        decode_program.trace(model, shapes, stops, number, number, **static),
+    )
+    return Prediction(
+        weights=nbytes(model),
+        cache=nbytes(shapes),
+        activations=max(activations(program.jaxpr) for program in traced),
+        budget=budget,
+        slots=slots,
+        capacity=sizes.capacity,
+    )
+
+
+def too_large(task: Task, plan: Plan) -> InputError:
+    """Why a task cannot run, and which number to change."""
+    memory, row = plan.memory, task.row
+    if memory.weights >= memory.budget:
+        return InputError(
+            f"memory: the weights alone take {size(memory.weights)} of a budget of "
+            f"{size(memory.budget)}; raise memory, or load the model in a smaller dtype"
+        )
+    needed = (
+        f"one slot of {memory.capacity} columns (a prompt of {len(row.ids)} tokens, {row.new} new "
+        f"ones) takes {size(memory.total)}, but the budget is {size(memory.budget)}"
+    )
+    new = plan.columns - len(row.start)
+    if new < 1:
+        return InputError(f"memory: {needed}; shorten the prompt, or raise memory")
+    return InputError(f"max_new_tokens: {needed}; ask for at most {new}, or raise memory")
+
+
+def ran_out(task: Task, sizes: Sizes) -> InputError:
+    """A task for which the device had too little memory, although it was predicted to fit."""
+    return InputError(
+        f"max_new_tokens: the device ran out of memory with a single slot of {sizes.capacity} "
+        f"columns (a prompt of {len(task.row.ids)} tokens, {task.row.new} new ones); ask for fewer"
+    )

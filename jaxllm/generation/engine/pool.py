@@ -1,0 +1,137 @@
+"""Slots that are refilled: the host's side of the engine.
+
+The host is one step ahead where it can be: the prompts that come next are laid out, and finished
+texts are handed on, while the device decodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.generation.engine.arrivals import Sizes, lay_out
+from jaxllm.generation.engine.counts import Counts
+from jaxllm.generation.engine.programs import admit_program, decode_program
+from jaxllm.generation.engine.queue import Queue, Task
+from jaxllm.generation.engine.results import Done, not_finite
+from jaxllm.generation.engine.settings import Group
+from jaxllm.generation.engine.slots import Arrivals, Seen, empty_slots, slot_shapes
+from jaxllm.generation.strategy import NEVER
+
+MOST_STEPS = 256
+"""Decoding steps until the host looks, even if no slot is needed, so that progress is seen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """Tasks laid out for `admit`."""
+
+    tasks: list[Task]
+    arrivals: Arrivals
+
+
+class Pool:
+    """Runs the tasks of one group in one set of slots.
+
+    Args:
+        model: without what only the host reads (`without_notes`).
+        tasks: all fit `sizes`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        group: Group,
+        tasks: Sequence[Task],
+        sizes: Sizes,
+        counts: Counts,
+        place: Any,
+    ) -> None:
+        self._model, self._group, self._sizes, self._counts = model, group, sizes, counts
+        self._vocab = model.config.vocab_size
+        self._queue = Queue(tasks)
+        self._stops = group.criteria(tokenizer)
+        self._holds: list[Task | None] = [None] * sizes.slots
+        self._ended: list[Done] = []
+        self._ready = self._next()
+        settings = group.settings([tasks[0].row], self._vocab)
+        shapes = slot_shapes(model, sizes.slots, sizes.capacity, sizes.source, settings)
+        self._slots = empty_slots(shapes, settings, place)
+
+    def leftover(self) -> tuple[list[Done], list[Task]]:
+        """After a failure: texts that had ended, and tasks that wait or were in a slot."""
+        held = [task for task in self._holds if task is not None]
+        ready = [] if self._ready is None else self._ready.tasks
+        return self._ended, [*held, *ready, *self._queue.take_all()]
+
+    def run(self) -> Iterator[Done]:
+        """Texts as they end. While the caller looks at some, the device makes the next."""
+        while True:
+            self._refill()
+            if not any(self._holds):
+                break
+            seen = self._decode()
+            self._ready = self._ready or self._next()
+            yield from self._take_ended()
+            self._collect(jax.device_get(seen))
+        yield from self._take_ended()
+
+    def _take_ended(self) -> Iterator[Done]:
+        while self._ended:
+            yield self._ended.pop(0)
+
+    def _refill(self) -> None:
+        """Dispatches prompts to free slots while there are enough of both."""
+        free = [slot for slot, task in enumerate(self._holds) if task is None]
+        while self._ready is not None and len(self._ready.tasks) <= len(free):
+            tasks, arrivals = self._ready.tasks, self._ready.arrivals
+            at = np.full(self._sizes.arrivals, self._sizes.slots, np.int32)
+            at[: len(tasks)] = free[: len(tasks)]
+            for slot, task in zip(free, tasks, strict=False):
+                self._holds[slot] = task
+            self._ready, free = None, free[len(tasks) :]
+            self._slots = admit_program(
+                self._model, self._slots, arrivals, at, self._stops, sampling=self._group.sampling
+            )
+            self._counts.admitted(tasks, self._sizes, self._group)
+            self._ready = self._next()
+
+    def _decode(self) -> Seen:
+        wanted = self._sizes.slots if self._ready is None else len(self._ready.tasks)
+        self._slots, seen = decode_program(
+            self._model,
+            self._slots,
+            self._stops,
+            np.int32(wanted),
+            np.int32(MOST_STEPS),
+            sampling=self._group.sampling,
+        )
+        self._counts.decoding(self._sizes, self._group)
+        return seen
+
+    def _collect(self, seen: Seen) -> None:
+        self._counts.decoded(int(seen.steps), int(seen.busy), self._sizes.slots)
+        for slot, task in enumerate(self._holds):
+            if task is None or seen.live[slot]:
+                continue
+            self._holds[slot] = None
+            tokens = seen.tokens[slot, seen.start[slot] : seen.length[slot]].tolist()
+            reason = "length"
+            if tokens[-1] in task.row.eos:
+                reason = "eos"
+            elif seen.stopped[slot]:
+                reason = "stop"
+            broken = int(seen.broken_at[slot])
+            error = None if broken == NEVER else not_finite(broken)
+            self._ended.append(Done(task, tokens, reason, error))
+
+    def _next(self) -> _Ready | None:
+        tasks = self._queue.take(self._sizes.arrivals)
+        if not tasks:
+            return None
+        return _Ready(tasks, lay_out(tasks, self._group, self._sizes, self._vocab))

@@ -1,0 +1,31 @@
+"""A text that has ended."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxllm.errors import JaxLLMError, NonFiniteError
+from jaxllm.generation.engine.queue import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """A text that has ended."""
+
+    task: Task
+    tokens: list[int]
+    """New ones."""
+    reason: str
+    error: JaxLLMError | None = None
+    """Why there is no text."""
+
+    @staticmethod
+    def failed(task: Task, error: JaxLLMError) -> Done:
+        return Done(task, [], "", error)
+
+
+def not_finite(step: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"at new token {step} the model's logits are NaN or infinite, or the settings forbid every "
+        "token; check the weights and the settings, or compute in float32 (dtype='float32')"
+    )

@@ -1,0 +1,56 @@
+"""Processors whose numbers are another for each row of a batch.
+
+Rows that run side by side may each ask for a temperature of their own. Their lists of processors
+are built one by one, as for a call of one row, and then stacked: every leaf gets an axis of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxllm.generation.processors.base import LogitsProcessorList, Scores
+from jaxllm.generation.processors.warpers import Filter, TemperatureLogitsWarper
+
+BATCHED = (Filter, TemperatureLogitsWarper)
+"""These take an array of one number a row as it is. A filter under `vmap` would do the work of both
+branches of each of its conditions."""
+
+
+def signature(processors: LogitsProcessorList) -> Any:
+    """What two lists must have in common to be stacked: types, and shapes of leaves; hashable."""
+    leaves, structure = jax.tree.flatten(processors)
+    return structure, tuple((np.shape(leaf), np.result_type(leaf).name) for leaf in leaves)
+
+
+def stacked(lists: Sequence[LogitsProcessorList]) -> LogitsProcessorList:
+    """One list whose leaves have a first axis of rows, from lists of one `signature`; on the host.
+
+    >>> a, b = (LogitsProcessorList([TemperatureLogitsWarper(t)]) for t in (0.5, 2.0))
+    >>> stacked([a, b])[0].temperature.tolist()
+    [0.5, 2.0]
+    """
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *lists)
+
+
+def process_rows(
+    processors: LogitsProcessorList,
+    input_ids: Int[Array, "B L"],
+    scores: Scores,
+    cur_len: Int[Array, " B"],
+) -> Scores:
+    """Applies processors with one set of numbers a row (`stacked`) to float32 scores."""
+    for processor in processors:
+        if isinstance(processor, BATCHED):
+            scores = processor(input_ids, scores, cur_len)
+        else:
+            scores = jax.vmap(_one_row)(processor, input_ids, scores, cur_len)
+    return scores
+
+
+def _one_row(processor: Any, input_ids: Array, scores: Array, cur_len: Array) -> Array:
+    return processor(input_ids[None], scores[None], cur_len)[0]

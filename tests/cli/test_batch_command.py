@@ -1,0 +1,184 @@
+"""`generate.py --input --output` as people meet it, and as power cuts do."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxllm
+from jaxllm import BatchGenerator
+from jaxllm.cli.generate import main
+
+ROOT = Path(__file__).parent.parent.parent
+MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
+SAMPLED = {"do_sample": True, "temperature": 0.8}
+SAMPLED_FLAGS = ("--do-sample", "--temperature", "0.8", "--seed", "3")
+
+
+def write_rows(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def in_process(capsys, *arguments: object) -> tuple[int, str]:
+    try:
+        code = main([str(a) for a in (*arguments, "--no-compile-cache")], program="generate.py")
+    except SystemExit as stop:  # argparse
+        code = int(stop.code or 0)
+    out, err = capsys.readouterr()
+    assert out == ""
+    return code, err
+
+
+def test_rows_report_and_errors(tmp_path, capsys):
+    rows = [{"prompt": "Hello", "max_new_tokens": 4}, {"id": "x"}, {"messages": [], "id": 3}]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
+    code, err = in_process(capsys, "--model", MODEL, *files, "--slots", 2, "--memory", "1GB")
+    assert code == 0
+    lines = read_lines(tmp_path / "out.jsonl")
+    assert [line["id"] for line in lines] == [1, "x", 3]
+    assert len(lines[0]["output_ids"]) <= 4
+    assert "exactly one of" in lines[1]["error"]
+    # The prediction comes before the table, which has what the report has.
+    assert err.index("slots of") < err.index("finished by")
+    for name in ("rows", "errors", "2 InputError", "tokens/s", "busy", "compiling", "programs"):
+        assert name in err
+    report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert report["errors"] == {"InputError": 2}
+    assert report["run"]["memory"][0]["budget"] == 10**9
+    assert report["settings"]["--model"] == str(MODEL)
+    code, err = in_process(capsys, "--model", MODEL, *files)
+    assert (code, "exists already" in err) == (2, True)
+
+
+def test_chat(tmp_path, capsys):
+    _, tokenizer = jaxllm.load(MODEL)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hello"}])
+    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
+    code, _ = in_process(capsys, "--model", MODEL, *files, "--chat", "--max-new-tokens", 3)
+    assert code == 0
+    (line,) = read_lines(tmp_path / "out.jsonl")
+    if tokenizer.chat_template is None:
+        assert line["error_kind"] == "TemplateError"
+    else:
+        assert len(line["output_ids"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--input", "rows.jsonl"), "--output"),
+        (("--output", "out.jsonl", "hello"), "--output has no effect without --input"),
+        (("--resume", "hello"), "--resume has no effect"),
+        (("--input", "a", "--output", "b", "hello"), "PROMPT: not together"),
+        (("--input", "a", "--output", "b", "--input-ids", "1"), "--input-ids: not together"),
+        (("--input", "none.jsonl", "--output", "b"), "no such file"),
+        (("--input", "a", "--output", "b", "--seed", "-1"), "--seed must be"),
+    ],
+)
+def test_mixed_up_options(arguments, why, capsys):
+    code, err = in_process(capsys, *arguments)
+    assert code == 2
+    assert why in err
+
+
+class Killed:
+    """The real command, which is killed again and again while it works.
+
+    Args:
+        rows: so many of them, and so long, that it takes a few seconds.
+    """
+
+    def __init__(self, folder: Path, rows: list[dict[str, Any]]) -> None:
+        self.folder, self.rows = folder, rows
+        write_rows(folder / "rows.jsonl", rows)
+        self.part = folder / "out.jsonl.parts" / "part-00000.jsonl"
+
+    def start(self) -> subprocess.Popen:
+        command = [
+            *(sys.executable, str(ROOT / "generate.py"), "--model", str(MODEL), "--quiet"),
+            *("--input", str(self.folder / "rows.jsonl"), "--output"),
+            *(str(self.folder / "out.jsonl"), "--resume", "--slots", "2", *SAMPLED_FLAGS),
+        ]
+        environment = {**os.environ, "JAXLLM_CACHE_DIR": str(self.folder / "programs")}
+        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def kill_once(self, rng: random.Random) -> bool:
+        """Starts it, and kills it some time after its first new rows; whether it was killed."""
+        before = self.part.stat().st_size if self.part.exists() else 0
+        process = self.start()
+        while process.poll() is None:
+            if self.part.exists() and self.part.stat().st_size > before:
+                time.sleep(rng.uniform(0, 0.3))
+                break
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        _, err = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), err
+        return process.returncode == -signal.SIGKILL
+
+    def finish(self) -> list[dict[str, Any]]:
+        process = self.start()
+        _, err = process.communicate()
+        assert process.returncode == 0, err
+        return read_lines(self.folder / "out.jsonl")
+
+
+def check_kills(folder: Path, kills: int, count: int) -> None:
+    rng = random.Random(0)
+    rows = [
+        {
+            "id": f"row-{i}",
+            "input_ids": [rng.randrange(3, 90) for _ in range(rng.randrange(1, 16))],
+            "max_new_tokens": rng.choice((4, 8, 16, 100)),
+        }
+        for i in range(count)
+    ]
+    killed = Killed(folder, rows)
+    sizes = []
+    for _ in range(kills):
+        assert killed.kill_once(rng), "it ended before it was killed: give it more rows"
+        sizes.append(killed.part.stat().st_size)
+    assert sizes == sorted(sizes)
+    lines = killed.finish()
+    assert [line["id"] for line in lines] == [row["id"] for row in rows]
+    model, tokenizer = jaxllm.load(MODEL)
+    engine = BatchGenerator(model, tokenizer, slots=8, seed=3, **SAMPLED)
+    assert lines == [output.to_dict() for output in engine.generate(rows)]
+    report = json.loads((folder / "out.jsonl.report.json").read_text())
+    assert 0 < report["resumed"] < count
+
+
+def test_kills_lose_and_repeat_nothing(tmp_path):
+    check_kills(tmp_path, kills=3, count=900)
+
+
+@pytest.mark.slow
+def test_50_kills_lose_and_repeat_nothing(tmp_path):
+    check_kills(tmp_path, kills=50, count=20_000)
+
+
+def test_ctrl_c_keeps_what_was_done(tmp_path):
+    killed = Killed(tmp_path, [{"input_ids": [5], "max_new_tokens": 60}] * 2000)
+    process = killed.start()
+    while not (killed.part.exists() and killed.part.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert killed.part.read_bytes().endswith(b"}\n")

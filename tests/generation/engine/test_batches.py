@@ -1,0 +1,114 @@
+"""Rows that run in batches of `generate`: beams, and whatever no slot holds."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import pytest
+import tiny
+from batch_tools import differences
+
+from jaxllm import BatchGenerator
+from jaxllm.errors import InputError
+from jaxllm.generation.engine import batches as rooms
+from jaxllm.generation.engine.rows import Given
+from jaxllm.generation.engine.settings import fits_slots
+from jaxllm.generation.fields import FIELDS
+
+
+@functools.cache
+def model(family: str) -> Any:
+    return tiny.make(family)
+
+
+def beam_rows(**fields: Any) -> list[dict[str, Any]]:
+    sizes = (3, 9, 5, 14, 4)
+    return [{"input_ids": list(range(5, 5 + n)), "max_new_tokens": 8, **fields} for n in sizes]
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_beams_equal_beams_alone(family):
+    rows = beam_rows(num_beams=3, num_return_sequences=2)
+    rows[2] |= {"length_penalty": 2.0}
+    rows.insert(1, {"input_ids": [5, 6, 7], "max_new_tokens": 8})  # goes to a slot
+    engine = BatchGenerator(model(family), slots=6)
+    outputs = engine.generate(rows)
+    assert [len(output.output_ids) for output in outputs] == [2, 1, 2, 2, 2, 2]
+    assert differences(model(family), rows, outputs) == ([], 0)
+    assert engine.counts.buckets["beam_search of 2 x 16"] == 2
+    assert engine.counts.buckets["beam_search of 1 x 16"] == 1
+
+
+def test_sampled_beams_have_the_rows_keys():
+    rows = beam_rows(num_beams=2, do_sample=True, temperature=2.0)
+    rows[1]["seed"] = 99
+    outputs = BatchGenerator(model("llama"), slots=4, seed=5).generate(rows)
+    assert differences(model("llama"), rows, outputs, seed=5) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"penalty_alpha": 0.5, "top_k": 3},
+        {"encoder_repetition_penalty": 1.5},
+        {"prompt_lookup_num_tokens": 3},
+        {"cache_implementation": "quantized", "cache_config": {"nbits": 8}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_other_settings_equal_rows_alone(fields):
+    rows = beam_rows(**fields)[:2]
+    outputs = BatchGenerator(model("llama"), slots=4).generate(rows)
+    assert differences(model("llama"), rows, outputs) == ([], 0)
+
+
+def test_an_error_is_its_rows_alone():
+    rows = beam_rows(num_beams=3)
+    rows[3]["suppress_tokens"] = list(range(50))
+    outputs = BatchGenerator(model("llama"), slots=12).generate(rows)
+    assert [output.error_kind for output in outputs] == [None, None, None, "NonFiniteError", None]
+
+
+def test_batches_are_halved_when_memory_runs_out(monkeypatch):
+    rows = beam_rows(num_beams=2)
+    want = BatchGenerator(model("llama"), slots=8).generate(rows)
+    generate = rooms.generate
+
+    def refuse(net, ids, *arguments, **options):
+        if len(ids) > 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+        return generate(net, ids, *arguments, **options)
+
+    monkeypatch.setattr(rooms, "generate", refuse)
+    engine = BatchGenerator(model("llama"), slots=8)
+    assert engine.generate(rows) == want
+    assert engine.counts.halvings == 2
+
+
+def test_what_goes_to_slots():
+    """Greedy search and sampling do; every field that asks for more goes elsewhere."""
+    reader = BatchGenerator(model("llama"))._reader
+    given = {
+        "guidance_scale": 1.5,
+        "watermarking_config": {"greenlist_ratio": 0.25},
+        "encoder_no_repeat_ngram_size": 2,
+        "max_time": 100.0,
+        "max_cache_len": 64,
+    }
+    for number, (name, value) in enumerate(given.items()):
+        assert name in FIELDS
+        raw = {"input_ids": [5], "max_new_tokens": 3, name: value}
+        assert not fits_slots(reader.read(Given(number, number, raw), number))
+    raw = {"input_ids": [5], "max_new_tokens": 3, "length_penalty": 1.0, "use_cache": True}
+    assert fits_slots(reader.read(Given(0, 0, raw), 0))
+
+
+def test_fields_of_all_rows_are_checked_at_once():
+    with pytest.raises(InputError, match="temprature"):
+        BatchGenerator(model("llama"), temprature=1.0)
+    with pytest.raises(InputError, match="slots"):
+        BatchGenerator(model("llama"), slots=0)
+    with pytest.raises(InputError, match="seed"):
+        BatchGenerator(model("llama"), seed=2**32)
