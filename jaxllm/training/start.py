@@ -18,6 +18,7 @@ from jaxllm.loading import load
 from jaxllm.models.heads import with_classifier
 from jaxllm.models.options import Options
 from jaxllm.models.registry import recipe as understand
+from jaxllm.models.weights import parameters
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.lora import add_lora, is_trainable
@@ -94,10 +95,21 @@ def named_tokenizer(name: str) -> Tokenizer | None:
 
 
 def trained(recipe: Recipe, model: Any) -> Callable[[str], bool] | None:
-    """Which paths the recipe trains: a predicate, or None for all."""
+    """Which paths the recipe trains: a predicate, or None for all.
+
+    Raises:
+        ConfigError: a pattern of `trainable` matches no parameter.
+    """
     if recipe.lora is not None:
         return lambda path: is_trainable(path, model.modules_to_save)
-    if recipe.trainable:
-        patterns = [re.compile(pattern) for pattern in recipe.trainable]
-        return lambda path: any(pattern.search(path) for pattern in patterns)
-    return None
+    if not recipe.trainable:
+        return None
+    paths = parameters(model)
+    patterns = [re.compile(pattern) for pattern in recipe.trainable]
+    for pattern in patterns:
+        if not any(map(pattern.search, paths)):
+            raise ConfigError(
+                f"trainable: {pattern.pattern!r} matches no parameter; there are "
+                f"{', '.join(list(paths)[:4])}, ... {', '.join(list(paths)[-3:])}"
+            )
+    return lambda path: any(pattern.search(path) for pattern in patterns)
