@@ -62,6 +62,10 @@ def test_rows_report_and_errors(tmp_path, capsys):
     assert report["settings"]["--model"] == str(MODEL)
     code, err = in_process(capsys, "--model", MODEL, *files)
     assert (code, "exists already" in err) == (2, True)
+    code, err = in_process(capsys, "--model", MODEL, *files, "--resume")
+    assert (code, "nothing to resume" in err) == (0, True)
+    code, err = in_process(capsys, "--model", MODEL, *files, "--resume", "--seed", 1)
+    assert (code, "--seed: was 0" in err) == (2, True)
 
 
 def test_chat(tmp_path, capsys):
