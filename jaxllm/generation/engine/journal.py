@@ -68,7 +68,7 @@ class Journal:
         self._file: BinaryIO = self._part.open("ab")
         self._offset = self._part.stat().st_size
         self._unsafe: list[tuple[int, Place]] = []
-        self._written = time.monotonic()
+        self._written = -SECONDS  # so that the first row is on the disk at once
 
     def __enter__(self) -> Self:
         return self

@@ -30,7 +30,7 @@ def beam_rows(**fields: Any) -> list[dict[str, Any]]:
     return [{"input_ids": list(range(5, 5 + n)), "max_new_tokens": 8, **fields} for n in sizes]
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_beams_equal_beams_alone(family):
     rows = beam_rows(num_beams=3, num_return_sequences=2)
     rows[1] |= {"length_penalty": 2.0}
@@ -43,6 +43,7 @@ def test_beams_equal_beams_alone(family):
     assert engine.counts.buckets["beam_search of 1 x 16"] == 1
 
 
+@pytest.mark.slow
 def test_sampled_beams_have_the_rows_keys():
     rows = beam_rows(num_beams=2, do_sample=True, temperature=2.0)
     rows[1]["seed"] = 99
@@ -53,7 +54,7 @@ def test_sampled_beams_have_the_rows_keys():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"penalty_alpha": 0.5, "top_k": 3},
+        pytest.param({"penalty_alpha": 0.5, "top_k": 3}, marks=pytest.mark.slow),
         {"encoder_repetition_penalty": 1.5},
         {"cache_implementation": "quantized", "cache_config": {"nbits": 8}},
     ],
