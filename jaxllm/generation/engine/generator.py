@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,8 @@ class BatchGenerator:
         default_new_tokens: most new tokens of rows for which nobody states a length, as far as the
             model reaches. None: as `generate`, 20.
         chat: a row's `prompt` is what a user says, in the model's chat template, after `system`.
+        announce: called with the memory that each pool of slots is predicted to take, before
+            anything of it is compiled.
         fields: generation fields of all rows; a row's own win over them.
 
     Raises:
@@ -66,6 +68,7 @@ class BatchGenerator:
         default_new_tokens: int | None = None,
         chat: bool = False,
         system: str | None = None,
+        announce: Callable[[Prediction], object] | None = None,
         **fields: Any,
     ) -> None:
         if not hasattr(model, "decode"):
@@ -79,7 +82,7 @@ class BatchGenerator:
             model, tokenizer, fields, seed, default_new_tokens, chat=chat, system=system
         )
         self._slots = slots or DEFAULT_SLOTS.get(jax.default_backend(), MOST_SLOTS)
-        self._budget = budget(memory)
+        self._budget, self._announce = budget(memory), announce
         self.counts = Counts()
         """Of the run that goes on, or of the last one."""
         self.memory: list[Prediction] = []
@@ -126,6 +129,8 @@ class BatchGenerator:
             where = (self._bare, self.tokenizer, group)
             for plan in plans(*where, tasks, self._slots, self._budget):
                 self.memory.append(plan.memory)
+                if self._announce is not None:
+                    self._announce(plan.memory)
                 yield from self._run_plan(group, plan)
         others = (row for row in rows if not fits_slots(row))
         for batch in batches(self._bare, others, self._slots):
