@@ -50,6 +50,9 @@ def check_flags(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None:
             shown = "PROMPT" if name == "text" else "--" + name.replace("_", "-")
             raise InputError(f"{shown}: not together with --input")
+    for name in ("mesh", "coordinator", "distributed"):
+        if getattr(arguments, name):
+            raise UnsupportedError(f"--{name}: rows of --input run on one device so far")
     if arguments.output is None:
         raise InputError("--output: --input needs a file for the results")
     if arguments.show_special_tokens:
