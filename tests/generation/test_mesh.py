@@ -175,14 +175,15 @@ TWO_PROCESSES = """
 address, index = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(address, 2, index)
 model = make("llama", num_hidden_layers=1)
-for sizes in (dict(tensor=4), dict(data=2, tensor=2), dict(fsdp=4)):
-    there = put_tree(model, make_mesh(**{"data": 1} | sizes))
-    for name, fields in SETTINGS.items():
-        np.testing.assert_array_equal(
-            tokens(there, **fields), tokens(model, **fields), err_msg=f"{sizes} {name}")
-    fields = dict(attention_mask=mask, pad_token_id=0, max_new_tokens=12, chunk_size=5)
-    chunks = np.concatenate(list(jaxllm.stream(there, ids, **fields)), axis=1)
-    np.testing.assert_array_equal(chunks, tokens(model)[:, ids.shape[1] :])
+across = put_tree(model, make_mesh(data=1, tensor=4))
+np.testing.assert_array_equal(tokens(across), tokens(model))
+there = put_tree(model, make_mesh(data=2, tensor=2))
+for name, fields in SETTINGS.items():
+    np.testing.assert_array_equal(
+        tokens(there, **fields), tokens(model, **fields), err_msg=name)
+fields = dict(attention_mask=mask, pad_token_id=0, max_new_tokens=12, chunk_size=5)
+chunks = np.concatenate(list(jaxllm.stream(there, ids, **fields)), axis=1)
+np.testing.assert_array_equal(chunks, tokens(model)[:, ids.shape[1] :])
 pairs = [[3, 4, 5], [6, 7], [8]], [[9, 10], [11], [12, 13, 14]]
 found, expected = jaxllm.score(there, *pairs), jaxllm.score(model, *pairs)
 np.testing.assert_allclose(found.log_likelihoods, expected.log_likelihoods, atol=1e-5)
