@@ -12,7 +12,8 @@ from jaxllm.sharding import AXES, make_mesh
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:
-    """``--mesh``, and what finds the other processes."""
+    """``--mesh``, and `add_process_flags`."""
+    add_process_flags(parser)
     group = parser.add_argument_group("devices")
     group.add_argument(
         "--mesh",
@@ -20,6 +21,11 @@ def add_device_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SIZES",
         help="spread the model: data=2,tensor=4; one of data, fsdp, tensor may be -1: what is left",
     )
+
+
+def add_process_flags(parser: argparse.ArgumentParser) -> None:
+    """What finds the other processes."""
+    group = parser.add_argument_group("several processes")
     group.add_argument(
         "--coordinator", metavar="HOST:PORT", help="where process 0 listens; all processes say it"
     )

@@ -21,6 +21,7 @@ from jaxllm.generation.engine.rows import BatchOutput, Given, Reader, Row, faile
 from jaxllm.generation.engine.settings import Group, fits_slots, groups
 from jaxllm.generation.strategy import without_notes
 from jaxllm.generation.values import is_integer
+from jaxllm.sharding import mesh_of
 
 DEFAULT_SLOTS = {"cpu": 16}
 MOST_SLOTS = 128
@@ -73,6 +74,12 @@ class BatchGenerator:
     ) -> None:
         if not hasattr(model, "decode"):
             raise UnsupportedError(f"{type(model).__name__} has no language-model head")
+        mesh = mesh_of(model)
+        if mesh is not None and mesh.size > 1:
+            raise UnsupportedError(
+                f"model: lies on {mesh.size} devices, but slots are of one device so far; load it "
+                "without a mesh, or use jaxllm.generate"
+            )
         if slots is not None and (not is_integer(slots) or slots < 1):
             raise InputError(f"slots: expected an integer of 1 or more, found {slots!r}")
         GenerationConfig(**fields)
