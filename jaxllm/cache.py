@@ -4,7 +4,8 @@ A slot of the cache is a column of the sequence: column ``j`` of ``sequences`` h
 ``j`` (but see ``Branches``). What a slot holds is decided by ``mask`` alone, so left pads, right
 pads and finished rows need no special case elsewhere. Keys of one layer are stored as
 ``[B*K, S, H]``: batch and heads merged is the one layout that XLA updates in place inside a while
-loop at every batch size.
+loop at every batch size. Where heads are split over devices they are stored as ``[B, K, S, H]``,
+since a merged axis cannot be split by rows and by heads. ``*BK`` stands for both.
 """
 
 from __future__ import annotations
@@ -16,27 +17,31 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxllm.sharding import constrain, heads_apart
+
 Slots = Int[Array, ""] | Int[Array, " B"] | Int[Array, "B T"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """Keys and values of one attention layer, heads merged into the batch."""
+    """Keys and values of one attention layer, heads merged into the batch or beside it."""
 
-    k: Float[Array, "BK S H"]
-    v: Float[Array, "BK S H"]
+    k: Float[Array, "*BK S H"]
+    v: Float[Array, "*BK S H"]
 
     @staticmethod
     def of(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> KV:
         """Keys and values of a whole sequence, as a projection gives them."""
-        return KV(merge_heads(k), merge_heads(v))
+        return KV(heads_first(k), heads_first(v))
 
     @staticmethod
     def zeros(batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> KV:
         # Not `empty`: what a masked slot holds is multiplied by zero, and 0 * NaN is NaN.
-        shape = (batch * kv_heads, length, head_dim)
-        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        heads = (batch, kv_heads) if heads_apart() else (batch * kv_heads,)
+        shape = (*heads, length, head_dim)
+        k, v = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        return KV(*constrain((k, v), *("rows", "heads")[: len(heads)], batch=batch))
 
     def write(
         self,
@@ -49,40 +54,64 @@ class KV:
 
     @property
     def length(self) -> int:
-        return self.k.shape[1]
+        return self.k.shape[-2]
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The sizes ``*BK``: rows times heads, or rows and heads."""
+        return self.k.shape[:-2]
 
     # What attention does with keys and values; another way of storing them does it its own way.
 
-    def scores(self, q: Float[Array, "BK Q H"]) -> Float[Array, "BK Q S"]:
+    def scores(self, q: Float[Array, "*BK Q H"]) -> Float[Array, "*BK Q S"]:
         """Products of queries and keys, float32."""
-        return jnp.einsum("bqh,bsh->bqs", q, self.k, preferred_element_type=jnp.float32)
+        return jnp.einsum("...qh,...sh->...qs", q, self.k, preferred_element_type=jnp.float32)
 
-    def mix(self, weights: Float[Array, "BK Q S"]) -> Float[Array, "BK Q H"]:
+    def mix(self, weights: Float[Array, "*BK Q S"]) -> Float[Array, "*BK Q H"]:
         """Sums of values."""
-        return jnp.einsum("bqs,bsh->bqh", weights.astype(self.v.dtype), self.v)
+        return jnp.einsum("...qs,...sh->...qh", weights.astype(self.v.dtype), self.v)
 
     def prefix(self, length: int) -> KV:
         """The first slots."""
-        return jax.tree.map(lambda x: x[:, :length], self)
+        return jax.tree.map(lambda x: x[..., :length, :], self)
 
     def plain(self) -> KV:
         """As arrays of floats."""
         return self
 
 
-def merge_heads(x: Float[Array, "B S K H"]) -> Float[Array, "BK S H"]:
+def heads_first(x: Float[Array, "B S K H"]) -> Float[Array, "*BK S H"]:
     B, S, K, H = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(B * K, S, H)
+    x = x.transpose(0, 2, 1, 3)
+    return constrain(x, "rows", "heads") if heads_apart() else x.reshape(B * K, S, H)
+
+
+def per_head(index: Shaped[Array, B * rest], x: Shaped[Array, "*BK S H"]) -> Shaped[Array, ...]:
+    """What holds for each row, for each of its heads: [*BK, *rest]."""
+    if x.ndim == 3:
+        return jnp.repeat(index, x.shape[0] // index.shape[0], axis=0)
+    return jnp.broadcast_to(index[:, None], (*x.shape[:2], *index.shape[1:]))
 
 
 def put_heads(
-    old: Shaped[Array, "BK S H"], new: Shaped[Array, "B T K H"], slot: Slots
-) -> Shaped[Array, "BK S H"]:
+    old: Shaped[Array, "*BK S H"], new: Shaped[Array, "B T K H"], slot: Slots
+) -> Shaped[Array, "*BK S H"]:
     """Writes T columns of every head."""
     if jnp.ndim(slot) == 1 and slot.shape[0] == 1:  # one row: written in one piece
         slot = slot[0]
-    per_head = slot if jnp.ndim(slot) == 0 else jnp.repeat(slot, new.shape[2], axis=0)
-    return put_columns(old, merge_heads(new).astype(old.dtype), per_head)
+    if old.ndim == 3:
+        B, T, K, H = new.shape
+        merged = new.transpose(0, 2, 1, 3).reshape(B * K, T, H)
+        at = slot if jnp.ndim(slot) == 0 else per_head(slot, old)
+        return put_columns(old, merged.astype(old.dtype), at)
+    new = new.transpose(0, 2, 1, 3).astype(old.dtype)
+    if jnp.ndim(slot) == 0:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
+    if jnp.ndim(slot) == 2:
+        rows, heads = jnp.arange(old.shape[0])[:, None, None], jnp.arange(old.shape[1])[:, None]
+        return old.at[rows, heads, slot[:, None]].set(new, mode="drop")
+    put = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=1))
+    return put(old, new, slot)
 
 
 def put_columns(
@@ -128,9 +157,9 @@ class Cache:
     def empty(layers: int, batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> Cache:
         return Cache(
             layers=tuple(KV.zeros(batch, length, kv_heads, head_dim, dtype) for _ in range(layers)),
-            mask=jnp.zeros((batch, length), bool),
+            mask=constrain(jnp.zeros((batch, length), bool), "rows"),
             length=jnp.zeros((), jnp.int32),
-            next_position=jnp.zeros((batch,), jnp.int32),
+            next_position=constrain(jnp.zeros((batch,), jnp.int32), "rows"),
         )
 
     @property
@@ -146,13 +175,12 @@ class Cache:
         Pads and whatever came after a row's end are left out, so `length` is then one number a row.
         The caller guarantees that `capacity` slots are enough.
         """
-        batch, size = self.mask.shape
+        size = self.capacity
         order = jnp.argsort(~self.mask, axis=1, stable=True)
         order = jnp.pad(order, ((0, 0), (0, max(capacity - size, 0))))[:, :capacity]
 
         def gather(x):
-            per_head = jnp.repeat(order, x.shape[0] // batch, axis=0)
-            return jnp.take_along_axis(x, per_head[..., None], axis=1)
+            return jnp.take_along_axis(x, per_head(order, x)[..., None], axis=-2)
 
         return self.replace(
             layers=jax.tree.map(gather, self.layers),

@@ -22,17 +22,20 @@ class QuantizedKV(KV):
     are made.
     """
 
-    k: Int8[Array, "BK S H"]
-    v: Int8[Array, "BK S H"]
-    k_scale: Float[Array, "BK S 1"]
-    v_scale: Float[Array, "BK S 1"]
+    k: Int8[Array, "*BK S H"]
+    v: Int8[Array, "*BK S H"]
+    k_scale: Float[Array, "*BK S 1"]
+    v_scale: Float[Array, "*BK S 1"]
     dtype: Any = dataclasses.field(metadata={"static": True})
     """What is computed in."""
 
     @staticmethod
     def like(kv: KV) -> QuantizedKV:
         """Empty, of the sizes of `kv`."""
-        whole, scale = jnp.zeros(kv.k.shape, jnp.int8), jnp.zeros((*kv.k.shape[:2], 1), jnp.float32)
+        whole, scale = (
+            jnp.zeros(kv.k.shape, jnp.int8),
+            jnp.zeros((*kv.k.shape[:-1], 1), jnp.float32),
+        )
         return QuantizedKV(whole, whole, scale, scale, kv.k.dtype)
 
     def write(self, k, v, slot: Slots) -> QuantizedKV:
@@ -47,12 +50,12 @@ class QuantizedKV(KV):
 
     def scores(self, q):
         k = self.k.astype(q.dtype)
-        products = jnp.einsum("bqh,bsh->bqs", q, k, preferred_element_type=jnp.float32)
-        return products * self.k_scale[:, None, :, 0]
+        products = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32)
+        return products * self.k_scale[..., None, :, 0]
 
     def mix(self, weights):
-        scaled = (weights * self.v_scale[:, None, :, 0]).astype(self.dtype)
-        return jnp.einsum("bqs,bsh->bqh", scaled, self.v.astype(self.dtype))
+        scaled = (weights * self.v_scale[..., None, :, 0]).astype(self.dtype)
+        return jnp.einsum("...qs,...sh->...qh", scaled, self.v.astype(self.dtype))
 
     def plain(self) -> KV:
         k, v = self.k * self.k_scale, self.v * self.v_scale

@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import InputError
+
+T = TypeVar("T")
 
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 AXES = (DATA, FSDP, TENSOR)
@@ -100,10 +103,11 @@ def make_mesh(
 
 def check_mesh(mesh: Any) -> None:
     """Raises InputError where it is not a mesh as `make_mesh` makes them."""
-    if not isinstance(mesh, Mesh) or mesh.axis_names != AXES:
+    ours = isinstance(mesh, Mesh) and mesh.axis_names == AXES
+    if not ours or any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise InputError(
-            f"mesh: expected what jaxllm.make_mesh returns, with the axes {', '.join(AXES)}; found "
-            f"{mesh!r}"
+            f"mesh: expected what jaxllm.make_mesh returns, with the automatic axes "
+            f"{', '.join(AXES)}; found {mesh!r}"
         )
 
 
@@ -196,6 +200,53 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
+def use(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """Programs traced inside know the mesh (`constrain`); None changes nothing.
+
+    Part of the key of jax's compiled programs, so one function may run with a mesh and without.
+    """
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def context_mesh() -> AbstractMesh | None:
+    """The mesh of `use`, while a program is traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.axis_names != AXES else mesh
+
+
+def heads_apart() -> bool:
+    """Whether heads are split over devices, and so need an axis of their own in every array."""
+    mesh = context_mesh()
+    return mesh is not None and mesh.shape[TENSOR] > 1
+
+
+def constrain(x: T, *axes: str | None, batch: int | None = None) -> T:
+    """Says how an array is split: ``constrain(q, "rows", None, "heads", None)``.
+
+    Without a mesh around it (`use`) this does nothing at all. Axes that are left out, and sizes
+    that do not divide, are whole on every device.
+
+    Args:
+        batch: rows, where the first axis is rows and heads together.
+    """
+    mesh = context_mesh()
+    if mesh is None:
+        return x
+
+    def place(size: int, name: str | None):
+        if name == "rows":
+            fits = (size if batch is None else batch) % (mesh.shape[DATA] * mesh.shape[FSDP]) == 0
+            return ROWS if fits else None
+        axis = None if name is None else MESH_AXIS[name]
+        return None if axis is None or size % mesh.shape[axis] else axis
+
+    def one(leaf):
+        spec = [place(size, name) for size, name in zip(leaf.shape, axes, strict=False)]
+        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*spec))
+
+    return jax.tree.map(one, x)
+
+
 def row_shards(mesh: Mesh) -> int:
     """The number of parts that the rows of a batch are cut into, over all processes."""
     return mesh.shape[DATA] * mesh.shape[FSDP]
@@ -247,6 +298,28 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
         )
         for name, rows in batch.items()
     }
+
+
+def put_rows(tree: Any, mesh: Mesh) -> Any:
+    """Arrays whose first axis is rows, given whole by every process, on the mesh.
+
+    Rows that cannot be split evenly are on every device; what is on the mesh already stays.
+    """
+    rows, everywhere = batch_sharding(mesh), NamedSharding(mesh, PartitionSpec())
+
+    def one(x):
+        if mesh_of(x) is not None:
+            return x
+        split = np.ndim(x) > 0 and np.shape(x)[0] % row_shards(mesh) == 0
+        return put(x, rows if split else everywhere)
+
+    return jax.tree.map(one, tree)
+
+
+def put_everywhere(tree: Any, mesh: Mesh) -> Any:
+    """Arrays, the same in every process, whole on every device; what is on the mesh stays."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if mesh_of(x) is not None else put(x, everywhere), tree)
 
 
 def put_tree(tree: Any, mesh: Mesh, shardings: Any = None) -> Any:

@@ -47,7 +47,11 @@ def on_processes(
         )
         for index in range(processes)
     ]
-    outputs = [process.communicate(timeout=timeout) for process in running]
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in running]
+    finally:  # one that waits for another which has failed
+        for process in running:
+            process.kill()
     for process, (stdout, stderr) in zip(running, outputs, strict=True):
         assert process.returncode == 0, stdout + stderr
     # The library of collectives prints its own greetings.

@@ -15,6 +15,7 @@ from jaxllm.compile_clock import CompileClock
 from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation.engine import BatchGenerator
 from jaxllm.generation.engine.job import Input, Job
+from jaxllm.generation.engine.journal import is_finished
 
 DEFAULT_NEW_TOKENS = 256
 _ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")
@@ -49,6 +50,9 @@ def check_flags(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None:
             shown = "PROMPT" if name == "text" else "--" + name.replace("_", "-")
             raise InputError(f"{shown}: not together with --input")
+    for name in ("mesh", "coordinator", "distributed"):
+        if getattr(arguments, name):
+            raise UnsupportedError(f"--{name}: rows of --input run on one device so far")
     if arguments.output is None:
         raise InputError("--output: --input needs a file for the results")
     if arguments.show_special_tokens:
@@ -62,7 +66,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         raise InputError(f"{arguments.input}: has no rows")
     path = bundled.smollm2() if arguments.model is None else arguments.model
     seed = 0 if arguments.seed is None else arguments.seed
-    fields = given_fields(arguments)
+    fields, resume = given_fields(arguments), bool(arguments.resume)
     settings = {
         "--model": str(Path(path).resolve() if Path(path).exists() else path),
         "--dtype": arguments.dtype,
@@ -72,6 +76,10 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         "--system": arguments.system,
         **{"--" + name.replace("_", "-"): value for name, value in sorted(fields.items())},
     }
+    # Now, not after minutes of loading.
+    if is_finished(arguments.output, {**settings, **source.settings}, resume=resume):
+        reporter.say(f"{arguments.output} is finished; there is nothing to resume")
+        return 0
     with contextlib.closing(CompileClock()) as clock:
         with reporter.phase(f"loading {Path(path).resolve().name}") as update:
             model, tokenizer = load(
@@ -92,9 +100,10 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
             chat=arguments.chat,
             system=arguments.system,
             default_new_tokens=DEFAULT_NEW_TOKENS,
+            announce=lambda prediction: reporter.say(str(prediction)),
             **fields,
         )
-        job = Job(engine, source, arguments.output, settings, resume=bool(arguments.resume))
+        job = Job(engine, source, arguments.output, settings, resume=resume)
         try:
             with BatchProgress(reporter, job, clock) as progress:
                 for _ in job.run(clock):

@@ -32,7 +32,6 @@ class BatchProgress:
         self._task = self._bar.add_task("starting", total=len(job.source.lines))
         self._start = self._said = time.monotonic()
         self._compiled = clock.seconds
-        self._memory = 0
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
@@ -43,10 +42,6 @@ class BatchProgress:
 
     def update(self) -> None:
         """A row is over."""
-        predictions = self._job.engine.memory
-        for prediction in predictions[self._memory :]:
-            self._reporter.say(str(prediction))
-        self._memory = len(predictions)
         done = self._job.resumed + self._job.engine.counts.rows
         self._bar.update(self._task, completed=done, description=self.line())
         now = time.monotonic()

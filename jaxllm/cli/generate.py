@@ -22,6 +22,7 @@ from jaxllm import load
 from jaxllm.checkpoint import bundled
 from jaxllm.cli import compile_cache
 from jaxllm.cli.batch import DEFAULT_NEW_TOKENS, add_batch_flags, check_flags, run_batch
+from jaxllm.cli.devices import add_device_flags, join_processes, leads, mesh_of_arguments
 from jaxllm.cli.exits import Parser, guard
 from jaxllm.cli.field_flags import add_field_flags, given_fields, int_list
 from jaxllm.cli.progress import Reporter
@@ -32,6 +33,7 @@ from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.consistency import check_supported
 from jaxllm.generation.generate import heal
 from jaxllm.generation.merging import merged_config
+from jaxllm.generation.on_mesh import shared_key
 from jaxllm.tokenizers.base import MAX_TEXT_BYTES, Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -86,6 +88,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--no-compile-cache", dest="keep_compiled", action="store_false", help="keep none"
     )
     add_batch_flags(parser)
+    add_device_flags(parser)
     add_field_flags(parser)
     return parser
 
@@ -102,9 +105,11 @@ def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     fields = GenerationConfig(**given_fields(arguments))
     check_supported(fields)  # now, not after minutes of loading
+    join_processes(arguments)
+    mesh = mesh_of_arguments(arguments)
     one_text = arguments.input is None and arguments.input_ids is None
     prompt = _prompt(arguments) if one_text else None
-    reporter = Reporter(quiet=arguments.quiet)
+    reporter = Reporter(quiet=arguments.quiet or not leads())
     if arguments.keep_compiled:
         trouble = compile_cache.enable(arguments.compile_cache or compile_cache.default_folder())
         if trouble is not None:
@@ -115,9 +120,13 @@ def _run(arguments: argparse.Namespace) -> int:
     path = bundled.smollm2() if arguments.model is None else arguments.model
     with contextlib.closing(CompileClock()) as clock:
         with reporter.phase(f"loading {Path(path).resolve().name}") as update:
-            dtypes = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype}
+            options = {
+                "dtype": arguments.dtype,
+                "param_dtype": arguments.param_dtype,
+                "mesh": mesh,
+            }
             model, tokenizer = load(
-                path, **dtypes, allow_nonfinite=arguments.allow_nonfinite, progress=update
+                path, **options, allow_nonfinite=arguments.allow_nonfinite, progress=update
             )
         if not hasattr(model, "decode"):
             raise UnsupportedError(f"{path}: a {type(model).__name__} generates no text")
@@ -125,7 +134,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.assistant_model is not None:
             name = arguments.assistant_model
             with reporter.phase(f"loading {Path(name).resolve().name}") as update:
-                assistant, _ = load(name, **dtypes, progress=update)
+                assistant, _ = load(name, **options, progress=update)
         ids = _ids(arguments, prompt, model, tokenizer)
         fields = _with_length(fields, model, len(ids))
         config, ends = _effective(fields, model, assistant)
@@ -135,7 +144,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if config.token_healing:
             ids = _healed(model, tokenizer, ids)
             fields = fields.replace(token_healing=False)
-        seed = arguments.seed if arguments.seed is not None else secrets.randbits(32)
+        seed = shared_key(arguments.seed, mesh)
+        seed = secrets.randbits(32) if seed is None else seed
         if config.do_sample:
             reporter.say(f"seed: {seed}")
 
@@ -181,6 +191,8 @@ def _prompt(arguments: argparse.Namespace) -> str:
     text = arguments.prompt if arguments.text is None else arguments.text
     if text != "-":
         return text
+    if jax.process_count() > 1:
+        raise InputError("-: several processes cannot read one stdin; give the prompt itself")
     try:
         text = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError as failure:
@@ -276,5 +288,6 @@ def _answer_whole(
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    if leads():
+        sys.stdout.write(text)
+        sys.stdout.flush()

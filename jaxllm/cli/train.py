@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jaxllm.cli import compile_cache
-from jaxllm.cli.exits import Parser, guard
+from jaxllm.cli.devices import add_process_flags, join_processes, leads
+from jaxllm.cli.exits import Parser, guard, one_line
 from jaxllm.errors import InputError
 from jaxllm.extras import require
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
-SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help")
-"""The options that are no fields of the recipe; none of them takes a value."""
+SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help", "--distributed")
+VALUED = ("--coordinator", "--num-processes", "--process-id")
+"""The options that are no fields of the recipe, without and with a value."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> int:
@@ -38,6 +42,7 @@ def parser(program: str) -> Parser:
     made.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
     made.add_argument("--quiet", action="store_true", help="show nothing")
     made.add_argument("--no-compile-cache", action="store_true", help="keep no compiled programs")
+    add_process_flags(made)
     return made
 
 
@@ -55,11 +60,14 @@ def run(argv: list[str], program: str) -> int:
     # Orbax logs the failure of a save before it raises it.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     recipe = read_recipe(Path(options.recipe), values)
+    join_processes(options)
     if not options.no_compile_cache:
-        compile_cache.enable(compile_cache.default_folder())
+        trouble = compile_cache.enable(compile_cache.default_folder())
+        if trouble is not None and not options.quiet and leads():
+            print(f"{program}: {one_line(trouble)}", file=sys.stderr)
     with stopping() as stop:
         result = train(recipe, resume=options.resume, quiet=options.quiet, stop=stop)
-    if not options.quiet:
+    if not options.quiet and leads():
         print(f"{result.folder}: step {result.step}")
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
@@ -74,10 +82,12 @@ def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     found: dict[str, str] = {}
     words = iter(argv)
     for word in words:
-        if not word.startswith("--") or word in SWITCHES:
-            own.append(word)
-            continue
         option, equals, value = word.partition("=")
+        if not word.startswith("--") or word in SWITCHES or option in VALUED:
+            own.append(word)
+            if option in VALUED and not equals:
+                own.extend(itertools.islice(words, 1))
+            continue
         if not equals:
             value = next(words, "--")
             if value.startswith("--"):

@@ -37,6 +37,7 @@ from jaxllm.generation.strategy import (
     note_broken,
 )
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.sharding import context_mesh
 
 
 @jax.tree_util.register_dataclass
@@ -251,8 +252,11 @@ def candidates(
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
         value, index = draw_without_replacement(keys, flat, places, wanted, worst=WORST)
     else:
-        # XLA sorts the whole vocabulary where a later slice merges with that inside top_k.
-        value, index = jax.lax.optimization_barrier(jax.lax.top_k(flat, places))
+        value, index = jax.lax.top_k(flat, places)
+        if context_mesh() is None:
+            # XLA sorts the whole vocabulary where a later slice merges with that inside top_k. But
+            # its partitioner splits top_k in two, and the barrier between ends the process.
+            value, index = jax.lax.optimization_barrier((value, index))
     token = index % vocab
     return Candidates(
         value=value,

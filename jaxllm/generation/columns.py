@@ -75,8 +75,8 @@ def check_width(name: str, x: Any, width: int) -> None:
 
 def checked_ids(name: str, ids: Any, vocab_size: int) -> Any:
     """Token ids [batch, length], int32, on the host where they are known."""
-    checked = check.token_ids(name, ids, vocab_size)
-    return checked if is_traced(checked) else np.asarray(ids).astype(np.int32)
+    checked = check.checked_token_ids(name, ids, vocab_size)
+    return checked.astype(jnp.int32) if is_traced(checked) else checked
 
 
 def checked_mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask") -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Branches, Cache, put_columns
+from jaxllm.cache import Branches, Cache, per_head, put_columns
 from jaxllm.generation import sample
 from jaxllm.generation.strategy import Result, Settings, Strategy
 
@@ -113,9 +113,10 @@ def keep(cache: Cache, before: Cache, chosen: Int[Array, " B"]) -> Cache:
     # With guidance the unconditional rows lie below; they go on with the same tokens.
     chosen = jnp.tile(chosen.astype(jnp.int32), rows // chosen.shape[0])
 
-    def move(x: Float[Array, "BK S H"]) -> Float[Array, "BK S H"]:
-        column = slot + jnp.repeat(chosen, x.shape[0] // rows)
-        return put_columns(x, jnp.take_along_axis(x, column[:, None, None], axis=1), slot)
+    def move(x: Float[Array, "*BK S H"]) -> Float[Array, "*BK S H"]:
+        at = slot + per_head(chosen, x)
+        column = jnp.take_along_axis(x, jnp.expand_dims(at, (-2, -1)), axis=-2)
+        return jax.lax.dynamic_update_slice_in_dim(x, column, slot, axis=x.ndim - 2)
 
     return cache.replace(
         layers=jax.tree.map(move, cache.layers),

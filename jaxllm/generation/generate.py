@@ -23,12 +23,14 @@ from jaxllm.generation.loop import (
     prefill,
     prefill_program,
 )
+from jaxllm.generation.on_mesh import placed, shared_key
 from jaxllm.generation.output import GenerateOutput, leave, looked_at, on_host, output
 from jaxllm.generation.prepare import Request, prepare
 from jaxllm.generation.processors.host_errors import reraised
 from jaxllm.generation.records import check_size
 from jaxllm.generation.strategy import Result, without_notes
 from jaxllm.generation.values import is_integer, is_traced
+from jaxllm.sharding import mesh_of, use
 
 
 def generate(
@@ -75,6 +77,12 @@ def generate(
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise InputError(f"streamer: expected an object with put() and end(), found {streamer!r}")
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
+    with use(request.mesh):
+        return run(model, request, streamer)
+
+
+def run(model: Any, request: Request, streamer: Any) -> GenerateOutput:
+    """Prefill, the loop, the end."""
     bare, strategy, settings = runnable(model, request), request.strategy, request.settings
     if request.traced:
         for name, given in (("streamer", streamer), ("max_time", request.clocks)):
@@ -174,7 +182,7 @@ def results(bare: Any, request: Request, chunk: int) -> Iterator[tuple[Result, A
     strategy, settings, beams = request.strategy, request.settings, not request.strategy.streams
     state, until = None, 0
     while True:
-        with reraised():
+        with use(request.mesh), reraised():
             if state is None:
                 state = start(bare, request, prefill_program)
             else:
@@ -202,18 +210,19 @@ def prepare_call(
     """Sorts keyword arguments into inputs and settings; names what does not exist."""
     if not hasattr(model, "decode"):
         raise UnsupportedError(f"generate: {type(model).__name__} has no language-model head")
-    keywords = sorted_keywords(fields)
-    return prepare(
+    keywords, mesh = sorted_keywords(fields), mesh_of(model)
+    request = prepare(
         model,
         input_ids,
         attention_mask,
         generation_config,
-        key,
+        shared_key(key, mesh),
         keywords.settings,
         keywords.arguments,
         heal=heal,
         **keywords.inputs,
     )
+    return request if mesh is None or request.traced else placed(request, mesh)
 
 
 def heal(model: Any, tokenizer: Any, input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ import jax
 from jaxtyping import Array, Int
 
 from jaxllm.generation.strategy import Prompt, Result, Settings, Strategy
+from jaxllm.sharding import constrain, context_mesh
 
 
 def prefill(
@@ -49,24 +50,45 @@ def prefill(
         )
     # New tokens overwrite the columns that only fill the bucket.
     read = read.replace(cache=read.cache.replace(length=prompt.columns))
-    return strategy.init(model, prompt, read, settings, room)
+    return settled(strategy.init(model, prompt, read, settings, room))
 
 
 def decode(
     strategy: Strategy[Any], model: Any, state: Any, settings: Settings, until: Int[Array, ""]
 ) -> Any:
     """Generates until every row has ended or `until` columns are in use."""
-    return jax.lax.while_loop(
-        lambda state: strategy.alive(state, until),
-        lambda state: strategy.step(model, state, settings),
-        state,
+    return settled(
+        jax.lax.while_loop(
+            lambda state: strategy.alive(state, until),
+            lambda state: strategy.step(model, state, settings),
+            state,
+        )
     )
+
+
+def settled(state: Any) -> Any:
+    """The state, on a mesh split as every call gets it: one program serves the first and the next.
+
+    Rows lead, but for the records of steps, in which they come second.
+    """
+    if context_mesh() is None:
+        return state
+
+    def one(path, x):
+        names = {getattr(key, "name", None) for key in path}
+        if names & {"layers", "cross"}:
+            rows = state.cache.mask.shape[0]
+            return constrain(x, *("rows", "heads")[: x.ndim - 2], batch=rows)
+        return constrain(x, *((None,) if names & {"scores", "logits", "records"} else ()), "rows")
+
+    return jax.tree_util.tree_map_with_path(one, state)
 
 
 def finish(strategy: Strategy[Any], state: Any, settings: Settings) -> Result:
     """The rows to return, of a state that may still be in the middle."""
     over = ~strategy.alive(state, settings.max_length)
-    return dataclasses.replace(strategy.finish(state, settings), over=over)
+    # On a mesh whole on every device: each process reads all of it.
+    return constrain(dataclasses.replace(strategy.finish(state, settings), over=over))
 
 
 prefill_program = jax.jit(prefill, static_argnames=("capacity", "room"))

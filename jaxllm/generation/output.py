@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm.errors import NonFiniteError
+from jaxllm.generation.on_mesh import readable
 from jaxllm.generation.past import PastKeyValues
 from jaxllm.generation.prepare import Request
 from jaxllm.generation.records import as_tuples
@@ -93,10 +94,12 @@ def leave(model: Any, request: Request, state: Any) -> PastKeyValues | None:
     if not request.returns_past:
         return None
     ids = request.encoder_ids
+    cache, mesh = state.cache, request.mesh
     return PastKeyValues(
-        cache=state.cache,
-        sequences=state.sequences,
-        mask=state.mask,
+        # What the next call compares on the host; keys and values stay where they are.
+        cache=cache.replace(next_position=readable(cache.next_position, mesh)),
+        sequences=readable(state.sequences, mesh),
+        mask=readable(state.mask, mesh),
         encoder_ids=None if ids is None else jnp.repeat(ids, request.strategy.samples, axis=0),
         config=model.config,
     )

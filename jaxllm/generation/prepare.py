@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxllm.generation.arguments import needed_tokenizer, processor_list, refuse
 from jaxllm.generation.assistants import check_texts
@@ -57,6 +58,8 @@ class Request:
     """The encoder's input [B, E], where it was ids."""
     returns_past: bool = False
     """The cache is returned."""
+    mesh: Mesh | None = None
+    """Where the arrays are, if on several devices."""
 
 
 def prepare(

@@ -18,6 +18,7 @@ from jaxllm.generation.prompts import decoder_prompt
 from jaxllm.generation.sampling import choose_greedy
 from jaxllm.generation.strategy import without_notes
 from jaxllm.generation.values import any_traced, bucket, is_integer, is_traced
+from jaxllm.sharding import constrain, mesh_of, put_rows, use
 
 MOST_LOGIT_BYTES = 2**26
 """Logits are made for so many columns at a time that they take no more than this."""
@@ -87,7 +88,7 @@ def score(
     if len(before) != len(after):
         raise InputError(f"completions: {len(after)} for {len(before)} prompts")
     pairs = [laid_out(model, i, *pair) for i, pair in enumerate(zip(before, after, strict=True))]
-    bare = without_notes(model)
+    bare, mesh = without_notes(model), mesh_of(model)
     log_probs: list[Any] = [None] * len(pairs)
     greedy = np.zeros(len(pairs), bool)
     # Longest first: neighbours are then of about one length, and memory is at its most at once.
@@ -95,7 +96,10 @@ def score(
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
         batch = stacked([pairs[i] for i in chosen], rows=min(batch_size, bucket(len(chosen), 1)))
-        found, best, fine = jax.device_get(_score_batch(bare, *batch))
+        if mesh is not None:
+            batch = put_rows(batch, mesh)
+        with use(mesh):
+            found, best, fine = jax.device_get(_score_batch(bare, *batch))
         for row, i in enumerate(chosen):
             length = len(pairs[i].completion)
             if not fine[row, :length].all():
@@ -209,7 +213,7 @@ def _score_batch(
         return jnp.moveaxis(y.reshape(B, blocks, C // blocks, *y.shape[2:]), 1, 0)
 
     results = jax.lax.map(of_block, (cut(x), cut(targets)))
-    return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(B, C), results)
+    return constrain(jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(B, C), results))
 
 
 def token_rows(

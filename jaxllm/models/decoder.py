@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache import Branches, Cache
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.nn.stack import StackOutput
+from jaxllm.sharding import constrain
 
 
 class Decoder(Protocol):
@@ -77,8 +78,12 @@ def decoded(
     out: StackOutput, logits: Callable[[Array], Array], cache: Cache, at: Int[Array, " B"] | None
 ) -> DecodeOutput:
     """The output of `decode` from that of the decoder's stack."""
+    found = logits(out.x if at is None else take_column(out.x, at))
+    # Computed in parts, then brought together, since choosing a token looks at all of them; said in
+    # two steps, or the compiler may bring the head's weights together instead.
+    found = constrain(constrain(found, "rows", None, "vocab"), "rows")
     return DecodeOutput(
-        logits=logits(out.x if at is None else take_column(out.x, at)),
+        logits=found,
         cache=cache.replace(layers=out.layers),
         last_hidden_state=out.x,
         hidden_states=out.hidden_states,

@@ -37,6 +37,11 @@ def on_host(name: str, x: Any) -> Any:
 
 def token_ids(name: str, ids: Any, vocab_size: int) -> Int[Array, "B T"]:
     """Ids as int32, checked in the width they came in (int64 2**40 + 5 would become 5)."""
+    return jnp.asarray(checked_token_ids(name, ids, vocab_size), jnp.int32)
+
+
+def checked_token_ids(name: str, ids: Any, vocab_size: int) -> Any:
+    """The same, on the host if they came from there."""
     ids = on_host(name, ids)
     if ids.ndim != 2 or ids.size == 0:
         raise InputError(f"{name}: expected a non-empty [batch, length], found {ids.shape}")
@@ -51,7 +56,7 @@ def token_ids(name: str, ids: Any, vocab_size: int) -> Int[Array, "B T"]:
                 f"(0 to {vocab_size - 1})"
             )
         ids = ids.astype(np.int32)  # on the host: nothing is compiled for this shape
-    return jnp.asarray(ids, jnp.int32)
+    return ids
 
 
 def embeddings(name: str, x: Any, width: int) -> Float[Array, "B T D"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxllm.errors import UnsupportedError
 from jaxllm.nn.dropout import dropout, split
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.rope import rotate
+from jaxllm.sharding import constrain
 
 IMPLEMENTATIONS = ("eager", "xla", "cudnn")
 
@@ -39,9 +41,9 @@ def attend(
     that sees nothing gets zeros, never NaN.
     """
     B, T, N, H = q.shape
-    K, S = kv.k.shape[0] // B, kv.length
+    K, S = math.prod(kv.heads) // B, kv.length
     G = N // K
-    grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B * K, G * T, H)
+    grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(*kv.heads, G * T, H)
     scores = kv.scores(grouped)
     scores = scores.reshape(B, N, T, S) * scale
     if bias is not None:
@@ -51,7 +53,7 @@ def attend(
     weights = dropout(weights, dropout_rate, key).astype(q.dtype)
     if head_mask is not None:
         weights = weights * head_mask[:, None, None].astype(weights.dtype)
-    out = kv.mix(weights.reshape(B * K, G * T, S))
+    out = kv.mix(weights.reshape(*kv.heads, G * T, S))
     out = out.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
     return out, weights
 
@@ -67,7 +69,7 @@ def attend_fused(
 ) -> Float[Array, "B T N H"]:
     """The same by `jax.nn.dot_product_attention` (XLA's, or cuDNN's flash kernel)."""
     B, T, N, H = q.shape
-    K, S = kv.k.shape[0] // B, kv.length
+    K, S = math.prod(kv.heads) // B, kv.length
     kv = kv.plain()
     k, v = (x.reshape(B, K, S, H).transpose(0, 2, 1, 3) for x in (kv.k, kv.v))
     mask = jnp.broadcast_to(visible, (B, 1, T, S))
@@ -144,6 +146,7 @@ class Attention(nnx.Module):
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
         k_key, v_key = split(key, 2)
         k, v = self.k(x, k_key).reshape(shape), self.v(x, v_key).reshape(shape)
+        k, v = constrain((k, v), "rows", None, "heads")
         return (k if rotary is None else rotate(k, *rotary)), v
 
     def __call__(
@@ -166,6 +169,7 @@ class Attention(nnx.Module):
         B, T, _ = x.shape
         key, q_key, o_key = split(key, 3)
         q = self.q(x, q_key).reshape(B, T, self.heads, self.head_dim)
+        q = constrain(q, "rows", None, "heads")
         if rotary is not None:
             q = rotate(q, *rotary)
         weights = None

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxllm.sharding import constrain
+
 
 def normal(
     rngs: nnx.Rngs | None, shape: tuple[int, ...], std: float, dtype
@@ -68,8 +70,12 @@ class Embedding(nnx.Module):
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, ids: Int[Array, ...]) -> Float[Array, "... D"]:
+        # What `fsdp` splits is brought together first, as for every matrix that multiplies.
+        return self.rows(constrain(self.weight[...], "vocab"), ids)
+
+    def rows(self, table: Float[Array, "V D"], ids: Int[Array, ...]) -> Float[Array, "... D"]:
         # Ids are checked on the host. `clip` keeps a traced id from becoming a NaN row in silence.
-        return jnp.take(self.weight[...], ids, axis=0, mode="clip").astype(self.dtype)
+        return jnp.take(table, ids, axis=0, mode="clip").astype(self.dtype)
 
     def of(
         self, ids: Int[Array, ...] | None, embeds: Float[Array, "... D"] | None

@@ -71,4 +71,5 @@ class RelativeBias(nnx.Module):
         bucket = table[jnp.minimum(back, self.max_distance)]
         if self.bidirectional:
             bucket = bucket + jnp.where(distance > 0, num_buckets, 0)
-        return self.table(bucket).transpose(0, 3, 1, 2)
+        # Split by heads, not by buckets as a vocabulary is.
+        return self.table.rows(self.table.weight[...], bucket).transpose(0, 3, 1, 2)

@@ -15,6 +15,7 @@ from jaxllm.cache import KV, View
 from jaxllm.errors import InputError
 from jaxllm.nn.attention import Attention
 from jaxllm.nn.dropout import dropout, split
+from jaxllm.sharding import constrain
 
 
 @jax.tree_util.register_dataclass
@@ -123,7 +124,8 @@ class Block(nnx.Module):
         return x, cache, weights, cross_weights
 
     def _add(self, x, y, key):
-        x = x + dropout(y, self.dropout_rate, key)
+        # Here the parts that heads, and slices of the MLP, computed apart are summed over devices.
+        x = constrain(x + dropout(y, self.dropout_rate, key), "rows")
         return x if self.limit is None else self.limit(x)
 
 
@@ -209,7 +211,7 @@ class Stack(nnx.Module):
         run = _run_remat if self.remat else _run_traced_once
         depth = len(self.blocks)
         keys = split(key, depth + 2)
-        x = dropout(x, self.embedding_dropout, keys[depth])
+        x = constrain(dropout(x, self.embedding_dropout, keys[depth]), "rows")
         view = context.view
         biases = [bias(view.query_slots, view.key_slots) for bias in self.position_bias]
         hidden, new, attentions, crosses = [], [], [], []

@@ -19,7 +19,7 @@ from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.lora import merge_lora
 from jaxllm.training.recipe import Recipe
 from jaxllm.training.recipe_file import build
-from jaxllm.training.run_folder import CHECKPOINTS, check_base, fingerprint
+from jaxllm.training.run_folder import CHECKPOINTS, base_of, check_base
 from jaxllm.training.start import starting_model, trained
 
 Which = int | Literal["best", "last"] | None
@@ -66,7 +66,7 @@ def load_run(folder: Path, step: Which = None, *, averaged: bool = True) -> Trai
         chooses = trained(recipe, model)
         params = parameters(model)
         frozen = {p: x for p, x in params.items() if chooses is not None and not chooses(p)}
-        check_base(record.meta["base"], fingerprint(frozen), folder)
+        check_base(record.meta["base"], base_of(model, frozen), folder)
         name = "ema" if averaged and recipe.ema_decay is not None else "params"
         target = {
             name: {

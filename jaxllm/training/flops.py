@@ -115,6 +115,10 @@ class TokenCounts:
         """What "tokens a second" counts."""
         return self.tokens + self.source_tokens
 
+    def times(self, parts: int) -> TokenCounts:
+        """Of so many parts of a batch with about as many tokens each."""
+        return TokenCounts(*(parts * count for count in dataclasses.astuple(self)))
+
 
 def count_tokens(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> TokenCounts:
     """Counts a batch of the data pipeline. Pads count nothing; documents in one row stay apart.

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxllm.checkpoint.runs import RunCheckpoints
 from jaxllm.errors import RunError
-from jaxllm.sharding import put_batch
+from jaxllm.sharding import put_batch, row_share, use
 from jaxllm.training.evaluation import GenerationResult, Prompt, evaluate, generate_and_score
 from jaxllm.training.flops import TokenCounts, count_tokens
-from jaxllm.training.metrics_log import MetricsLog
+from jaxllm.training.metrics_log import MetricsLog, NoLog
 from jaxllm.training.progress import TrainingProgress
 from jaxllm.training.recipe_file import to_plain
 from jaxllm.training.setup import Setup, predicted
@@ -31,6 +33,18 @@ class StoppedError(Exception):
     """Ends an evaluation when the run is to end."""
 
 
+def agreed(stop: Stop) -> Stop:
+    """The signal that any process got, at the same question in all of them."""
+    if jax.process_count() == 1:
+        return stop
+
+    def ask() -> int | None:
+        received = multihost_utils.process_allgather(np.int32(stop() or 0))
+        return int(received.max()) or None
+
+    return ask
+
+
 @dataclasses.dataclass(frozen=True)
 class Pending:
     """A step that is under way on the device."""
@@ -44,7 +58,7 @@ class Loop:
     """The steps of one run; the host's side of them.
 
     Args:
-        base: digests of the parameters that checkpoints leave out.
+        base: what checkpoints leave out of the model, as `base_of` describes it.
         sinks: get every step's metrics after `log`.
     """
 
@@ -53,15 +67,18 @@ class Loop:
         setup: Setup,
         checkpoints: RunCheckpoints,
         progress: TrainingProgress,
-        log: MetricsLog,
+        log: MetricsLog | NoLog,
         sinks: Sequence[Sink],
-        base: Mapping[str, str],
+        base: Mapping[str, Any],
     ) -> None:
         self.setup, self.recipe = setup, setup.recipe
         self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks
         self.base = base
         self.last: Row = {}
         self.answers: GenerationResult | None = None
+        # Each process that reads a part of a batch counts its own rows; the others have as many.
+        self._parts = row_share(setup.mesh)[1]
+        self._mesh = setup.mesh if setup.mesh.size > 1 else None
         self._best: float | None = None
         if (best := checkpoints.best()) is not None:
             self._best = checkpoints.read(best).metric
@@ -69,11 +86,14 @@ class Loop:
     def until(self, last: int, state: TrainState, stop: Stop) -> tuple[TrainState, int | None]:
         """Steps up to number `last`, or until `stop` gives a signal; what is done is saved."""
         pending: Pending | None = None
+        stop = agreed(stop)
         number, signal = int(state.step), stop()
         while number < last and signal is None:
             batch = next(self.setup.batches)
-            tokens = count_tokens(batch, is_encoder_decoder=self.setup.info.kind == "seq2seq")
-            state, metrics = self.setup.step(state, put_batch(batch, self.setup.mesh))
+            seq2seq = self.setup.info.kind == "seq2seq"
+            tokens = count_tokens(batch, is_encoder_decoder=seq2seq).times(self._parts)
+            with use(self._mesh):
+                state, metrics = self.setup.step(state, put_batch(batch, self.setup.mesh))
             if pending is not None:
                 self.write(pending, {})
             number, pending = number + 1, Pending(number + 1, metrics, tokens)
@@ -151,7 +171,8 @@ class Loop:
 
         try:
             with self.progress.phase("evaluating"):
-                result = evaluate(model, batches(), setup.eval_loss)
+                with use(self._mesh):
+                    result = evaluate(model, batches(), setup.eval_loss)
                 found: Row = result.metrics(predicted(setup.info))
             if setup.prompts:
                 with self.progress.phase("generating"):

@@ -33,6 +33,14 @@ _NONFINITE = "nonfinite"
 _RESERVED = ("step", _NONFINITE)
 
 
+class NoLog:
+    """What a process writes whose numbers another one writes."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def sync(self) -> None: ...
+
+
 class MetricsLog:
     """The two files of one run; open it once, in one process.
 

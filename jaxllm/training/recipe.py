@@ -197,7 +197,7 @@ class Recipe:
 CHANGEABLE = (
     *("output_dir", "max_steps", "eval_data", "evaluation", "checkpoints.every"),
     *("checkpoints.keep", "mesh", "log_every", "tensorboard", "wandb", "skip_limit"),
-    *("data.path", "data.dataset"),  # what is in them is compared in their place
+    *("model.path", "data.path", "data.dataset"),  # what is in them is compared in their place
 )
 """What may change between a run and its going on: nothing that the weights, or which of them are
 the best, follow from."""

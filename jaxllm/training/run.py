@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from jaxllm.checkpoint.runs import RunCheckpoints
+from jaxllm.checkpoint.runs.processes import together
 from jaxllm.errors import RunError
 from jaxllm.training.evaluation import Sample
 from jaxllm.training.flops import peak_flops
 from jaxllm.training.loop import Loop
-from jaxllm.training.metrics_log import MetricsLog
+from jaxllm.training.metrics_log import MetricsLog, NoLog
 from jaxllm.training.progress import TrainingProgress
 from jaxllm.training.recipe import DataConfig, Recipe
 from jaxllm.training.recipe_file import to_plain
@@ -25,11 +27,11 @@ from jaxllm.training.run_card import DataFile, RunCard, make_run_card, write_run
 from jaxllm.training.run_folder import (
     CHECKPOINTS,
     abstract,
+    base_of,
     check_ahead,
     check_base,
     check_new,
     check_same,
-    fingerprint,
     folder_of,
     saved_steps,
 )
@@ -65,6 +67,8 @@ def train(
 ) -> RunResult:
     """Trains as the recipe says, up to `max_steps`.
 
+    In several processes all of them call this, on a folder that they share; the first one writes.
+
     Args:
         recipe: its `output_dir` holds everything that the run writes.
         resume: go on with the run in that folder; where there is none yet, begin one.
@@ -77,6 +81,8 @@ def train(
         JaxLLMError: as the parts of the recipe raise.
     """
     folder, settings = folder_of(recipe), recipe.checkpoints
+    leads = jax.process_index() == 0
+    quiet = quiet or not leads
     console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
 
     def say(line: str) -> None:
@@ -95,24 +101,23 @@ def train(
             )
         )
         if not resume:
-            check_new(folder)
+            together(lambda: check_new(folder), RunError)
         there = resume and bool(saved_steps(folder))
         if there:
             check_same(checkpoints.read().meta["recipe"], recipe, folder)
         setup = set_up(recipe, say)
-        base = fingerprint(setup.state.frozen)
+        base = base_of(setup.state.model, setup.state.frozen)
         state = brought_back(checkpoints, setup, base, folder) if there else setup.state
         start = int(state.step)
         check_ahead(start, recipe.max_steps, folder)
         if resume:
             say(f"going on from step {start}" if there else "nothing is saved yet: a new run")
         at = start if resume else None
-        log = stack.enter_context(MetricsLog(folder, resume_at=at))
-        card = write_run_card(folder, card_of(setup, at))
-        sinks = [
-            stack.enter_context(contextlib.closing(sink))
-            for sink in further_sinks(recipe, folder, card, at)
-        ]
+        card = card_of(setup, at)
+        log, sinks, card = together(
+            lambda: opened(stack, setup, folder, card, at) if leads else (NoLog(), [], card),
+            RunError,
+        )
         progress = stack.enter_context(
             TrainingProgress(
                 recipe.max_steps,
@@ -127,8 +132,10 @@ def train(
         before = samples_before(folder, loop, state)
         state, signal = loop.until(recipe.max_steps, state, stop)
         checkpoints.wait()
-        after = [] if loop.answers is None else loop.answers.samples
-        finish_report(folder, card, samples=paired(before, after), say=say)
+        if leads:
+            after = [] if loop.answers is None else loop.answers.samples
+            shown = paired(before, after)
+            finish_report(folder, card, samples=shown, say=say)
         return RunResult(
             folder=folder,
             step=int(state.step),
@@ -140,7 +147,7 @@ def train(
 
 
 def brought_back(
-    checkpoints: RunCheckpoints, setup: Setup, base: Mapping[str, str], folder: Path
+    checkpoints: RunCheckpoints, setup: Setup, base: Mapping[str, Any], folder: Path
 ) -> TrainState:
     """The state and the data's position of the last sound checkpoint."""
     state = setup.state
@@ -149,6 +156,16 @@ def brought_back(
     check_base(meta["base"], base, folder)
     setup.batches.restore(meta["data"])
     return state.replace(**arrays)
+
+
+def opened(
+    stack: contextlib.ExitStack, setup: Setup, folder: Path, card: RunCard, at: int | None
+) -> tuple[MetricsLog, list[Sink], RunCard]:
+    """What the numbers of steps are written to, closed with the stack; and the card as written."""
+    log = stack.enter_context(MetricsLog(folder, resume_at=at))
+    card = write_run_card(folder, card)
+    sinks = further_sinks(setup.recipe, folder, card, at)
+    return log, [stack.enter_context(contextlib.closing(sink)) for sink in sinks], card
 
 
 def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
@@ -188,7 +205,8 @@ def samples_before(folder: Path, loop: Loop, state: TrainState) -> list[Sample]:
     if int(state.step) == 0:
         with loop.progress.phase("generating before training"):
             found = loop.generate(state.model, loop.setup.prompts[:count]).samples
-        path.write_text(json.dumps([dataclasses.asdict(sample) for sample in found], indent=1))
+        if jax.process_index() == 0:
+            path.write_text(json.dumps([dataclasses.asdict(s) for s in found], indent=1))
         return found
     if not path.exists():  # the run began without them
         return []

@@ -12,6 +12,8 @@ import jax
 from jaxllm.checkpoint.runs.digest import digests
 from jaxllm.checkpoint.runs.folder import numbered
 from jaxllm.errors import ConfigError, RunError
+from jaxllm.models.export import config_to_json
+from jaxllm.models.registry import architecture_of
 from jaxllm.training.recipe import CHANGEABLE, Recipe
 from jaxllm.training.recipe_file import to_plain
 from jaxllm.training.run_card import flat
@@ -64,17 +66,25 @@ def check_same(saved: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
     Raises:
         RunError: names each field that was changed.
     """
-    before, now = settled(saved), settled(to_plain(recipe))
-    changed = [
+    if changed := changes(settled(saved), settled(to_plain(recipe))):
+        raise RunError(
+            f"{folder}: the run was started with other settings ({changed}); go on with those, or "
+            "begin a new run in another folder"
+        )
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first few fields that differ, with both values; nothing if none does.
+
+    >>> changes({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": "x"})
+    'b: was 2, is 3; c: was null, is "x"'
+    """
+    found = [
         f"{name}: was {json.dumps(before.get(name))}, is {json.dumps(now.get(name))}"
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]
-    if changed:
-        raise RunError(
-            f"{folder}: the run was started with other settings ({'; '.join(changed[:5])}); go on "
-            "with those, or begin a new run in another folder"
-        )
+    return "; ".join(found[:5])
 
 
 def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,22 +96,29 @@ def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def fingerprint(frozen: Params) -> dict[str, str]:
-    """Digests of parameters that checkpoints do not hold, so that a changed base is noticed."""
-    return dict(sorted(digests(frozen).items())) if frozen else {}
+def base_of(model: Any, frozen: Params) -> dict[str, Any]:
+    """What a model has that checkpoints do not hold, so that a change of it is noticed: its config,
+    and digests of the parameters that are not trained."""
+    config = flat(config_to_json(model.config, *architecture_of(model)))
+    return {"config": config, "tensors": dict(sorted(digests(frozen).items()))}
 
 
-def check_base(saved: Mapping[str, str], now: Mapping[str, str], folder: Path) -> None:
-    """The parameters that are not in the checkpoint are those that the run began with.
+def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """The model, but for what is trained, is the one that the run began with.
 
     Raises:
-        RunError: they are not.
+        RunError: it is not.
     """
-    changed = sorted(path for path in now.keys() | saved.keys() if now.get(path) != saved.get(path))
-    if changed:
+    before, tensors = saved["tensors"], now["tensors"]
+    paths = before.keys() | tensors.keys()
+    differing = sorted(path for path in paths if before.get(path) != tensors.get(path))
+    what = changes(saved["config"], now["config"])
+    if differing:
+        what = f"{len(differing)} of its tensors differ, such as {differing[0]}"
+    if what:
         raise RunError(
-            f"{folder}: the base model is not the one that the run began with ({len(changed)} of "
-            f"its tensors differ, such as {changed[0]}); give the same checkpoint"
+            f"{folder}: the base model is not the one that the run began with ({what}); give the "
+            "same checkpoint"
         )
 
 

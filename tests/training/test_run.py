@@ -174,7 +174,13 @@ def test_a_changed_base_is_refused(tmp_path: Path):
     shutil.copytree(bases[0], folder)
     made = tiny(tmp_path, model={"path": str(folder)}, lora={"rank": 2}, max_steps=2)
     train(made, quiet=True)
-    assert go_on(made, max_steps=3).step == 3
+    moved = replace(made.model, path=str(bases[0]))
+    assert go_on(made, model=moved, max_steps=3).step == 3
+    config = (folder / "config.json").read_text()
+    changed = config.replace('"attention_dropout": 0.1', '"attention_dropout": 0.2')
+    (folder / "config.json").write_text(changed)
+    with pytest.raises(RunError, match=r"base model .* \(attention_dropout: was 0\.1, is 0\.2\)"):
+        go_on(made, max_steps=4)
     shutil.rmtree(folder)
     shutil.copytree(bases[1], folder)
     with pytest.raises(RunError, match=r"the base model is not the one .* tensors differ"):

@@ -37,8 +37,15 @@ def digests(arrays: dict[str, jax.Array]) -> dict[str, str]:
     >>> digests({"a": a, "b": a.at[1, 2].add(1e-6), "c": a})
     {'a': '99da54f8c592a093', 'b': '8ba3444734296f96', 'c': '99da54f8c592a093'}
     """
-    words = jax.device_get({name: digest(array) for name, array in arrays.items()})
+    found = {name: ready(digest(array)) for name, array in arrays.items()}
+    words = jax.device_get(found)
     return {name: f"{int(high):08x}{int(low):08x}" for name, (high, low) in words.items()}
+
+
+def ready(x: Array) -> Array:
+    """Waits where there are several processes: with many of their programs in flight at once, each
+    of which needs threads of all of them, the CPU's collectives have come to a standstill."""
+    return x.block_until_ready() if jax.process_count() > 1 else x
 
 
 @jax.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jaxllm.generation.engine.rows import BatchOutput, Given, Reader, Row, faile
 from jaxllm.generation.engine.settings import Group, fits_slots, groups
 from jaxllm.generation.strategy import without_notes
 from jaxllm.generation.values import is_integer
+from jaxllm.sharding import mesh_of
 
 DEFAULT_SLOTS = {"cpu": 16}
 MOST_SLOTS = 128
@@ -48,6 +49,8 @@ class BatchGenerator:
         default_new_tokens: most new tokens of rows for which nobody states a length, as far as the
             model reaches. None: as `generate`, 20.
         chat: a row's `prompt` is what a user says, in the model's chat template, after `system`.
+        announce: called with the memory that each pool of slots is predicted to take, before
+            anything of it is compiled.
         fields: generation fields of all rows; a row's own win over them.
 
     Raises:
@@ -66,10 +69,17 @@ class BatchGenerator:
         default_new_tokens: int | None = None,
         chat: bool = False,
         system: str | None = None,
+        announce: Callable[[Prediction], object] | None = None,
         **fields: Any,
     ) -> None:
         if not hasattr(model, "decode"):
             raise UnsupportedError(f"{type(model).__name__} has no language-model head")
+        mesh = mesh_of(model)
+        if mesh is not None and mesh.size > 1:
+            raise UnsupportedError(
+                f"model: lies on {mesh.size} devices, but slots are of one device so far; load it "
+                "without a mesh, or use jaxllm.generate"
+            )
         if slots is not None and (not is_integer(slots) or slots < 1):
             raise InputError(f"slots: expected an integer of 1 or more, found {slots!r}")
         GenerationConfig(**fields)
@@ -79,7 +89,7 @@ class BatchGenerator:
             model, tokenizer, fields, seed, default_new_tokens, chat=chat, system=system
         )
         self._slots = slots or DEFAULT_SLOTS.get(jax.default_backend(), MOST_SLOTS)
-        self._budget = budget(memory)
+        self._budget, self._announce = budget(memory), announce
         self.counts = Counts()
         """Of the run that goes on, or of the last one."""
         self.memory: list[Prediction] = []
@@ -126,6 +136,8 @@ class BatchGenerator:
             where = (self._bare, self.tokenizer, group)
             for plan in plans(*where, tasks, self._slots, self._budget):
                 self.memory.append(plan.memory)
+                if self._announce is not None:
+                    self._announce(plan.memory)
                 yield from self._run_plan(group, plan)
         others = (row for row in rows if not fits_slots(row))
         for batch in batches(self._bare, others, self._slots):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxllm.compile_clock import CompileClock
 from jaxllm.errors import DataError, JaxLLMError, MissingFileError
 from jaxllm.generation.engine.generator import BatchGenerator
-from jaxllm.generation.engine.journal import Journal, journal_folder, write_atomically
+from jaxllm.generation.engine.journal import Journal, journal_folder, report_file, write_atomically
 from jaxllm.generation.engine.report import Report, Run, lengths
 from jaxllm.generation.engine.rows import BatchOutput, Given
 from jaxllm.json_file import parse_json
@@ -44,6 +44,11 @@ class Input(NamedTuple):
         kept = [(number, line) for number, line in lines if line.strip()]
         return Input(path, kept, hashlib.sha256(data).hexdigest())
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a job that is resumed compares."""
+        return {"input": self.sha256, "rows": len(self.lines)}
+
     def given(self, index: int) -> Given:
         """Row number `index`, from 0 on; an error in its place if its line is not an object."""
         number, line = self.lines[index]
@@ -69,7 +74,7 @@ class Job:
         resume: go on with a job that was stopped.
 
     Raises:
-        RunError: see `Journal`.
+        RunError: when it runs, see `Journal`.
     """
 
     def __init__(
@@ -82,14 +87,14 @@ class Job:
         resume: bool = False,
     ) -> None:
         self.engine, self.source, self.output = engine, source, output
-        self.settings = {**settings, "input": source.sha256, "rows": len(source.lines)}
+        self.settings = {**settings, **source.settings}
         self._resume = resume
         self.resumed = 0
         """Rows that were done before."""
 
     @property
     def report_path(self) -> Path:
-        return self.output.with_name(self.output.name + ".report.json")
+        return report_file(self.output)
 
     @property
     def journal_path(self) -> Path:

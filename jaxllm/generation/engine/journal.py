@@ -47,8 +47,7 @@ class Journal:
         process: number of this process, and of its part.
 
     Raises:
-        RunError: there is an output or a journal already, or none to resume; the settings differ,
-            with the name of the first that does; or another process runs the job.
+        RunError: see `is_finished`; or another process runs the job.
     """
 
     def __init__(
@@ -56,12 +55,11 @@ class Journal:
     ) -> None:
         self.output = output
         self.folder = journal_folder(output)
-        self._settings = json.loads(json.dumps(settings))  # as it comes back from a file
-        self._check(resume)
+        is_finished(output, settings, resume=resume)
         self.folder.mkdir(exist_ok=True)
         self._lock = RunLock(self.folder / f"process-{process:05d}")
         if not (self.folder / "job.json").exists():
-            write_atomically(self.folder / "job.json", json.dumps(self._settings).encode())
+            write_atomically(self.folder / "job.json", json.dumps(settings).encode())
         self._part = self.folder / f"part-{process:05d}.jsonl"
         self.done: dict[int, Place] = {}
         """Finished rows, by their number."""
@@ -70,7 +68,7 @@ class Journal:
         self._file: BinaryIO = self._part.open("ab")
         self._offset = self._part.stat().st_size
         self._unsafe: list[tuple[int, Place]] = []
-        self._written = time.monotonic()
+        self._written = -SECONDS  # so that the first row is on the disk at once
 
     def __enter__(self) -> Self:
         return self
@@ -132,31 +130,52 @@ class Journal:
         """Removes the folder, when the output has its name and the report is written."""
         shutil.rmtree(self.folder)
 
-    def _check(self, resume: bool) -> None:
-        started = (self.folder / "job.json").exists()
-        if not resume:
-            if self.output.exists():
-                raise RunError(
-                    f"{self.output}: exists already; give another --output, or remove it"
-                )
-            if started:
-                raise RunError(
-                    f"{self.folder}: holds a job that was not finished; go on with --resume, or "
-                    "remove the folder"
-                )
-            return
-        if not started:
-            if self.output.exists():
-                raise RunError(f"{self.output}: is finished; there is nothing to resume")
-            return  # nothing was done before it was stopped
-        before = read_json(self.folder / "job.json", max_bytes=_MAX_SETTINGS_BYTES, error=RunError)
-        for name in dict.fromkeys((*before, *self._settings)):
-            old, new = before.get(name), self._settings.get(name)
-            if old != new:
-                raise RunError(
-                    f"{name}: was {old!r:.80} when this job began, and is {new!r:.80} now; resume "
-                    "with what it was, or begin another output"
-                )
+
+def is_finished(output: Path, settings: Mapping[str, Any], *, resume: bool) -> bool:
+    """Whether a job is over: there is the output, and its report has the same settings.
+
+    Raises:
+        RunError: an output or a journal is there, and `resume` was not asked for; or the settings
+            are not those that the job began with, with the name of the first that differs.
+    """
+    started = journal_folder(output) / "job.json"
+    if not resume:
+        if output.exists():
+            raise RunError(f"{output}: exists already; give another --output, or remove it")
+        if started.exists():
+            raise RunError(
+                f"{started.parent}: holds a job that was not finished; go on with --resume, or "
+                "remove the folder"
+            )
+        return False
+    if started.exists():
+        check_settings(read(started), settings)
+        return False
+    if not output.exists():
+        return False  # nothing was done before it was stopped
+    if not report_file(output).exists():
+        raise RunError(f"{output}: exists, but is no output of a job; give another --output")
+    check_settings(read(report_file(output)).get("settings", {}), settings)
+    return True
+
+
+def check_settings(before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    now = json.loads(json.dumps(settings))  # as it comes back from a file
+    for name in dict.fromkeys((*before, *now)):
+        old, new = before.get(name), now.get(name)
+        if old != new:
+            raise RunError(
+                f"{name}: was {old!r:.80} when this job began, and is {new!r:.80} now; resume "
+                "with what it was, or begin another output"
+            )
+
+
+def read(path: Path) -> Any:
+    return read_json(path, max_bytes=_MAX_SETTINGS_BYTES, error=RunError)
+
+
+def report_file(output: Path) -> Path:
+    return output.with_name(output.name + ".report.json")
 
 
 def journal_folder(output: Path) -> Path:

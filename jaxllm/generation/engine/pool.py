@@ -55,7 +55,7 @@ class Pool:
         self._model, self._group, self._sizes, self._counts = model, group, sizes, counts
         self._vocab = model.config.vocab_size
         self._queue = Queue(tasks)
-        self._stops = group.criteria(tokenizer)
+        self._stops = jax.tree.map(place, group.criteria(tokenizer))
         self._holds: list[Task | None] = [None] * sizes.slots
         self._ended: list[Done] = []
         self._ready = self._next()

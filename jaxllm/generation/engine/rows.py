@@ -151,6 +151,7 @@ class Reader:
         self._fields, self._seed = dict(fields), checked_seed(seed)
         self._default, self._chat, self._system = default_new_tokens, chat, system
         self._settings: dict[str, _Settings] = {}
+        self._lengthened: dict[tuple[GenerationConfig, int], GenerationConfig] = {}
 
     def read(self, given: Given, name: str | int) -> Row:
         """A row, from a mapping, a prompt, or its token ids.
@@ -196,7 +197,10 @@ class Reader:
         most, reach = self._default, self._model.config.context_length
         if not self._model.is_encoder_decoder and reach is not None:
             most = max(1, min(most, reach - start))
-        return config.replace(max_new_tokens=most)
+        known = self._lengthened.get((config, most))
+        if known is None:  # many rows share their settings, which then are one object
+            known = self._lengthened[config, most] = config.replace(max_new_tokens=most)
+        return known
 
     def _read_settings(self, own: Mapping[str, Any]) -> _Settings:
         name = json.dumps(own, sort_keys=True, default=repr)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.errors import InputError
 from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_processor, store
-from jaxllm.generation.processors.host_errors import noted
+from jaxllm.generation.processors.host_errors import check_one_device, noted
 
 HostFunction = Callable[[np.ndarray, np.ndarray], Any]
 
@@ -73,6 +73,8 @@ def call_on_host(
         InputError: The result does not have the shape and kind that it must have (see
             :mod:`host_errors` for how it gets out of a program).
     """
+
+    check_one_device()
 
     @noted
     def run(ids: Any, values: Any, length: Any) -> np.ndarray:

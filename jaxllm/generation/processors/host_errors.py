@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
+from jaxllm.errors import UnsupportedError
+from jaxllm.sharding import context_mesh
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -28,6 +31,23 @@ _LOGGER = logging.getLogger("jax._src.callback")  # prints each failed callback'
 
 class HostError(Exception):
     """A function of the host failed; the text ends with the number of what it raised."""
+
+
+def check_one_device() -> None:
+    """Where a program that calls Python is traced: it must run on one device.
+
+    On several, the one that calls Python and those that wait for it in a sum may block each other.
+
+    Raises:
+        UnsupportedError: a mesh of several devices is around it.
+    """
+    mesh = context_mesh()
+    if mesh is not None and mesh.size > 1:
+        raise UnsupportedError(
+            "logits_processor, stopping_criteria, prefix_allowed_tokens_fn: Python functions and "
+            f"grammars cannot run in programs of several devices (mesh {dict(mesh.shape)}); load "
+            "the model without mesh="
+        )
 
 
 def noted(function: Callable[P, T]) -> Callable[P, T]:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxllm.errors import InputError
 from jaxllm.generation.processors.base import History
-from jaxllm.generation.processors.host_errors import noted
+from jaxllm.generation.processors.host_errors import check_one_device, noted
 from jaxllm.models.inputs import is_traced
 
 WORD = 32
@@ -68,6 +68,7 @@ def allowed_tokens(
     The rule sees the arguments alone and must depend on nothing else: the program may ask twice, or
     not at all. An exception in it ends the program; see :mod:`host_errors`.
     """
+    check_one_device()
     history = History.of(input_ids, cur_len, mask)
     rows, words = history.ids.shape[0], -(-vocab_size // WORD)
     if is_traced(number):

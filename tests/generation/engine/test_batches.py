@@ -17,58 +17,60 @@ from jaxllm.generation.engine.rows import Given
 from jaxllm.generation.engine.settings import fits_slots
 from jaxllm.generation.fields import FIELDS
 
+SMALL = {"llama": {"num_hidden_layers": 1}, "t5": {"num_layers": 1, "num_decoder_layers": 1}}
+
 
 @functools.cache
 def model(family: str) -> Any:
-    return tiny.make(family)
+    return tiny.make(family, **SMALL[family])
 
 
 def beam_rows(**fields: Any) -> list[dict[str, Any]]:
-    sizes = (3, 9, 5, 14, 4)
+    sizes = (3, 9, 14)
     return [{"input_ids": list(range(5, 5 + n)), "max_new_tokens": 8, **fields} for n in sizes]
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_beams_equal_beams_alone(family):
     rows = beam_rows(num_beams=3, num_return_sequences=2)
-    rows[2] |= {"length_penalty": 2.0}
+    rows[1] |= {"length_penalty": 2.0}
     rows.insert(1, {"input_ids": [5, 6, 7], "max_new_tokens": 8})  # goes to a slot
     engine = BatchGenerator(model(family), slots=6)
     outputs = engine.generate(rows)
-    assert [len(output.output_ids) for output in outputs] == [2, 1, 2, 2, 2, 2]
-    assert differences(model(family), rows, outputs) == ([], 0)
-    assert engine.counts.buckets["beam_search of 2 x 16"] == 2
+    assert [len(output.output_ids) for output in outputs] == [2, 1, 2, 2]
+    assert differences(model(family), rows, outputs)[0] == []
+    assert engine.counts.buckets["beam_search of 2 x 16"] == 1
     assert engine.counts.buckets["beam_search of 1 x 16"] == 1
 
 
+@pytest.mark.slow
 def test_sampled_beams_have_the_rows_keys():
     rows = beam_rows(num_beams=2, do_sample=True, temperature=2.0)
     rows[1]["seed"] = 99
     outputs = BatchGenerator(model("llama"), slots=4, seed=5).generate(rows)
-    assert differences(model("llama"), rows, outputs, seed=5) == ([], 0)
+    assert differences(model("llama"), rows, outputs, seed=5)[0] == []
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"penalty_alpha": 0.5, "top_k": 3},
+        pytest.param({"penalty_alpha": 0.5, "top_k": 3}, marks=pytest.mark.slow),
         {"encoder_repetition_penalty": 1.5},
-        {"prompt_lookup_num_tokens": 3},
         {"cache_implementation": "quantized", "cache_config": {"nbits": 8}},
     ],
     ids=lambda fields: next(iter(fields)),
 )
 def test_other_settings_equal_rows_alone(fields):
-    rows = beam_rows(**fields)[:2]
+    rows = beam_rows(**fields)[:1]
     outputs = BatchGenerator(model("llama"), slots=4).generate(rows)
-    assert differences(model("llama"), rows, outputs) == ([], 0)
+    assert differences(model("llama"), rows, outputs)[0] == []
 
 
 def test_an_error_is_its_rows_alone():
     rows = beam_rows(num_beams=3)
-    rows[3]["suppress_tokens"] = list(range(50))
+    rows[1]["suppress_tokens"] = list(range(50))
     outputs = BatchGenerator(model("llama"), slots=12).generate(rows)
-    assert [output.error_kind for output in outputs] == [None, None, None, "NonFiniteError", None]
+    assert [output.error_kind for output in outputs] == [None, "NonFiniteError", None]
 
 
 def test_batches_are_halved_when_memory_runs_out(monkeypatch):
@@ -84,7 +86,7 @@ def test_batches_are_halved_when_memory_runs_out(monkeypatch):
     monkeypatch.setattr(rooms, "generate", refuse)
     engine = BatchGenerator(model("llama"), slots=8)
     assert engine.generate(rows) == want
-    assert engine.counts.halvings == 2
+    assert engine.counts.halvings == 2  # 4 rows at once, 2, 1
 
 
 def test_what_goes_to_slots():

@@ -15,7 +15,7 @@ from jaxllm import BatchGenerator
 from jaxllm.compile_clock import CompileClock
 from jaxllm.errors import DataError, MissingFileError, RunError
 from jaxllm.generation.engine.job import Input, Job
-from jaxllm.generation.engine.journal import Journal, whole_lines
+from jaxllm.generation.engine.journal import Journal, is_finished, whole_lines
 
 MODEL, TOKENIZER = jaxllm.load(DATA / "models" / "s_llama_tok")
 SETTINGS = {"--model": "s_llama_tok", "--temperature": 0.5}
@@ -152,8 +152,13 @@ def test_what_is_refused(tmp_path):
     assert len(run(job(tmp_path, ROWS, resume=True))) == len(ROWS)
     with pytest.raises(RunError, match="exists already"):
         run(job(tmp_path, ROWS))
-    with pytest.raises(RunError, match="nothing to resume"):
-        run(job(tmp_path, ROWS, resume=True))
+    finished = job(tmp_path, ROWS)
+    assert is_finished(finished.output, finished.settings, resume=True)
+    with pytest.raises(RunError, match="--top-k: was None"):
+        is_finished(finished.output, {**finished.settings, "--top-k": 6}, resume=True)
+    finished.report_path.unlink()
+    with pytest.raises(RunError, match="no output of a job"):
+        is_finished(finished.output, finished.settings, resume=True)
 
 
 def test_one_process_a_job(tmp_path):

@@ -1,0 +1,100 @@
+"""Options for several devices and processes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from devices import environment, free_port
+
+from jaxllm.cli.devices import add_device_flags, join_processes, mesh_of_arguments, mesh_sizes
+from jaxllm.errors import InputError
+
+ROOT = Path(__file__).parent.parent.parent
+LLAMA = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
+
+
+def parsed(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_device_flags(parser)
+    return parser.parse_args(flags)
+
+
+def test_no_options_change_nothing():
+    arguments = parsed()
+    join_processes(arguments)
+    assert mesh_of_arguments(arguments) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "data", "data=x", "model=2", "data=1,data=2", "data=1;fsdp=2"]
+)
+def test_sizes_that_mean_nothing(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected"):
+        mesh_sizes(text)
+
+
+def test_sizes():
+    assert mesh_sizes("data=2, tensor=-1") == {"data": 2, "tensor": -1}
+    count = jax.device_count()
+    assert mesh_of_arguments(parsed("--mesh", "data=-1")).shape["data"] == count
+    with pytest.raises(InputError, match="tensor=1000"):
+        mesh_of_arguments(parsed("--mesh", "tensor=1000"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--coordinator", "a:1"], "belong together; --num-processes is missing"),
+        (["--num-processes", "2", "--process-id", "0"], "--coordinator is missing"),
+        (
+            ["--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"],
+            "--process-id: expected 0 to 1, found 2",
+        ),
+        (["--coordinator", "a", "--num-processes", "2", "--process-id", "0"], "HOST:PORT"),
+        (["--distributed", "--process-id", "0"], "not both"),
+    ],
+)
+def test_processes_that_cannot_be_found(flags, message):
+    with pytest.raises(InputError, match=message):
+        join_processes(parsed(*flags))
+
+
+def command(*flags: object) -> list[str]:
+    fixed = ["--model", LLAMA, "--max-new-tokens", 12, "--no-compile-cache", "--do-sample"]
+    return [sys.executable, str(ROOT / "generate.py"), *map(str, [*fixed, *flags]), "a b c"]
+
+
+@pytest.mark.slow
+def test_two_processes_print_once_what_one_prints():
+    """Shared weights, one text; nobody but the first process says anything."""
+    alone = subprocess.run(
+        command("--seed", 7), env=environment(1), capture_output=True, text=True, check=True
+    )
+    flags = ["--seed", 7, "--mesh", "data=2,tensor=2", "--num-processes", 2]
+    flags += ["--coordinator", f"127.0.0.1:{free_port()}"]
+    running = [
+        subprocess.Popen(
+            command(*flags, "--process-id", index),
+            env=environment(2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    (out, err), (other, silent) = (process.communicate(timeout=300) for process in running)
+    assert [process.returncode for process in running] == [0, 0], err + silent
+
+    def own(text: str) -> str:  # without the greetings of the library of collectives
+        return "\n".join(line for line in text.splitlines() if "[Gloo]" not in line)
+
+    assert own(out) == own(alone.stdout) != ""
+    assert own(other) == ""
+    assert "tokens" in err
+    assert "tokens" not in silent
+    assert "loading" not in silent

@@ -1,0 +1,44 @@
+"""Rows of different settings side by side in one group."""
+
+from __future__ import annotations
+
+import tiny
+from batch_tools import differences, uneven_rows
+
+from jaxllm import BatchGenerator
+
+MODEL = tiny.make("llama", num_hidden_layers=1)
+
+
+def test_greedy_and_sampled_rows_side_by_side():
+    rows = uneven_rows(12, prompts=16, new=16, seed=2)
+    for i, row in enumerate(rows):
+        row |= {"do_sample": bool(i % 2), "max_new_tokens": 12}
+        if i % 2:
+            row |= {"temperature": 0.7, "min_p": 0.05}
+    engine = BatchGenerator(MODEL, slots=4, seed=7)
+    assert differences(MODEL, rows, engine.generate(rows), seed=7)[0] == []
+    assert len(engine.counts.buckets) == 2  # one group: its bucket of prompts, and its slots
+
+
+def test_several_samples_a_row():
+    rows = uneven_rows(4, prompts=16, new=16, seed=3)
+    rows = [{**row, "max_new_tokens": 10, "num_return_sequences": 3} for row in rows]
+    engine = BatchGenerator(MODEL, slots=4, seed=7, do_sample=True)
+    outputs = engine.generate(rows)
+    assert all(len(output.output_ids) == len(output.finish_reasons) == 3 for output in outputs)
+    assert differences(MODEL, rows, outputs, seed=7, do_sample=True)[0] == []
+    assert len({tuple(ids) for ids in outputs[0].output_ids}) > 1
+    assert outputs[0].to_dict()["output_ids"] == list(outputs[0].output_ids)
+
+
+def test_result_does_not_depend_on_slots_or_neighbours():
+    rows = uneven_rows(40, prompts=16, new=16, seed=4)
+    results = [
+        {
+            output.id: output.output_ids
+            for output in BatchGenerator(MODEL, slots=slots, seed=3).generate(part)
+        }
+        for slots, part in ((2, rows), (16, rows), (4, rows[::-1]))
+    ]
+    assert results[0] == results[1] == results[2]
