@@ -65,7 +65,7 @@ def run(argv: list[str], program: str) -> int:
         trouble = compile_cache.enable(compile_cache.default_folder())
         if trouble is not None and not options.quiet and leads():
             print(f"{program}: {one_line(trouble)}", file=sys.stderr)
-    with stopping() as stop:
+    with stopping(quiet=options.quiet or not leads()) as stop:
         result = train(recipe, resume=options.resume, quiet=options.quiet, stop=stop)
     if not options.quiet and leads():
         print(f"{result.folder}: step {result.step}")
@@ -100,7 +100,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 @contextmanager
-def stopping() -> Iterator[Callable[[], int | None]]:
+def stopping(*, quiet: bool = False) -> Iterator[Callable[[], int | None]]:
     """Ctrl-C and SIGTERM end the run after its step, saved; a second one ends it at once.
 
     What this gives is the `stop` of `train`. Until it is asked for the first time, there is nothing
@@ -111,6 +111,8 @@ def stopping() -> Iterator[Callable[[], int | None]]:
 
     def note(number: int, frame: Any) -> None:
         received.append(number)
+        if not quiet:
+            print("stopping after this step; a second signal ends at once", file=sys.stderr)
         for each in STOPS:
             signal.signal(each, signal.SIG_DFL)
 

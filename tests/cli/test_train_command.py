@@ -277,6 +277,7 @@ def test_many_kills(tmp_path: Path, spawn: Any):
 # Full disks.
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path, spawn: Any):
     """Files may grow by what the log needs for a while, which is too little for a checkpoint."""
     recipe, run = small(tmp_path, checkpoints={"every": 2, "keep": 50}), tmp_path / "run"

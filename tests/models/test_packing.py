@@ -9,7 +9,13 @@ from conformance_runs import model
 from jaxllm.errors import InputError
 
 LENGTHS = (5, 1, 7, 3)
-DECODER_ONLY = ("s_llama", "s_llama_yarn", "s_gpt2", "s_gpt2_scaled")
+SLOW = pytest.mark.slow
+DECODER_ONLY = (
+    "s_llama",
+    "s_gpt2",
+    pytest.param("s_llama_yarn", marks=SLOW),
+    pytest.param("s_gpt2_scaled", marks=SLOW),
+)
 
 
 def documents(vocab: int, lengths=LENGTHS, seed: int = 0) -> list[np.ndarray]:
@@ -49,7 +55,7 @@ def test_packed_documents_of_a_decoder(name):
     np.testing.assert_allclose(float(out.loss), float(alone.loss), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["s_t5", "s_t5_gated"])
+@pytest.mark.parametrize("name", ["s_t5", pytest.param("s_t5_gated", marks=SLOW)])
 def test_packed_pairs_of_an_encoder_decoder(name):
     m = model(name)
     sources = documents(m.config.vocab_size)
