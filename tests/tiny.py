@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxllm.models.options import Options
@@ -57,6 +58,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(CONFIGS)
+
+
+def mostly(family: str) -> list[Any]:
+    """All families for a parametrized test of which that of one runs by default."""
+    return [
+        name if name == family else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
+    ]
 
 
 def make(

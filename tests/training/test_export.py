@@ -70,7 +70,10 @@ def same(a, b) -> None:
         np.testing.assert_array_equal(x, theirs[path], err_msg=path)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5"))],
+)
 def test_a_run_becomes_a_folder_that_loads(tmp_path, family):
     result = run(tmp_path, family)
     found = export(tmp_path / "run", tmp_path / "out")
