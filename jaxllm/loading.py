@@ -16,12 +16,12 @@ from jaxllm.checkpoint.gather import HostArray, with_host_arrays
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.orbax_model import load_weights, save_weights
-from jaxllm.checkpoint.runs.processes import together
 from jaxllm.checkpoint.save import MAX_SHARD_BYTES, save_model, write_json
 from jaxllm.errors import CheckpointError
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS
 from jaxllm.models.weights import parameters
+from jaxllm.processes import together
 from jaxllm.sharding import check_mesh
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxllm.checkpoint.runs.processes import together
 from jaxllm.errors import CheckpointError
+from jaxllm.processes import together
 
 NO_MORE = -1
 

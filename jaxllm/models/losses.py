@@ -16,16 +16,20 @@ from jaxllm.models.inputs import IGNORED, label_ids, on_host
 def token_losses(
     logits: Float[Array, "B T V"], labels: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Cross-entropy of each label (0 where it is -100), and the log of the softmax's denominator.
-
-    The label's logit is picked by a comparison, which fuses into the reduction; a gather's gradient
-    would be a scatter into an array of the logits' size.
-    """
+    """Cross-entropy of each label (0 where it is -100), and log of the softmax's denominator."""
     logits = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(labels != IGNORED, log_z - label_logits(logits, labels), 0.0), log_z
+
+
+def label_logits(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """The logit of each label, 0 where it is -100.
+
+    Picked by a comparison, which fuses into the reduction; a gather's gradient would be a scatter
+    into an array of the logits' size.
+    """
     chosen = jnp.arange(logits.shape[-1]) == labels[..., None]
-    picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
-    return jnp.where(labels != IGNORED, log_z - picked, 0.0), log_z
+    return jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
 
 
 def token_loss(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, ""]:

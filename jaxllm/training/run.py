@@ -13,8 +13,8 @@ import jax
 from rich.console import Console
 
 from jaxllm.checkpoint.runs import RunCheckpoints
-from jaxllm.checkpoint.runs.processes import together
 from jaxllm.errors import RunError
+from jaxllm.processes import together
 from jaxllm.training.evaluation import Sample
 from jaxllm.training.flops import peak_flops
 from jaxllm.training.loop import Loop

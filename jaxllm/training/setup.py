@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -54,7 +55,9 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     sizes = recipe.mesh
     mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
     part, parts = row_share(mesh)
+    began = time.perf_counter()
     model, tokenizer = starting_model(recipe)
+    say(f"model: {time.perf_counter() - began:.1f} s to load or make it")
     info = info_of(model)
     shared: dict[str, Any] = {"model": info, "process_index": part, "process_count": parts}
     batches = make_batches(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxllm.checkpoint.bundled import smollm2
+from jaxllm.checkpoint.gguf import GGUFFile
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Progress
 from jaxllm.errors import ConfigError
@@ -19,7 +20,7 @@ from jaxllm.models.heads import with_classifier
 from jaxllm.models.options import Options
 from jaxllm.models.registry import recipe as understand
 from jaxllm.models.weights import parameters
-from jaxllm.tokenizers import Tokenizer, load_tokenizer
+from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.lora import add_lora, is_trainable
 from jaxllm.training.recipe import BUNDLED, BYTES, ModelSource, Recipe
@@ -90,7 +91,8 @@ def named_tokenizer(name: str) -> Tokenizer | None:
     if name == BYTES:
         return byte_tokenizer()
     if name == BUNDLED:
-        return load(smollm2())[1]
+        with GGUFFile(smollm2()) as file:
+            return tokenizer_from_gguf(file.metadata)
     return load_tokenizer(resolve(name, None))
 
 

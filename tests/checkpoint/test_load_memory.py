@@ -11,22 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from memory_model import CONFIG, MB
 
 from jaxllm.checkpoint.safetensors_writer import write_safetensors
 from jaxllm.models.registry import recipe
 from jaxllm.models.weights import parameters
 
-MB = 2**20
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 16000,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
 # VmHWM belongs to this process alone; getrusage's figure begins with its parent's.
 MEASURE = """
 import re, sys

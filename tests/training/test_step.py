@@ -81,7 +81,7 @@ def test_gradients_are_finite_differences(family):
 
         measured = (moved(small) - moved(-small)) / (2 * small)
         # Norms and softmax are in float32 whatever the model's dtype, so the difference is, too.
-        np.testing.assert_allclose(measured, slope, rtol=2e-2)
+        np.testing.assert_allclose(measured, slope, rtol=5e-3)
 
 
 def test_remat_changes_nothing():

@@ -30,9 +30,9 @@ from jaxllm.checkpoint.runs.leaves import (
     listed,
 )
 from jaxllm.checkpoint.runs.lock import RunLock
-from jaxllm.checkpoint.runs.processes import together
 from jaxllm.checkpoint.runs.record import Record, read_record, seal
 from jaxllm.errors import CheckpointError, InputError, JaxLLMError, MissingFileError, RunError
+from jaxllm.processes import together
 
 T = TypeVar("T")
 OnSaved = Callable[[int, float, int], None]
