@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxllm.checkpoint.runs import RunCheckpoints
 from jaxllm.errors import RunError
 from jaxllm.processes import together
+from jaxllm.training.data.rows import find_files
 from jaxllm.training.evaluation import Sample
 from jaxllm.training.flops import peak_flops
 from jaxllm.training.loop import Loop
@@ -185,9 +186,12 @@ def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
 
 
 def file_of(config: DataConfig, examples: Any) -> DataFile:
-    paths = (config.path,) if isinstance(config.path, str) else config.path or (config.dataset,)
-    sizes = (Path(path).stat().st_size for path in paths if path and Path(path).is_file())
-    return DataFile(", ".join(map(str, paths)), examples.sha256, sum(sizes))
+    """What the data are read from; a data set of the Hub has no files here."""
+    if config.path is None:
+        return DataFile(str(config.dataset), examples.sha256, 0)
+    named = (config.path,) if isinstance(config.path, str) else config.path
+    sizes = (file.stat().st_size for file in find_files(config.path))
+    return DataFile(", ".join(map(str, named)), examples.sha256, sum(sizes))
 
 
 def further_sinks(recipe: Recipe, folder: Path, card: RunCard, at: int | None) -> Iterator[Sink]:

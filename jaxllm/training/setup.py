@@ -15,6 +15,7 @@ from jaxllm.sharding import make_mesh, put_tree, row_share, tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
 from jaxllm.training.data.config import eos_of
+from jaxllm.training.data.rows import find_files
 from jaxllm.training.evaluation import EvalResult, Prompt
 from jaxllm.training.flops import ModelFlops, model_flops
 from jaxllm.training.generation_metrics import score_texts
@@ -55,6 +56,10 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     sizes = recipe.mesh
     mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
     part, parts = row_share(mesh)
+    # Missing files are told at once, not after minutes in which the model is loaded.
+    for data in (recipe.data, recipe.eval_data):
+        if data is not None and data.path is not None:
+            find_files(data.path)
     began = time.perf_counter()
     model, tokenizer = starting_model(recipe)
     say(f"model: {time.perf_counter() - began:.1f} s to load or make it")

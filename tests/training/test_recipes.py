@@ -124,4 +124,4 @@ def test_without_its_data_a_recipe_says_what_is_missing(
     assert main(["t5_task.yaml", "--output-dir", "run", "--no-compile-cache"]) == 2
     said = capsys.readouterr().err
     assert "configs/data/numbers_train.jsonl: no such file" in said
-    assert len(said.splitlines()) == 1
+    assert len(said.splitlines()) == 1  # told before the model is made
