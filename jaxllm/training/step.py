@@ -63,18 +63,21 @@ def make_train_step(
         else:
             grads, sums = accumulate(gradient, params, batch, keys)
         count = jnp.maximum(sums.count, 1.0)
-        grads = jax.tree.map(lambda g: g / count, grads)
-        norm = global_norm(grads)
+        norm = global_norm(grads) / count
         good = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
 
-        def if_good(new, old):
-            return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+        def better(grads, params, opt_state, ema):
+            mean = jax.tree.map(lambda g: g * (1 / count), grads)
+            updates, opt_state = optimizer.update(mean, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            if ema is not None and ema_decay is not None:
+                ema = optax.incremental_update(params, ema, 1 - ema_decay)
+            return params, opt_state, ema
 
-        params = if_good(new_params, params)
-        if ema is not None and ema_decay is not None:
-            ema = if_good(optax.incremental_update(params, ema, 1 - ema_decay), ema)
+        # A branch, not a selection afterwards, for which XLA would copy what it updates in place.
+        params, opt_state, ema = jax.lax.cond(
+            good, better, lambda grads, *same: same, grads, params, opt_state, ema
+        )
         bad = (~good).astype(jnp.int32)
         metrics = {
             "loss": sums.loss / count,
@@ -89,7 +92,7 @@ def make_train_step(
         trained = (
             step + 1,
             params,
-            if_good(new_opt_state, opt_state),
+            opt_state,
             key,
             ema,
             skipped + bad,

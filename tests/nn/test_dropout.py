@@ -7,17 +7,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.nn.dropout import dropout, split
+from jaxllm.nn.dropout import LEVELS, dropout, keep, split
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_statistics(rate):
-    x = jnp.full((200, 500), 3.0)
+    x = jnp.full((200, 501), 3.0)
     y = np.asarray(dropout(x, rate, jax.random.key(0)))
     kept = y != 0
     assert kept.mean() == pytest.approx(1 - rate, abs=0.005)
-    np.testing.assert_allclose(y[kept], 3.0 / (1 - rate), rtol=1e-6)
+    share = 1 - round(rate * LEVELS) / LEVELS
+    np.testing.assert_allclose(y[kept], 3.0 / share, rtol=1e-6)
     assert y.mean() == pytest.approx(3.0, abs=0.1)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5, 7), (0, 4)])
+def test_any_shape(shape):
+    """Two elements share a random word, whether or not the elements are even in number."""
+    assert keep(jax.random.key(0), LEVELS // 2, shape).shape == shape
+
+
+def test_elements_of_one_word_are_independent():
+    mask = np.asarray(keep(jax.random.key(1), LEVELS // 10, (100_000, 2)))
+    both = (~mask).all(axis=1).mean()
+    assert both == pytest.approx(0.01, abs=0.001)
+    assert (~mask).mean(axis=0) == pytest.approx([0.1, 0.1], abs=0.004)
+
+
+def test_everything_may_be_dropped():
+    x = jnp.ones((3, 3), jnp.bfloat16)
+    np.testing.assert_array_equal(dropout(x, 1.0, jax.random.key(0)), jnp.zeros_like(x))
 
 
 def test_the_key_decides():
