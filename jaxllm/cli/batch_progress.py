@@ -46,6 +46,8 @@ class BatchProgress:
         done = self._job.resumed + self._job.engine.counts.rows
         total = self._job.resumed + self._job.share
         self._bar.update(self._task, completed=done, total=total, description=self.line())
+        if self._whose and done == total:
+            self._reporter.say("process 0 has answered its rows; waiting for the others")
         now = time.monotonic()
         if not self._reporter.console.is_terminal and now - self._said > PLAIN_SECONDS:
             self._said = now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from typing import Any
 
@@ -100,6 +101,8 @@ def join_processes(arguments: argparse.Namespace) -> None:
         )
     if arguments.distributed or not missing:
         sys.excepthook = _leave_at_once
+        # JAX's notice of preemption has taken this signal, and does nothing but remember it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _leave_at_once(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -104,7 +104,8 @@ def supervise(
         code = 128 - code if code < 0 else code
         if not lost or received:
             return code
-        how = f"process {lost[0][0]} {said(lost[0][1])}"
+        who = f"process {lost[0][0]}" if count > 1 else "the process"
+        how = f"{who} {said(lost[0][1])}"
         if restarted == restarts:
             print(f"{program}: {how}; it was started {restarts + 1} times", file=sys.stderr)
             return code

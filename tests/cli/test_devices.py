@@ -98,3 +98,40 @@ def test_two_processes_print_once_what_one_prints():
     assert "tokens" in err
     assert "tokens" not in silent
     assert "loading" not in silent
+
+
+CRASH = """
+import argparse, sys, time
+from pathlib import Path
+from jaxllm.cli.devices import add_process_flags, join_processes
+parser = argparse.ArgumentParser()
+add_process_flags(parser)
+arguments = parser.parse_args(sys.argv[2:])
+join_processes(arguments)
+if arguments.process_id == 1:
+    raise ValueError("a bug")
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_crashes_does_not_wait_for_the_others(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    running = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-c", CRASH, str(tmp_path / "go on"), "--coordinator", address),
+                *("--num-processes", "2", "--process-id", str(index)),
+            ],
+            env=environment(1),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    _, err = running[1].communicate(timeout=120)
+    assert running[0].poll() is None
+    assert (running[1].returncode, err.count("ValueError: a bug")) == (1, 1)
+    (tmp_path / "go on").touch()
+    running[0].communicate(timeout=300)

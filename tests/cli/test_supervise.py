@@ -89,7 +89,7 @@ def test_all_start_again_when_one_is_lost(tmp_path, capsys):
 def test_restarts_have_an_end(tmp_path, capsys):
     assert main(command(tmp_path, {"0": [-9]}, "--restarts", "1")) == 137
     assert len(started(tmp_path, 0)) == 2
-    assert "it was started 2 times" in capsys.readouterr().err
+    assert "the process was killed by SIGKILL; it was started 2 times" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [2, 130, 143])
