@@ -22,7 +22,7 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FINAL = (USAGE_ERROR, INTERRUPTED, BROKEN_PIPE, 128 + signal.SIGTERM)
 """Codes of processes that somebody has to mend, or has stopped: to start again would not help."""
 JOINING = ("--coordinator", "--num-processes", "--process-id")
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.1
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm supervise") -> int:

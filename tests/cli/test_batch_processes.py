@@ -61,11 +61,11 @@ class Batch:
         words = "import sys; from jaxllm.cli.supervise import main; sys.exit(main(sys.argv[1:]))"
         return self.open([sys.executable, "-c", words, *flags, "--", *self.command])
 
-    def start(self, processes: int) -> list[subprocess.Popen]:
+    def start(self, processes: int, *flags: str) -> list[subprocess.Popen]:
         together = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(processes)]
         ranks = [[*together, "--process-id", str(index)] for index in range(processes)]
         own = ranks if processes > 1 else [[]]
-        return [self.open([*self.command, "--resume", *flags]) for flags in own]
+        return [self.open([*self.command, "--resume", *flags, *rank]) for rank in own]
 
     def written(self, process: int) -> int:
         part = self.parts / f"part-{process:05d}.jsonl"
@@ -96,7 +96,7 @@ def ended(running: list[subprocess.Popen]) -> list[str]:
 
 @pytest.mark.slow
 def test_a_lost_process_is_replaced(tmp_path):
-    batch = Batch(tmp_path, 800)
+    batch = Batch(tmp_path, 500)
     supervisor = batch.supervised("--processes", "2", "--restarts", "1")
     batch.wait_for_rows(1, [supervisor], 0)
     batch.wait_for_rows(0, [supervisor], 0)
@@ -108,13 +108,13 @@ def test_a_lost_process_is_replaced(tmp_path):
     assert report["processes"] == 2
     assert report["resumed"] > 0
     # What both did, and nothing that was done before.
-    assert report["run"]["rows"] == 800 - report["resumed"]
+    assert report["run"]["rows"] == 500 - report["resumed"]
     assert "processes" in said
 
 
 @pytest.mark.slow
 def test_another_number_of_processes_goes_on(tmp_path):
-    batch = Batch(tmp_path, 1500)
+    batch = Batch(tmp_path, 700)
     for processes in (2, 1):
         running, before = batch.start(processes), batch.written(0)
         batch.wait_for_rows(0, running, before)
@@ -125,6 +125,28 @@ def test_another_number_of_processes_goes_on(tmp_path):
     assert batch.check()["resumed"] > 0
     # Again: all of them find that nothing is left.
     assert "is finished" in ended(batch.start(2))[0]
+
+
+@pytest.mark.slow
+def test_all_devices_are_used_or_the_mesh_that_is_asked_for(tmp_path):
+    batch = Batch(tmp_path, 30)
+    batch.environment |= environment(4)
+    weights = []
+    for flags in ([], ["--mesh", "data=2,tensor=2"]):
+        ended(batch.start(1, *flags))
+        (found,) = batch.check()["run"]["memory"]
+        assert found["devices"] == 4
+        weights.append(found["weights"])
+        batch.output.unlink()
+    assert weights[1] < 0.6 * weights[0]
+
+
+@pytest.mark.slow
+def test_a_mesh_of_several_processes_is_refused(tmp_path):
+    running = Batch(tmp_path, 3).start(2, "--mesh", "tensor=4")
+    said = [process.communicate(timeout=300)[1] for process in running]
+    assert [process.returncode for process in running] == [2, 2], said
+    assert "each process has a mesh of its own 2 devices" in said[0]
 
 
 @pytest.mark.slow
