@@ -125,7 +125,9 @@ def put_columns(
     if jnp.ndim(at) == 0:
         return jax.lax.dynamic_update_slice_in_dim(rows, new, at, axis=1)
     if jnp.ndim(at) == 2:
-        return rows.at[jnp.arange(rows.shape[0])[:, None], at].set(new, mode="drop")
+        # Row by row: a mesh that splits rows would otherwise bring the indices together.
+        scatter = jax.vmap(lambda row, part, i: row.at[i].set(part, mode="drop"))
+        return scatter(rows, new, at)
     put = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=0))
     return put(rows, new, at)
 

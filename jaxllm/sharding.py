@@ -233,23 +233,34 @@ def constrain(x: T, *axes: str | None, batch: int | None = None) -> T:
     if mesh is None:
         return x
 
-    def place(size: int, name: str | None):
-        if name == "rows":
-            fits = (size if batch is None else batch) % (mesh.shape[DATA] * mesh.shape[FSDP]) == 0
-            return ROWS if fits else None
-        axis = None if name is None else MESH_AXIS[name]
-        return None if axis is None or size % mesh.shape[axis] else axis
-
     def one(leaf):
-        spec = [place(size, name) for size, name in zip(leaf.shape, axes, strict=False)]
-        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*spec))
+        spec = partition(leaf.shape, axes, mesh, batch)
+        return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree.map(one, x)
 
 
-def row_shards(mesh: Mesh) -> int:
+def partition(
+    shape: Sequence[int],
+    axes: Sequence[str | None],
+    mesh: Mesh | AbstractMesh,
+    batch: int | None = None,
+) -> PartitionSpec:
+    """How an array whose axes have these names is split; `constrain` says what they mean."""
+
+    def place(size: int, name: str | None):
+        if name == "rows":
+            fits = (size if batch is None else batch) % row_shards(mesh) == 0
+            return ROWS if fits else None
+        axis = None if name is None else MESH_AXIS[name]
+        return None if axis is None or size % mesh.shape[axis] else axis
+
+    return PartitionSpec(*(place(size, name) for size, name in zip(shape, axes, strict=False)))
+
+
+def row_shards(mesh: Mesh | AbstractMesh | None) -> int:
     """The number of parts that the rows of a batch are cut into, over all processes."""
-    return mesh.shape[DATA] * mesh.shape[FSDP]
+    return 1 if mesh is None else mesh.shape[DATA] * mesh.shape[FSDP]
 
 
 def row_share(mesh: Mesh) -> tuple[int, int]:

@@ -51,10 +51,18 @@ def new_tokens(model: Any, row: Mapping[str, Any], sequence: Any, eos: Sequence[
 
 
 def differences(
-    model: Any, rows: Sequence[Any], outputs: Sequence[BatchOutput], **fields: Any
+    model: Any,
+    rows: Sequence[Any],
+    outputs: Sequence[BatchOutput],
+    wanted: Sequence[Any] | None = None,
+    **fields: Any,
 ) -> tuple[list[str], int]:
     """Rows whose tokens are not those of the row alone, and how many of the decisions behind such a
-    difference were closer than `CLOSE`, and so are none."""
+    difference were closer than `CLOSE`, and so are none.
+
+    Args:
+        wanted: `alone` of every row, where it is known.
+    """
     eos = tuple(model.config.eos_token_ids)
     wrong, close = [], 0
     for index, (row, output) in enumerate(zip(rows, outputs, strict=True)):
@@ -62,7 +70,7 @@ def differences(
         if output.error is not None:
             wrong.append(f"{index}: {output.error}")
             continue
-        want = alone(model, row, index, **fields)
+        want = alone(model, row, index, **fields) if wanted is None else wanted[index]
         scores = np.asarray(want.scores)
         for sample, got in enumerate(output.output_ids):
             expected = new_tokens(model, row, want.sequences[sample], eos)

@@ -54,5 +54,11 @@ def on_processes(
             process.kill()
     for process, (stdout, stderr) in zip(running, outputs, strict=True):
         assert process.returncode == 0, stdout + stderr
-    # The library of collectives prints its own greetings.
-    return ["\n".join(x for x in out.splitlines() if "[Gloo]" not in x) for out, _ in outputs]
+    return [without_greetings(out) for out, _ in outputs]
+
+
+def without_greetings(out: str) -> str:
+    """What a process prints besides the library of collectives, whose threads may break into each
+    other's lines."""
+    lines = [x for x in out.splitlines() if "[Gloo]" not in x and "peer ranks" not in x]
+    return "\n".join(lines).strip()

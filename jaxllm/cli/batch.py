@@ -9,13 +9,15 @@ from pathlib import Path
 from jaxllm import load
 from jaxllm.checkpoint import bundled
 from jaxllm.cli.batch_progress import BatchProgress
+from jaxllm.cli.devices import leads, own_mesh
 from jaxllm.cli.field_flags import given_fields
 from jaxllm.cli.progress import Reporter
 from jaxllm.compile_clock import CompileClock
-from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.errors import InputError, RunError, UnsupportedError
 from jaxllm.generation.engine import BatchGenerator
 from jaxllm.generation.engine.job import Input, Job
 from jaxllm.generation.engine.journal import is_finished
+from jaxllm.processes import together
 
 DEFAULT_NEW_TOKENS = 256
 _ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")
@@ -50,9 +52,6 @@ def check_flags(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None:
             shown = "PROMPT" if name == "text" else "--" + name.replace("_", "-")
             raise InputError(f"{shown}: not together with --input")
-    for name in ("mesh", "coordinator", "distributed"):
-        if getattr(arguments, name):
-            raise UnsupportedError(f"--{name}: rows of --input run on one device so far")
     if arguments.output is None:
         raise InputError("--output: --input needs a file for the results")
     if arguments.show_special_tokens:
@@ -60,13 +59,16 @@ def check_flags(arguments: argparse.Namespace) -> None:
 
 
 def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
-    """The command; the exit code is 0 although some rows may have errors, which are reported."""
-    source = Input.read(arguments.input)
-    if not source.lines:
-        raise InputError(f"{arguments.input}: has no rows")
+    """The command; the exit code is 0 although some rows may have errors, which are reported.
+
+    Several processes share the rows. What may fail in one of them before it answers any is done
+    `together`, so that none waits for it.
+    """
+    mesh = together(lambda: own_mesh(arguments), RunError)
     path = bundled.smollm2() if arguments.model is None else arguments.model
     seed = 0 if arguments.seed is None else arguments.seed
     fields, resume = given_fields(arguments), bool(arguments.resume)
+    output = arguments.output
     settings = {
         "--model": str(Path(path).resolve() if Path(path).exists() else path),
         "--dtype": arguments.dtype,
@@ -76,22 +78,26 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         "--system": arguments.system,
         **{"--" + name.replace("_", "-"): value for name, value in sorted(fields.items())},
     }
-    # Now, not after minutes of loading.
-    if is_finished(arguments.output, {**settings, **source.settings}, resume=resume):
-        reporter.say(f"{arguments.output} is finished; there is nothing to resume")
-        return 0
-    with contextlib.closing(CompileClock()) as clock:
+
+    def check() -> tuple[Input, bool]:
+        source = Input.read(arguments.input)
+        if not source.lines:
+            raise InputError(f"{arguments.input}: has no rows")
+        return source, is_finished(output, {**settings, **source.settings}, resume=resume)
+
+    def load_engine() -> BatchGenerator:
         with reporter.phase(f"loading {Path(path).resolve().name}") as update:
             model, tokenizer = load(
                 path,
                 dtype=arguments.dtype,
                 param_dtype=arguments.param_dtype,
                 allow_nonfinite=arguments.allow_nonfinite,
+                mesh=mesh,
                 progress=update,
             )
         if not hasattr(model, "decode"):
             raise UnsupportedError(f"{path}: a {type(model).__name__} generates no text")
-        engine = BatchGenerator(
+        return BatchGenerator(
             model,
             tokenizer,
             slots=arguments.slots,
@@ -103,7 +109,14 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
             announce=lambda prediction: reporter.say(str(prediction)),
             **fields,
         )
-        job = Job(engine, source, arguments.output, settings, resume=resume)
+
+    source, finished = together(check, RunError)  # now, not after minutes of loading
+    if finished:
+        reporter.say(f"{output} is finished; there is nothing to resume")
+        return 0
+    with contextlib.closing(CompileClock()) as clock:
+        engine = together(load_engine, RunError)
+        job = Job(engine, source, output, settings, resume=resume)
         try:
             with BatchProgress(reporter, job, clock) as progress:
                 for _ in job.run(clock):
@@ -111,6 +124,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         except KeyboardInterrupt:
             reporter.say(f"stopped; go on with --resume (finished rows are in {job.journal_path})")
             raise
-    reporter.table(job.report.table())
-    reporter.say(f"{arguments.output}, {job.report_path}")
+    if leads():
+        reporter.table(job.report.table())
+        reporter.say(f"{output}, {job.report_path}")
     return 0

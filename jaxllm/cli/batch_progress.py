@@ -32,6 +32,7 @@ class BatchProgress:
         self._task = self._bar.add_task("starting", total=len(job.source.lines))
         self._start = self._said = time.monotonic()
         self._compiled = clock.seconds
+        self._whose = f" of process 0 of {job.processes}" if job.processes > 1 else ""
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
@@ -43,11 +44,14 @@ class BatchProgress:
     def update(self) -> None:
         """A row is over."""
         done = self._job.resumed + self._job.engine.counts.rows
-        self._bar.update(self._task, completed=done, description=self.line())
+        total = self._job.resumed + self._job.share
+        self._bar.update(self._task, completed=done, total=total, description=self.line())
+        if self._whose and done == total:
+            self._reporter.say("process 0 has answered its rows; waiting for the others")
         now = time.monotonic()
         if not self._reporter.console.is_terminal and now - self._said > PLAIN_SECONDS:
             self._said = now
-            self._reporter.say(f"{done} of {len(self._job.source.lines)} rows, {self.line()}")
+            self._reporter.say(f"{done} of {total} rows{self._whose}, {self.line()}")
 
     def line(self) -> str:
         """Speeds, and the time that is left."""

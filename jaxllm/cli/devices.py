@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import sys
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -95,6 +99,19 @@ def join_processes(arguments: argparse.Namespace) -> None:
             f"--coordinator, --num-processes and --process-id belong together; {missing[0]} is "
             "missing"
         )
+    if arguments.distributed or not missing:
+        sys.excepthook = _leave_at_once
+        # JAX's notice of preemption has taken this signal, and does nothing but remember it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _leave_at_once(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """How a process that crashes ends. JAX would have it wait minutes for the others, which may
+    wait for it; a supervisor has to see it go."""
+    sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def mesh_of_arguments(arguments: argparse.Namespace) -> Mesh | None:
@@ -105,6 +122,21 @@ def mesh_of_arguments(arguments: argparse.Namespace) -> Mesh | None:
     if arguments.mesh is None:
         return make_mesh() if jax.process_count() > 1 else None
     return make_mesh(**arguments.mesh)
+
+
+def own_mesh(arguments: argparse.Namespace) -> Mesh | None:
+    """As `mesh_of_arguments`, of the devices of this process alone, of which all are used."""
+    devices = jax.local_devices()
+    if arguments.mesh is None:
+        return make_mesh(devices=devices) if len(devices) > 1 else None
+    try:
+        return make_mesh(devices=devices, **arguments.mesh)
+    except InputError as error:
+        if jax.process_count() == 1:
+            raise
+        raise InputError(
+            f"--input: each process has a mesh of its own {len(devices)} devices; {error}"
+        ) from None
 
 
 def leads() -> bool:

@@ -106,7 +106,6 @@ def _run(arguments: argparse.Namespace) -> int:
     fields = GenerationConfig(**given_fields(arguments))
     check_supported(fields)  # now, not after minutes of loading
     join_processes(arguments)
-    mesh = mesh_of_arguments(arguments)
     one_text = arguments.input is None and arguments.input_ids is None
     prompt = _prompt(arguments) if one_text else None
     reporter = Reporter(quiet=arguments.quiet or not leads())
@@ -117,6 +116,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.input is not None:
         return run_batch(arguments, reporter)
 
+    mesh = mesh_of_arguments(arguments)
     path = bundled.smollm2() if arguments.model is None else arguments.model
     with contextlib.closing(CompileClock()) as clock:
         with reporter.phase(f"loading {Path(path).resolve().name}") as update:

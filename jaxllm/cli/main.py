@@ -13,6 +13,7 @@ from jaxllm.cli.exits import USAGE_ERROR, one_line
 COMMANDS = {
     "export": ("jaxllm.cli.export", "write the model of a training run for transformers or PEFT"),
     "generate": ("jaxllm.cli.generate", "continue a prompt, or answer a question"),
+    "supervise": ("jaxllm.cli.supervise", "start a command again when a process is lost"),
     "train": ("jaxllm.cli.train", "train a model as a recipe says"),
     "verify": ("jaxllm.cli.verify", "compare a checkpoint's logits with transformers'"),
 }

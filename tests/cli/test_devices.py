@@ -9,9 +9,15 @@ from pathlib import Path
 
 import jax
 import pytest
-from devices import environment, free_port
+from devices import environment, free_port, without_greetings
 
-from jaxllm.cli.devices import add_device_flags, join_processes, mesh_of_arguments, mesh_sizes
+from jaxllm.cli.devices import (
+    add_device_flags,
+    join_processes,
+    mesh_of_arguments,
+    mesh_sizes,
+    own_mesh,
+)
 from jaxllm.errors import InputError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -28,6 +34,7 @@ def test_no_options_change_nothing():
     arguments = parsed()
     join_processes(arguments)
     assert mesh_of_arguments(arguments) is None
+    assert (own_mesh(arguments) is None) == (jax.local_device_count() == 1)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +49,9 @@ def test_sizes():
     assert mesh_sizes("data=2, tensor=-1") == {"data": 2, "tensor": -1}
     count = jax.device_count()
     assert mesh_of_arguments(parsed("--mesh", "data=-1")).shape["data"] == count
-    with pytest.raises(InputError, match="tensor=1000"):
-        mesh_of_arguments(parsed("--mesh", "tensor=1000"))
+    for make in (mesh_of_arguments, own_mesh):
+        with pytest.raises(InputError, match="tensor=1000"):
+            make(parsed("--mesh", "tensor=1000"))
 
 
 @pytest.mark.parametrize(
@@ -90,11 +98,45 @@ def test_two_processes_print_once_what_one_prints():
     (out, err), (other, silent) = (process.communicate(timeout=300) for process in running)
     assert [process.returncode for process in running] == [0, 0], err + silent
 
-    def own(text: str) -> str:  # without the greetings of the library of collectives
-        return "\n".join(line for line in text.splitlines() if "[Gloo]" not in line)
-
-    assert own(out) == own(alone.stdout) != ""
-    assert own(other) == ""
+    assert without_greetings(out) == alone.stdout.strip() != ""
+    assert without_greetings(other) == ""
     assert "tokens" in err
     assert "tokens" not in silent
     assert "loading" not in silent
+
+
+CRASH = """
+import argparse, sys, time
+from pathlib import Path
+from jaxllm.cli.devices import add_process_flags, join_processes
+parser = argparse.ArgumentParser()
+add_process_flags(parser)
+arguments = parser.parse_args(sys.argv[2:])
+join_processes(arguments)
+if arguments.process_id == 1:
+    raise ValueError("a bug")
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_crashes_does_not_wait_for_the_others(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    running = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-c", CRASH, str(tmp_path / "go on"), "--coordinator", address),
+                *("--num-processes", "2", "--process-id", str(index)),
+            ],
+            env=environment(1),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    _, err = running[1].communicate(timeout=120)
+    assert running[0].poll() is None
+    assert (running[1].returncode, err.count("ValueError: a bug")) == (1, 1)
+    (tmp_path / "go on").touch()
+    running[0].communicate(timeout=300)

@@ -25,12 +25,20 @@ class Sizes:
     """Columns of a slot."""
     source: int | None = None
     """Columns of the encoder's part of a slot, of an encoder-decoder."""
+    shards: int = 1
+    """Parts of a mesh that the slots are split over; it divides them."""
 
     @property
     def arrivals(self) -> int:
         """Prompts that are read in one call: a sixteenth of the slots. Decoding stops when as many
-        are free, so that less than a sixteenth of the slots wait on average."""
-        return max(1, self.slots // 16)
+        are free, so that less than a sixteenth of the slots wait on average. Where there are so
+        many that each part of a mesh can read some, all parts read as many."""
+        count = max(1, self.slots // 16)
+        return count - count % self.shards or count
+
+    def with_slots(self, slots: int) -> Sizes:
+        """With so many slots, or as many more as it takes to split them."""
+        return dataclasses.replace(self, slots=-(-slots // self.shards) * self.shards)
 
 
 def lay_out(tasks: Sequence[Task], group: Group, sizes: Sizes, vocab_size: int) -> Arrivals:
@@ -70,8 +78,8 @@ def padded(rows: Sequence[Int[np.ndarray, " T"]], width: int) -> Int[np.ndarray,
     return ids
 
 
-def size_of(tasks: Sequence[Task], slots: int, encoder_decoder: bool) -> Sizes:
+def size_of(tasks: Sequence[Task], slots: int, encoder_decoder: bool, shards: int) -> Sizes:
     """Sizes that hold all of some tasks."""
     capacity = max(task.capacity(encoder_decoder) for task in tasks)
     source = max(task.width for task in tasks) if encoder_decoder else None
-    return Sizes(min(slots, bucket(len(tasks), 1)), capacity, source)
+    return Sizes(0, capacity, source, shards).with_slots(min(slots, bucket(len(tasks), 1)))

@@ -38,11 +38,12 @@ class Batch:
     """Most of them at once."""
 
 
-def batches(model: Any, rows: Iterable[Row], slots: int) -> list[Batch]:
+def batches(model: Any, rows: Iterable[Row], slots: int, shards: int) -> list[Batch]:
     """Rows by all that they must have in common, the longest first.
 
     Args:
         slots: beams, of all rows of a batch, at most.
+        shards: parts of a mesh that rows are split over.
     """
     alone = {"dynamic", "longrope"} & {
         getattr(getattr(model.config, "rotary", None), "rope_type", "")
@@ -57,7 +58,9 @@ def batches(model: Any, rows: Iterable[Row], slots: int) -> list[Batch]:
             key = (*key, row.index)
         found.setdefault(key, []).append(row)
     ordered = sorted(found.values(), key=lambda rows: (-rows[0].new, rows[0].index))
-    return [Batch(rows, max(1, slots // rows[0].config.num_beams)) for rows in ordered]
+    fitting = [max(1, slots // rows[0].config.num_beams) for rows in ordered]
+    most = [count - count % shards or count for count in fitting]
+    return [Batch(rows, count) for rows, count in zip(ordered, most, strict=True)]
 
 
 def run_batch(model: Any, tokenizer: Any, batch: Batch, counts: Counts) -> Iterator[Done]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.generation.engine.queue import Task
@@ -40,10 +40,21 @@ class Counts:
     """Tokens that decoding gave."""
     halvings: int = 0
     """Times that memory ran out and the slots were halved."""
-    buckets: dict[str, int] = dataclasses.field(default_factory=dict)
+    buckets: Counter[str] = dataclasses.field(default_factory=Counter)
     """Calls of each compiled program, by the bucket that it is for."""
     errors: Counter[str] = dataclasses.field(default_factory=Counter)
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    @staticmethod
+    def total(parts: Iterable[Mapping[str, Any]]) -> Counts:
+        """The sum of what several processes counted, each as its `vars`."""
+        whole = Counts()
+        for part in parts:
+            for field in dataclasses.fields(Counts):
+                before, more = getattr(whole, field.name), part[field.name]
+                more = Counter(more) if isinstance(before, Counter) else more
+                setattr(whole, field.name, before + more)
+        return whole
 
     @property
     def utilisation(self) -> float:
@@ -85,7 +96,7 @@ class Counts:
 
     def called(self, bucket: str) -> None:
         """A compiled program ran."""
-        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+        self.buckets[bucket] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""

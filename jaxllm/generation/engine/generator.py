@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from jaxllm.generation.engine.rows import BatchOutput, Given, Reader, Row, faile
 from jaxllm.generation.engine.settings import Group, fits_slots, groups
 from jaxllm.generation.strategy import without_notes
 from jaxllm.generation.values import is_integer
-from jaxllm.sharding import mesh_of
+from jaxllm.sharding import mesh_of, row_shards
 
 DEFAULT_SLOTS = {"cpu": 16}
 MOST_SLOTS = 128
@@ -37,12 +36,14 @@ class BatchGenerator:
     and a slot whose row has ended takes the next one while the others go on.
 
     Args:
-        model: a causal or encoder-decoder language model.
+        model: a causal or encoder-decoder language model. Where it lies on a mesh, so do the slots:
+            over `data` and `fsdp`, and the heads of their caches over `tensor`.
         tokenizer: the model's own. None: rows have `input_ids`, and results no text.
-        slots: rows that are decoded side by side, at most. None: 16 on a CPU and 128 elsewhere.
-            Fewer are used where memory does not allow so many.
-        memory: bytes to use in all, or a text such as "12GB". None: nine tenths of the device's
-            memory, or half of the machine's where the backend does not say.
+        slots: rows that are decoded side by side, at most; on a mesh rounded up to a multiple of
+            data * fsdp. None: 16 on a CPU and 128 elsewhere, for each of data * fsdp. Fewer are
+            used where memory does not allow so many.
+        memory: bytes to use on each device, or a text such as "12GB". None: nine tenths of the
+            device's memory, or half of the machine's where the backend does not say.
         seed: of the rows that name none. Row number i then samples what
             `jaxllm.generate(..., key=seed, row_ids=[i])` does; one with a seed of its own, what
             `jaxllm.generate(..., key=its_seed)` does.
@@ -74,11 +75,11 @@ class BatchGenerator:
     ) -> None:
         if not hasattr(model, "decode"):
             raise UnsupportedError(f"{type(model).__name__} has no language-model head")
-        mesh = mesh_of(model)
-        if mesh is not None and mesh.size > 1:
+        self.mesh = mesh_of(model)
+        if self.mesh is not None and self.mesh.is_multi_process:
             raise UnsupportedError(
-                f"model: lies on {mesh.size} devices, but slots are of one device so far; load it "
-                "without a mesh, or use jaxllm.generate"
+                "model: lies on devices of several processes, but each process answers rows of its "
+                "own; load it with make_mesh(..., devices=jax.local_devices())"
             )
         if slots is not None and (not is_integer(slots) or slots < 1):
             raise InputError(f"slots: expected an integer of 1 or more, found {slots!r}")
@@ -88,8 +89,10 @@ class BatchGenerator:
         self._reader = Reader(
             model, tokenizer, fields, seed, default_new_tokens, chat=chat, system=system
         )
-        self._slots = slots or DEFAULT_SLOTS.get(jax.default_backend(), MOST_SLOTS)
-        self._budget, self._announce = budget(memory), announce
+        each = DEFAULT_SLOTS.get(jax.default_backend(), MOST_SLOTS)
+        self._slots = slots or each * row_shards(self.mesh)
+        self._budget = budget(memory, 1 if self.mesh is None else self.mesh.size)
+        self._announce = announce
         self.counts = Counts()
         """Of the run that goes on, or of the last one."""
         self.memory: list[Prediction] = []
@@ -134,25 +137,26 @@ class BatchGenerator:
         for group in groups(filter(fits_slots, rows), self.model.config.vocab_size):
             tasks = [Task(row, sample) for row in group.rows for sample in range(row.samples)]
             where = (self._bare, self.tokenizer, group)
-            for plan in plans(*where, tasks, self._slots, self._budget):
+            for plan in plans(*where, tasks, self._slots, self._budget, self.mesh):
                 self.memory.append(plan.memory)
                 if self._announce is not None:
                     self._announce(plan.memory)
                 yield from self._run_plan(group, plan)
         others = (row for row in rows if not fits_slots(row))
-        for batch in batches(self._bare, others, self._slots):
+        for batch in batches(self._bare, others, self._slots, row_shards(self.mesh)):
             yield from run_batch(self._bare, self.tokenizer, batch, self.counts)
 
     def _run_plan(self, group: Group, plan: Plan) -> Iterator[Done]:
         """Texts as they end. Where memory runs out after all, half the slots go on."""
         tasks, sizes = plan.tasks, plan.sizes
         while tasks:
-            if not plan.memory.fits and sizes.slots == 1:
+            if not plan.memory.fits and sizes.slots == sizes.shards:
                 yield from (Done.failed(task, too_large(task, plan)) for task in tasks)
                 return
             pool = None
             try:
-                pool = Pool(self._bare, self.tokenizer, group, tasks, sizes, self.counts, place)
+                where = (self._bare, self.tokenizer, group)
+                pool = Pool(*where, tasks, sizes, self.counts, self.mesh)
                 yield from pool.run()
                 return
             except jax.errors.JaxRuntimeError as error:
@@ -162,10 +166,10 @@ class BatchGenerator:
                     ended, tasks = pool.leftover()
                     yield from ended
             del pool
-            if sizes.slots == 1:
+            if sizes.slots == sizes.shards:
                 yield from (Done.failed(task, ran_out(task, sizes)) for task in tasks)
                 return
-            sizes = dataclasses.replace(sizes, slots=sizes.slots // 2)
+            sizes = sizes.with_slots(sizes.slots // 2)
             self.counts.halvings += 1
 
     def _output(self, row: Row, found: Sequence[Done]) -> BatchOutput:
@@ -184,8 +188,3 @@ class BatchGenerator:
             finish_reasons=tuple(done.reason for done in found),
             prompt_tokens=len(row.ids),
         )
-
-
-def place(x: Any) -> jax.Array:
-    """An array on the default device, which owns it."""
-    return jax.device_put(x, may_alias=False)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxllm.compile_clock import CompileClock
-from jaxllm.errors import DataError, JaxLLMError, MissingFileError
+from jaxllm.errors import DataError, JaxLLMError, MissingFileError, RunError
+from jaxllm.generation.engine import notes
 from jaxllm.generation.engine.generator import BatchGenerator
 from jaxllm.generation.engine.journal import Journal, journal_folder, report_file, write_atomically
 from jaxllm.generation.engine.report import Report, Run, lengths
 from jaxllm.generation.engine.rows import BatchOutput, Given
 from jaxllm.json_file import parse_json
+from jaxllm.processes import together
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -68,13 +72,17 @@ class Job:
     row that cannot be answered is a line with an `error` (and the number of its line); the others
     do not suffer.
 
+    Where JAX knows of several processes each has a `Job`, and answers its share of the rows that
+    are not done; process 0 merges. They meet when the journal is opened and at the end, and tell
+    each other nothing in between.
+
     Args:
         engine: whose rows have no other settings than `settings` says.
         settings: all that a result depends on, but for the input itself.
         resume: go on with a job that was stopped.
 
     Raises:
-        RunError: when it runs, see `Journal`.
+        RunError: when it runs, see `Journal`; or another process failed.
     """
 
     def __init__(
@@ -89,8 +97,11 @@ class Job:
         self.engine, self.source, self.output = engine, source, output
         self.settings = {**settings, **source.settings}
         self._resume = resume
+        self.process, self.processes = jax.process_index(), jax.process_count()
         self.resumed = 0
         """Rows that were done before."""
+        self.share = len(source.lines)
+        """Rows that this process answers; known when it has begun."""
 
     @property
     def report_path(self) -> Path:
@@ -102,27 +113,56 @@ class Job:
 
     def run(self, clock: CompileClock) -> Iterator[BatchOutput]:
         """Outputs as they end, each of them in the journal; the output is there after the last."""
-        with Journal(self.output, self.settings, resume=self._resume) as journal:
-            self.resumed = len(journal.done)
-            indices = range(len(self.source.lines))
-            todo = (self.source.given(i) for i in indices if i not in journal.done)
-            start, compiled = time.monotonic(), clock.seconds
-            programs, cached = clock.programs, clock.cached
-            for output in self.engine.answer(todo):
-                journal.add(output.index, self._line(output), output.prompt_tokens)
-                yield output
-            seconds = time.monotonic() - start
-            run = Run(
-                counts=self.engine.counts,
-                memory=self.engine.memory,
-                seconds=seconds,
-                compile_seconds=clock.seconds - compiled,
-                programs=clock.programs - programs,
-                programs_from_cache=clock.cached - cached,
-            )
-            self._finish(journal, run)
-            # Last: a job that is stopped before this has all its rows, and is merged again.
-            journal.remove()
+        folder = self.journal_path
+        with self._open() as journal, notes.failure_left(folder, self.process):
+            run = yield from self._answer(journal, clock)
+            if self.process == 0:
+                others = notes.wait_for_others(folder, self.processes)
+                if others:
+                    journal.read_parts()
+                self._finish(journal, Run.total([run.to_note(), *others]))
+                # Last: a job that is stopped before this has all its rows, and is merged again.
+                journal.remove()
+        if self.process > 0:
+            notes.leave(folder, self.process, run.to_note())
+            notes.wait_for_merge(folder)
+
+    def _open(self) -> Journal:
+        """The journal: process 0 begins it, then the others open it. What is done by then is what
+        all of them see, since nobody goes on before all have looked."""
+        where = (self.output, self.settings)
+
+        def begin() -> Journal | None:
+            if self.process > 0:
+                return None
+            journal = Journal(*where, resume=self._resume)
+            notes.forget(journal.folder)
+            return journal
+
+        first = together(begin, RunError)
+        return together(
+            lambda: first or Journal(*where, resume=True, process=self.process), RunError
+        )
+
+    def _answer(self, journal: Journal, clock: CompileClock) -> Generator[BatchOutput, None, Run]:
+        """This process's share."""
+        self.resumed = len(journal.done)
+        todo = [i for i in range(len(self.source.lines)) if i not in journal.done]
+        mine = share(todo, self.process, self.processes)
+        self.share = len(mine)
+        start, compiled = time.monotonic(), clock.seconds
+        programs, cached = clock.programs, clock.cached
+        for output in self.engine.answer(map(self.source.given, mine)):
+            journal.add(output.index, self._line(output), output.prompt_tokens)
+            yield output
+        return Run(
+            counts=self.engine.counts,
+            memory=self.engine.memory,
+            seconds=time.monotonic() - start,
+            compile_seconds=clock.seconds - compiled,
+            programs=clock.programs - programs,
+            programs_from_cache=clock.cached - cached,
+        )
 
     def _line(self, output: BatchOutput) -> dict[str, Any]:
         line = output.to_dict()
@@ -140,7 +180,17 @@ class Job:
             output=str(self.output),
             settings=self.settings,
             resumed=self.resumed,
+            processes=self.processes,
             run=run,
             **lengths(records),
         )
         write_atomically(self.report_path, self.report.to_json())
+
+
+def share(rows: Sequence[int], process: int, processes: int) -> Sequence[int]:
+    """The rows that one of several processes answers: neighbours go to different ones.
+
+    >>> [share([0, 1, 4, 7, 8], process, 2) for process in (0, 1)]
+    [[0, 4, 8], [1, 7]]
+    """
+    return rows[process::processes]

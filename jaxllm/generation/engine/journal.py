@@ -44,7 +44,8 @@ class Journal:
         output: the file that the job will write.
         settings: all that a row's result depends on; a job that is resumed must have the same.
         resume: go on with a job; without it, an output or a journal that exists is refused.
-        process: number of this process, and of its part.
+        process: number of this process, and of its part. Process 0 begins the job, and the others
+            come later, with `resume`.
 
     Raises:
         RunError: see `is_finished`; or another process runs the job.
@@ -58,17 +59,29 @@ class Journal:
         is_finished(output, settings, resume=resume)
         self.folder.mkdir(exist_ok=True)
         self._lock = RunLock(self.folder / f"process-{process:05d}")
-        if not (self.folder / "job.json").exists():
-            write_atomically(self.folder / "job.json", json.dumps(settings).encode())
+        if process == 0:
+            for other in self.folder.glob("process-*"):
+                if other != self._lock.path.parent:
+                    RunLock(other).release()  # refused if an earlier run's process is still there
+        if not started_file(self.folder).exists():
+            write_atomically(started_file(self.folder), json.dumps(settings).encode())
         self._part = self.folder / f"part-{process:05d}.jsonl"
         self.done: dict[int, Place] = {}
         """Finished rows, by their number."""
-        for part in sorted(self.folder.glob("part-*.jsonl")):
-            self.done.update(whole_lines(part, repair=part == self._part))
+        self.read_parts(repair=True)
         self._file: BinaryIO = self._part.open("ab")
         self._offset = self._part.stat().st_size
         self._unsafe: list[tuple[int, Place]] = []
         self._written = -SECONDS  # so that the first row is on the disk at once
+
+    def read_parts(self, *, repair: bool = False) -> None:
+        """What all processes have finished so far.
+
+        Args:
+            repair: cut off what a crash has torn from this process's own part.
+        """
+        for part in sorted(self.folder.glob("part-*.jsonl")):
+            self.done.update(whole_lines(part, repair=repair and part == self._part))
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +151,7 @@ def is_finished(output: Path, settings: Mapping[str, Any], *, resume: bool) -> b
         RunError: an output or a journal is there, and `resume` was not asked for; or the settings
             are not those that the job began with, with the name of the first that differs.
     """
-    started = journal_folder(output) / "job.json"
+    started = started_file(journal_folder(output))
     if not resume:
         if output.exists():
             raise RunError(f"{output}: exists already; give another --output, or remove it")
@@ -180,6 +193,11 @@ def report_file(output: Path) -> Path:
 
 def journal_folder(output: Path) -> Path:
     return output.with_name(output.name + ".parts")
+
+
+def started_file(folder: Path) -> Path:
+    """There as long as a job is under way."""
+    return folder / "job.json"
 
 
 def whole_lines(part: Path, *, repair: bool) -> dict[int, Place]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +18,16 @@ from jaxllm.generation.values import is_integer
 SHARE_OF_DEVICE = 0.9
 SHARE_OF_HOST = 0.5
 """Of the machine's memory, where the model computes on its processor."""
-_IN_PLACE = ("dynamic_update_slice", "scatter", "while", "reshape", "squeeze", "copy")
+_IN_PLACE = (
+    *("dynamic_update_slice", "scatter", "while", "reshape", "squeeze", "copy"),
+    "sharding_constraint",
+)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Bytes of a pool."""
+    """Bytes of a pool, on each device."""
 
     weights: int
     cache: int
@@ -33,7 +37,9 @@ class Prediction:
     written out."""
     budget: int
     slots: int
+    """On all devices."""
     capacity: int
+    devices: int = 1
 
     @property
     def total(self) -> int:
@@ -47,7 +53,7 @@ class Prediction:
         return (
             f"{self.slots} slots of {self.capacity} columns: weights {size(self.weights)}, cache "
             f"{size(self.cache)}, activations {size(self.activations)}, in all {size(self.total)} "
-            f"of {size(self.budget)}"
+            f"of {size(self.budget)}" + (f" on each of {self.devices}" if self.devices > 1 else "")
         )
 
 
@@ -63,18 +69,20 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def budget(memory: int | str | None) -> int:
-    """The bytes that a batch may take in all, weights included.
+def budget(memory: int | str | None, devices: int = 1) -> int:
+    """The bytes that a batch may take on each device, weights included.
 
     Args:
         memory: a number, or a text such as "12GB". None: nine tenths of what the device has, or
             half of the machine's memory where the backend does not say.
+        devices: of this machine that share its memory in that case.
     """
     if memory is None:
         stats = jax.local_devices()[0].memory_stats() or {}
         if "bytes_limit" in stats:
             return int(SHARE_OF_DEVICE * stats["bytes_limit"])
-        return int(SHARE_OF_HOST * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(SHARE_OF_HOST * host) // devices
     if isinstance(memory, str):
         number = memory.strip().upper().removesuffix("B").removesuffix("I")
         unit = number[-1:] if number[-1:] in _UNITS else ""
@@ -88,8 +96,14 @@ def budget(memory: int | str | None) -> int:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of the arrays of a pytree, or of their shapes."""
-    return sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+    """Bytes of the arrays of a pytree, or of their shapes; of each device's part on a mesh."""
+
+    def one(x) -> int:
+        sharding = getattr(x, "sharding", None)  # none of a numpy array
+        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        return math.prod(shape) * np.dtype(x.dtype).itemsize
+
+    return sum(map(one, jax.tree.leaves(tree)))
 
 
 def is_exhausted(error: BaseException) -> bool:
@@ -97,20 +111,22 @@ def is_exhausted(error: BaseException) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
 
 
-def most_slots(predict: Callable[[int], Prediction], wanted: int) -> Prediction:
-    """The prediction for as many slots as fit, up to `wanted`; for one slot if none do.
+def most_slots(predict: Callable[[int], Prediction], wanted: int, shards: int) -> Prediction:
+    """The prediction for as many slots as fit, up to `wanted`; for the fewest if none do.
 
     Args:
         predict: of a number of slots; it traces programs, so it is asked few times.
+        shards: slots come in multiples of this.
     """
     slots = wanted
     while True:
         found = predict(slots)
-        if found.fits or slots == 1:
+        if found.fits or slots == shards:
             return found
         each = (found.total - found.weights) / slots
         # Activations do not shrink as fast as the slots: so at least by a little each time.
-        slots = max(1, min(int((found.budget - found.weights) / each), slots * 7 // 8))
+        fewer = min(int((found.budget - found.weights) / each), slots * 7 // 8)
+        slots = max(1, fewer // shards) * shards
 
 
 def activations(jaxpr: Any) -> int:

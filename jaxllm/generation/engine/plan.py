@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxllm.errors import InputError
 from jaxllm.generation.columns import SMALLEST_BUCKET
@@ -17,6 +19,7 @@ from jaxllm.generation.engine.programs import admit_program, decode_program
 from jaxllm.generation.engine.queue import Task
 from jaxllm.generation.engine.settings import Group
 from jaxllm.generation.engine.slots import slot_shapes
+from jaxllm.sharding import FSDP, row_shards, use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,13 @@ class Plan:
 
 
 def plans(
-    model: Any, tokenizer: Any, group: Group, tasks: Sequence[Task], slots: int, budget: int
+    model: Any,
+    tokenizer: Any,
+    group: Group,
+    tasks: Sequence[Task],
+    slots: int,
+    budget: int,
+    mesh: Mesh | None,
 ) -> Iterator[Plan]:
     """All tasks in one pool if memory allows `slots` slots of the longest; else the longest ones
     have a pool of their own, with fewer slots, and so on with the rest.
@@ -39,7 +48,8 @@ def plans(
     A plan whose prediction does not fit has tasks that cannot run at all.
     """
     seq2seq = model.is_encoder_decoder
-    predicted = partial(predict, model, tokenizer, group, budget)
+    shards = row_shards(mesh)
+    predicted = partial(predict, model, tokenizer, group, budget, mesh)
     # The largest slots first.
     classes: dict[tuple[int, int], list[Task]] = {}
     for task in tasks:
@@ -48,12 +58,12 @@ def plans(
     waiting = [classes[key] for key in sorted(classes, reverse=True)]
     while waiting:
         rest = [task for part in waiting for task in part]
-        whole = size_of(rest, slots, seq2seq)
-        memory = most_slots(partial(predicted, rest, whole), whole.slots)
+        whole = size_of(rest, slots, seq2seq, shards)
+        memory = most_slots(partial(predicted, rest, whole), whole.slots, shards)
         if memory.slots < whole.slots and len(waiting) > 1:
             rest = waiting.pop(0)
-            whole = size_of(rest, slots, seq2seq)
-            memory = most_slots(partial(predicted, rest, whole), whole.slots)
+            whole = size_of(rest, slots, seq2seq, shards)
+            memory = most_slots(partial(predicted, rest, whole), whole.slots, shards)
         else:
             waiting = []
         sizes = dataclasses.replace(whole, slots=memory.slots)
@@ -65,7 +75,7 @@ def _columns_that_fit(predicted: Any, tasks: Sequence[Task], sizes: Sizes) -> in
     least = max(task.width for task in tasks) if sizes.source is None else SMALLEST_BUCKET
     while sizes.capacity // 2 >= least:
         sizes = dataclasses.replace(sizes, capacity=sizes.capacity // 2)
-        if predicted(tasks, sizes, 1).fits:
+        if predicted(tasks, sizes, sizes.shards).fits:
             return sizes.capacity
     return 0
 
@@ -75,30 +85,46 @@ def predict(
     tokenizer: Any,
     group: Group,
     budget: int,
+    mesh: Mesh | None,
     tasks: Sequence[Task],
     sizes: Sizes,
     slots: int,
 ) -> Prediction:
-    """The bytes of a pool of so many slots. Its programs are traced; nothing is compiled."""
+    """The bytes of a pool of so many slots. Its programs are traced; nothing is compiled.
+
+    A trace has whole arrays. On a mesh each device has its rows of them.
+    """
     sizes = dataclasses.replace(sizes, slots=slots)
     vocab, stops = model.config.vocab_size, group.criteria(tokenizer)
     widest = max(tasks, key=lambda task: task.width)
     arrivals = lay_out([widest], group, sizes, vocab)
-    shapes = slot_shapes(model, slots, sizes.capacity, sizes.source, arrivals.texts.settings)
+    settings = arrivals.texts.settings
+    shapes = slot_shapes(model, slots, sizes.capacity, sizes.source, settings, mesh)
     at, number = np.zeros(sizes.arrivals, np.int32), np.int32(1)
     static = {"sampling": group.sampling}
-    traced = (
-        admit_program.trace(model, shapes, arrivals, at, stops, **static),
-        decode_program.trace(model, shapes, stops, number, number, **static),
-    )
+    with use(mesh):
+        admit = admit_program.trace(model, shapes, arrivals, at, stops, **static)
+        decode = decode_program.trace(model, shapes, stops, number, number, **static)
+    split = sizes.arrivals % sizes.shards == 0
+    reading = activations(admit.jaxpr) // (sizes.shards if split else 1)
+    decoding = activations(decode.jaxpr) // sizes.shards
     return Prediction(
         weights=nbytes(model),
         cache=nbytes(shapes),
-        activations=max(activations(program.jaxpr) for program in traced),
+        activations=max(reading, decoding) + _gathered(model, mesh),
         budget=budget,
         slots=slots,
         capacity=sizes.capacity,
+        devices=1 if mesh is None else mesh.size,
     )
+
+
+def _gathered(model: Any, mesh: Mesh | None) -> int:
+    """Bytes of weights that `fsdp` splits and a layer brings together: one in use, one on its way,
+    at most the largest."""
+    if mesh is None or mesh.shape[FSDP] == 1:
+        return 0
+    return 2 * mesh.shape[FSDP] * max(map(nbytes, jax.tree.leaves(model)))
 
 
 def too_large(task: Task, plan: Plan) -> InputError:

@@ -12,15 +12,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.generation.engine.arrivals import Sizes, lay_out
 from jaxllm.generation.engine.counts import Counts
+from jaxllm.generation.engine.on_mesh import place
 from jaxllm.generation.engine.programs import admit_program, decode_program
 from jaxllm.generation.engine.queue import Queue, Task
 from jaxllm.generation.engine.results import Done, not_finite
 from jaxllm.generation.engine.settings import Group
 from jaxllm.generation.engine.slots import Arrivals, Seen, empty_slots, slot_shapes
 from jaxllm.generation.strategy import NEVER
+from jaxllm.sharding import use
 
 MOST_STEPS = 256
 """Decoding steps until the host looks, even if no slot is needed, so that progress is seen."""
@@ -40,6 +43,7 @@ class Pool:
     Args:
         model: without what only the host reads (`without_notes`).
         tasks: all fit `sizes`.
+        mesh: where the model lies.
     """
 
     def __init__(
@@ -50,18 +54,21 @@ class Pool:
         tasks: Sequence[Task],
         sizes: Sizes,
         counts: Counts,
-        place: Any,
+        mesh: Mesh | None,
     ) -> None:
         self._model, self._group, self._sizes, self._counts = model, group, sizes, counts
+        self._mesh = mesh
         self._vocab = model.config.vocab_size
         self._queue = Queue(tasks)
-        self._stops = jax.tree.map(place, group.criteria(tokenizer))
+        everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        stops = group.criteria(tokenizer)
+        self._stops = jax.tree.map(lambda x: place(x, everywhere), stops)
         self._holds: list[Task | None] = [None] * sizes.slots
         self._ended: list[Done] = []
         self._ready = self._next()
         settings = group.settings([tasks[0].row], self._vocab)
-        shapes = slot_shapes(model, sizes.slots, sizes.capacity, sizes.source, settings)
-        self._slots = empty_slots(shapes, settings, place)
+        shapes = slot_shapes(model, sizes.slots, sizes.capacity, sizes.source, settings, mesh)
+        self._slots = empty_slots(shapes, settings)
 
     def leftover(self) -> tuple[list[Done], list[Task]]:
         """After a failure: texts that had ended, and tasks that wait or were in a slot."""
@@ -95,22 +102,25 @@ class Pool:
             for slot, task in zip(free, tasks, strict=False):
                 self._holds[slot] = task
             self._ready, free = None, free[len(tasks) :]
-            self._slots = admit_program(
-                self._model, self._slots, arrivals, at, self._stops, sampling=self._group.sampling
-            )
+            sampling = self._group.sampling
+            with use(self._mesh):
+                self._slots = admit_program(
+                    self._model, self._slots, arrivals, at, self._stops, sampling=sampling
+                )
             self._counts.admitted(tasks, self._sizes, self._group)
             self._ready = self._next()
 
     def _decode(self) -> Seen:
         wanted = self._sizes.slots if self._ready is None else len(self._ready.tasks)
-        self._slots, seen = decode_program(
-            self._model,
-            self._slots,
-            self._stops,
-            np.int32(wanted),
-            np.int32(MOST_STEPS),
-            sampling=self._group.sampling,
-        )
+        with use(self._mesh):
+            self._slots, seen = decode_program(
+                self._model,
+                self._slots,
+                self._stops,
+                np.int32(wanted),
+                np.int32(MOST_STEPS),
+                sampling=self._group.sampling,
+            )
         self._counts.decoding(self._sizes, self._group)
         return seen
 

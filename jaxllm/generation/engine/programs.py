@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.cache import put_columns
+from jaxllm.generation.engine.on_mesh import settled
 from jaxllm.generation.engine.slots import Arrivals, Seen, SlotCache, Slots, Texts
 from jaxllm.generation.processors.per_row import process_rows
 from jaxllm.generation.sampling import choose_greedy, choose_sample
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.generation.strategy import NEVER, faulty
+from jaxllm.sharding import constrain
 
 
 def admit(
@@ -30,6 +32,7 @@ def admit(
     Args:
         at: the slot of each; one that is no slot's number marks a prompt that only fills up.
     """
+    arrivals = constrain(arrivals, "rows")
     texts = arrivals.texts
     rows, width = texts.tokens.shape
     mask = jnp.arange(width) < texts.start[:, None]
@@ -69,6 +72,7 @@ def decode(
         return decode_step(model, slots, stops, sampling), steps + 1, busy
 
     slots, steps, busy = jax.lax.while_loop(going, step, (slots, jnp.int32(0), jnp.int32(0)))
+    slots = settled(slots)
     texts = slots.texts
     seen = Seen(
         tokens=texts.tokens,

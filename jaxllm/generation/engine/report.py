@@ -26,6 +26,24 @@ class Run:
     programs: int
     programs_from_cache: int
 
+    def to_note(self) -> dict[str, Any]:
+        """As JSON, for the process that adds up."""
+        memory = [dataclasses.asdict(prediction) for prediction in self.memory]
+        return {**vars(self), "counts": vars(self.counts), "memory": memory}
+
+    @staticmethod
+    def total(notes: Sequence[Mapping[str, Any]]) -> Run:
+        """What several processes did together; it took as long as the one that took longest."""
+        longest = max(notes, key=lambda note: note["seconds"])
+        return Run(
+            counts=Counts.total(note["counts"] for note in notes),
+            memory=[Prediction(**found) for note in notes for found in note["memory"]],
+            seconds=longest["seconds"],
+            compile_seconds=longest["compile_seconds"],
+            programs=sum(note["programs"] for note in notes),
+            programs_from_cache=sum(note["programs_from_cache"] for note in notes),
+        )
+
     def speed(self, count: int) -> float:
         """`count` a second, compiling left out."""
         return count / max(self.seconds - self.compile_seconds, 1e-9)
@@ -56,6 +74,8 @@ class Report:
     texts: int
     resumed: int
     """Rows that runs before the last one had done."""
+    processes: int
+    """Of the last run."""
     errors: Mapping[str, int]
     """By kind."""
     finish_reasons: Mapping[str, int]
@@ -89,7 +109,9 @@ class Report:
             ),
             ("slots", f"{counts.utilisation:.1%} busy over {counts.decode_steps:,} steps"),
         ]
-        lines += [("memory", str(prediction)) for prediction in run.memory]
+        if self.processes > 1:
+            lines.append(("processes", str(self.processes)))
+        lines += [("memory", line) for line in dict.fromkeys(map(str, run.memory))]
         if counts.halvings:
             lines.append(("memory", f"ran out {counts.halvings} times; slots were halved"))
         return lines

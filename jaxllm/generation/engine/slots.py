@@ -2,8 +2,7 @@
 
 A row begins at column 0 of its slot, without padding, and all its numbers (length, limit, key,
 settings) are its own, so nothing about its result depends on its neighbours. The first axis of
-every array is that of slots (in the cache with heads merged in): a mesh shards it over its data
-axis.
+every array is that of slots (in the cache with heads merged in, unless a mesh splits them).
 """
 
 from __future__ import annotations
@@ -14,11 +13,14 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Shaped, UInt32
 
 from jaxllm.cache import KV, Cache
+from jaxllm.generation.engine.on_mesh import place, set_rows, with_places
 from jaxllm.generation.engine.settings import RowSettings
 from jaxllm.generation.strategy import NEVER
+from jaxllm.sharding import use
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +101,7 @@ def put_rows(old: Shaped[Array, "B ..."] | None, new: Any, at: Int[Array, " R"])
     if old.ndim > 1 and new.shape[1] < old.shape[1]:
         rest = [(0, 0)] * (old.ndim - 2)
         new = jnp.pad(new, ((0, 0), (0, old.shape[1] - new.shape[1]), *rest))
-    return old.at[at].set(jnp.asarray(new, old.dtype), mode="drop")
+    return set_rows(old, jnp.asarray(new, old.dtype), at)
 
 
 def put_layers(old: tuple[KV, ...] | None, new: Any, at: Int[Array, " R"]) -> Any:
@@ -107,10 +109,13 @@ def put_layers(old: tuple[KV, ...] | None, new: Any, at: Int[Array, " R"]) -> An
     if old is None:
         return None
 
-    def put(old: Shaped[Array, "BK S H"], new: Shaped[Array, "RK P H"]) -> Shaped[Array, "BK S H"]:
+    def put(
+        old: Shaped[Array, "*BK S H"], new: Shaped[Array, "*RK P H"]
+    ) -> Shaped[Array, "*BK S H"]:
+        if old.ndim == 4:
+            return set_rows(old, new, at, ("rows", "heads"))
         heads = new.shape[0] // at.shape[0]
-        rows = (at[:, None] * heads + jnp.arange(heads)).reshape(-1)
-        return old.at[rows, : new.shape[1]].set(new, mode="drop")
+        return set_rows(old, new, (at[:, None] * heads + jnp.arange(heads)).reshape(-1))
 
     return jax.tree.map(put, old, new)
 
@@ -149,9 +154,14 @@ def key_width() -> int:
 
 
 def slot_shapes(
-    model: Any, count: int, capacity: int, source: int | None, settings: RowSettings
+    model: Any,
+    count: int,
+    capacity: int,
+    source: int | None,
+    settings: RowSettings,
+    mesh: Mesh | None = None,
 ) -> Slots:
-    """The shapes and dtypes of slots.
+    """The shapes and dtypes of slots, and where they lie on a mesh.
 
     Args:
         capacity: columns of a slot.
@@ -172,24 +182,31 @@ def slot_shapes(
         keys=shape(np.uint32, key_width()),
         settings=jax.tree.map(lambda x: shape(x.dtype, *x.shape[1:]), settings),
     )
-    cache = jax.eval_shape(lambda model: start_cache(model, count, capacity, source), model)
-    return Slots(texts=texts, cache=cache)
+    with use(mesh):
+        cache = jax.eval_shape(lambda model: start_cache(model, count, capacity, source), model)
+    return with_places(Slots(texts=texts, cache=cache), mesh)
 
 
-def empty_slots(shapes: Slots, settings: RowSettings, place: Any) -> Slots:
-    """Slots without rows.
+def empty_slots(shapes: Slots, settings: RowSettings) -> Slots:
+    """Slots without rows. No program is compiled for them.
 
     Args:
         settings: of some row, [1]: what stands in a slot before its first row. (Zeros would ask
             for the slow way of a filter.)
-        place: puts an array on the device; no program is compiled for it.
     """
-    slots = jax.tree.map(lambda x: place(np.zeros(x.shape, x.dtype)), shapes)
-    repeated = jax.tree.map(lambda x: place(np.repeat(x[:1], shapes.count, axis=0)), settings)
-    texts = slots.texts.replace(
-        settings=repeated, broken_at=place(np.full(shapes.count, NEVER, np.int32))
+
+    def zeros(shape: Any) -> jax.Array:
+        return place(np.zeros(shape.shape, shape.dtype), shape.sharding)
+
+    def repeated(shape: Any, value: np.ndarray) -> jax.Array:
+        return place(np.repeat(value, shapes.count, axis=0), shape.sharding)
+
+    slots, texts = jax.tree.map(zeros, shapes), shapes.texts
+    first = slots.texts.replace(
+        settings=jax.tree.map(repeated, texts.settings, settings),
+        broken_at=repeated(texts.broken_at, np.full(1, NEVER, np.int32)),
     )
-    return dataclasses.replace(slots, texts=texts)
+    return dataclasses.replace(slots, texts=first)
 
 
 def start_cache(model: Any, count: int, capacity: int, source: int | None) -> SlotCache:

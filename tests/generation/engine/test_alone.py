@@ -49,12 +49,3 @@ def test_sampled_rows_equal_rows_alone(family):
             row["seed"] = 1000 + i
     rows = [{**row, "max_new_tokens": 8} for row in rows]
     check(model(family), rows, slots=4, do_sample=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("sampled", [False, True])
-def test_1003_rows(family, sampled):
-    rows = uneven_rows(1003, seed=5)
-    fields = {"do_sample": True, "temperature": 0.8} if sampled else {}
-    check(tiny.cached(family), rows, slots=32, **fields)

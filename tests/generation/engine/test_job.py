@@ -14,8 +14,11 @@ import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.compile_clock import CompileClock
 from jaxllm.errors import DataError, MissingFileError, RunError
-from jaxllm.generation.engine.job import Input, Job
+from jaxllm.generation.engine import notes
+from jaxllm.generation.engine.counts import Counts
+from jaxllm.generation.engine.job import Input, Job, share
 from jaxllm.generation.engine.journal import Journal, is_finished, whole_lines
+from jaxllm.generation.engine.report import Run
 
 MODEL, TOKENIZER = jaxllm.load(DATA / "models" / "s_llama_tok")
 SETTINGS = {"--model": "s_llama_tok", "--temperature": 0.5}
@@ -167,3 +170,73 @@ def test_one_process_a_job(tmp_path):
         pytest.raises(RunError, match="is writing here"),
     ):
         Journal(tmp_path / "out", {}, resume=True)
+
+
+def test_parts_of_several_processes_are_one_journal(tmp_path):
+    """Each writes its own; what a crash tore from another's is neither read nor touched."""
+    output = tmp_path / "out"
+    with Journal(output, {}, resume=False) as first:
+        with Journal(output, {}, resume=True, process=1) as second:
+            second.add(1, {"id": "b"}, 2)
+            first.add(0, {"id": "a"}, 2)
+        assert (first.done.keys(), second.done.keys()) == ({0}, {1})
+    torn = first.folder / "part-00001.jsonl"
+    torn.write_bytes(torn.read_bytes() + b'{"index": 2, "li')
+    with Journal(output, {}, resume=True) as first:
+        assert first.done.keys() == {0, 1}
+        assert torn.read_bytes().endswith(b'"li')
+        first.add(2, {"id": "c"}, 2)
+        assert [record["line"]["id"] for record in first.merge(3)] == ["a", "b", "c"]
+    with Journal(output, {}, resume=True, process=1) as second:  # it repairs its own
+        assert second.done.keys() == {0, 1, 2}
+        assert torn.read_bytes().endswith(b"}\n")
+
+
+def test_a_process_of_an_earlier_run_is_waited_for(tmp_path):
+    Journal(tmp_path / "out", {}, resume=False).__exit__()
+    with (
+        Journal(tmp_path / "out", {}, resume=True, process=3),
+        pytest.raises(RunError, match=r"process-00003: .* is writing here"),
+    ):
+        Journal(tmp_path / "out", {}, resume=True)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 20])
+def test_shares_are_all_rows_once(processes):
+    rows = [0, 1, 2, 5, 6, 7, 9, 11]
+    shares = [share(rows, process, processes) for process in range(processes)]
+    assert sorted(row for each in shares for row in each) == rows
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_notes_of_processes(tmp_path):
+    notes.leave(tmp_path, 1, {"seconds": 1.0})
+    notes.leave(tmp_path, 2, {"seconds": 2.0})
+    assert notes.wait_for_others(tmp_path, 3) == [{"seconds": 1.0}, {"seconds": 2.0}]
+    assert notes.wait_for_others(tmp_path, 1) == []
+    with pytest.raises(OSError, match="disk"), notes.failure_left(tmp_path, 2):
+        raise OSError("the disk is full")
+    with pytest.raises(RunError, match=r"process 2 failed \(the disk is full\)"):
+        notes.wait_for_others(tmp_path, 4)  # although process 3 has left no note
+    (tmp_path / "job.json").touch()
+    notes.leave(tmp_path, 0, {"error": "no space"})
+    with pytest.raises(RunError, match=r"process 0 failed \(no space\)"):
+        notes.wait_for_merge(tmp_path)
+    (tmp_path / "job.json").unlink()
+    notes.wait_for_merge(tmp_path)
+    notes.forget(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_processes_add_up(tmp_path):
+    work = job(tmp_path, ROWS)
+    run(work)
+    one = work.report.run.to_note()
+    total = Run.total([one, {**one, "seconds": 99.0, "compile_seconds": 9.0}])
+    mine, both = Counts.total([one["counts"]]), total.counts
+    assert mine.rows == 9
+    assert (both.rows, both.new_tokens) == (18, 2 * mine.new_tokens)
+    assert both.reasons == mine.reasons + mine.reasons
+    assert both.buckets.keys() == mine.buckets.keys()
+    assert (total.seconds, total.speed(180)) == (99.0, 2.0)
+    assert json.dumps(one)
