@@ -15,6 +15,7 @@ from jaxllm.sharding import make_mesh, put_tree, row_share, tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
 from jaxllm.training.data.config import eos_of
+from jaxllm.training.data.labels import problem_of
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.evaluation import EvalResult, Prompt
 from jaxllm.training.flops import ModelFlops, model_flops
@@ -113,7 +114,7 @@ def predicted(info: ModelInfo) -> Literal["tokens", "labels", "values"]:
     """What the model's labels are, which names the metrics of an evaluation."""
     if info.kind != "classification":
         return "tokens"
-    return "values" if info.problem_type == "regression" else "labels"
+    return "values" if problem_of(info) == "regression" else "labels"
 
 
 def check_metric(recipe: Recipe, info: ModelInfo) -> None:
