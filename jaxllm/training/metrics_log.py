@@ -75,7 +75,11 @@ class MetricsLog:
                     "another output folder"
                 )
             self._lines = self.path.open("ab", buffering=0)
-        self._write_table()
+        try:
+            self._write_table()
+        except RunError:
+            self._lines.close()
+            raise
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends the line of one step, and hands it to the operating system.
