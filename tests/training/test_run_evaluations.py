@@ -9,6 +9,7 @@ import numpy as np
 from tiny_runs import go_on, measured, plain, run_of, spoil, stops, tiny
 
 from jaxllm.checkpoint.runs import RunCheckpoints
+from jaxllm.training.metrics_log import read_metrics
 from jaxllm.training.run import train
 
 
@@ -88,5 +89,7 @@ def test_answers_stay_in_the_report(tmp_path: Path):
     train(made, quiet=True)
     report = (run_of(made) / "report.html").read_text()
     assert report.count("After training") == report.count("Before training") == 4
+    # The step compiled, which is told of it and not of its evaluation: it has no speed.
+    assert "tokens_per_second" not in read_metrics(run_of(made) / "metrics.jsonl")[0]
     go_on(made)
     assert (run_of(made) / "report.html").read_text().count("After training") == 4
