@@ -107,7 +107,9 @@ def train(
             check_same(checkpoints.read().meta["recipe"], recipe, folder)
         setup = set_up(recipe, say)
         base = base_of(setup.state.model, setup.state.frozen)
-        state = brought_back(checkpoints, setup, base, folder) if there else setup.state
+        state, evaluated = setup.state, False
+        if there:
+            state, evaluated = brought_back(checkpoints, setup, base, folder)
         start = int(state.step)
         check_ahead(start, recipe.max_steps, folder)
         if resume:
@@ -132,7 +134,6 @@ def train(
         loop = Loop(setup, checkpoints, progress, log, sinks, base, keep)
         if start == 0:
             sample_before(folder, loop, state)
-        evaluated = there and checkpoints.read(start).meta["evaluated"]
         state, signal = loop.until(recipe.max_steps, state, stop, evaluated=evaluated)
         checkpoints.wait()
         if leads:
@@ -150,14 +151,14 @@ def train(
 
 def brought_back(
     checkpoints: RunCheckpoints, setup: Setup, base: Mapping[str, Any], folder: Path
-) -> TrainState:
-    """The state and the data's position of the last sound checkpoint."""
+) -> tuple[TrainState, bool]:
+    """The state and the data's position of the last sound checkpoint; whether it was evaluated."""
     state = setup.state
     target = {name: abstract(getattr(state, name)) for name in TRAINED}
     arrays, meta, _ = checkpoints.restore(target=target)
     check_base(meta["base"], base, folder)
     setup.batches.restore(meta["data"])
-    return state.replace(**arrays)
+    return state.replace(**arrays), meta.get("evaluated", False)
 
 
 def opened(
