@@ -7,6 +7,8 @@ checkpoint leaves out shows in the weights.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from jaxllm.checkpoint.runs import RunCheckpoints
 from jaxllm.training.metrics_log import read_metrics
 from jaxllm.training.recipe import Recipe
 from jaxllm.training.recipe_file import build
+from jaxllm.training.run import train
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -122,3 +125,32 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the clock."""
     lines = read_metrics(folder / "metrics.jsonl")
     return [{name: x for name, x in line.items() if name not in SPEEDS} for line in lines]
+
+
+def tiny(folder: Path, **changes: Any) -> Recipe:
+    """One program for every batch of every run here."""
+    data = {"path": str(folder / "rows.jsonl"), "format": "text", "max_length": 32, "bucket": None}
+    return recipe(folder, **{"data": data, "max_steps": 4, "checkpoints": {"every": 2}, **changes})
+
+
+def go_on(made: Recipe, **changes: Any) -> Any:
+    return train(replace(made, **changes), resume=True, quiet=True)
+
+
+def run_of(made: Recipe) -> Path:
+    return Path(made.output_dir or "")
+
+
+def spoil(folder: Path, step: int) -> None:
+    """Flips a bit in the largest file of a checkpoint."""
+    files = (path for path in (folder / "checkpoints" / str(step)).rglob("*") if path.is_file())
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def stops(after: int, signal: int = 15) -> Any:
+    """A `stop` that gives the signal once it was asked so often."""
+    asked: Iterator[int] = iter(range(after))
+    return lambda: None if next(asked, None) is not None else signal

@@ -26,6 +26,7 @@ def parser(program: str) -> Parser:
     made.add_argument(
         "--no-average", action="store_true", help="the last weights rather than their average"
     )
+    made.add_argument("--model", help="where the model that the run began with is now, if it moved")
     return made
 
 
@@ -46,6 +47,7 @@ def run(argv: list[str], program: str) -> int:
         adapter=options.adapter,
         averaged=not options.no_average,
         dtype=options.dtype,
+        model=options.model,
     )
     what = "adapter" if options.adapter else "model"
     print(f"{options.out}: the {what} of step {found.step}")

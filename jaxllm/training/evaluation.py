@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +13,9 @@ import numpy as np
 from jaxtyping import Float64
 
 from jaxllm.errors import InputError
+from jaxllm.generation.columns import Columns
 from jaxllm.generation.generate import generate
+from jaxllm.generation.lengths import checked_lengths
 from jaxllm.generation.merging import merged_config
 from jaxllm.generation.strategy import without_notes
 from jaxllm.tokenizers.base import Tokenizer
@@ -210,6 +212,18 @@ def generate_and_score(
             for row, text in list(zip(prompts, texts, strict=True))[:samples]
         ],
     )
+
+
+def check_room_for_answer(model: Any, prompt: Sequence[int], fields: Mapping[str, Any]) -> None:
+    """That `generate_and_score` has room for an answer to this prompt, with these fields.
+
+    Raises:
+        InputError: a prompt and its answer are longer than the model's positions or `max_length`.
+    """
+    if not model.is_encoder_decoder:
+        config, _ = merged_config(model, None, fields)
+        ids = np.zeros((1, len(prompt)), np.int32)
+        checked_lengths(model, config, Columns(ids, np.ones_like(ids, bool)))
 
 
 def up_to_end(ids: Sequence[int], ends: Sequence[int]) -> Sequence[int]:

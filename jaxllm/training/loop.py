@@ -14,7 +14,13 @@ from jax.experimental import multihost_utils
 from jaxllm.checkpoint.runs import RunCheckpoints
 from jaxllm.errors import RunError
 from jaxllm.sharding import put_batch, row_share, use
-from jaxllm.training.evaluation import GenerationResult, Prompt, evaluate, generate_and_score
+from jaxllm.training.evaluation import (
+    GenerationResult,
+    Prompt,
+    Sample,
+    evaluate,
+    generate_and_score,
+)
 from jaxllm.training.flops import TokenCounts, count_tokens
 from jaxllm.training.metrics_log import MetricsLog, NoLog
 from jaxllm.training.progress import TrainingProgress
@@ -52,6 +58,16 @@ class Pending:
     step: int
     metrics: Metrics
     tokens: TokenCounts
+    """Of all processes, as this one estimates them: each has about as many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A step that has ended."""
+
+    step: int
+    row: Row
+    skipped_in_a_row: int
 
 
 class Loop:
@@ -60,6 +76,7 @@ class Loop:
     Args:
         base: what checkpoints leave out of the model, as `base_of` describes it.
         sinks: get every step's metrics after `log`.
+        keep_samples: gets the first few answers of every evaluation.
     """
 
     def __init__(
@@ -70,12 +87,12 @@ class Loop:
         log: MetricsLog | NoLog,
         sinks: Sequence[Sink],
         base: Mapping[str, Any],
+        keep_samples: Callable[[Sequence[Sample]], None] = lambda samples: None,
     ) -> None:
         self.setup, self.recipe = setup, setup.recipe
         self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks
-        self.base = base
+        self.base, self.keep_samples = base, keep_samples
         self.last: Row = {}
-        self.answers: GenerationResult | None = None
         # Each process that reads a part of a batch counts its own rows; the others have as many.
         self._parts = row_share(setup.mesh)[1]
         self._mesh = setup.mesh if setup.mesh.size > 1 else None
@@ -83,11 +100,20 @@ class Loop:
         if (best := checkpoints.best()) is not None:
             self._best = checkpoints.read(best).metric
 
-    def until(self, last: int, state: TrainState, stop: Stop) -> tuple[TrainState, int | None]:
-        """Steps up to number `last`, or until `stop` gives a signal; what is done is saved."""
+    def until(
+        self, last: int, state: TrainState, stop: Stop, *, evaluated: bool = False
+    ) -> tuple[TrainState, int | None]:
+        """Steps up to number `last`, or until `stop` gives a signal; what is done is saved.
+
+        Args:
+            evaluated: whether the state was evaluated already, if that was due.
+        """
         pending: Pending | None = None
         stop = agreed(stop)
         number, signal = int(state.step), stop()
+        if signal is None and not evaluated and self.evaluates_at(number, last):
+            self.evaluate_at_start(number, state, stop)
+            signal = stop()
         while number < last and signal is None:
             batch = next(self.setup.batches)
             seq2seq = self.setup.info.kind == "seq2seq"
@@ -95,38 +121,55 @@ class Loop:
             with use(self._mesh):
                 state, metrics = self.setup.step(state, put_batch(batch, self.setup.mesh))
             if pending is not None:
-                self.write(pending, {})
+                self.write(self.measure(pending), {})
             number, pending = number + 1, Pending(number + 1, metrics, tokens)
-            found = self.evaluate(state, stop) if self.evaluates_at(number, last) else {}
+            evaluates = self.evaluates_at(number, last)
+            # The device has ended the step before its evaluation begins, which is timed apart.
+            measured = self.measure(pending) if evaluates else None
+            found = self.evaluate(state, stop) if evaluates else {}
             signal = stop()
             metric = found.get(self.recipe.checkpoints.metric)
             best = self.is_best(metric)
             due = number % self.recipe.checkpoints.every == 0
             saves = due or best or number == last or signal is not None
-            if found or saves:
-                self.write(pending, found)
+            if evaluates or saves:
+                self.write(measured or self.measure(pending), found)
                 pending = None
             if saves:
-                self.save(number, state, metric)
+                with self.progress.phase("saving", says=False):
+                    self.save(number, state, metric, evaluated=bool(found))
         return state, signal
 
     def evaluates_at(self, step: int, last: int) -> bool:
-        every = self.recipe.evaluation.every
-        due = step == last or (every is not None and step % every == 0)
+        settings = self.recipe.evaluation
+        due = step == last or (settings.every is not None and step % settings.every == 0)
+        if step == 0:
+            due = settings.at_start
         return due and self.setup.eval_batches is not None
 
-    def write(self, done: Pending, found: Row) -> None:
-        """Waits for a step's numbers, shows them, and writes its line.
+    def evaluate_at_start(self, step: int, state: TrainState, stop: Stop) -> None:
+        """Before the first step; or what a signal made the run give up at the step it goes on from.
 
-        Raises:
-            RunError: too many steps in a row were skipped.
+        The line of that step and its checkpoint are those of a run that was not stopped.
         """
+        if not (found := self.evaluate(state, stop)):
+            return
+        self.log.amend(step, found)
+        for sink in self.sinks:
+            sink.log(step, found)
+        if step > 0:
+            metric = found.get(self.recipe.checkpoints.metric)
+            self.is_best(metric)
+            self.checkpoints.amend(step, {"evaluated": True}, metric=metric)
+
+    def measure(self, done: Pending) -> Measured:
+        """Waits for a step's numbers and shows them."""
         numbers = {name: float(x) for name, x in jax.device_get(done.metrics).items()}
-        in_a_row = int(numbers.pop("skipped_in_a_row"))
+        in_a_row, tokens = int(numbers.pop("skipped_in_a_row")), int(numbers.pop("real_tokens"))
         speed = self.progress.step(
             done.step,
             loss=numbers["loss"],
-            tokens=done.tokens.total,
+            tokens=tokens,
             flops=self.setup.flops.of(done.tokens),
             shown={"lr": numbers["lr"]},
         )
@@ -134,22 +177,31 @@ class Loop:
         row: Row = {
             **numbers,
             "labels": labels,
-            "tokens": done.tokens.total,
+            "tokens": tokens,
             "skipped": skipped,
             **speed.metrics(),
-            **found,
         }
-        if self.setup.info.problem_type == "regression":
+        if predicted(self.setup.info) == "values":
             row.pop("accuracy")
+        return Measured(done.step, row, in_a_row)
+
+    def write(self, done: Measured, found: Row) -> None:
+        """Writes the line of a step, with what its evaluation found.
+
+        Raises:
+            RunError: too many steps in a row were skipped.
+        """
+        row = done.row | found
         self.log.log(done.step, row)
         for sink in self.sinks:
             sink.log(done.step, row)
         self.last = row
-        if skipped:
+        if row["skipped"]:
             self.progress.say(f"step {done.step}: no finite gradient; the batch is skipped")
-        if in_a_row >= self.recipe.skip_limit:
+        if done.skipped_in_a_row >= self.recipe.skip_limit:
             raise RunError(
-                f"step {done.step}: {in_a_row} batches in a row gave no finite gradient; lower "
+                f"step {done.step}: {done.skipped_in_a_row} batches in a row gave no finite "
+                "gradient; lower "
                 "optimizer.learning_rate, look at the data, or go on from an earlier checkpoint"
             )
 
@@ -176,10 +228,11 @@ class Loop:
                 found: Row = result.metrics(predicted(setup.info))
             if setup.prompts:
                 with self.progress.phase("generating"):
-                    self.answers = self.generate(model, setup.prompts, go_on)
-                found |= {f"eval_{name}": score for name, score in self.answers.scores.items()}
+                    answers = self.generate(model, setup.prompts, go_on)
+                self.keep_samples(answers.samples)
+                found |= {f"eval_{name}": score for name, score in answers.scores.items()}
         except StoppedError:
-            self.progress.say("the evaluation is given up, and its step saved without it")
+            self.progress.say("the evaluation is given up; going on begins with it")
             return {}
         self.progress.say(", ".join(f"{name} {value:.4f}" for name, value in found.items()))
         return found
@@ -213,13 +266,14 @@ class Loop:
             self._best = metric
         return best
 
-    def save(self, step: int, state: TrainState, metric: float | None) -> None:
+    def save(self, step: int, state: TrainState, metric: float | None, *, evaluated: bool) -> None:
         """One checkpoint: the state, the data's position, and what they belong to."""
         self.log.sync()  # a checkpoint's steps are in the log, whatever happens next
         meta = {
             "recipe": to_plain(self.recipe),
             "data": self.setup.batches.state(),
             "base": dict(self.base),
+            "evaluated": evaluated,
         }
         arrays = {name: getattr(state, name) for name in TRAINED}
         self.checkpoints.save(step, arrays, meta, metric=metric)

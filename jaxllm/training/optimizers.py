@@ -128,7 +128,9 @@ def _constant(config: OptimizerConfig) -> optax.Schedule:
 
 def _linear(config: OptimizerConfig) -> optax.Schedule:
     peak, end = config.learning_rate, config.final_factor or 0.0
-    return optax.linear_schedule(peak, end * peak, steps_after_warmup(config))
+    steps = steps_after_warmup(config)
+    # Exactly the end in the end; optax's differs from 0 there by a rounding, below it too.
+    return lambda step: peak * (end + (1 - end) * jax.numpy.maximum(steps - step, 0) / steps)
 
 
 def _cosine(config: OptimizerConfig) -> optax.Schedule:
@@ -140,7 +142,8 @@ def _cosine(config: OptimizerConfig) -> optax.Schedule:
 def _inverse_sqrt(config: OptimizerConfig) -> optax.Schedule:
     """The peak times sqrt(w / step) from step w on, the end of the warmup (Raffel et al. 2019)."""
     start = max(config.warmup_steps, 1)
-    return lambda step: config.learning_rate * jax.numpy.sqrt(start / (step + start))
+    # In the warmup, whose value is taken then, the step is below 0.
+    return lambda step: config.learning_rate * (start / (jax.numpy.maximum(step, 0) + start)) ** 0.5
 
 
 def steps_after_warmup(config: OptimizerConfig) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxllm.extras import require
 from jaxllm.training.curves import curve, smoothed
+from jaxllm.training.files import replacing
 
 LEARNING_RATES = ("lr", "learning_rate")
 
@@ -18,6 +19,7 @@ def save_plot(rows: Sequence[Mapping[str, Any]], path: str | PathLike[str]) -> N
 
     Raises:
         MissingExtraError: matplotlib is not installed.
+        RunError: the file cannot be written.
     """
     # The object interface: no window system, and no state of the caller's pyplot is touched.
     figure_module = require("matplotlib.figure", extra="plot", purpose="plots")
@@ -44,10 +46,8 @@ def save_plot(rows: Sequence[Mapping[str, Any]], path: str | PathLike[str]) -> N
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    path = Path(path)
-    half = path.with_name(path.name + ".tmp")
-    figure.savefig(half, format="png")
-    half.replace(path)
+    with replacing(Path(path)) as half:
+        figure.savefig(half, format="png")
 
 
 def _axes(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

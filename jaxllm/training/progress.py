@@ -14,6 +14,8 @@ from jaxllm.training.flops import Peak
 from jaxllm.training.throughput import Speed, Throughput, clock_time
 
 LINE_EVERY = 10
+QUIET_SECONDS = 30.0
+"""The longest that nothing is said while steps end."""
 
 
 class TrainingProgress:
@@ -26,7 +28,7 @@ class TrainingProgress:
         start: the step that it goes on from.
         peak: of the devices, for the MFU; None leaves it out.
         every: where stderr is no terminal, a line for each step that this divides, for the first
-            step and for the last.
+            step and for the last; and for any step that ends half a minute after the last line.
         quiet: nothing is said at all; `step` still returns speeds.
         now: a clock, in seconds.
     """
@@ -49,7 +51,7 @@ class TrainingProgress:
         self._throughput = Throughput(peak)
         self._clock: CompileClock | None = None
         self._compiled = (0, 0.0)
-        self._since = now()
+        self._since = self._said = now()
         self._moving = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
@@ -80,14 +82,15 @@ class TrainingProgress:
         self._console.print(line, markup=False, style="dim")
 
     @contextlib.contextmanager
-    def phase(self, doing: str) -> Iterator[None]:
-        """Something beside training; when it ends well, says how long it took."""
+    def phase(self, doing: str, *, says: bool = True) -> Iterator[None]:
+        """Something beside training; when it ends well, `says` how long it took."""
         start = self._now()
         if self._task is not None:
             self._moving.update(self._task, description=doing)
         try:
             yield
-            self.say(f"{doing}: {self._now() - start:.1f} s")
+            if says:
+                self.say(f"{doing}: {self._now() - start:.1f} s")
         finally:
             self._since += self._now() - start
             # What it compiled is part of its own time.
@@ -132,8 +135,9 @@ class TrainingProgress:
                 self._task, completed=step, line=f"step {step}/{self._total}  {line}"
             )
         regular = step % self._every == 0 or step in (self._start + 1, self._total)
-        if regular and not self._console.is_terminal:
+        if (regular or now - self._said >= QUIET_SECONDS) and not self._console.is_terminal:
             self.say(f"step {step}/{self._total}  {line}")
+            self._said = now
         return speed
 
     def _count_compiled(self) -> tuple[int, float]:

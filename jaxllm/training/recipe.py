@@ -74,6 +74,7 @@ class Evaluation:
 
     Args:
         every: steps between evaluations; there is one at the last step, too. None: only that.
+        at_start: one before the first step, too, as a line of step 0.
         batch_size: rows at once; None: those of training.
         metrics: of generated texts (exact_match, normalized_exact_match, rouge, bleu, chrf);
             none: nothing is generated.
@@ -83,6 +84,7 @@ class Evaluation:
     """
 
     every: int | None = None
+    at_start: bool = False
     batch_size: int | None = None
     metrics: tuple[str, ...] = ()
     rows: int | None = None
@@ -142,7 +144,8 @@ class Recipe:
         label_smoothing, z_loss: see `jaxllm.training.losses.TokenLoss`.
         ema_decay: keep a moving average of the weights, which is evaluated and exported.
         skip_limit: so many batches in a row without a finite gradient stop the run.
-        log_every: steps between lines where there is no terminal.
+        log_every: steps between lines where there is no terminal; slow steps have one each half
+            minute.
         tensorboard: write event files; needs the extra `tensorboard`.
         wandb: a project's name on Weights & Biases; needs the extra `wandb`.
     """

@@ -13,6 +13,7 @@ from typing import Any
 from jaxllm.errors import MissingExtraError
 from jaxllm.training import svg_chart
 from jaxllm.training.curves import Curve, curve
+from jaxllm.training.files import write_text
 from jaxllm.training.metrics_log import read_metrics
 from jaxllm.training.plots import LEARNING_RATES, save_plot
 from jaxllm.training.run_card import RunCard, flat, start_rows
@@ -87,14 +88,12 @@ def finish_report(
         The files written.
 
     Raises:
-        RunError: metrics.jsonl is broken.
+        RunError: metrics.jsonl is broken, or a file cannot be written.
     """
     folder = Path(folder)
     rows = read_metrics(folder / "metrics.jsonl")
     report, plot = folder / "report.html", folder / "loss.png"
-    half = report.with_name(report.name + ".tmp")
-    half.write_text(html_report(folder.resolve().name, rows, card, samples), encoding="utf-8")
-    half.replace(report)
+    write_text(report, html_report(folder.resolve().name, rows, card, samples))
     try:
         save_plot(rows, plot)
     except MissingExtraError as error:
@@ -128,9 +127,10 @@ def html_report(
         )
         for start in card.starts
     ]
+    steps = sum(row["step"] > 0 for row in rows)
     sections = [
         f"<h1>{escape(title)}</h1>"
-        f'<p class="sub">Started {escape(card.starts[0].time)}, {len(rows):,} steps recorded</p>',
+        f'<p class="sub">Started {escape(card.starts[0].time)}, {steps:,} steps recorded</p>',
         _tiles(_highlights(rows)),
         "<h2>Curves</h2>",
         f'<div class="grid">{"".join(_charts(rows))}</div>',

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ from jaxllm.errors import RunError
 from jaxllm.processes import together
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.evaluation import Sample
+from jaxllm.training.files import writing
 from jaxllm.training.flops import peak_flops
 from jaxllm.training.loop import Loop
 from jaxllm.training.metrics_log import MetricsLog, NoLog
 from jaxllm.training.progress import TrainingProgress
 from jaxllm.training.recipe import DataConfig, Recipe
 from jaxllm.training.recipe_file import to_plain
-from jaxllm.training.report import ReportSample, finish_report
+from jaxllm.training.report import finish_report
 from jaxllm.training.run_card import DataFile, RunCard, make_run_card, write_run_card
 from jaxllm.training.run_folder import (
     CHECKPOINTS,
@@ -36,12 +36,11 @@ from jaxllm.training.run_folder import (
     folder_of,
     saved_steps,
 )
+from jaxllm.training.samples import AFTER, BEFORE, paired, read_samples, write_samples
 from jaxllm.training.setup import Setup, set_up
 from jaxllm.training.sinks import Sink, TensorBoardSink, WandbSink
 from jaxllm.training.state import TrainState, parameter_count
 from jaxllm.training.step import TRAINED
-
-SAMPLES = "samples_before.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,9 @@ def train(
             check_same(checkpoints.read().meta["recipe"], recipe, folder)
         setup = set_up(recipe, say)
         base = base_of(setup.state.model, setup.state.frozen)
-        state = brought_back(checkpoints, setup, base, folder) if there else setup.state
+        state, evaluated = setup.state, False
+        if there:
+            state, evaluated = brought_back(checkpoints, setup, base, folder)
         start = int(state.step)
         check_ahead(start, recipe.max_steps, folder)
         if resume:
@@ -129,13 +130,14 @@ def train(
                 console=console,
             )
         )
-        loop = Loop(setup, checkpoints, progress, log, sinks, base)
-        before = samples_before(folder, loop, state)
-        state, signal = loop.until(recipe.max_steps, state, stop)
+        keep = (lambda samples: write_samples(folder / AFTER, samples)) if leads else no_samples
+        loop = Loop(setup, checkpoints, progress, log, sinks, base, keep)
+        if start == 0:
+            sample_before(folder, loop, state)
+        state, signal = loop.until(recipe.max_steps, state, stop, evaluated=evaluated)
         checkpoints.wait()
         if leads:
-            after = [] if loop.answers is None else loop.answers.samples
-            shown = paired(before, after)
+            shown = paired(*(read_samples(folder / name) for name in (BEFORE, AFTER)))
             finish_report(folder, card, samples=shown, say=say)
         return RunResult(
             folder=folder,
@@ -149,14 +151,14 @@ def train(
 
 def brought_back(
     checkpoints: RunCheckpoints, setup: Setup, base: Mapping[str, Any], folder: Path
-) -> TrainState:
-    """The state and the data's position of the last sound checkpoint."""
+) -> tuple[TrainState, bool]:
+    """The state and the data's position of the last sound checkpoint; whether it was evaluated."""
     state = setup.state
     target = {name: abstract(getattr(state, name)) for name in TRAINED}
     arrays, meta, _ = checkpoints.restore(target=target)
     check_base(meta["base"], base, folder)
     setup.batches.restore(meta["data"])
-    return state.replace(**arrays)
+    return state.replace(**arrays), meta.get("evaluated", False)
 
 
 def opened(
@@ -201,34 +203,20 @@ def further_sinks(recipe: Recipe, folder: Path, card: RunCard, at: int | None) -
         yield WandbSink(folder, config=card.config, project=recipe.wandb, resume_at=at)
 
 
-def samples_before(folder: Path, loop: Loop, state: TrainState) -> list[Sample]:
-    """The answers before the first step; a run that goes on reads them from its folder."""
-    path, count = folder / SAMPLES, loop.recipe.evaluation.samples
+def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
+    """Keeps the model's answers before the first step; those of an earlier attempt go."""
+    if jax.process_index() == 0:
+        for name in (BEFORE, AFTER):
+            with writing(folder / name):
+                (folder / name).unlink(missing_ok=True)
+    count = loop.recipe.evaluation.samples
     if not loop.setup.prompts or not count:
-        return []
-    if int(state.step) == 0:
-        with loop.progress.phase("generating before training"):
-            found = loop.generate(state.model, loop.setup.prompts[:count]).samples
-        if jax.process_index() == 0:
-            path.write_text(json.dumps([dataclasses.asdict(s) for s in found], indent=1))
-        return found
-    if not path.exists():  # the run began without them
-        return []
-    try:
-        return [Sample(**sample) for sample in json.loads(path.read_text())]
-    except (OSError, ValueError, TypeError) as error:
-        raise RunError(f"{path}: cannot be read ({error}); move it away") from None
+        return
+    with loop.progress.phase("generating before training"):
+        found = loop.generate(state.model, loop.setup.prompts[:count]).samples
+    if jax.process_index() == 0:
+        write_samples(folder / BEFORE, found)
 
 
-def paired(before: Sequence[Sample], after: Sequence[Sample]) -> list[ReportSample]:
-    """Answers of one prompt side by side."""
-    earlier = {sample.prompt: sample.prediction for sample in before}
-    return [
-        ReportSample(
-            prompt=sample.prompt,
-            after=sample.prediction,
-            before=earlier.get(sample.prompt),
-            reference=sample.reference,
-        )
-        for sample in after
-    ]
+def no_samples(samples: Sequence[Sample]) -> None:
+    """Another process keeps them."""

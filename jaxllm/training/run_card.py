@@ -25,6 +25,7 @@ import jax
 
 from jaxllm.errors import MissingFileError, RunError
 from jaxllm.json_file import read_json
+from jaxllm.training.files import write_text, writing
 from jaxllm.training.secret_values import arguments_without_secrets, without_secrets
 
 PACKAGES = ("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -110,15 +111,16 @@ def write_run_card(folder: str | PathLike[str], card: RunCard) -> RunCard:
     A run that resumes keeps the starts that its card lists already, before its own.
 
     Raises:
-        RunError: The card that is there cannot be read.
+        RunError: The card that is there cannot be read, or the new one not written.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run_card.json"
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
     if card.starts[0].resumed_at is not None and path.exists():
         card = dataclasses.replace(card, starts=[*_earlier_starts(path), *card.starts])
-    _write(path, json.dumps(card.to_dict(), indent=2, allow_nan=False) + "\n")
-    _write(folder / "run_card.md", to_markdown(card))
+    write_text(path, json.dumps(card.to_dict(), indent=2, allow_nan=False) + "\n")
+    write_text(folder / "run_card.md", to_markdown(card))
     return card
 
 
@@ -249,12 +251,6 @@ def _earlier_starts(path: Path) -> list[Start]:
         return [Start(**start) for start in found["starts"]]
     except (KeyError, TypeError) as failure:
         raise RunError(f"{path}: not a run card ({failure}); move the file away") from None
-
-
-def _write(path: Path, text: str) -> None:
-    half = path.with_name(path.name + ".tmp")
-    half.write_text(text, encoding="utf-8")
-    half.replace(path)
 
 
 def _plain(value: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from jax.sharding import Mesh
@@ -14,9 +15,9 @@ from jaxllm.generation.merging import merged_config
 from jaxllm.sharding import make_mesh, put_tree, row_share, tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
-from jaxllm.training.data.config import eos_of
+from jaxllm.training.data.labels import problem_of
 from jaxllm.training.data.rows import find_files
-from jaxllm.training.evaluation import EvalResult, Prompt
+from jaxllm.training.evaluation import EvalResult, Prompt, check_room_for_answer
 from jaxllm.training.flops import ModelFlops, model_flops
 from jaxllm.training.generation_metrics import score_texts
 from jaxllm.training.generation_rows import generation_rows
@@ -26,6 +27,10 @@ from jaxllm.training.recipe import Recipe
 from jaxllm.training.start import starting_model, trained
 from jaxllm.training.state import TrainState
 from jaxllm.training.step import Step, make_train_step
+
+LESS_IS_BETTER = ("loss", "perplexity", "mse")
+SECONDS = 10.0
+"""Between lines about rows that are being encoded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +70,45 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     say(f"model: {time.perf_counter() - began:.1f} s to load or make it")
     info = info_of(model)
     shared: dict[str, Any] = {"model": info, "process_index": part, "process_count": parts}
-    batches = make_batches(
-        recipe.data, tokenizer, batch_size=recipe.batch_size, seed=recipe.seed, **shared
-    )
+    with section("data"):
+        batches = make_batches(
+            recipe.data,
+            tokenizer,
+            batch_size=recipe.batch_size,
+            seed=recipe.seed,
+            progress=now_and_then(say, "training data"),
+            **shared,
+        )
     say(f"training data: {batches.counts}; {batches.batches_per_epoch} steps an epoch")
     eval_batches, prompts = None, []
     if recipe.eval_data is not None:
         rows = recipe.evaluation.batch_size or recipe.batch_size // recipe.accumulation
-        eval_batches = epoch_batches(recipe.eval_data, tokenizer, batch_size=rows, **shared)
+        with section("eval_data"):
+            eval_batches = epoch_batches(
+                recipe.eval_data,
+                tokenizer,
+                batch_size=rows,
+                progress=now_and_then(say, "evaluation data"),
+                **shared,
+            )
         check_metric(recipe, info)
         if recipe.evaluation.metrics:
-            merged_config(model, None, recipe.evaluation.fields)  # what is wrong there raises now
-            eos = eos_of(tokenizer, info)
-            limit = recipe.evaluation.rows
-            prompts = generation_rows(recipe.eval_data, tokenizer, eos, limit)
+            fields, limit = recipe.evaluation.fields, recipe.evaluation.rows
+            merged_config(model, None, fields)  # what is wrong there raises now
+            prompts = generation_rows(
+                recipe.eval_data,
+                tokenizer,
+                info,
+                limit,
+                check=lambda ids: check_room_for_answer(model, ids, fields),
+            )
+    end = recipe.optimizer.schedule_steps
+    if end is not None and recipe.max_steps > end:
+        rate = recipe.optimizer.learning_rate * (recipe.optimizer.final_factor or 0.0)
+        say(
+            f"the learning rate is {rate:g} from step {end} on (optimizer.schedule_steps), and the "
+            f"run goes on to step {recipe.max_steps} (max_steps)"
+        )
     optimizer = make_optimizer(recipe.optimizer)
     state = TrainState.create(
         model,
@@ -109,15 +139,40 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     )
 
 
+@contextlib.contextmanager
+def section(name: str) -> Iterator[None]:
+    """Puts the recipe's section before an error in one of its fields; rows have their file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def now_and_then(
+    say: Callable[[str], None], what: str, now: Callable[[], float] = time.monotonic
+) -> Callable[[int, int], None]:
+    """Says how many rows are encoded, each time that `SECONDS` have passed."""
+    said = now()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        if done < total and now() - said >= SECONDS:
+            said = now()
+            say(f"{what}: {done:,} of {total:,} rows are encoded")
+
+    return progress
+
+
 def predicted(info: ModelInfo) -> Literal["tokens", "labels", "values"]:
     """What the model's labels are, which names the metrics of an evaluation."""
     if info.kind != "classification":
         return "tokens"
-    return "values" if info.problem_type == "regression" else "labels"
+    return "values" if problem_of(info) == "regression" else "labels"
 
 
 def check_metric(recipe: Recipe, info: ModelInfo) -> None:
-    """The metric that the best checkpoint is chosen by is one that evaluations give.
+    """The metric that the best checkpoint is chosen by is one that evaluations give, and `mode` is
+    the one that suits it.
 
     Raises:
         ConfigError: it is not.
@@ -130,6 +185,13 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
         raise ConfigError(
             f"checkpoints.metric: no {recipe.checkpoints.metric!r} is measured; there are "
             f"{', '.join(known)}"
+        )
+    metric, mode = recipe.checkpoints.metric, recipe.checkpoints.mode
+    wanted = "min" if metric.endswith(LESS_IS_BETTER) else "max"
+    if mode != wanted:  # or the worst would be kept
+        better = "smaller" if wanted == "min" else "larger"
+        raise ConfigError(
+            f"checkpoints.mode: {mode!r}, but a {better} {metric} is better; set mode: {wanted}"
         )
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxllm.extras import require
-from jaxllm.training.metrics_log import is_number, iterate_metrics
+from jaxllm.training.metrics_lines import is_number
+from jaxllm.training.metrics_log import iterate_metrics
 
 # W&B would send the command line as it is, with its secrets, and facts about the machine.
 QUIET = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True}

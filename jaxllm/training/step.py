@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array
 
 from jaxllm.errors import InputError
+from jaxllm.models.inputs import IGNORED
 from jaxllm.training.losses import Batch, Loss, LossSums
 from jaxllm.training.state import Params, TrainState, global_norm
 
@@ -41,8 +42,8 @@ def make_train_step(
 
     Returns:
         A function. Its metrics are float32 scalars on the device: `loss` and `accuracy` (means),
-        `tokens` (labels counted), `grad_norm` (before clipping), `skipped` (0 or 1),
-        `skipped_in_a_row`, and `lr`.
+        `tokens` (labels counted), `real_tokens` (read by the model, pads left out), `grad_norm`
+        (before clipping), `skipped` (0 or 1), `skipped_in_a_row`, and `lr`.
     """
     if accumulation < 1:
         raise InputError(f"accumulation: expected 1 or more, found {accumulation}")
@@ -87,6 +88,8 @@ def make_train_step(
             "skipped": bad,
             "skipped_in_a_row": (in_a_row + 1) * bad,
         }
+        if (tokens := real_tokens(structure.model({**params, **frozen}), batch)) is not None:
+            metrics["real_tokens"] = tokens
         if schedule is not None:
             metrics["lr"] = jnp.asarray(schedule(step - skipped))
         trained = (
@@ -135,6 +138,24 @@ def accumulate(
 
     zero = (jax.tree.map(jnp.zeros_like, params), LossSums.zero())
     return jax.lax.scan(body, zero, (micro, keys))[0]
+
+
+def real_tokens(model: Any, batch: Batch) -> Array | None:
+    """Tokens of a batch that are no pads, the decoder's included, as `flops.count_tokens` counts.
+
+    It is part of the step, so that processes need not add up their numbers. None: the batch has
+    neither masks nor ids.
+    """
+    counted = ("segment_ids", "attention_mask", "input_ids")
+    name = next((name for name in counted if batch.get(name) is not None), None)
+    if name is None:
+        return None
+    ones = name == "input_ids"
+    count = jnp.asarray(jnp.size(batch[name]) if ones else jnp.count_nonzero(batch[name]))
+    if getattr(model, "is_encoder_decoder", False):
+        target = batch.get("decoder_segment_ids")
+        count += jnp.count_nonzero(batch["labels"] != IGNORED if target is None else target)
+    return count
 
 
 def check_batch(batch: Batch, accumulation: int) -> None:

@@ -12,8 +12,10 @@ import jaxllm
 from jaxllm.checkpoint.peft import load_adapter
 from jaxllm.cli.export import main
 from jaxllm.errors import ConfigError, MissingFileError, RunError
+from jaxllm.models.registry import recipe as understand
 from jaxllm.models.weights import parameters
-from jaxllm.training.export import export, load_run
+from jaxllm.tokenizers import load_tokenizer
+from jaxllm.training.export import export, load_run, save_label_names
 from jaxllm.training.metrics_log import read_metrics
 from jaxllm.training.recipe import Recipe
 from jaxllm.training.recipe_file import build
@@ -38,6 +40,7 @@ MODELS = {
         "decoder_start_token_id": 257,
     },
 }
+DATA = {"format": "text", "path": "text.jsonl"}
 ENDS = {"vocab_size": 258, "eos_token_id": 256, "bos_token_id": 256, "pad_token_id": 257}
 
 
@@ -119,6 +122,45 @@ def test_best_last_and_numbered_steps(tmp_path):
         load_run(tmp_path / "run", 9)
 
 
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+
+
+def test_the_chat_template_of_the_training_goes_out(tmp_path):
+    """Without it nobody could ask the model what it has learnt to answer."""
+    turns = [{"role": role, "content": "ab"} for role in ("user", "assistant")]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    template = TEMPLATE + "{% if add_generation_prompt %}assistant: {% endif %}"
+    chat = {"format": "chat", "path": str(tmp_path / "chat.jsonl"), "chat_template": template}
+    run(tmp_path, data=chat, max_steps=1, lora={"rank": 2})
+    for name, adapter in (("merged", False), ("adapter", True)):
+        export(tmp_path / "run", tmp_path / name, adapter=adapter)
+        tokenizer = load_tokenizer(tmp_path / name)
+        assert tokenizer.chat_template == template
+        config = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
+        assert config["chat_template"] == template
+
+
+def test_names_of_classes_go_out(tmp_path):
+    raw = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
+    raw |= {"model_type": "llama", **ENDS, **MODELS["llama"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"id2label": dict.fromkeys("012", "")}))
+    save_label_names(tmp_path / "config.json", ("bad", "good", "fair"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["id2label"] == {"0": "bad", "1": "good", "2": "fair"}
+    assert config["label2id"] == {"bad": 0, "good": 1, "fair": 2}
+    assert understand(config).config.num_labels == 3
+
+
+def test_a_base_that_has_moved(tmp_path):
+    new = {"config": {"model_type": "llama", **ENDS, **MODELS["llama"]}, "tokenizer": "bytes"}
+    jaxllm.save_hf(tmp_path / "base", *starting_model(build(Recipe, {"model": new, "data": DATA})))
+    result = run(tmp_path, model={"path": str(tmp_path / "base")}, lora={"rank": 2}, max_steps=1)
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    with pytest.raises(MissingFileError, match="base"):
+        load_run(tmp_path / "run")
+    same(load_run(tmp_path / "run", model=str(tmp_path / "elsewhere")).model, result.model)
+
+
 def test_the_average_is_what_goes_out(tmp_path):
     result = run(tmp_path, ema_decay=0.5)
     averaged = load_run(tmp_path / "run").model
@@ -140,6 +182,8 @@ def test_what_cannot_be_exported(tmp_path, capsys):
         export(tmp_path / "run", tmp_path / "out", adapter=True, dtype="bfloat16")
     with pytest.raises(MissingFileError, match="not the folder of a run"):
         export(tmp_path / "full", tmp_path / "out")
+    with pytest.raises(ConfigError, match="began with a new model"):
+        load_run(tmp_path / "run", model="elsewhere")
     with pytest.raises(MissingFileError, match="no evaluation"):
         export(tmp_path / "run", tmp_path / "out", step="best")
     assert not (tmp_path / "out").exists()

@@ -125,6 +125,40 @@ def test_resume_before_the_first_step(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2]
 
 
+def test_before_the_first_step_there_is_step_0(tmp_path: Path) -> None:
+    write(tmp_path, range(3))
+    write(tmp_path, range(2), resume_at=0)
+    assert steps(tmp_path) == [0, 1]
+    write(tmp_path, range(1, 4), resume_at=0)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_the_last_line_is_amended(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 4))
+    first = (tmp_path / "metrics.jsonl").read_text().splitlines()[:2]
+    with MetricsLog(tmp_path, resume_at=3) as log:
+        with pytest.raises(InputError, match="expected the last one, 3, found 2"):
+            log.amend(2, {"eval_loss": 1.0})
+        log.amend(3, {"eval_loss": math.inf})
+        log.log(4, {"loss": 0.5})
+    found = read_metrics(tmp_path / "metrics.jsonl")
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[:2] == first
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    assert found[2]["eval_loss"] == math.inf
+    assert "loss" in found[2]
+    assert [row["eval_loss"] for row in table(tmp_path)] == ["", "", "inf", ""]
+
+
+def test_a_line_that_was_moved_away_is_made(tmp_path: Path) -> None:
+    for begin in (None, '{"step": 7}\n'):
+        if begin:
+            (tmp_path / "metrics.jsonl").write_text(begin)
+        with MetricsLog(tmp_path, resume_at=4) as log:
+            log.amend(4, {"eval_loss": 1.0})
+            log.log(5, {"loss": 0.5})
+        assert steps(tmp_path) == [4, 5]
+
+
 def test_a_log_that_was_moved_away_starts_anew(tmp_path: Path) -> None:
     write(tmp_path, range(5, 7), resume_at=4)
     write(tmp_path, range(6, 8), resume_at=5)
@@ -158,6 +192,8 @@ def test_a_last_line_without_its_end_counts(tmp_path: Path) -> None:
         ('{"step": 1}\n{"step": 1}\n{"step": 2}\n', "line 2: step 1 after step 1"),
         ('{"step": 1}\n{"ste\n{"step": 3}\n', "line 2: not JSON"),
         ('{"step": 1}\n[]\n{"step": 3}\n', "line 2: expected an object"),
+        ('{"step": 1, "nonfinite": 3}\n', "line 1: nonfinite: expected fields"),
+        ('{"step": 1, "nonfinite": {"loss": []}}\n', "line 1: nonfinite: expected fields"),
         ('{"step": 1}\n{"step": 2}\n', "ends with step 2, but the checkpoint is of step 3"),
         ('{"step": 1}\n{"step": 2}\n{"step"', "ends with step 2, but the checkpoint is of step 3"),
     ],

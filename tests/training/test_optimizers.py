@@ -166,3 +166,21 @@ def test_schedules():
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):
         OptimizerConfig(**settings)
+
+
+@pytest.mark.parametrize("steps", [3, 7, 49, 1000])
+def test_a_linear_schedule_ends_at_its_end(steps):
+    """To the bit, compiled too: a rounding below 0 would be a rate that climbs."""
+    config = OptimizerConfig(learning_rate=0.01, schedule="linear", schedule_steps=steps)
+    for schedule in (make_schedule(config), jax.jit(make_schedule(config))):
+        assert [float(schedule(step)) for step in (steps, steps + 1, 9 * steps)] == [0.0, 0.0, 0.0]
+        assert float(schedule(steps - 1)) > 0
+
+
+def test_a_schedule_takes_plain_numbers():
+    """In the warmup of inverse_sqrt, too, where the formula of what comes after has no value."""
+    config = OptimizerConfig(learning_rate=1.0, schedule="inverse_sqrt", warmup_steps=4)
+    schedule = make_schedule(config)
+    found = [float(schedule(step)) for step in (0, 2, 4, 16, 400)]
+    assert found == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.1])
+    assert found == [float(jax.jit(schedule)(step)) for step in (0, 2, 4, 16, 400)]

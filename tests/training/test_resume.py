@@ -126,10 +126,11 @@ def test_whatever_a_checkpoint_left_out_would_show(
         fresh = {name: getattr(setup.state, name) for name in LEFT_OUT if name != "data"}
         fresh["key"] = jax.device_put(jax.random.key(1), setup.state.key.sharding)
         position = setup.batches.state()
-        state = restore(checkpoints, setup, base, folder)
+        state, evaluated = restore(checkpoints, setup, base, folder)
         if left_out == "data":
             setup.batches.restore(position)
-        return state.replace(**{left_out: fresh[left_out]}) if left_out in fresh else state
+        forgotten = {left_out: fresh[left_out]} if left_out in fresh else {}
+        return state.replace(**forgotten), evaluated
 
     monkeypatch.setattr(run, "brought_back", forgetful)
     shutil.copytree(halfway / "six", tmp_path / "six")

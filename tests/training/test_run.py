@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import measured, plain, recipe, saved
+from tiny_runs import go_on, measured, plain, run_of, saved, spoil, stops, tiny
 
 from jaxllm import save_hf
 from jaxllm.checkpoint.runs import RunCheckpoints
@@ -20,12 +19,6 @@ from jaxllm.errors import CheckpointError, ConfigError, DataError, RunError
 from jaxllm.models.weights import parameters
 from jaxllm.training.recipe import Recipe
 from jaxllm.training.run import train
-
-
-def tiny(folder: Path, **changes: Any) -> Recipe:
-    """One program for every batch of every run here."""
-    data = {"path": str(folder / "rows.jsonl"), "format": "text", "max_length": 32, "bucket": None}
-    return recipe(folder, **{"data": data, "max_steps": 4, "checkpoints": {"every": 2}, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +37,6 @@ def copied(done: tuple[Recipe, Path], tmp_path: Path) -> Recipe:
     made, folder = done
     shutil.copytree(folder, tmp_path / "run")
     return replace(made, output_dir=str(tmp_path / "run"))
-
-
-def go_on(made: Recipe, **changes: Any) -> Any:
-    return train(replace(made, **changes), resume=True, quiet=True)
-
-
-def run_of(made: Recipe) -> Path:
-    return Path(made.output_dir or "")
 
 
 def test_in_a_notebook(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -187,15 +172,6 @@ def test_a_changed_base_is_refused(tmp_path: Path):
         go_on(made, max_steps=4)
 
 
-def spoil(folder: Path, step: int) -> None:
-    """Flips a bit in the largest file of a checkpoint."""
-    files = (path for path in (folder / "checkpoints" / str(step)).rglob("*") if path.is_file())
-    largest = max(files, key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
-
-
 def test_a_damaged_checkpoint_is_passed_over(
     copied: Recipe, done: tuple[Recipe, Path], caplog: pytest.LogCaptureFixture
 ):
@@ -242,12 +218,6 @@ def test_one_writer(copied: Recipe):
         train(copied, quiet=True)
 
 
-def stops(after: int, signal: int = 15) -> Any:
-    """A `stop` that gives the signal once it was asked so often."""
-    asked: Iterator[int] = iter(range(after))
-    return lambda: None if next(asked, None) is not None else signal
-
-
 def test_a_stop_saves_and_going_on_is_exact(done: tuple[Recipe, Path], tmp_path: Path):
     made, folder = done
     made = replace(made, output_dir=str(tmp_path / "run"))
@@ -259,18 +229,14 @@ def test_a_stop_saves_and_going_on_is_exact(done: tuple[Recipe, Path], tmp_path:
     assert measured(run_of(made)) == measured(folder)
 
 
-def test_a_stop_gives_an_evaluation_up(done: tuple[Recipe, Path], tmp_path: Path):
-    made, folder = done
-    made = replace(made, output_dir=str(tmp_path / "run"), eval_data=made.data)
-    made = replace(made, evaluation=replace(made.evaluation, every=2))
-    # Asked at the start, after step 1, and before each batch of the evaluation at step 2.
-    result = train(made, quiet=True, stop=stops(4))
-    assert (result.step, result.stopped_by) == (2, 15)
-    assert "eval_loss" not in measured(run_of(made))[-1]
-    assert go_on(made).step == 4
-    lines = measured(run_of(made))
-    assert ["eval_loss" in line for line in lines] == [False, False, False, True]
-    assert saved(run_of(made)) == saved(folder)
+def test_a_file_that_cannot_be_written(copied: Recipe):
+    for name in ("metrics.csv", "report.html"):
+        path = run_of(copied) / name
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(RunError, match=f"{name}: cannot be written"):
+            go_on(copied)
+        path.rmdir()
 
 
 def test_a_stop_before_the_first_step(tmp_path: Path):
@@ -326,6 +292,14 @@ def test_a_batch_without_a_gradient_is_skipped_and_counted(tmp_path: Path):
         assert same == bool(skipped)
     # The learning rate counts what was learnt from.
     assert lines[1]["lr"] == lines[2]["lr"]
+
+
+def test_one_output_is_a_regression(tmp_path: Path):
+    made = regression(tmp_path, [1.0, 0.5])
+    line = measured(train(replace(made, eval_data=made.data), quiet=True).folder)[-1]
+    assert "accuracy" not in line
+    assert "eval_accuracy" not in line
+    assert line["eval_mse"] == line["eval_loss"]
 
 
 def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path):

@@ -14,6 +14,8 @@ from jaxllm.errors import InputError
 from jaxllm.models.options import Options
 from jaxllm.models.weights import parameters
 from jaxllm.training import TrainState, loss_for, make_train_step
+from jaxllm.training.flops import count_tokens
+from jaxllm.training.step import real_tokens
 
 SGD = optax.sgd(0.1)
 NO_DROPOUT = {
@@ -216,3 +218,20 @@ def test_batches_that_cannot_be():
     del batch["labels"]
     with pytest.raises(InputError, match="labels: missing in the batch"):
         make_train_step(SGD, loss_for(model))(state, batch)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_tokens_are_counted_as_on_the_host(family, packed):
+    rng = np.random.default_rng(0)
+    real = np.arange(9) < rng.integers(1, 9, (4, 1))
+    masks = {"segment_ids": real * rng.integers(1, 3, (4, 9))} if packed else {}
+    batch = {"input_ids": tiny.ids(4), "labels": np.where(real[::-1], tiny.ids(4), -100)}
+    batch |= masks or {"attention_mask": real.astype(np.int32)}
+    if packed and family == "t5":
+        batch["decoder_segment_ids"] = real[::-1] * 1
+    model = tiny.cached(family)
+    counted = count_tokens(batch, is_encoder_decoder=family == "t5").total
+    assert int(real_tokens(model, batch)) == counted
+    assert real_tokens(model, {"x": np.ones(3)}) is None
+    assert int(real_tokens(tiny.cached("llama"), {"input_ids": tiny.ids(4)})) == 36

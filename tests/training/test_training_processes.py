@@ -43,10 +43,11 @@ def finish(processes: list[subprocess.Popen]) -> list[str]:
     return [out for out, _ in outputs]
 
 
-def losses(folder: Path) -> list[float]:
+def numbers(folder: Path, field: str) -> list[float]:
+    """One field of every step."""
     rows = list(read_metrics(folder / "run" / "metrics.jsonl"))
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return [row["loss"] for row in rows]
+    return [row[field] for row in rows]
 
 
 @pytest.mark.slow
@@ -80,9 +81,11 @@ def test_a_run_of_two_processes_survives_the_death_of_one(tmp_path):
     finish(
         start(recipes["two"], cache, "--max-steps", str(int(target) + 2), "--resume", processes=1)
     )
-    ours, theirs = losses(folders["two"]), losses(folders["one"])
+    ours, theirs = (numbers(folders[name], "loss") for name in ("two", "one"))
     assert ours[:8] == pytest.approx(theirs[:8], rel=1e-5)
     assert len(ours) == int(target) + 2
+    ours, theirs = (numbers(folders[name], "tokens") for name in ("two", "one"))
+    assert ours[:8] == theirs[:8]
 
 
 @pytest.mark.slow
@@ -96,4 +99,4 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path):
         out, err = process.communicate(timeout=120)
         assert process.returncode == 143, out + err
     steps = [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
-    assert steps == [len(losses(tmp_path))]
+    assert steps == [len(numbers(tmp_path, "loss"))]

@@ -46,6 +46,16 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3] == f"step 25/25{middle}"
 
 
+def test_slow_steps_have_lines_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with TrainingProgress(50, every=10, now=clock) as progress:
+        for step in range(1, 21):
+            clock.seconds += 12 if step < 15 else 1
+            progress.step(step, loss=3.0, tokens=50)
+    starts = [line.split("/")[0] for line in capsys.readouterr().err.splitlines()]
+    assert starts == [f"step {n}" for n in (1, 4, 7, 10, 13, 20)]
+
+
 def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with TrainingProgress(2, quiet=True, now=clock) as progress:

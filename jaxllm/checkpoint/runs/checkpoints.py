@@ -4,47 +4,28 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from jaxllm.checkpoint.runs import folder as steps_on_disk
 from jaxllm.checkpoint.runs import orbax_files
 from jaxllm.checkpoint.runs.digest import digests
-from jaxllm.checkpoint.runs.leaves import (
-    Leaf,
-    bits_like,
-    bits_of,
-    check_arrays,
-    check_target,
-    flatten,
-    from_bits,
-    listed,
-)
+from jaxllm.checkpoint.runs.leaves import Leaf, bits_of, check_arrays, flatten
 from jaxllm.checkpoint.runs.lock import RunLock
-from jaxllm.checkpoint.runs.record import Record, read_record, seal
-from jaxllm.errors import CheckpointError, InputError, JaxLLMError, MissingFileError, RunError
+from jaxllm.checkpoint.runs.reading import OnProblem, Restored, StepReader, sentence
+from jaxllm.checkpoint.runs.record import Record, read_record, replace_record, seal
+from jaxllm.errors import CheckpointError, InputError, JaxLLMError, RunError
 from jaxllm.processes import together
 
-T = TypeVar("T")
 OnSaved = Callable[[int, float, int], None]
-OnProblem = Callable[[str], None]
-
-
-class Restored(NamedTuple):
-    """`arrays` has the structure, dtypes and shardings of the target."""
-
-    arrays: Any
-    meta: Any
-    step: int
 
 
 class RunCheckpoints:
@@ -92,7 +73,7 @@ class RunCheckpoints:
         self.keep, self.mode, self.writable = keep, mode, writable
         self._on_saved = on_saved
         self._on_problem = on_problem or logging.getLogger("jaxllm").warning
-        self._refused: dict[int, str] = {}
+        self._reader = StepReader(self.folder, self._on_problem)
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
         self._lock: RunLock | None = None
         orbax_files.orbax()
@@ -140,8 +121,11 @@ class RunCheckpoints:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step with the best metric; None if no step has one."""
-        return steps_on_disk.best(self._metrics(), self.mode)
+        """The step with the best metric, but for those that were found damaged; None if no step
+        has one."""
+        found = self._metrics()
+        sound = {step: metric for step, metric in found.items() if step not in self._reader.refused}
+        return steps_on_disk.best(sound, self.mode)
 
     def _metrics(self) -> dict[int, float | None]:
         metrics = {}
@@ -176,19 +160,17 @@ class RunCheckpoints:
         started = time.perf_counter()
         path = self.folder / str(step)
         damaged = path.exists() and step not in self.steps()
-        if path.exists() and not damaged and step not in self._refused:
+        if path.exists() and not damaged and step not in self._reader.refused:
             raise CheckpointError(f"{path}: there is a checkpoint of this step already")
         leaves = flatten(arrays)
         check_arrays(leaves)
         bits = {name: bits_of(leaf) for name, leaf in leaves.items()}
         found = digests(bits)
-        if metric is not None:
-            metric = float(metric) if math.isfinite(metric) else None
         described = {
             name: Leaf(str(leaf.dtype), tuple(leaf.shape), found[name])
             for name, leaf in leaves.items()
         }
-        record = seal(Record(step, meta, metric, described))
+        record = seal(Record(step, meta, finite(metric), described))
         stored = {name: leaf for name, leaf in bits.items() if leaf.size}
         try:
             together(lambda: self._set_aside([step] if damaged else []), CheckpointError)
@@ -200,9 +182,9 @@ class RunCheckpoints:
     def _set_aside(self, damaged: list[int]) -> None:
         """Damaged steps lose their names, which later ones may need, but not their files."""
         if jax.process_index() == 0:
-            for step in {*damaged, *self._refused}:
+            for step in {*damaged, *self._reader.refused}:
                 steps_on_disk.set_aside(self.folder, step)
-        self._refused.clear()
+        self._reader.refused.clear()
 
     def wait(self) -> None:
         """Waits until the save under way is on disk.
@@ -272,24 +254,7 @@ class RunCheckpoints:
                 sound, with the reason for each.
         """
         self.wait()
-        wanted = flatten(target)
-        problems: dict[int, str] = {}
-        for number in self._candidates(step):
-            path = self.folder / str(number)
-            record = self._attempt(number, problems, lambda p=path: read_record(p))
-            if record is None:
-                continue
-            leaves = {n: x for n, x in record.leaves.items() if n in wanted or not subset}
-            check_target(str(path), leaves, wanted)
-            bits = self._attempt(number, problems, lambda p=path: read_bits(p, wanted))
-            if bits is None:
-                continue
-            if self._attempt(number, problems, lambda b=bits, x=leaves: verify(b, x)) is None:
-                continue
-            arrays = [from_bits(bits[name], leaf) for name, leaf in wanted.items()]
-            structure = jax.tree_util.tree_structure(target)
-            return Restored(structure.unflatten(arrays), record.meta, number)
-        raise self._none_sound(problems)
+        return self._reader.restore(step, target, subset=subset)
 
     def read(self, step: int | None = None) -> Record:
         """What a step says of itself, without its arrays: `meta`, `metric`, `leaves`.
@@ -298,60 +263,32 @@ class RunCheckpoints:
         those of `restore`.
         """
         self.wait()
-        problems: dict[int, str] = {}
-        for number in self._candidates(step):
-            path = self.folder / str(number)
-            record = self._attempt(number, problems, lambda p=path: read_record(p))
-            if record is not None:
-                return record
-        raise self._none_sound(problems)
+        return self._reader.read(step)
 
-    def _candidates(self, step: int | None) -> list[int]:
-        found = together(lambda: steps_on_disk.numbered(self.folder), CheckpointError)
-        if step is None and found:
-            return found[::-1]
-        if step is None or step not in found:
-            there = f"; there are {', '.join(map(str, found))}" if found else ""
-            what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            raise MissingFileError(f"{self.folder}: {what}{there}")
-        return [step]
+    def amend(self, step: int, meta: Mapping[str, Any], *, metric: float | None) -> None:
+        """Adds fields to the meta of a committed step, and sets its metric: of what is found late.
 
-    def _attempt(self, step: int, problems: dict[int, str], act: Callable[[], T]) -> T | None:
-        """The result of `act`; None if the step has turned out to be damaged, which is reported."""
-        try:
-            return together(act, CheckpointError)
-        except Exception as failure:  # whatever a library makes of a damaged file
-            problems[step] = self._refused[step] = reason = sentence(failure)
-            self._on_problem(f"{self.folder / str(step)}: cannot be restored: {reason}")
-            return None
+        The record is replaced at once or not at all; the arrays are not touched.
 
-    def _none_sound(self, problems: Mapping[int, str]) -> CheckpointError:
-        reasons = "; ".join(f"step {step}: {reason}" for step, reason in problems.items())
-        return CheckpointError(f"{self.folder}: no checkpoint can be restored: {reasons}")
+        Raises:
+            CheckpointError: There is no sound record, or it cannot be written.
+        """
+        if not self.writable:
+            raise RunError(f"{self.folder}: opened for reading, or closed")
+        self.wait()
+
+        def write() -> None:
+            if jax.process_index() == 0:
+                path = self.folder / str(step)
+                record = read_record(path)
+                changed = dataclasses.replace(
+                    record, meta={**record.meta, **meta}, metric=finite(metric)
+                )
+                replace_record(path, changed)
+
+        together(write, CheckpointError)
 
 
-def read_bits(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The arrays from disk; those without elements, which Orbax does not store, from nothing."""
-    like = {name: bits_like(leaf) for name, leaf in wanted.items()}
-    stored = {name: x for name, x in like.items() if x.size}
-    bits = orbax_files.read_arrays(path, stored)
-    empty = {
-        n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in like.items() if not x.size
-    }
-    return bits | empty
-
-
-def verify(bits: Mapping[str, jax.Array], leaves: Mapping[str, Leaf]) -> bool:
-    """True, or raises CheckpointError with the names of the arrays that are not what was saved."""
-    wrong = [name for name, found in digests(dict(bits)).items() if found != leaves[name].digest]
-    if wrong:
-        raise CheckpointError(f"not what was saved{listed('arrays', wrong)}")
-    return True
-
-
-def sentence(failure: BaseException) -> str:
-    """The first line of an error, not too long, with its kind where it says nothing."""
-    lines = str(failure).strip().splitlines() or [type(failure).__name__]
-    line = re.sub(r" \[(tensorstore_spec|source locations)=.*", "", lines[0])
-    # TensorStore's messages go from the general to the particular.
-    return line if len(line) <= 400 else f"{line[:150]} ... {line[-250:]}"
+def finite(metric: float | None) -> float | None:
+    """A metric that steps can be compared by."""
+    return float(metric) if metric is not None and math.isfinite(metric) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,24 @@ def read_record(folder: Path) -> Record:
         for name, (dtype, shape, digest) in content["leaves"].items()
     }
     return Record(content["step"], content["meta"], content["metric"], leaves)
+
+
+def replace_record(folder: Path, record: Record) -> None:
+    """Another record for the arrays of a step's folder; a kill leaves the old or the new one.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    path = folder / RECORD_FILE
+    half = path.with_name(path.name + ".tmp")
+    try:
+        with half.open("w", encoding="utf-8") as file:
+            json.dump(seal(record), file)
+            file.flush()
+            os.fsync(file.fileno())
+        half.replace(path)
+    except OSError as failure:
+        raise CheckpointError(f"{path}: cannot be written ({failure.strerror})") from failure
 
 
 def checksum(text: str) -> str:

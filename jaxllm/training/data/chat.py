@@ -39,7 +39,7 @@ class ChatFormat:
     train_on: Literal["all", "last"] = "all"
 
     def __call__(self, row: Row) -> CausalExample:
-        messages = _messages(row, self.field)
+        messages = messages_of(row, self.field)
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise DataError(f"{self.field}: no message of the assistant, so nothing to learn")
@@ -114,7 +114,8 @@ class _Conversation:
         )
 
 
-def _messages(row: Row, field: str) -> Sequence[Message]:
+def messages_of(row: Row, field: str) -> Sequence[Message]:
+    """The messages of a row, each an object with a role."""
     messages = get(row, field, list)
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

@@ -7,6 +7,7 @@ so the work is done once at the start, in threads, and not again in every epoch.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -19,6 +20,8 @@ from jaxllm.training.data.config import ModelInfo, OnTooLong
 from jaxllm.training.data.example import CausalExample, Example
 from jaxllm.training.data.formats import Format
 from jaxllm.training.data.rows import Rows
+
+Progress = Callable[[int, int], None]
 
 THREADS = 4
 AHEAD = 64
@@ -101,8 +104,12 @@ def encode_rows(
     model: ModelInfo,
     limits: tuple[int, ...],
     on_too_long: OnTooLong = "error",
+    progress: Progress = lambda done, total: None,
 ) -> Examples:
     """Encode every row of a source.
+
+    Args:
+        progress: called as ``progress(done, total)`` after every row.
 
     Raises:
         DataError: A row does not fit its format, is too long (where that is an error), or has ids
@@ -123,11 +130,12 @@ def encode_rows(
     counts = Counts()
     indices = grain.MapDataset.range(len(rows)).map(encoded)
     options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
-    for fitted, count in indices.to_iter_dataset(options):
+    for done, (fitted, count) in enumerate(indices.to_iter_dataset(options), start=1):
         items += fitted
         counts += count
+        progress(done, len(rows))
     if not items:
-        raise DataError(f"nothing to learn from: {counts}")
+        raise DataError(f"{rows.name}: nothing to learn from: {counts}")
     return Examples(tuple(items), counts, rows.sha256())
 
 

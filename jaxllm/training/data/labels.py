@@ -104,6 +104,17 @@ class Labels:
         return np.asarray(values if self.count > 1 else values[0], np.float32)
 
 
+def problem_of(model: ModelInfo) -> str:
+    """What a classifier's labels are, which one without `problem_type` is told by its outputs.
+
+    >>> problem_of(ModelInfo(kind="classification", vocab_size=9, num_labels=1))
+    'regression'
+    """
+    if model.problem_type is not None:
+        return model.problem_type
+    return "regression" if model.num_labels == 1 else "single_label_classification"
+
+
 def labels_of(model: ModelInfo, names: tuple[str, ...]) -> Labels:
     """How the labels of this model are read; without `problem_type` one output is a regression,
     several are classes of which each text has one.
@@ -111,9 +122,7 @@ def labels_of(model: ModelInfo, names: tuple[str, ...]) -> Labels:
     Raises:
         ConfigError: There are not as many names as the model has classes.
     """
-    problem = model.problem_type
-    if problem is None:
-        problem = "regression" if model.num_labels == 1 else "single_label_classification"
+    problem = problem_of(model)
     if names and problem == "regression":
         raise ConfigError("label_names: a regression has no classes")
     if names and len(names) != model.num_labels:

@@ -16,7 +16,7 @@ from jaxllm.training.data.config import (
     eos_of,
     length_limits,
 )
-from jaxllm.training.data.examples import Examples, encode_rows
+from jaxllm.training.data.examples import Examples, Progress, encode_rows
 from jaxllm.training.data.formats import (
     Format,
     PromptCompletionFormat,
@@ -80,8 +80,12 @@ def read_examples(
     tokenizer: Tokenizer,
     model: ModelInfo,
     rows: Sequence[Row] | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Examples:
     """Read and encode all rows of a config's source, or of `rows` in its place.
+
+    Args:
+        progress: called as ``progress(done, total)`` after every row.
 
     Raises:
         ConfigError: The config does not fit the model.
@@ -92,7 +96,7 @@ def read_examples(
     if rows is not None and (config.path is not None or config.dataset is not None):
         raise ConfigError("path, dataset: have no effect when rows are given")
     source = rows_of(config) if rows is None else SequenceRows(rows)
-    return encode_rows(source, encode, model, limits, config.on_too_long)
+    return encode_rows(source, encode, model, limits, config.on_too_long, progress)
 
 
 def make_batches(
@@ -106,6 +110,7 @@ def make_batches(
     process_count: int = 1,
     epochs: int | None = None,
     rows: Sequence[Row] | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Batches:
     """Batches to train on.
 
@@ -118,6 +123,7 @@ def make_batches(
         process_index, process_count: Which equal part of each batch is given.
         epochs: How many; None: without end.
         rows: A list of dicts in place of the config's source.
+        progress: Called as ``progress(done, total)`` after every row that was encoded.
 
     Raises:
         As `read_examples`.
@@ -131,7 +137,7 @@ def make_batches(
     [-100, -100, -100, -100, 50, 256, -100]
     """
     shard = Shard(batch_size, process_index, process_count)
-    examples = read_examples(config, tokenizer, model, rows)
+    examples = read_examples(config, tokenizer, model, rows, progress)
     return Batches(examples, model, _planner(config, model, batch_size, seed), shard, epochs)
 
 
@@ -144,6 +150,7 @@ def epoch_batches(
     process_index: int = 0,
     process_count: int = 1,
     rows: Sequence[Row] | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Epoch:
     """Batches to evaluate on: every example exactly once, in the same order every time.
 
@@ -152,7 +159,7 @@ def epoch_batches(
     The arguments are those of `make_batches`.
     """
     shard = Shard(batch_size, process_index, process_count)
-    examples = read_examples(config, tokenizer, model, rows)
+    examples = read_examples(config, tokenizer, model, rows, progress)
     planner = replace(_planner(config, model, batch_size, 0), shuffle=False)
     plan = planner.plan(examples.lengths, epoch=0)
     return Epoch(examples, model, plan, config.packing, shard.rows)

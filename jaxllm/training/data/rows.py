@@ -35,6 +35,11 @@ _SUFFIXES: Mapping[str, FileType] = {
 class Rows(Protocol):
     """Rows by index."""
 
+    @property
+    def name(self) -> str:
+        """The whole source, for messages."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Row: ...
@@ -136,6 +141,11 @@ def _decode(data: bytes, where: str) -> str:
 class _Files:
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
+
+    @property
+    def name(self) -> str:
+        more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+        return f"{self.files[0]}{more}"
 
     def sha256(self) -> str:
         """Of the files one after the other, as ``cat FILES | sha256sum`` gives it."""

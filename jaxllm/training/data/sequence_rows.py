@@ -18,7 +18,7 @@ class SequenceRows:
 
     def __init__(self, rows: Sequence[Row], name: str = "rows") -> None:
         self._rows = rows
-        self._name = name
+        self.name = name
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -27,7 +27,7 @@ class SequenceRows:
         return as_object(self._rows[index], self.where(index))
 
     def where(self, index: int) -> str:
-        return f"{self._name}[{index}]"
+        return f"{self.name}[{index}]"
 
     @cached_property
     def _digest(self) -> str:

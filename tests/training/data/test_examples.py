@@ -98,7 +98,7 @@ def test_errors_in_rows_are_named(tmp_path):
 def test_nothing_to_learn_from(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("\n")
-    with pytest.raises(DataError, match="nothing to learn from: 0 examples of 0 rows"):
+    with pytest.raises(DataError, match=r"x\.jsonl: nothing to learn from: 0 examples of 0 rows"):
         read_examples(DataConfig(format="text", path=str(path)), BYTES, GPT2)
 
 
