@@ -18,6 +18,7 @@ from jaxllm.generation.acceptance import DRAFT, match, position_keys, speculativ
 from jaxllm.generation.assisted_state import AssistedState, accept, process
 from jaxllm.generation.drafts import Draft
 from jaxllm.generation.processors.host import HostLogitsProcessor
+from jaxllm.generation.records import first_records
 from jaxllm.generation.sampling import choose_greedy, choose_sample
 from jaxllm.generation.stopping import HostCriteria
 from jaxllm.generation.strategy import (
@@ -81,6 +82,7 @@ class Assisted(Strategy[AssistedState]):
             ),
             scores=jnp.zeros(kept, logits.dtype) if settings.keep_scores else None,
             logits=jnp.zeros(kept, logits.dtype) if settings.keep_logits else None,
+            records=first_records(read, self.count, kept[1], **settings.decode_options),
         )
         scores = process(state.text, logits, state.start_len, settings)
         token = self.select(state, scores)
@@ -108,7 +110,15 @@ class Assisted(Strategy[AssistedState]):
         )
         newest = jnp.take_along_axis(state.sequences, state.cur_len[:, None] - 1, axis=1)
         real = live[:, None] & (jnp.arange(self.most + 1) <= drafted.size[:, None])
-        read = model.decode(jnp.concatenate([newest, drafted.tokens], axis=1), real, cache)
+        read = model.decode(
+            jnp.concatenate([newest, drafted.tokens], axis=1),
+            real,
+            cache,
+            **settings.decode_options,
+        )
+        if state.records is not None:
+            steps = state.cur_len - state.start_len
+            state = state.replace(records=state.records.write_columns(read, steps))
         scores = process(text, read.logits, state.start_len, settings)
         if by_chance:
             positions = state.cur_len - state.start_len
@@ -182,6 +192,7 @@ class Assisted(Strategy[AssistedState]):
             broken_at=state.broken_at,
             scores=by_step(state.scores),
             logits=by_step(state.logits),
+            records=state.records,
             assisted=state.counts,
         )
 

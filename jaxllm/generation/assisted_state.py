@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.cache import Cache, put_columns
 from jaxllm.generation.drafts import Text
+from jaxllm.generation.records import Records
 from jaxllm.generation.strategy import NEVER, AssistedCounts, Settings, faulty
 
 
@@ -41,6 +42,7 @@ class AssistedState:
     counts: AssistedCounts
     scores: Float[Array, "B N V"] | None = None
     logits: Float[Array, "B N V"] | None = None
+    records: Records | None = None
 
     def replace(self, **changes) -> AssistedState:
         return dataclasses.replace(self, **changes)

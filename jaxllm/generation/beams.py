@@ -26,6 +26,7 @@ from jaxllm.generation.hypotheses import (
     result_length,
     take,
 )
+from jaxllm.generation.records import Records, first_records
 from jaxllm.generation.sample import record, with_records
 from jaxllm.generation.sampling import draw_without_replacement
 from jaxllm.generation.strategy import (
@@ -58,14 +59,24 @@ class Tree:
         seen = jnp.broadcast_to(seen, (batch, beams, cache.capacity))
         return Tree(cache, seen, cache.length)
 
-    def read(self, model: Any, tokens: Int[Array, "B N"]) -> tuple[DecodeOutput, Tree]:
-        """Runs the newest token of every beam."""
-        beams, slots = tokens.shape[1], jnp.arange(self.cache.capacity, dtype=jnp.int32)
-        own = slots == self.cache.length + jnp.arange(beams)[:, None]
+    @property
+    def columns(self) -> Int[Array, " S"]:
+        """The column that each slot belongs to."""
+        slots, beams = jnp.arange(self.cache.capacity, dtype=jnp.int32), self.seen.shape[1]
         step = jnp.maximum(slots - self.root, 0) // beams
-        columns = jnp.where(slots < self.root, slots, self.root + step)
-        branches = Branches(seen=self.seen | own, columns=columns)
-        read = model.decode(tokens, jnp.ones(tokens.shape, bool), self.cache, branches=branches)
+        return jnp.where(slots < self.root, slots, self.root + step)
+
+    def read(
+        self, model: Any, tokens: Int[Array, "B N"], **options: Any
+    ) -> tuple[DecodeOutput, Tree]:
+        """Runs the newest token of every beam."""
+        own = jnp.arange(self.cache.capacity) == (
+            self.cache.length + jnp.arange(tokens.shape[1])[:, None]
+        )
+        branches = Branches(seen=self.seen | own, columns=self.columns)
+        read = model.decode(
+            tokens, jnp.ones(tokens.shape, bool), self.cache, branches=branches, **options
+        )
         return read, Tree(read.cache, branches.seen, self.root)
 
     def keep(self, parents: Int[Array, "B N"]) -> Tree:
@@ -92,6 +103,8 @@ class BeamState:
     tree: Tree
     scores: Float[Array, "T BN V"] | None = None
     logits: Float[Array, "T BN V"] | None = None
+    records: Records | None = None
+    """Of all running beams, each a row."""
 
     @property
     def cache(self) -> Cache:
@@ -152,6 +165,9 @@ class Beams(Strategy[S]):
         }
 
     def choose_first(self, state: S, read: DecodeOutput, settings: Settings, room: int) -> S:
+        width = read.cache.capacity - (self.beams - 1) * room
+        kept = first_records(read, self.beams, room, width=width, **settings.decode_options)
+        state = state.replace(records=kept)
         both = (read.logits, read.unconditional_logits)
         logits, other = jax.tree.map(lambda x: jnp.repeat(x[:, 0], self.beams, axis=0), both)
         return self.choose(with_records(state, logits, settings, room), logits, other, settings)
@@ -159,7 +175,10 @@ class Beams(Strategy[S]):
     def step(self, model, state, settings):
         sequences = state.running.sequences
         newest = jax.lax.dynamic_index_in_dim(sequences, state.cur_len - 1, 2, keepdims=False)
-        read, tree = state.tree.read(model, newest)
+        read, tree = state.tree.read(model, newest, **settings.decode_options)
+        if state.records is not None:
+            kept = state.records.write_branches(read, state.step, tree.columns)
+            state = state.replace(records=kept)
         both = (read.logits, read.unconditional_logits)
         logits, other = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), both)
         return self.choose(state.replace(tree=tree), logits, other, settings)
@@ -182,6 +201,7 @@ class Beams(Strategy[S]):
             logits=state.logits,
             sequences_scores=best.scores.reshape(-1),
             beam_indices=global_indices(best.origin, self.beams),
+            records=state.records,
         )
 
 

@@ -43,7 +43,8 @@ class GenerateOutput:
     hidden_states: Steps = None
     """With `output_hidden_states`, of a decoder-only model: of each step a tuple over the layers,
     the embeddings first, of [Bn, T, D]. T is the length of the prompt at the first step and 1 at
-    others. What stands in columns of pads, and in rows that have ended, means nothing."""
+    others. Of beams they are all that ran in that step, [B * num_beams, T, D]. What stands in
+    columns of pads, and in rows that have ended, means nothing."""
     attentions: Steps = None
     """With `output_attentions`: likewise [Bn, heads, T, S], where S is the number of columns so
     far. Queries and keys that are pads have zeros."""
@@ -71,7 +72,8 @@ def output(
     if result.records is not None:
         records = as_tuples(
             result.records,
-            columns=int(request.prompt.columns),
+            columns=request.prompt_columns,
+            first_new=int(request.prompt.columns),
             source=request.source_len,
             steps=steps,
         )

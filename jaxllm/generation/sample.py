@@ -72,7 +72,6 @@ class Sample(Strategy[State]):
     """Results a row: the prompt is prefilled once for all of them."""
     slides = True
     continues = True
-    keeps_records = True
 
     @property
     def samples(self) -> int:
@@ -83,13 +82,7 @@ class Sample(Strategy[State]):
         predicted = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), predicted)
         state = first_state(prompt, read.cache.repeat(self.count), self.count)
         state = with_records(state, predicted.logits, settings, room)
-        kept = first_records(
-            read,
-            self.count,
-            room,
-            hidden_states=settings.keep_hidden_states,
-            attentions=settings.keep_attentions,
-        )
+        kept = first_records(read, self.count, room, **settings.decode_options)
         return self.emit(state.replace(records=kept), predicted, settings)
 
     def step(self, model, state, settings):

@@ -137,8 +137,6 @@ class Strategy(Generic[S]):
     """It reads new columns one at a time, as a sliding window needs it."""
     continues: ClassVar[bool] = False
     """It can start from, and leave, a cache of `PastKeyValues`; its state has `mask`."""
-    keeps_records: ClassVar[bool] = False
-    """It can give hidden states and attentions (`records`)."""
     read_options: ClassVar[Mapping[str, Any]] = {}
     """More arguments of `model.decode` for the prompt; greedy search, sampling and DoLa give them
     at every step."""
