@@ -203,8 +203,12 @@ class Cache:
         return jax.tree.map(rows, self)
 
     def cut(self, length: Int[Array, " B"]) -> Self:
-        """Only the first `length` columns of each row. Nothing moves: later slots count as free."""
-        kept = self.mask & (jnp.arange(self.capacity) < length[:, None])
+        """Only the first `length` columns of each row. Nothing moves: later slots count as free.
+
+        Under guidance there are twice as many rows as lengths, and the lower half has the same.
+        """
+        each = jnp.tile(length, self.mask.shape[0] // length.shape[0])
+        kept = self.mask & (jnp.arange(self.capacity) < each[:, None])
         known = jnp.sum(kept, axis=-1, dtype=jnp.int32)
         return self.replace(mask=kept, length=length, next_position=known)
 

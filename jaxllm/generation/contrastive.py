@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxllm.cache import Branches, Cache, per_head, put_columns
 from jaxllm.generation import sample
 from jaxllm.generation.records import first_records
-from jaxllm.generation.strategy import Result, Settings, Strategy
+from jaxllm.generation.strategy import Result, Settings, Strategy, unconditional
 from jaxllm.models.outputs import DecodeOutput
 
 
@@ -72,7 +72,7 @@ class Contrastive(Strategy[State]):
         return State(
             **vars(first),
             next_logits=logits,
-            next_unconditional=sample.unconditional(read),
+            next_unconditional=unconditional(read),
             directions=jnp.pad(context, ((0, 0), (0, free), (0, 0))),
         )
 
@@ -101,7 +101,7 @@ class Contrastive(Strategy[State]):
             )
         return written.replace(
             next_logits=read.logits[:, 0],
-            next_unconditional=sample.unconditional(read),
+            next_unconditional=unconditional(read),
             directions=put_columns(state.directions, unit(read.last_hidden_state), slot),
             cache=cache.replace(layers=jax.tree.map(put_slot(slot), cache.layers, chosen.column)),
         )

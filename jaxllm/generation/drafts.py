@@ -14,12 +14,16 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache import Cache, put_columns
 from jaxllm.errors import UnsupportedError
 from jaxllm.generation.acceptance import Drafted
+from jaxllm.generation.guidance import beside
 from jaxllm.generation.lookup import earlier_match, following
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.base import History
+from jaxllm.generation.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from jaxllm.generation.processors.warpers import Filter
-from jaxllm.generation.strategy import Prompt, Settings, faulty
+from jaxllm.generation.strategy import Prompt, Settings, faulty, unconditional
+from jaxllm.models.outputs import DecodeOutput
 
+SCORED = (Filter, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 Choose = Callable[[Float[Array, "B V"], Int[Array, " B"]], Int[Array, " B"]]
 """From processed scores, and the column that each row's token will be in, to the tokens."""
 
@@ -45,7 +49,7 @@ class Draft:
     has_scores: ClassVar[bool] = True
     """Its tokens are drawn from scores, which the rule of acceptance then needs."""
 
-    def init(self, prompt: Prompt, capacity: int, samples: int) -> Any:
+    def init(self, model: Any, prompt: Prompt, capacity: int, samples: int) -> Any:
         """What it remembers of the prompt."""
         return None
 
@@ -83,7 +87,7 @@ class AssistantModel(Draft):
     threshold: Float[Array, ""]
     """A row's draft ends with a token less probable than this."""
 
-    def init(self, prompt, capacity, samples):
+    def init(self, model, prompt, capacity, samples):
         if "inputs_embeds" in prompt.inputs or prompt.encoder.keys() & {
             "inputs_embeds",
             "encoder_states",
@@ -93,16 +97,23 @@ class AssistantModel(Draft):
                 "outputs of one model mean nothing to another; assistant_early_exit and "
                 "prompt_lookup_num_tokens take them"
             )
-        cache = self.model.start(prompt.mask.shape[0], capacity, **prompt.encoder)
-        read = self.model.decode(cache=cache, fresh=True, at=prompt.at, **prompt.inputs)
-        cache = read.cache.replace(length=jnp.broadcast_to(prompt.columns, prompt.at.shape))
-        return cache.repeat(samples)
+        network, batch = beside(model, self.model), prompt.mask.shape[0]
+        cache = network.start(batch, capacity, **prompt.encoder)
+        cache = network.decode(cache=cache, fresh=True, at=prompt.at, **prompt.inputs).cache
+        length = jnp.full((batch * samples,), prompt.columns, jnp.int32)
+        return cache.repeat(samples).replace(length=length)
 
     def propose(
         self, model, text, cache, own, limit, choose, prompt_len, settings, *, most, keep_scores
     ):
         drafting = Drafting(
-            self.model, self.threshold, choose, prompt_len, settings, most, keep_scores
+            beside(model, self.model),
+            self.threshold,
+            choose,
+            prompt_len,
+            settings,
+            most,
+            keep_scores,
         )
         drafted, text, own = drafting(text, own, cache.length, limit)
         # The last token of a draft was proposed, but not read.
@@ -152,8 +163,8 @@ class PromptLookup(Draft):
         self, model, text, cache, own, limit, choose, prompt_len, settings, *, most, keep_scores
     ):
         history = History.of(text.sequences, text.cur_len, text.mask)
-        # Rules forbid tokens whatever the scores; warpers do not, and need true ones.
-        rules = LogitsProcessorList(p for p in settings.processors if not isinstance(p, Filter))
+        # Rules forbid tokens whatever the scores; warpers and guidance do not, and need true ones.
+        rules = LogitsProcessorList(p for p in settings.processors if not isinstance(p, SCORED))
         vocabulary = model.config.vocab_size
         scores = rules(
             text.sequences,
@@ -234,16 +245,16 @@ class Drafting(NamedTuple):
             reads = state.going & (i >= -missing)
             cache = state.cache.replace(length=slot + jnp.maximum(i, -missing))
             read = self.network.decode(token, reads[:, None], cache)
-            return self.emit(state._replace(cache=read.cache), read.logits[:, 0], limit)
+            return self.emit(state._replace(cache=read.cache), read, limit)
 
         end = lax.while_loop(lambda state: state.going.any(), step, start)
         return end.drafted, end.text, end.cache
 
     def emit(
-        self, state: DraftingState, logits: Float[Array, "B V"], limit: Int[Array, " B"]
+        self, state: DraftingState, read: DecodeOutput, limit: Int[Array, " B"]
     ) -> DraftingState:
         """One more token for the rows that are still going."""
-        text, drafted = state.text, state.drafted
+        text, drafted, logits = state.text, state.drafted, read.logits[:, 0]
         i = jnp.maximum(state.i, 0)
         scores = self.settings.processors(
             text.sequences,
@@ -251,6 +262,7 @@ class Drafting(NamedTuple):
             text.cur_len + i,
             mask=text.mask,
             prompt_len=self.prompt_len,
+            unconditional_logits=unconditional(read),
         )
         token = self.choose(scores, text.cur_len + i)
         # A draft cannot break the result: one without a finite score only ends.

@@ -12,7 +12,15 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxllm.cache import Cache, put_columns
 from jaxllm.generation.records import Records, first_records
 from jaxllm.generation.sampling import choose_greedy, choose_sample
-from jaxllm.generation.strategy import NEVER, Prompt, Result, Settings, Strategy, note_broken
+from jaxllm.generation.strategy import (
+    NEVER,
+    Prompt,
+    Result,
+    Settings,
+    Strategy,
+    note_broken,
+    unconditional,
+)
 from jaxllm.models.outputs import DecodeOutput
 
 
@@ -140,12 +148,6 @@ def first_state(prompt: Prompt, cache: Cache, samples: int) -> State:
         broken_at=jnp.full((batch,), NEVER, jnp.int32),
         cache=cache,
     )
-
-
-def unconditional(read: DecodeOutput) -> Float[Array, "B V"] | None:
-    """The logits of the unconditional contexts, where there is guidance."""
-    logits = read.unconditional_logits
-    return None if logits is None else logits[:, 0]
 
 
 def with_records(state: Any, logits: Float[Array, "B V"], settings: Settings, room: int) -> Any:

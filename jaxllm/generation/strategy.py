@@ -196,6 +196,12 @@ def faulty(logits: Float[Array, "... V"], scores: Float[Array, "... V"]) -> Bool
     return ~jnp.isfinite(jnp.max(logits, axis=-1)) | jnp.isnan(best) | (best == -jnp.inf)
 
 
+def unconditional(read: DecodeOutput) -> Float[Array, "B V"] | None:
+    """The logits of the unconditional contexts, where there is guidance."""
+    logits = read.unconditional_logits
+    return None if logits is None else logits[:, 0]
+
+
 def without_notes(model: Any) -> Any:
     """The model without what only the host reads: two models of one config share their programs."""
     bare = copy.copy(model)
