@@ -236,7 +236,7 @@ class Cache:
             visible = known[:, None, :] & (key_slots <= query_slots[..., None])
         else:
             visible = known[:, None, :] & branches.seen
-            key_slots, query_slots = branches.columns, branches.columns[query_slots]
+            key_slots, query_slots = branches.columns, branches.columns[..., query_slots]
         view = View(
             positions=jnp.maximum(counts - 1, 0),
             query_slots=query_slots,
@@ -321,5 +321,5 @@ class Branches:
 
     seen: Bool[Array, "B T S"]
     """The slots that each branch sees, its own new one included."""
-    columns: Int[Array, " S"]
-    """The column of the sequence that each slot belongs to."""
+    columns: Int[Array, " S"] | Int[Array, "B S"]
+    """The column of the sequence that each slot belongs to, of all rows or of each."""

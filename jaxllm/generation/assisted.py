@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.generation.acceptance import DRAFT, match, position_keys, speculative
 from jaxllm.generation.assisted_state import AssistedState, accept, process
+from jaxllm.generation.drafting import each_sample
 from jaxllm.generation.drafts import Draft
 from jaxllm.generation.records import first_records
 from jaxllm.generation.sampling import choose_greedy, choose_sample
@@ -68,7 +69,7 @@ class Assisted(Strategy[AssistedState]):
             keys=prompt.keys,
             step=jnp.zeros((), jnp.int32),
             broken_at=jnp.full((batch,), NEVER, jnp.int32),
-            cache=cache.replace(length=jnp.full((batch,), prompt.columns, jnp.int32)),
+            cache=cache.replace(length=each_sample(prompt.columns, batch)),
             draft=self.draft.init(model, prompt, cache.capacity, self.count),
             counts=AssistedCounts(
                 drafted=jnp.zeros((batch,), jnp.int32),

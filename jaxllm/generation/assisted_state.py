@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.cache import Cache, put_columns
-from jaxllm.generation.drafts import Text
+from jaxllm.generation.drafting import Text
 from jaxllm.generation.records import Records
 from jaxllm.generation.strategy import NEVER, AssistedCounts, Settings, faulty
 from jaxllm.models.outputs import DecodeOutput

@@ -55,6 +55,7 @@ class Contrastive(Strategy[State]):
     alpha: Float[Array, ""]
     k: int = dataclasses.field(metadata={"static": True})
     low_memory: bool = dataclasses.field(default=False, metadata={"static": True})
+    continues = False
 
     def slots(self, new):
         return new if self.low_memory else new + self.k - 1

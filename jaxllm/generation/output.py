@@ -95,14 +95,16 @@ def leave(model: Any, request: Request, state: Any) -> PastKeyValues | None:
     """What the next call of a conversation starts from, where it is asked for."""
     if not request.returns_past:
         return None
-    ids = request.encoder_ids
-    cache, mesh = state.cache, request.mesh
+    ids, mesh = request.encoder_ids, request.mesh
+    cache, sequences, mask = request.strategy.leave(state)
     return PastKeyValues(
         # What the next call compares on the host; keys and values stay where they are.
         cache=cache.replace(next_position=readable(cache.next_position, mesh)),
-        sequences=readable(state.sequences, mesh),
-        mask=readable(state.mask, mesh),
-        encoder_ids=None if ids is None else jnp.repeat(ids, request.strategy.samples, axis=0),
+        sequences=readable(sequences, mesh),
+        mask=readable(mask, mesh),
+        encoder_ids=None
+        if ids is None
+        else jnp.repeat(ids, sequences.shape[0] // ids.shape[0], axis=0),
         config=model.config,
     )
 

@@ -79,7 +79,6 @@ class Sample(Strategy[State]):
     count: int = dataclasses.field(default=1, metadata={"static": True})
     """Results a row: the prompt is prefilled once for all of them."""
     slides = True
-    continues = True
 
     @property
     def samples(self) -> int:

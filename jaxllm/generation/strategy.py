@@ -135,8 +135,8 @@ class Strategy(Generic[S]):
     """Tokens once chosen stay."""
     slides: ClassVar[bool] = False
     """It reads new columns one at a time, as a sliding window needs it."""
-    continues: ClassVar[bool] = False
-    """It can start from, and leave, a cache of `PastKeyValues`; its state has `mask`."""
+    continues: ClassVar[bool] = True
+    """It can start from a cache of `PastKeyValues`."""
     read_options: ClassVar[Mapping[str, Any]] = {}
     """More arguments of `model.decode` for the prompt; greedy search, sampling and DoLa give them
     at every step."""
@@ -174,6 +174,11 @@ class Strategy(Generic[S]):
     def finish(self, state: S, settings: Settings) -> Result:
         """The rows to return."""
         raise NotImplementedError
+
+    def leave(self, state: Any) -> tuple[Cache, Int[Array, "R L"], Bool[Array, "R L"]]:
+        """What a later call may start from: the cache of the rows to return, their tokens, and
+        which of these are real. The first ones of each row are in the cache."""
+        return state.cache, state.sequences, state.mask
 
 
 def note_broken(
