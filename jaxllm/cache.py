@@ -205,8 +205,12 @@ class Cache:
         return jax.tree.map(rows, self)
 
     def cut(self, length: Int[Array, " B"]) -> Self:
-        """Only the first `length` columns of each row. Nothing moves: later slots count as free."""
-        kept = self.mask & (jnp.arange(self.capacity) < length[:, None])
+        """Only the first `length` columns of each row. Nothing moves: later slots count as free.
+
+        Under guidance there are twice as many rows as lengths, and the lower half has the same.
+        """
+        each = jnp.tile(length, self.mask.shape[0] // length.shape[0])
+        kept = self.mask & (jnp.arange(self.capacity) < each[:, None])
         known = jnp.sum(kept, axis=-1, dtype=jnp.int32)
         return self.replace(mask=kept, length=length, next_position=known)
 
@@ -234,7 +238,7 @@ class Cache:
             visible = known[:, None, :] & (key_slots <= query_slots[..., None])
         else:
             visible = known[:, None, :] & branches.seen
-            key_slots, query_slots = branches.columns, branches.columns[query_slots]
+            key_slots, query_slots = branches.columns, branches.columns[..., query_slots]
         view = View(
             positions=jnp.maximum(counts - 1, 0),
             query_slots=query_slots,
@@ -319,5 +323,5 @@ class Branches:
 
     seen: Bool[Array, "B T S"]
     """The slots that each branch sees, its own new one included."""
-    columns: Int[Array, " S"]
-    """The column of the sequence that each slot belongs to."""
+    columns: Int[Array, " S"] | Int[Array, "B S"]
+    """The column of the sequence that each slot belongs to, of all rows or of each."""

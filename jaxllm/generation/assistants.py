@@ -14,7 +14,7 @@ from jaxllm.generation.columns import Columns, check_room
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.drafts import AssistantModel, Draft, EarlyExit, PromptLookup
 from jaxllm.generation.strategy import without_notes
-from jaxllm.generation.values import bucket, float_leaf, int_leaf, is_traced
+from jaxllm.generation.values import bucket, float_leaf, int_leaf
 
 SMALLEST_DRAFT = 8
 DEFAULT_NGRAM_SIZE = 2
@@ -49,12 +49,6 @@ def assisted(
     if config.dola_layers is not None:
         raise UnsupportedError(
             f"{asked[0]}: DoLa (dola_layers) takes no draft; drop one of the two"
-        )
-    if config.guidance_scale is not None and (
-        is_traced(config.guidance_scale) or config.guidance_scale != 1
-    ):
-        raise UnsupportedError(
-            f"{asked[0]}: not together with guidance_scale, whose other context has no draft"
         )
     check_rotary(model, asked[0], until)
     schedule = None

@@ -13,18 +13,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.errors import UnsupportedError
 from jaxllm.generation.acceptance import DRAFT, match, position_keys, speculative
 from jaxllm.generation.assisted_state import AssistedState, accept, process
+from jaxllm.generation.drafting import each_sample
 from jaxllm.generation.drafts import Draft
-from jaxllm.generation.processors.host import HostLogitsProcessor
+from jaxllm.generation.records import first_records
 from jaxllm.generation.sampling import choose_greedy, choose_sample
-from jaxllm.generation.stopping import HostCriteria
 from jaxllm.generation.strategy import (
     NEVER,
     AssistedCounts,
     Result,
-    Settings,
     Strategy,
 )
 
@@ -52,9 +50,9 @@ class Assisted(Strategy[AssistedState]):
         return new + self.most + 1  # a whole draft is written before it is cut
 
     def init(self, model, prompt, read, settings, room):
-        check_lengths_differ(settings)
         cache = read.cache.repeat(self.count)
-        logits = jnp.repeat(read.logits, self.count, axis=0)
+        both = (read.logits, read.unconditional_logits)
+        logits, other = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), both)
         batch = logits.shape[0]
         kept = (batch, room + self.most + 1, logits.shape[2])
         spare = ((0, 0), (0, self.most + 1))
@@ -71,8 +69,8 @@ class Assisted(Strategy[AssistedState]):
             keys=prompt.keys,
             step=jnp.zeros((), jnp.int32),
             broken_at=jnp.full((batch,), NEVER, jnp.int32),
-            cache=cache.replace(length=jnp.full((batch,), prompt.columns, jnp.int32)),
-            draft=self.draft.init(prompt, cache.capacity, self.count),
+            cache=cache.replace(length=each_sample(prompt.columns, batch)),
+            draft=self.draft.init(model, prompt, cache.capacity, self.count),
             counts=AssistedCounts(
                 drafted=jnp.zeros((batch,), jnp.int32),
                 accepted=jnp.zeros((batch,), jnp.int32),
@@ -81,8 +79,10 @@ class Assisted(Strategy[AssistedState]):
             ),
             scores=jnp.zeros(kept, logits.dtype) if settings.keep_scores else None,
             logits=jnp.zeros(kept, logits.dtype) if settings.keep_logits else None,
+            records=first_records(read, self.count, kept[1], **settings.decode_options),
         )
-        scores = process(state.text, logits, state.start_len, settings)
+        first = read.replace(logits=logits, unconditional_logits=other)
+        scores = process(state.text, first, state.start_len, settings)
         token = self.select(state, scores)
         state, _ = accept(state, token, jnp.ones((batch,), jnp.int32), logits, scores, settings)
         return state
@@ -108,8 +108,16 @@ class Assisted(Strategy[AssistedState]):
         )
         newest = jnp.take_along_axis(state.sequences, state.cur_len[:, None] - 1, axis=1)
         real = live[:, None] & (jnp.arange(self.most + 1) <= drafted.size[:, None])
-        read = model.decode(jnp.concatenate([newest, drafted.tokens], axis=1), real, cache)
-        scores = process(text, read.logits, state.start_len, settings)
+        read = model.decode(
+            jnp.concatenate([newest, drafted.tokens], axis=1),
+            real,
+            cache,
+            **settings.decode_options,
+        )
+        if state.records is not None:
+            steps = state.cur_len - state.start_len
+            state = state.replace(records=state.records.write_columns(read, steps))
+        scores = process(text, read, state.start_len, settings)
         if by_chance:
             positions = state.cur_len - state.start_len
             tokens, kept = speculative(state.keys, positions, drafted, scores)
@@ -182,15 +190,6 @@ class Assisted(Strategy[AssistedState]):
             broken_at=state.broken_at,
             scores=by_step(state.scores),
             logits=by_step(state.logits),
+            records=state.records,
             assisted=state.counts,
         )
-
-
-def check_lengths_differ(settings: Settings) -> None:
-    """Plain Python functions get all rows cut at one length, and here each has its own."""
-    for function in (*settings.processors, *settings.stops):
-        if isinstance(function, HostLogitsProcessor | HostCriteria):
-            raise UnsupportedError(
-                f"{type(function).__name__}: not together with drafts, by which rows get different "
-                "lengths; write it with jax.numpy, or drop the draft"
-            )

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.cache import Cache, put_columns
-from jaxllm.generation.drafts import Text
+from jaxllm.generation.drafting import Text
+from jaxllm.generation.records import Records
 from jaxllm.generation.strategy import NEVER, AssistedCounts, Settings, faulty
+from jaxllm.models.outputs import DecodeOutput
 
 
 @jax.tree_util.register_dataclass
@@ -41,6 +43,7 @@ class AssistedState:
     counts: AssistedCounts
     scores: Float[Array, "B N V"] | None = None
     logits: Float[Array, "B N V"] | None = None
+    records: Records | None = None
 
     def replace(self, **changes) -> AssistedState:
         return dataclasses.replace(self, **changes)
@@ -61,11 +64,14 @@ def each_column(text: Text, width: int) -> Text:
 
 
 def process(
-    text: Text, logits: Float[Array, "B T V"], prompt_len: Int[Array, ""], settings: Settings
+    text: Text, read: DecodeOutput, prompt_len: Int[Array, ""], settings: Settings
 ) -> Float[Array, "B T V"]:
     """The scores of T columns in a row, each processed with the tokens before it."""
+    logits, unconditional = read.logits, read.unconditional_logits
     batch, width, vocabulary = logits.shape
     before = each_column(text, width)
+    if unconditional is not None:
+        unconditional = unconditional.reshape(batch * width, vocabulary)
     scores = settings.processors(
         before.sequences,
         logits.reshape(batch * width, vocabulary),
@@ -73,6 +79,7 @@ def process(
         mask=before.mask,
         prompt_len=prompt_len,
         columns=width,
+        unconditional_logits=unconditional,
     )
     return scores.reshape(logits.shape)
 

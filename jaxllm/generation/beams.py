@@ -1,13 +1,4 @@
-"""What the beam strategies share: the place of beams in the cache, their state, their candidates.
-
-The beams of a row are columns of one call, not rows of a batch. The cache holds the prompt once and
-then, for every step, one slot a beam; a beam sees the prompt and, of the steps, its own ancestors.
-Choosing beams therefore gathers a row of booleans for each; keys and values never move, and the
-encoder's are shared by all beams of a row.
-
-What that costs: attention over the generated part reads and scores the slots of all beams (a
-batch of separate beams would read as much, and besides the prompt once a beam).
-"""
+"""What the beam strategies share: their state, their candidates, and what they return."""
 
 from __future__ import annotations
 
@@ -18,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxllm.cache import Branches, Cache
+from jaxllm.cache import Cache
 from jaxllm.generation.hypotheses import (
     WORST,
     Hypotheses,
     global_indices,
     result_length,
-    take,
 )
+from jaxllm.generation.records import Records, first_records
 from jaxllm.generation.sample import record, with_records
 from jaxllm.generation.sampling import draw_without_replacement
 from jaxllm.generation.strategy import (
@@ -36,41 +27,9 @@ from jaxllm.generation.strategy import (
     Strategy,
     note_broken,
 )
+from jaxllm.generation.tree import Tree
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.sharding import context_mesh
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Tree:
-    """A cache that holds the prompt once and a slot for each beam and step."""
-
-    cache: Cache
-    seen: Bool[Array, "B N S"]
-    """The slots that each beam sees: the prompt and its ancestors."""
-    root: Int[Array, ""]
-    """Slots of the prompt."""
-
-    @staticmethod
-    def start(cache: Cache, batch: int, beams: int) -> Tree:
-        """Of a cache that holds the prompt; with guidance it has more rows than the batch."""
-        seen = jnp.arange(cache.capacity) < cache.length
-        seen = jnp.broadcast_to(seen, (batch, beams, cache.capacity))
-        return Tree(cache, seen, cache.length)
-
-    def read(self, model: Any, tokens: Int[Array, "B N"]) -> tuple[DecodeOutput, Tree]:
-        """Runs the newest token of every beam."""
-        beams, slots = tokens.shape[1], jnp.arange(self.cache.capacity, dtype=jnp.int32)
-        own = slots == self.cache.length + jnp.arange(beams)[:, None]
-        step = jnp.maximum(slots - self.root, 0) // beams
-        columns = jnp.where(slots < self.root, slots, self.root + step)
-        branches = Branches(seen=self.seen | own, columns=columns)
-        read = model.decode(tokens, jnp.ones(tokens.shape, bool), self.cache, branches=branches)
-        return read, Tree(read.cache, branches.seen, self.root)
-
-    def keep(self, parents: Int[Array, "B N"]) -> Tree:
-        """Each beam takes the place of one of those just read."""
-        return dataclasses.replace(self, seen=take(self.seen, parents))
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +51,8 @@ class BeamState:
     tree: Tree
     scores: Float[Array, "T BN V"] | None = None
     logits: Float[Array, "T BN V"] | None = None
+    records: Records | None = None
+    """Of all running beams, each a row."""
 
     @property
     def cache(self) -> Cache:
@@ -152,6 +113,9 @@ class Beams(Strategy[S]):
         }
 
     def choose_first(self, state: S, read: DecodeOutput, settings: Settings, room: int) -> S:
+        width = read.cache.capacity - (self.beams - 1) * room
+        kept = first_records(read, self.beams, room, width=width, **settings.decode_options)
+        state = state.replace(records=kept)
         both = (read.logits, read.unconditional_logits)
         logits, other = jax.tree.map(lambda x: jnp.repeat(x[:, 0], self.beams, axis=0), both)
         return self.choose(with_records(state, logits, settings, room), logits, other, settings)
@@ -159,7 +123,10 @@ class Beams(Strategy[S]):
     def step(self, model, state, settings):
         sequences = state.running.sequences
         newest = jax.lax.dynamic_index_in_dim(sequences, state.cur_len - 1, 2, keepdims=False)
-        read, tree = state.tree.read(model, newest)
+        read, tree = state.tree.read(model, newest, **settings.decode_options)
+        if state.records is not None:
+            kept = state.records.write_branches(read, state.step, tree.columns)
+            state = state.replace(records=kept)
         both = (read.logits, read.unconditional_logits)
         logits, other = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), both)
         return self.choose(state.replace(tree=tree), logits, other, settings)
@@ -167,12 +134,16 @@ class Beams(Strategy[S]):
     def alive(self, state, until):
         return (state.cur_len < until) & self.open_rows(state).any()
 
-    def finish(self, state, settings):
-        return self.result(state, state.finished)
+    def ranked(self, state: S) -> Hypotheses:
+        """Texts to return, the best first."""
+        return state.finished
 
-    def result(self, state: S, finished: Hypotheses) -> Result:
-        """The first `returns` of the finished texts."""
-        best = jax.tree.map(lambda x: x[:, : self.returns], finished)
+    def best(self, state: S) -> Hypotheses:
+        """Those that are returned."""
+        return jax.tree.map(lambda x: x[:, : self.returns], self.ranked(state))
+
+    def finish(self, state, settings):
+        best = self.best(state)
         return Result(
             sequences=best.sequences.reshape(-1, best.sequences.shape[2]),
             length=result_length(best.origin, state.start_len),
@@ -182,7 +153,21 @@ class Beams(Strategy[S]):
             logits=state.logits,
             sequences_scores=best.scores.reshape(-1),
             beam_indices=global_indices(best.origin, self.beams),
+            records=state.records,
         )
+
+    def leave(self, state):
+        return _leave(self, state)
+
+
+@jax.jit
+def _leave(strategy: Beams[Any], state: BeamState) -> tuple[Cache, Array, Array]:
+    best = strategy.best(state)
+    lengths = state.start_len + jnp.sum(best.origin >= 0, axis=2)
+    written = jnp.arange(state.mask.shape[1]) < lengths[..., None]
+    mask = (state.mask[:, None] & written).reshape(-1, state.mask.shape[1])
+    sequences = best.sequences.reshape(mask.shape)
+    return state.tree.texts(best.origin), sequences, mask
 
 
 def note_step(

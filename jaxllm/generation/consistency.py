@@ -64,6 +64,7 @@ def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> N
     mode = generation_mode(config)
     active = {
         "do_sample": config.do_sample,
+        "penalty_alpha": mode == "contrastive_search" or beams > 1,  # with beams it raises
         "do_sample or penalty_alpha": config.do_sample or contrasts(config),
         "top_k > 1 and greedy search": mode == "contrastive_search",
         "greedy search or sampling": mode in ("dola_generation", "assisted_generation"),

@@ -162,7 +162,7 @@ class ConstrainedBeamSearch(Beams[ConstrainedState]):
     def open_rows(self, state):
         return ~state.done
 
-    def finish(self, state, settings):
+    def ranked(self, state):
         """Running texts count if they fulfil all constraints; the others only if too few do."""
         complete = state.progress.complete
         few = jnp.sum(complete, axis=1, keepdims=True) < self.returns
@@ -170,7 +170,7 @@ class ConstrainedBeamSearch(Beams[ConstrainedState]):
         length = state.cur_len - state.start_len
         scores = penalised(state.running.scores, length, self.length_penalty)
         unfinished = dataclasses.replace(state.running, scores=jnp.where(counts, scores, WORST))
-        return self.result(state, state.finished.join(unfinished).best(self.beams)[0])
+        return state.finished.join(unfinished).best(self.beams)[0]
 
 
 def in_turns(

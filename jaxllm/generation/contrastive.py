@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache import Branches, Cache, per_head, put_columns
 from jaxllm.generation import sample
-from jaxllm.generation.strategy import Result, Settings, Strategy
+from jaxllm.generation.records import first_records
+from jaxllm.generation.strategy import Result, Settings, Strategy, unconditional
+from jaxllm.models.outputs import DecodeOutput
 
 
 @jax.tree_util.register_dataclass
@@ -26,35 +29,51 @@ class State(sample.State):
     """Last hidden states as unit vectors, in the slots of the cache."""
 
 
+class Chosen(NamedTuple):
+    """The best candidate so far of each row."""
+
+    value: Float[Array, " B"]
+    token: Int[Array, " B"]
+    read: DecodeOutput
+    """What the model read of it, one column; without the cache."""
+    column: Any
+    """Its keys and values: `Cache.layers`, of one slot."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contrastive(Strategy[State]):
     """Su et al., "A Contrastive Framework for Neural Text Generation",
     https://arxiv.org/abs/2202.06417, as transformers 4.55.4 does it (`_contrastive_search`).
 
-    The k best tokens go through the model in one call, as alternatives at the next position. A
-    candidate's score is ``(1 - alpha) * p - alpha * s``, with s the largest cosine between its last
-    hidden state and those of the context. What the model said of the chosen candidate is kept, so
-    that a token costs one call of width k.
+    The k best tokens go through the model in one call, as alternatives at the next position, or one
+    after the other (`low_memory`). A candidate's score is ``(1 - alpha) * p - alpha * s``, with s
+    the largest cosine between its last hidden state and those of the context. What the model said
+    of the chosen candidate is kept, so that a token costs one call of width k, or k calls.
     """
 
     alpha: Float[Array, ""]
     k: int = dataclasses.field(metadata={"static": True})
+    low_memory: bool = dataclasses.field(default=False, metadata={"static": True})
+    continues = False
 
     def slots(self, new):
-        return new + self.k - 1
+        return new if self.low_memory else new + self.k - 1
 
     def init(self, model, prompt, read, settings, room) -> State:
         logits = read.logits[:, 0]
         first = sample.first_state(prompt, read.cache, 1)
         first = sample.with_records(first, logits, settings, room)
+        # A token's own call is the one that chose it, the last token's included.
+        kept = first_records(read, 1, room + 1, **settings.decode_options)
+        first = first.replace(records=kept)
         context = unit(read.last_hidden_state)
         free = read.cache.capacity - context.shape[1]
         # The first token is the loop's, like the others: its candidates need the model as well.
         return State(
             **vars(first),
             next_logits=logits,
-            next_unconditional=sample.unconditional(read),
+            next_unconditional=unconditional(read),
             directions=jnp.pad(context, ((0, 0), (0, free), (0, 0))),
         )
 
@@ -69,28 +88,114 @@ class Contrastive(Strategy[State]):
         )
         best, tokens = jax.lax.top_k(scores, self.k)
         tokens = tokens.astype(jnp.int32)
+        probability = jnp.exp(best - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
+        probability = jnp.where(jnp.isneginf(best), -jnp.inf, probability)
+        choose = self.choose_in_turn if self.low_memory else self.choose_at_once
+        chosen, cache = choose(model, state, tokens, probability, settings.decode_options)
+
+        read, slot = chosen.read, state.cache.length
+        written = sample.append(state, chosen.token, state.next_logits, scores, settings)
+        if state.records is not None:
+            columns = jnp.minimum(jnp.arange(cache.capacity, dtype=jnp.int32), slot)
+            written = written.replace(
+                records=state.records.write_branches(read, state.step + 1, columns)
+            )
+        return written.replace(
+            next_logits=read.logits[:, 0],
+            next_unconditional=unconditional(read),
+            directions=put_columns(state.directions, unit(read.last_hidden_state), slot),
+            cache=cache.replace(layers=jax.tree.map(put_slot(slot), cache.layers, chosen.column)),
+        )
+
+    def choose_at_once(
+        self,
+        model: Any,
+        state: State,
+        tokens: Int[Array, "B k"],
+        probability: Float[Array, "B k"],
+        options: dict[str, Any],
+    ) -> tuple[Chosen, Cache]:
+        """The best of the candidates, and the cache with room for it at the next slot."""
+        before = state.cache
         read = model.decode(
             tokens,
             jnp.broadcast_to(~state.done[:, None], tokens.shape),
-            state.cache,
-            branches=alternatives(state.cache, *tokens.shape),
+            before,
+            branches=alternatives(before, *tokens.shape),
+            **options,
         )
-        directions = unit(read.last_hidden_state)
-        known = state.cache.mask[: tokens.shape[0]]
-        similarity = nearest(known, state.directions, directions)
-        probability = jnp.exp(best - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
+        value = self.values(state, probability, read)
+        best = jnp.argmax(value, axis=-1)
+
+        def slot_of_best(x: Float[Array, "*BK S H"]) -> Float[Array, "*BK 1 H"]:
+            at = before.length + per_head(for_all_rows(best.astype(jnp.int32), before), x)
+            return jnp.take_along_axis(x, jnp.expand_dims(at, (-2, -1)), axis=-2)
+
+        cache = read.cache.replace(
+            mask=read.cache.mask & (jnp.arange(before.capacity) <= before.length),
+            length=before.length + 1,
+        )
+        chosen = Chosen(
+            value=pick(value[..., None], best)[:, 0, 0],
+            token=pick(tokens[..., None], best)[:, 0, 0],
+            read=picked(read.replace(cache=None), best),
+            column=jax.tree.map(slot_of_best, cache.layers),
+        )
+        return chosen, cache
+
+    def choose_in_turn(
+        self,
+        model: Any,
+        state: State,
+        tokens: Int[Array, "B k"],
+        probability: Float[Array, "B k"],
+        options: dict[str, Any],
+    ) -> tuple[Chosen, Cache]:
+        """The same, in one slot."""
+        before, live = state.cache, ~state.done[:, None]
+
+        def candidate(i: Int[Array, ""], layers: Any) -> tuple[Chosen, Cache]:
+            token, share = (jax.lax.dynamic_slice_in_dim(x, i, 1, 1) for x in (tokens, probability))
+            read = model.decode(token, live, before.replace(layers=layers), **options)
+            column = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, before.length, 1, axis=x.ndim - 2),
+                read.cache.layers,
+            )
+            value = self.values(state, share, read)[:, 0]
+            return Chosen(value, token[:, 0], read.replace(cache=None), column), read.cache
+
+        def better(i: Int[Array, ""], carry: tuple[Chosen, Cache]) -> tuple[Chosen, Cache]:
+            old, cache = carry
+            new, cache = candidate(i, cache.layers)
+            # As argmax: of equals the first stays, and NaN, which is reported, comes before all.
+            wins = (new.value > old.value) | (jnp.isnan(new.value) & ~jnp.isnan(old.value))
+
+            def row(a: Array, b: Array) -> Array:
+                return jnp.where(wins.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+            def row_and_head(a: Array, b: Array) -> Array:
+                index = per_head(for_all_rows(wins, before), a)
+                return jnp.where(jnp.expand_dims(index, (-2, -1)), a, b)
+
+            columns = jax.tree.map(row_and_head, new.column, old.column)
+            rest = (new._replace(column=None), old._replace(column=None))
+            return jax.tree.map(row, *rest)._replace(column=columns), cache
+
+        shapes = jax.eval_shape(candidate, 0, before.layers)
+        nothing, cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        start = nothing._replace(value=jnp.full_like(nothing.value, -jnp.inf), token=tokens[:, 0])
+        cache = dataclasses.replace(cache, layers=before.layers, cross=before.cross)
+        return jax.lax.fori_loop(0, self.k, better, (start, cache))
+
+    def values(
+        self, state: State, probability: Float[Array, "B n"], read: DecodeOutput
+    ) -> Float[Array, "B n"]:
+        """How good the candidates are that were read."""
+        known = state.cache.mask[: probability.shape[0]]
+        similarity = nearest(known, state.directions, unit(read.last_hidden_state))
         value = (1 - self.alpha) * probability - self.alpha * similarity
         # A forbidden token is no candidate, however little it repeats.
-        chosen = jnp.argmax(jnp.where(jnp.isneginf(best), -jnp.inf, value), axis=-1)
-
-        new = pick(directions, chosen)[:, None]
-        written = sample.append(state, pick(tokens, chosen), state.next_logits, scores, settings)
-        return written.replace(
-            next_logits=pick(read.logits, chosen),
-            next_unconditional=jax.tree.map(lambda x: pick(x, chosen), read.unconditional_logits),
-            directions=put_columns(state.directions, new, state.cache.length),
-            cache=keep(read.cache, state.cache, chosen),
-        )
+        return jnp.where(jnp.isneginf(probability), -jnp.inf, value)
 
     def finish(self, state: State, settings: Settings) -> Result:
         return sample.result(state)
@@ -107,28 +212,28 @@ def alternatives(cache: Cache, batch: int, k: int) -> Branches:
     )
 
 
-def keep(cache: Cache, before: Cache, chosen: Int[Array, " B"]) -> Cache:
-    """The cache after the candidates with the chosen one alone: its column moves to the first."""
-    rows, slot = cache.mask.shape[0], before.length
-    # With guidance the unconditional rows lie below; they go on with the same tokens.
-    chosen = jnp.tile(chosen.astype(jnp.int32), rows // chosen.shape[0])
-
-    def move(x: Float[Array, "*BK S H"]) -> Float[Array, "*BK S H"]:
-        at = slot + per_head(chosen, x)
-        column = jnp.take_along_axis(x, jnp.expand_dims(at, (-2, -1)), axis=-2)
-        return jax.lax.dynamic_update_slice_in_dim(x, column, slot, axis=x.ndim - 2)
-
-    return cache.replace(
-        layers=jax.tree.map(move, cache.layers),
-        mask=cache.mask & (jnp.arange(cache.capacity) <= slot),
-        length=slot + 1,
-    )
+def for_all_rows(x: Shaped[Array, " B"], cache: Cache) -> Shaped[Array, " R"]:
+    """With guidance the unconditional rows lie below; they go on with the same tokens."""
+    return jnp.tile(x, cache.mask.shape[0] // x.shape[0])
 
 
-def pick(x: Any, chosen: Int[Array, " B"]) -> Any:
-    """Of [B, k, ...] each row's chosen entry, [B, ...]."""
-    index = chosen.reshape(-1, *(1,) * (x.ndim - 1))
-    return jnp.take_along_axis(x, index, axis=1)[:, 0]
+def put_slot(slot: Int[Array, ""]) -> Callable[[Array, Array], Array]:
+    """Writes one column of keys or values into a slot of all rows and heads."""
+    return lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=x.ndim - 2)
+
+
+def pick(x: Shaped[Array, "B k *rest"], which: Int[Array, " B"]) -> Shaped[Array, "B 1 *rest"]:
+    """Each row's chosen entry."""
+    return jnp.take_along_axis(x, which.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
+
+
+def picked(read: DecodeOutput, which: Int[Array, " B"]) -> DecodeOutput:
+    """What was read of one of k branches, for each row."""
+
+    def one(x: Array) -> Array:
+        return pick(x, which) if x.ndim == 3 else pick(x.swapaxes(1, 2), which).swapaxes(1, 2)
+
+    return jax.tree.map(one, read)
 
 
 def unit(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

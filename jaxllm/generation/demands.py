@@ -27,20 +27,15 @@ def check_strategy(
         guided: it has unconditional contexts, and with them twice the rows.
     """
     for name in ("output_hidden_states", "output_attentions"):
-        if not getattr(config, name):
-            continue
-        if not strategy.keeps_records:
-            raise UnsupportedError(
-                f"`{name}`: only greedy search, sampling and DoLa give them so far"
-            )
-        if guided:
-            raise UnsupportedError(f"`{name}`: not together with guidance_scale")
-        if continued:
+        if getattr(config, name) and continued:
             raise UnsupportedError(f"`{name}`: not beside past_key_values, whose part is not read")
+    if continued and not strategy.continues:
+        raise UnsupportedError(
+            "past_key_values: contrastive search compares hidden states of the whole text, which a "
+            "cache does not hold (transformers fails there, too)"
+        )
     asked = {"past_key_values": continued, "return_past_key_values": returns_past}
     for name, wanted in asked.items():
-        if wanted and not strategy.continues:
-            raise UnsupportedError(f"{name}: only greedy search, sampling and DoLa continue so far")
         if wanted and guided:
             raise UnsupportedError(f"{name}: not together with guidance_scale")
     sliding = config.cache_implementation == "sliding_window"

@@ -105,7 +105,9 @@ FIELDS: Mapping[str, Field] = {
     "cache_config": Field(None, options, 'of a cache: {"nbits": 8} or {"sliding_window": W}'),
     "max_cache_len": Field(None, integer(1), "slots to allocate, or more"),
     "return_legacy_cache": Field(None, boolean, "tuple caches", only=(None, False)),
-    "low_memory": Field(None, boolean, "sequential beam search", only=(None, False)),
+    "low_memory": Field(
+        None, boolean, "candidates are read one after the other", False, "penalty_alpha"
+    ),
     "prefill_chunk_size": Field(None, integer(1), "prefill in chunks", only=(None,)),
     "compile_config": Field(None, anything, "options of torch.compile", only=(None,)),
     "disable_compile": Field(False, boolean, "generation is always compiled", UNSET, only=(False,)),

@@ -135,7 +135,7 @@ class GroupBeamSearch(Beams[GroupBeamState]):
     def open_rows(self, state):
         return ~state.done.all(axis=1)
 
-    def finish(self, state, settings):
+    def ranked(self, state):
         """The best texts of all groups; the beams of a group that has not ended count as well."""
         length = state.cur_len - state.start_len
         scores = penalised(state.running.scores, length, self.length_penalty)
@@ -149,7 +149,7 @@ class GroupBeamSearch(Beams[GroupBeamState]):
             ]
             pools.append(both[0].join(both[1]).best(self.size)[0])
         everything = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *pools)
-        return self.result(state, everything.best(self.beams)[0])
+        return everything.best(self.beams)[0]
 
 
 @dataclasses.dataclass(frozen=True)

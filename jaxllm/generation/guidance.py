@@ -75,7 +75,10 @@ class Guided:
         **options: Any,
     ) -> DecodeOutput:
         """As `Decoder.decode`. With `fresh` the unconditional rows read their own contexts."""
-        # What is chosen continues both contexts.
+        # What is chosen continues both contexts, in the same slots.
+        length = cache.length
+        if jnp.ndim(length) == 1:
+            cache = cache.replace(length=stacked(length, length))
         own = (self.negative.tokens, self.negative.mask, self.negative.at)
         below = own if fresh else (tokens, mask, at)
         if inputs_embeds is not None:
@@ -95,7 +98,18 @@ class Guided:
         )
         rows = mask.shape[0]
         upper = jax.tree.map(lambda x: x[:rows], read.replace(cache=None))
-        return upper.replace(cache=read.cache, unconditional_logits=read.logits[rows:])
+        cache = read.cache
+        if jnp.ndim(length) == 1:
+            cache = cache.replace(length=cache.length[:rows])
+        return upper.replace(cache=cache, unconditional_logits=read.logits[rows:])
+
+    def early_exit(self, layers: int) -> Guided:
+        return dataclasses.replace(self, model=self.model.early_exit(layers))
+
+
+def beside(model: Any, other: Any) -> Any:
+    """The other model, which follows the unconditional contexts of `model`, if that does."""
+    return Guided(other, model.negative) if isinstance(model, Guided) else other
 
 
 def stacked(above: Array | None, below: Array | None) -> Any:

@@ -89,7 +89,7 @@ def _contrastive(call: Call) -> Strategy[Any]:
     if k > vocabulary:
         raise InputError(f"top_k: {k} candidates of a vocabulary of {vocabulary}")
     alpha = float_leaf("generate()", "penalty_alpha", call.config.penalty_alpha, "[0, 1]")
-    return Contrastive(alpha=alpha, k=k)
+    return Contrastive(alpha=alpha, k=k, low_memory=bool(call.config.low_memory))
 
 
 def _dola(call: Call) -> Strategy[Any]:
@@ -105,6 +105,11 @@ def _dola(call: Call) -> Strategy[Any]:
 
 def _beams(call: Call) -> dict[str, Any]:
     config = call.config
+    if config.low_memory:
+        raise UnsupportedError(
+            "low_memory: of contrastive search alone (transformers refuses it with beams as well); "
+            "beams share the prompt's keys and values without it"
+        )
     penalty = float_leaf("generate()", "length_penalty", config.length_penalty, "(-inf, inf)")
     return {
         "length_penalty": penalty,

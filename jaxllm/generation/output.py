@@ -43,7 +43,8 @@ class GenerateOutput:
     hidden_states: Steps = None
     """With `output_hidden_states`, of a decoder-only model: of each step a tuple over the layers,
     the embeddings first, of [Bn, T, D]. T is the length of the prompt at the first step and 1 at
-    others. What stands in columns of pads, and in rows that have ended, means nothing."""
+    others. Of beams they are all that ran in that step, [B * num_beams, T, D]. What stands in
+    columns of pads, and in rows that have ended, means nothing."""
     attentions: Steps = None
     """With `output_attentions`: likewise [Bn, heads, T, S], where S is the number of columns so
     far. Queries and keys that are pads have zeros."""
@@ -71,7 +72,8 @@ def output(
     if result.records is not None:
         records = as_tuples(
             result.records,
-            columns=int(request.prompt.columns),
+            columns=request.prompt_columns,
+            first_new=int(request.prompt.columns),
             source=request.source_len,
             steps=steps,
         )
@@ -93,14 +95,16 @@ def leave(model: Any, request: Request, state: Any) -> PastKeyValues | None:
     """What the next call of a conversation starts from, where it is asked for."""
     if not request.returns_past:
         return None
-    ids = request.encoder_ids
-    cache, mesh = state.cache, request.mesh
+    ids, mesh = request.encoder_ids, request.mesh
+    cache, sequences, mask = request.strategy.leave(state)
     return PastKeyValues(
         # What the next call compares on the host; keys and values stay where they are.
         cache=cache.replace(next_position=readable(cache.next_position, mesh)),
-        sequences=readable(state.sequences, mesh),
-        mask=readable(state.mask, mesh),
-        encoder_ids=None if ids is None else jnp.repeat(ids, request.strategy.samples, axis=0),
+        sequences=readable(sequences, mesh),
+        mask=readable(mask, mesh),
+        encoder_ids=None
+        if ids is None
+        else jnp.repeat(ids, sequences.shape[0] // ids.shape[0], axis=0),
         config=model.config,
     )
 

@@ -31,7 +31,7 @@ class PastKeyValues:
     sequences: Int[Array, "B L"]
     mask: Bool[Array, "B L"]
     """Which of them are real tokens. The first ones of each row are in the cache, all but the
-    newest."""
+    newest (after contrastive search, all)."""
     encoder_ids: Int[Array, "B E"] | None = None
     """The input of an encoder-decoder, which some logits processors read."""
     config: Any = dataclasses.field(default=None, metadata={"static": True})

@@ -52,6 +52,8 @@ class Request:
     """What the host asks after each token."""
     traced: bool
     """The caller's own jit is tracing this call."""
+    prompt_columns: int
+    """Columns of the decoder's prompt, tokens or embeddings, without padding to a bucket."""
     source_len: int | None = None
     """Columns of the encoder's input, of an encoder-decoder."""
     encoder_ids: Any = None
@@ -140,6 +142,7 @@ def prepare(
         room=room,
         clocks=clocks,
         traced=traced or any_traced(keys),
+        prompt_columns=given.length,
         source_len=None if source is None else source.unpadded,
         encoder_ids=None if source is None else source.ids,
         returns_past=returns,

@@ -48,13 +48,49 @@ class Records:
 
     def write(self, read: DecodeOutput, step: Int[Array, ""]) -> Records:
         """With what was read for new token `step`, counted from 0; 1 is the first one written."""
+        return self._put(self._of(read), step)
+
+    def write_branches(
+        self, read: DecodeOutput, step: Int[Array, ""], columns: Int[Array, " S"]
+    ) -> Records:
+        """As `write`, of branches, each of which is a row here: [B*N, 1, D], [B*N, heads, 1, S].
+
+        `columns` says which column each slot of the cache belongs to. A branch sees one slot of
+        each, and no other has any weight.
+        """
+
+        def rows(x):
+            x = x if x.ndim == 3 else x.swapaxes(1, 2)  # [B, N, D], [B, N, heads, S]
+            return x.reshape(-1, *x.shape[2:])[..., None, :]
+
+        def by_column(weights, kept):
+            columns_of = jnp.zeros((*weights.shape[:-1], kept.shape[-1]), weights.dtype)
+            return columns_of.at[..., columns].add(weights, mode="drop")
+
+        new = jax.tree.map(rows, self._of(read))
+        weights = jax.tree.map(by_column, new.attentions, self.steps.attentions)
+        return self._put(dataclasses.replace(new, attentions=weights), step)
+
+    def write_columns(self, read: DecodeOutput, steps: Int[Array, " B"]) -> Records:
+        """As `write`, of T columns, which each row reads for its new tokens from `steps[b]` on."""
 
         def put(kept, new):
-            return jax.lax.dynamic_update_slice_in_dim(kept, new[None], step - 1, axis=0)
+            new = jnp.moveaxis(new, -2, 0)[..., None, :]
+            return jax.vmap(_put_at, in_axes=(1, 1, 0), out_axes=1)(kept, new, steps - 1)
 
+        return dataclasses.replace(self, steps=jax.tree.map(put, self.steps, self._of(read)))
+
+    def _of(self, read: DecodeOutput) -> Internals:
         kept = self.steps
-        new = internals(read, kept.hidden_states is not None, kept.attentions is not None)
-        return dataclasses.replace(self, steps=jax.tree.map(put, kept, new))
+        return internals(read, kept.hidden_states is not None, kept.attentions is not None)
+
+    def _put(self, new: Internals, step: Int[Array, ""]) -> Records:
+        written = jax.tree.map(lambda kept, x: _put_at(kept, x[None], step - 1), self.steps, new)
+        return dataclasses.replace(self, steps=written)
+
+
+def _put_at(kept: Array, new: Array, at: Int[Array, ""]) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(kept, new, at, axis=0)
 
 
 def internals(read: DecodeOutput, hidden_states: bool, attentions: bool) -> Internals:
@@ -67,7 +103,13 @@ def internals(read: DecodeOutput, hidden_states: bool, attentions: bool) -> Inte
 
 
 def first_records(
-    read: DecodeOutput, samples: int, room: int, *, hidden_states: bool, attentions: bool
+    read: DecodeOutput,
+    samples: int,
+    room: int,
+    *,
+    output_hidden_states: bool,
+    output_attentions: bool,
+    width: int | None = None,
 ) -> Records | None:
     """Records that hold the prompt's part, with buffers for `room` tokens; None if nothing is kept.
 
@@ -75,9 +117,10 @@ def first_records(
         read: what the model read of the prompt.
         samples: results a row.
         room: most new tokens.
-        hidden_states, attentions: what is kept.
+        output_hidden_states, output_attentions: what is kept.
+        width: most columns that attention looks at; None: as many as the cache has slots.
     """
-    prompt = internals(read, hidden_states, attentions)
+    prompt = internals(read, output_hidden_states, output_attentions)
     if not jax.tree.leaves(prompt):
         return None
 
@@ -94,7 +137,7 @@ def first_records(
 
     steps = Internals(
         hidden_states=zeros(prompt.hidden_states),
-        attentions=zeros(prompt.attentions, read.cache.capacity),
+        attentions=zeros(prompt.attentions, read.cache.capacity if width is None else width),
         cross_attentions=zeros(prompt.cross_attentions),
     )
     encoder = Internals(read.encoder_hidden_states, read.encoder_attentions)
@@ -112,11 +155,14 @@ def check_size(records: Records | None) -> None:
         )
 
 
-def as_tuples(records: Records, *, columns: int, source: int | None, steps: int) -> dict[str, Any]:
+def as_tuples(
+    records: Records, *, columns: int, first_new: int, source: int | None, steps: int
+) -> dict[str, Any]:
     """The fields of `GenerateOutput`: tuples over steps of tuples over layers, without padding.
 
     Args:
         columns: of the prompt.
+        first_new: where new tokens begin; beyond `columns` if a negative prompt is longer.
         source: columns of the encoder's input; None for decoder-only models.
         steps: new tokens.
     """
@@ -130,15 +176,17 @@ def as_tuples(records: Records, *, columns: int, source: int | None, steps: int)
         head = tuple(cut(host.repeat(x, times, axis=0), 0) for x in first)
         return (head, *(tuple(cut(x[i], i + 1) for x in rest) for i in range(steps - 1)))
 
+    def seen(x, step: int):
+        if first_new == columns:
+            return x[:, :, :columns, : columns + step]
+        both = [*range(columns), *range(first_new, first_new + step)]
+        return x[:, :, :columns, both]
+
     found: dict[str, Any] = {
         "hidden_states": tuples(
             prompt.hidden_states, later.hidden_states, lambda x, step: x[:, :columns]
         ),
-        "attentions": tuples(
-            prompt.attentions,
-            later.attentions,
-            lambda x, step: x[:, :, :columns, : columns + step],
-        ),
+        "attentions": tuples(prompt.attentions, later.attentions, seen),
         "cross_attentions": tuples(
             prompt.cross_attentions,
             later.cross_attentions,

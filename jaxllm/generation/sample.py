@@ -12,7 +12,15 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxllm.cache import Cache, put_columns
 from jaxllm.generation.records import Records, first_records
 from jaxllm.generation.sampling import choose_greedy, choose_sample
-from jaxllm.generation.strategy import NEVER, Prompt, Result, Settings, Strategy, note_broken
+from jaxllm.generation.strategy import (
+    NEVER,
+    Prompt,
+    Result,
+    Settings,
+    Strategy,
+    note_broken,
+    unconditional,
+)
 from jaxllm.models.outputs import DecodeOutput
 
 
@@ -71,8 +79,6 @@ class Sample(Strategy[State]):
     count: int = dataclasses.field(default=1, metadata={"static": True})
     """Results a row: the prompt is prefilled once for all of them."""
     slides = True
-    continues = True
-    keeps_records = True
 
     @property
     def samples(self) -> int:
@@ -83,13 +89,7 @@ class Sample(Strategy[State]):
         predicted = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), predicted)
         state = first_state(prompt, read.cache.repeat(self.count), self.count)
         state = with_records(state, predicted.logits, settings, room)
-        kept = first_records(
-            read,
-            self.count,
-            room,
-            hidden_states=settings.keep_hidden_states,
-            attentions=settings.keep_attentions,
-        )
+        kept = first_records(read, self.count, room, **settings.decode_options)
         return self.emit(state.replace(records=kept), predicted, settings)
 
     def step(self, model, state, settings):
@@ -147,12 +147,6 @@ def first_state(prompt: Prompt, cache: Cache, samples: int) -> State:
         broken_at=jnp.full((batch,), NEVER, jnp.int32),
         cache=cache,
     )
-
-
-def unconditional(read: DecodeOutput) -> Float[Array, "B V"] | None:
-    """The logits of the unconditional contexts, where there is guidance."""
-    logits = read.unconditional_logits
-    return None if logits is None else logits[:, 0]
 
 
 def with_records(state: Any, logits: Float[Array, "B V"], settings: Settings, room: int) -> Any:

@@ -135,10 +135,8 @@ class Strategy(Generic[S]):
     """Tokens once chosen stay."""
     slides: ClassVar[bool] = False
     """It reads new columns one at a time, as a sliding window needs it."""
-    continues: ClassVar[bool] = False
-    """It can start from, and leave, a cache of `PastKeyValues`; its state has `mask`."""
-    keeps_records: ClassVar[bool] = False
-    """It can give hidden states and attentions (`records`)."""
+    continues: ClassVar[bool] = True
+    """It can start from a cache of `PastKeyValues`."""
     read_options: ClassVar[Mapping[str, Any]] = {}
     """More arguments of `model.decode` for the prompt; greedy search, sampling and DoLa give them
     at every step."""
@@ -177,6 +175,11 @@ class Strategy(Generic[S]):
         """The rows to return."""
         raise NotImplementedError
 
+    def leave(self, state: Any) -> tuple[Cache, Int[Array, "R L"], Bool[Array, "R L"]]:
+        """What a later call may start from: the cache of the rows to return, their tokens, and
+        which of these are real. The first ones of each row are in the cache."""
+        return state.cache, state.sequences, state.mask
+
 
 def note_broken(
     broken_at: Int[Array, " B"],
@@ -196,6 +199,12 @@ def faulty(logits: Float[Array, "... V"], scores: Float[Array, "... V"]) -> Bool
     """
     best = jnp.max(scores, axis=-1)
     return ~jnp.isfinite(jnp.max(logits, axis=-1)) | jnp.isnan(best) | (best == -jnp.inf)
+
+
+def unconditional(read: DecodeOutput) -> Float[Array, "B V"] | None:
+    """The logits of the unconditional contexts, where there is guidance."""
+    logits = read.unconditional_logits
+    return None if logits is None else logits[:, 0]
 
 
 def without_notes(model: Any) -> Any:

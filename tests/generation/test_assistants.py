@@ -10,7 +10,6 @@ from tiny import make
 
 import jaxllm
 from jaxllm.errors import InputError, UnsupportedError
-from jaxllm.generation.processors.host import HostLogitsProcessor
 
 
 def test_settings_of_the_assistants_file_hold_where_the_call_names_none():
@@ -36,12 +35,6 @@ def test_settings_of_the_assistants_file_hold_where_the_call_names_none():
         ({"assistant_early_exit": 99}, InputError, "99"),
         ({"prompt_lookup_num_tokens": 0}, InputError, "prompt_lookup_num_tokens"),
         ({"prompt_lookup_num_tokens": 2, "assistant_early_exit": 1}, InputError, "one of them"),
-        ({"assistant_early_exit": 1, "guidance_scale": 2.0}, UnsupportedError, "guidance_scale"),
-        (
-            {"prompt_lookup_num_tokens": 2, "logits_processor": [HostLogitsProcessor(max)]},
-            UnsupportedError,
-            "HostLogitsProcessor",
-        ),
         ({"prompt_lookup_num_tokens": 2, "num_beams": 2}, UnsupportedError, "drafts go with"),
         ({"prompt_lookup_num_tokens": 2, "dola_layers": "low"}, UnsupportedError, "dola_layers"),
         ({"prompt_lookup_num_tokens": 2, "use_cache": False}, UnsupportedError, "use_cache"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,11 @@ from conformance_runs import model
 from generation_tools import DRAFTS, compilations, drafts, repeating_prompts, started
 
 import jaxllm
+from jaxllm.generation import HostCriteria
 from jaxllm.generation.loop import decode_program
+from jaxllm.generation.processors import HostLogitsProcessor
+
+SLOW = pytest.mark.slow
 
 RULES = {"max_new_tokens": 14, "eos_token_id": [5, 9, 31], "min_new_tokens": 4, "pad_token_id": 0}
 RULES |= {"repetition_penalty": 1.3, "no_repeat_ngram_size": 4}
@@ -196,6 +201,53 @@ def test_stops_and_functions_of_the_prefix(kind):
     got = jaxllm.generate(model("s_llama"), ids, mask, **fields, **drafts("s_llama")[kind])
     np.testing.assert_array_equal(got.sequences, want)
     assert (want[:, -1] == 0).any()  # some row stopped early
+
+
+def guided_functions() -> dict[str, Any]:
+    """Guidance, and functions in plain Python, as `generate` takes them; they note their shapes."""
+
+    def lowers(input_ids, scores):
+        scores = scores.copy()
+        scores[np.arange(len(scores)), (input_ids[:, -1] + 1) % scores.shape[1]] -= 4
+        return scores
+
+    def ends(input_ids, scores):
+        return input_ids[:, -1] % 11 == 3
+
+    return {
+        "guidance_scale": 1.6,
+        "negative_prompt_ids": [[5, 9, 6] * 5, [7] * 15, [8] * 15],  # longer than the prompts
+        "logits_processor": [HostLogitsProcessor(lowers)],
+        "stopping_criteria": [HostCriteria(ends)],
+        "max_new_tokens": 14,
+        "eos_token_id": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("assistant", {}),
+        pytest.param("early exit", {}, marks=SLOW),
+        pytest.param("lookup", {}, marks=SLOW),
+        pytest.param("lookup", {"do_sample": True, "key": 3}, marks=SLOW),
+        pytest.param("assistant", {"num_return_sequences": 2, "do_sample": True}, marks=SLOW),
+    ],
+)
+def test_guidance_and_functions_of_the_host(kind, how):
+    """Both contexts read the drafts, and Python functions get each row by itself."""
+    ids, mask = repeating_prompts()
+    fields = {**guided_functions(), **how}
+    got = jaxllm.generate(model("s_gpt2"), ids, mask, **fields, **drafts("s_gpt2")[kind])
+    assert got.assisted is not None
+    if "num_return_sequences" in how:  # other draws than without a draft
+        assert got.sequences.shape[0] == 6
+        return
+    want = jaxllm.generate(model("s_gpt2"), ids, mask, **fields)
+    np.testing.assert_array_equal(got.sequences, want.sequences)
+    assert how or got.assisted.accepted.sum() > 0
+    ended = (np.asarray(want.sequences) % 11 == 3)[:, ids.shape[1] : -1]
+    assert ended.any()  # some row stopped early
 
 
 @pytest.mark.slow

@@ -79,6 +79,42 @@ def test_cached_equals_uncached(name, alpha, k):
         assert uncached(model(name), row, 12, alpha, k) == list(got[7 - len(row) :])
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("s_gpt2", {"guidance_scale": 1.5}),
+        pytest.param("s_t5_gated", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_low_memory_changes_nothing_but_what_is_kept(name, fields):
+    """Candidates are read one after the other: same texts, scores, hidden states, attentions."""
+    _, ids, mask = prompts(name)
+    fields = {**fields, "max_new_tokens": 9, "output_scores": True, "output_hidden_states": True}
+    fields["output_attentions"] = True
+    want = generate(name, ids, mask, **fields)
+    got = generate(name, ids, mask, **fields, low_memory=True)
+    np.testing.assert_array_equal(got.sequences, want.sequences)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+def test_low_memory_keeps_one_slot_for_all_candidates_and_copies_no_cache():
+    _, ids, mask = prompts("s_llama")
+    fields = {**SEARCH, "max_new_tokens": 80, "eos_token_id": None}
+    call = started("s_llama", ids, mask, **fields, low_memory=True)
+    assert cache_copies(*call) == []
+    assert loop_is_in_place(*call)
+    slots = [c[2].cache.capacity for c in (call, started("s_llama", ids, mask, **fields))]
+    assert slots[1] - slots[0] == SEARCH["top_k"] - 1
+
+
+def test_low_memory_is_of_contrastive_search():
+    with pytest.raises(UnsupportedError, match="low_memory: of contrastive search alone"):
+        jaxllm.generate(model("s_llama"), [[5]], num_beams=2, low_memory=True)
+    with pytest.warns(UserWarning, match=r"low_memory.*no effect"):
+        jaxllm.generate(model("s_llama"), [[5]], max_new_tokens=1, low_memory=True)
+
+
 def test_numbers_and_lengths_compile_nothing():
     def run(length=7, new=9, **fields):
         _, ids, mask = prompts("s_llama", (length, 3, 4))
@@ -197,7 +233,6 @@ def test_gpt2_reaches_its_last_position():
         ({"top_k": 132}, InputError, "132 candidates of a vocabulary of 131"),
         ({"num_return_sequences": 2}, InputError, "num_return_sequences"),
         ({"use_cache": False}, UnsupportedError, "use_cache"),
-        ({"low_memory": True}, UnsupportedError, "low_memory"),
         ({"penalty_alpha": 1.5}, InputError, "penalty_alpha"),
     ],
 )

@@ -181,8 +181,8 @@ def test_the_conversation_must_begin_with_what_is_held():
         jax.jit(lambda x: jaxllm.generate(model, x, seen, **settings).sequences)(more)
     with pytest.raises(UnsupportedError, match="output_attentions`: not beside past_key_values"):
         jaxllm.generate(model, more, seen, output_attentions=True, **settings)
-    with pytest.raises(UnsupportedError, match="DoLa continue"):
-        jaxllm.generate(model, more, seen, num_beams=2, **settings)
+    with pytest.raises(UnsupportedError, match="contrastive search compares hidden states"):
+        jaxllm.generate(model, more, seen, penalty_alpha=0.6, top_k=4, **settings)
     with pytest.raises(UnsupportedError, match="past_key_values: not together with guidance"):
         jaxllm.generate(model, more, seen, guidance_scale=2.0, **settings)
     embeds = np.zeros((2, 3, 32), np.float32)

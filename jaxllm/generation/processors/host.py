@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.errors import InputError
 from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_processor, store
@@ -24,7 +24,8 @@ class HostLogitsProcessor(LogitsProcessor):
     ``fn`` gets int32 ``[B, cur_len]``, the caller's padding included as in transformers, and
     float32 ``[B, V]``, and returns ``[B, V]``. It runs once for each new token, while the device
     waits; it must not call JAX, and its result must depend on its arguments alone. The program
-    belongs to this very function: the same one again compiles nothing.
+    belongs to this very function: the same one again compiles nothing. With drafts, by which rows
+    get different lengths, each row and each drafted token is a call of its own, with B = 1.
 
     >>> import jax.numpy as jnp
     >>> processor = HostLogitsProcessor(lambda input_ids, scores: scores * input_ids.shape[1])
@@ -42,10 +43,18 @@ class HostLogitsProcessor(LogitsProcessor):
         input_ids: Int[Array, "B L"],
         scores: Scores,
         cur_len: Int[Array, " ..."] | int,
+        *,
+        mask: Bool[Array, "B L"] | None = None,
+        prompt_len: Int[Array, ""] | int | None = None,
         **_: Any,
     ) -> Scores:
         scores = jnp.asarray(scores, jnp.float32)
-        return call_on_host(self.fn, input_ids, scores, cur_len, scores.shape, np.float32)
+        going = None
+        if mask is not None and prompt_len is not None:
+            columns = jnp.arange(mask.shape[1])
+            new = (columns >= prompt_len) & (columns < jnp.reshape(cur_len, (-1, 1)))
+            going = (mask | ~new).all(axis=1)
+        return call_on_host(self.fn, input_ids, scores, cur_len, scores, going)
 
 
 def host_function(owner: str, fn: Any) -> HostFunction:
@@ -64,33 +73,50 @@ def call_on_host(
     input_ids: Int[Array, "B L"],
     scores: Float[Array, "B V"],
     cur_len: Int[Array, " ..."] | int,
-    shape: tuple[int, ...],
-    dtype: type[np.generic],
-) -> Float[Array, " ..."] | Bool[Array, " ..."]:
+    otherwise: Shaped[Array, "B ..."],
+    going: Bool[Array, " B"] | None,
+) -> Shaped[Array, "B ..."]:
     """Calls ``fn(input_ids[:, :cur_len], scores)`` from a compiled program.
 
+    Where each row has a length of its own, each is a call of its own, ``[1, cur_len]``; rows that
+    are not ``going`` (None: all are) are not asked then, and have the result ``otherwise``.
+
     Raises:
-        InputError: The result does not have the shape and kind that it must have (see
+        InputError: The result does not have the shape and kind of ``otherwise`` (see
             :mod:`host_errors` for how it gets out of a program).
     """
 
     check_one_device()
+    dtype = np.dtype(otherwise.dtype)
 
-    @noted
-    def run(ids: Any, values: Any, length: Any) -> np.ndarray:
-        found = np.asarray(fn(np.asarray(ids)[:, : int(np.max(length))], np.asarray(values)))
+    def checked(ids: np.ndarray, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        found = np.asarray(fn(ids, values))
         if found.shape != shape or not np.can_cast(found.dtype, dtype, "same_kind"):
             raise InputError(
-                f"{getattr(fn, '__name__', fn)}: expected {np.dtype(dtype)}{list(shape)} as the "
-                f"result, found {found.dtype}{list(found.shape)}"
+                f"{getattr(fn, '__name__', fn)}: expected {dtype}{list(shape)} as the result, "
+                f"found {found.dtype}{list(found.shape)}"
             )
         return found.astype(dtype)
 
+    @noted
+    def run(*arrays: Any) -> np.ndarray:
+        ids, values, length, found, asked = map(np.asarray, arrays)
+        if length.ndim == 0:
+            return checked(ids[:, :length], values, found.shape)
+        found = found.copy()
+        for i in np.flatnonzero(asked):
+            row = slice(i, i + 1)
+            found[row] = checked(ids[row, : length[i]], values[row], found[row].shape)
+        return found
+
+    rows = input_ids.shape[0]
     return jax.pure_callback(
         run,
-        jax.ShapeDtypeStruct(shape, dtype),
+        jax.ShapeDtypeStruct(otherwise.shape, dtype),
         input_ids,
         scores,
         cur_len,
+        otherwise,
+        jnp.ones((rows,), bool) if going is None else going,
         vmap_method="sequential",
     )

@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation.processors.base import History, Scores, store
@@ -66,7 +65,8 @@ class HostCriteria(StoppingCriteria):
     ``fn`` gets int32 ``[B, cur_len]``, the caller's padding included as in transformers, and
     float32 ``[B, V]``, and returns booleans ``[B]``. It runs once for each new token, while the
     device waits; it must not call JAX, and its result must depend on its arguments alone. The
-    program belongs to this very function: the same one again compiles nothing.
+    program belongs to this very function: the same one again compiles nothing. With drafts, by
+    which rows get different lengths, each row and each new token is a call of its own, with B = 1.
 
     >>> import jax.numpy as jnp
     >>> criterion = HostCriteria(lambda input_ids, scores: input_ids.sum(axis=1) > 6)
@@ -84,9 +84,16 @@ class HostCriteria(StoppingCriteria):
         input_ids: Int[Array, "B L"],
         scores: Scores,
         cur_len: Int[Array, " ..."] | int,
+        *,
+        mask: Bool[Array, "B L"] | None = None,
         **_: Any,
     ) -> Done:
-        return call_on_host(self.fn, input_ids, scores, cur_len, input_ids.shape[:1], np.bool_)
+        going = None
+        if mask is not None and jnp.ndim(cur_len) == 1:
+            newest = jnp.asarray(cur_len, jnp.int32)[:, None] - 1
+            going = jnp.take_along_axis(mask, newest, axis=1)[:, 0]
+        none = jnp.zeros(input_ids.shape[:1], bool)
+        return call_on_host(self.fn, input_ids, scores, cur_len, none, going)
 
 
 class MaxTimeCriteria:
