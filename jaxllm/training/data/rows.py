@@ -144,8 +144,8 @@ class _Files:
 
     @property
     def name(self) -> str:
-        more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
-        return f"{self.files[0]}{more}"
+        first, *others = self.files
+        return f"{first} and {len(others)} more" if others else str(first)
 
     def sha256(self) -> str:
         """Of the files one after the other, as ``cat FILES | sha256sum`` gives it."""
