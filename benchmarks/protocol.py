@@ -47,25 +47,44 @@ class Training:
         return np.random.RandomState(0).randint(10, high, size=(self.batch, self.length))
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Greedy answers to prompts of many lengths, each until its end token or `new` tokens."""
+
+    rows: list[list[int]]
+    """Token ids."""
+    eos: int
+    new: int = 128
+    size: int = 16
+    """Rows that are decoded side by side."""
+
+
 def serve(info: dict, run: Callable[[Any], object], kind: type[Any] = Workload) -> None:
-    """A worker's main loop: times `run` once per request; a shape's first call is a warm-up."""
+    """A worker's main loop: times `run` once per request; a shape's first call is a warm-up.
+
+    A number that `run` returns is how many tokens it made.
+    """
     print(json.dumps(info), flush=True)
     for line in sys.stdin:
         workload = kind(**json.loads(line))
         cpu, start = time.process_time(), time.perf_counter()
-        run(workload)
+        made = run(workload)
         seconds = time.perf_counter() - start
         busy = (time.process_time() - cpu) / seconds
-        print(json.dumps({"seconds": seconds, "cpu_per_wall": busy}), flush=True)
+        answer: dict[str, Any] = {"seconds": seconds, "cpu_per_wall": busy}
+        if isinstance(made, int):
+            answer["tokens"] = made
+        print(json.dumps(answer), flush=True)
 
 
 class Peer:
     """The other end of `serve`."""
 
-    def __init__(self, name: str, python: str, script: str, model: str) -> None:
+    def __init__(self, name: str, python: str, script: str, model: str, **environment: str) -> None:
         self.name = name
         # Idle OpenMP threads that spin would take the core of whoever's turn it is.
-        env = os.environ | {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+        quiet = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+        env = os.environ | quiet | environment
         self.process = subprocess.Popen(
             [python, script, model],
             stdin=subprocess.PIPE,
@@ -75,7 +94,7 @@ class Peer:
         )
         self.info = self._answer()
 
-    def measure(self, workload: Workload | Training) -> dict:
+    def measure(self, workload: Workload | Training | Rows) -> dict:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(dataclasses.asdict(workload)) + "\n")
         self.process.stdin.flush()
