@@ -38,7 +38,7 @@ def test_greedy_rows_equal_rows_alone():
     assert engine.counts.reasons.keys() == {"eos", "length"}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "t5"])
 def test_sampled_rows_equal_rows_alone(family):
     """With numbers of their own, and keys from the job's seed or their own."""
     rows = uneven_rows(16, prompts=16, new=16, seed=1)
