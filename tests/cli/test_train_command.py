@@ -188,7 +188,10 @@ def test_no_gradient_at_all(tmp_path: Path, call: Any):
 # Signals.
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_a_signal_saves(tmp_path: Path, spawn: Any, number: int, code: int):
     recipe = small(tmp_path, checkpoints={"every": 10**6})
     run = tmp_path / "run"
@@ -264,8 +267,8 @@ def kill_often(tmp_path: Path, spawn: Any, kills: int) -> None:
     assert_equal_runs(run, straight(recipe, tmp_path / "straight", steps))
 
 
-def test_three_kills(tmp_path: Path, spawn: Any):
-    kill_often(tmp_path, spawn, 3)
+def test_two_kills(tmp_path: Path, spawn: Any):
+    kill_often(tmp_path, spawn, 2)
 
 
 @pytest.mark.slow

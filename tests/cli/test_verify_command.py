@@ -100,7 +100,10 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> type[Reference]:
     return Reference
 
 
-@pytest.mark.parametrize("name", ["s_llama_tok", "s_t5", "s_gpt2_xattn"])
+@pytest.mark.parametrize(
+    "name",
+    ["s_llama_tok", *(pytest.param(n, marks=pytest.mark.slow) for n in ("s_t5", "s_gpt2_xattn"))],
+)
 def test_equal_is_good(
     reference: type[Reference], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,7 @@ def assert_greedy(name: str, draft: dict, seed: int, side="left"):
 
 
 @pytest.mark.parametrize(
-    "name", ["s_llama", pytest.param("s_gpt2", marks=pytest.mark.slow), "s_t5"]
+    "name", ["s_llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("s_gpt2", "s_t5"))]
 )
 def test_fifty_prompts_equal_greedy_search(name):
     """In ragged batches, with processors that act on each position, and end tokens."""
@@ -136,7 +136,11 @@ def test_scores_and_logits_are_those_of_greedy_search():
 
 @pytest.mark.parametrize(
     ("name", "batch", "kind"),
-    [("s_llama", 1, "assistant"), ("s_llama", 3, "early exit"), ("s_t5", 3, "assistant")],
+    [
+        ("s_llama", 1, "assistant"),
+        pytest.param("s_llama", 3, "early exit", marks=pytest.mark.slow),
+        ("s_t5", 3, "assistant"),
+    ],
 )
 def test_caches_are_donated_and_never_copied(name, batch, kind):
     """The prediction: the drafts' columns move, never a layer's cache."""

@@ -23,7 +23,10 @@ def test_conformance(name):
     assert problems(case, run(case, tokenizer=TOKENIZER)) == []
 
 
-@pytest.mark.parametrize("fields", [{}, {"do_sample": True, "key": 3}, {"num_beams": 3}])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, pytest.param({"do_sample": True, "key": 3}, marks=pytest.mark.slow), {"num_beams": 3}],
+)
 def test_a_stop_string_ends_the_text_and_stays_in_it(fields):
     ids = [TOKENIZER.encode("the cat sat on")]
     arguments = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, **fields}
@@ -109,7 +112,9 @@ class Streamer:
         self.ended = True
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[:2]), *FAMILIES[2:]]
+)
 def test_a_streamer_gets_the_prompt_and_every_token(name):
     _, ids, mask = prompts(name)
     fields = {"max_new_tokens": 7, "do_sample": True, "key": 1, "eos_token_id": None}

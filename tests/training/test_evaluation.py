@@ -184,6 +184,7 @@ def test_answers_are_those_of_each_prompt_alone(llama, batch_size: int) -> None:
     assert (second.reference, second.prediction) == (wanted[1], wanted[1])
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_the_batch(llama) -> None:
     model, tokenizer = llama
     fields = {"do_sample": True, "top_k": None, "max_new_tokens": 5, "batch_size": 2}

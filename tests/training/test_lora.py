@@ -242,8 +242,11 @@ PARTS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down")
 CROSS = ("cross.q", "cross.k", "cross.v", "cross.o")
 LAYERS = [
     *(("llama", part) for part in (*PARTS, "mlp.gate", "lm_head")),
-    *(("gpt2", part) for part in (*PARTS, *CROSS)),
-    *(("t5", part) for part in (*PARTS, *CROSS, "mlp.gate", "lm_head")),
+    *(pytest.param("gpt2", part, marks=pytest.mark.slow) for part in (*PARTS, *CROSS)),
+    *(
+        pytest.param("t5", part, marks=[] if part in CROSS else pytest.mark.slow)
+        for part in (*PARTS, *CROSS, "mlp.gate", "lm_head")
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm.cli.train import main
 from jaxllm.training.recipe_file import read_recipe
-from jaxllm.training.run import SAMPLES
+from jaxllm.training.samples import BEFORE
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
@@ -113,7 +113,7 @@ def test_each_runs(name: str, tmp_path: Path):
     assert (out / "report.html").exists()
     assert (out / "loss.png").exists()
     asks = bool(read_recipe(recipe).evaluation.metrics)
-    assert ("eval_exact_match" in lines[-1]) == (out / SAMPLES).exists() == asks
+    assert ("eval_exact_match" in lines[-1]) == (out / BEFORE).exists() == asks
 
 
 def test_without_its_data_a_recipe_says_what_is_missing(

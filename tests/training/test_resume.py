@@ -70,10 +70,9 @@ def variant(name: str, folder: Path) -> Recipe:
 
 VARIANTS = [
     "llama",
-    "gpt2 lora",
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("t5", "llama dora", "gpt2", "t5 lora", "bfloat16", "classifier")
+        for name in ("gpt2 lora", "t5", "llama dora", "gpt2", "t5 lora", "bfloat16", "classifier")
     ),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import tiny
 from batch_tools import differences, uneven_rows
 
@@ -21,6 +22,7 @@ def test_greedy_and_sampled_rows_side_by_side():
     assert len(engine.counts.buckets) == 2  # one group: its bucket of prompts, and its slots
 
 
+@pytest.mark.slow
 def test_several_samples_a_row():
     rows = uneven_rows(4, prompts=16, new=16, seed=3)
     rows = [{**row, "max_new_tokens": 10, "num_return_sequences": 3} for row in rows]
