@@ -232,7 +232,6 @@ UNSUPPORTED = {
     "cache_implementation": "offloaded",
     "prefill_chunk_size": 8,
     "return_legacy_cache": True,
-    "low_memory": True,
     "compile_config": {"backend": "x"},
     "disable_compile": True,
     "continuous_batching_config": {},
