@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from jaxllm.cli.supervise import free_port
 
 TESTS = Path(__file__).parent
 
@@ -24,12 +25,6 @@ def on_devices(code: str, *arguments: object, devices: int = 8) -> str:
     done = subprocess.run(command, env=environment(devices), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def on_processes(

@@ -53,6 +53,7 @@ def make_train_step(
     ) -> tuple[tuple, Metrics]:
         step, params, opt_state, key, ema, skipped, in_a_row = trained
         keys = jax.random.split(jax.random.fold_in(key, step), accumulation)
+        read = real_tokens(structure.model({**params, **frozen}), batch)
 
         def summed(params: Params, part: dict[str, Array], key: Array):
             sums = loss(structure.model({**params, **frozen}), part, key)
@@ -88,8 +89,8 @@ def make_train_step(
             "skipped": bad,
             "skipped_in_a_row": (in_a_row + 1) * bad,
         }
-        if (tokens := real_tokens(structure.model({**params, **frozen}), batch)) is not None:
-            metrics["real_tokens"] = tokens
+        if read is not None:
+            metrics["real_tokens"] = read
         if schedule is not None:
             metrics["lr"] = jnp.asarray(schedule(step - skipped))
         trained = (

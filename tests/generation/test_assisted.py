@@ -207,15 +207,18 @@ def test_stops_and_functions_of_the_prefix(kind):
     assert (want[:, -1] == 0).any()  # some row stopped early
 
 
-def guided_functions() -> dict[str, Any]:
-    """Guidance, and functions in plain Python, as `generate` takes them; they note their shapes."""
+def guided_functions(rows: set[int]) -> dict[str, Any]:
+    """Guidance, and functions in plain Python, as `generate` takes them; they note how many rows
+    they get at a time."""
 
     def lowers(input_ids, scores):
+        rows.add(len(input_ids))
         scores = scores.copy()
         scores[np.arange(len(scores)), (input_ids[:, -1] + 1) % scores.shape[1]] -= 4
         return scores
 
     def ends(input_ids, scores):
+        rows.add(len(input_ids))
         return input_ids[:, -1] % 11 == 3
 
     return {
@@ -241,11 +244,16 @@ def guided_functions() -> dict[str, Any]:
 def test_guidance_and_functions_of_the_host(kind, how):
     """Both contexts read the drafts, and Python functions get each row by itself."""
     ids, mask = repeating_prompts()
-    fields = {**guided_functions(), **how}
+    fields = {**guided_functions(rows := set()), **how}
     got = jaxllm.generate(model("s_gpt2"), ids, mask, **fields, **drafts("s_gpt2")[kind])
     assert got.assisted is not None
+    assert rows == {1}
     if "num_return_sequences" in how:  # other draws than without a draft
         assert got.sequences.shape[0] == 6
+        new = np.asarray(got.sequences)[:, ids.shape[1] :]
+        for row in new:  # nothing follows a token at which a text ends
+            ends = np.flatnonzero(row % 11 == 3)
+            assert not ends.size or (row[ends[0] + 1 :] == 0).all()
         return
     want = jaxllm.generate(model("s_gpt2"), ids, mask, **fields)
     np.testing.assert_array_equal(got.sequences, want.sequences)

@@ -14,14 +14,7 @@ from jaxllm.errors import UnsupportedError
 from jaxllm.generation import loop
 from jaxllm.generation.generate import prepare_call, runnable
 from jaxllm.sharding import make_mesh, put_tree, use
-
-def make(family, **changes):
-    heads = {"num_key_value_heads": 4} if family == "llama" else {}
-    return tiny.make(family, vocab_size=64, **heads, **changes)
-
-def mesh(data=1, fsdp=1, tensor=1):
-    count = data * fsdp * tensor
-    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[:count])
+from tiny_meshes import make, mesh
 
 ids = tiny.ids(8)
 mask = np.ones_like(ids)

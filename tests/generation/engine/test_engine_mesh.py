@@ -13,15 +13,8 @@ from batch_tools import differences, uneven_rows
 from jaxllm import BatchGenerator
 from jaxllm.compile_clock import CompileClock
 from jaxllm.generation.engine import pool as pools
-from jaxllm.sharding import make_mesh, put_tree, use
-
-def make(family, **changes):
-    heads = {"num_key_value_heads": 4} if family == "llama" else {}
-    return tiny.make(family, vocab_size=64, **heads, **changes)
-
-def mesh(data=1, fsdp=1, tensor=1):
-    count = data * fsdp * tensor
-    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[:count])
+from jaxllm.sharding import put_tree, use
+from tiny_meshes import make, mesh
 """
 
 EVERY_FAMILY = """
