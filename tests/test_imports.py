@@ -23,7 +23,7 @@ ROOMS = [
     {"models"},
     {"nn"},
     {"cache", "cache_kinds", "sharding"},
-    {"errors", "json_file", "compile_clock", "extras", "processes"},
+    {"errors", "json_file", "compile_clock", "extras", "processes", "whole_file"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 FOREIGN = {"torch", "transformers", "tensorflow", "keras"}

@@ -23,6 +23,7 @@ import numpy as np
 from jaxllm.checkpoint.safetensors import INDEX, SINGLE, SafetensorsFile
 from jaxllm.checkpoint.safetensors_header import check_names, layout
 from jaxllm.errors import CheckpointError, MissingFileError
+from jaxllm.whole_file import sync_folder
 
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
@@ -59,7 +60,7 @@ def write_safetensors(
         _write(temporary, arrays, metadata)
         _compare(temporary, arrays, path)
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as failure:
         raise CheckpointError(f"{path}: cannot be written ({failure.strerror})") from failure
     finally:
@@ -171,7 +172,7 @@ def _write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as failure:
         raise CheckpointError(f"{path}: cannot be written ({failure.strerror})") from failure
     finally:
@@ -180,13 +181,3 @@ def _write_text(path: Path, text: str) -> None:
 
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the renaming itself durable (POSIX; Windows cannot open a folder)."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from jaxllm.checkpoint.safetensors_writer import write_sharded
 from jaxllm.errors import CheckpointError, InputError
 from jaxllm.models.export import config_to_json
 from jaxllm.models.registry import FAMILIES, architecture_of
+from jaxllm.whole_file import write_whole
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -130,12 +130,10 @@ def saved_config(model: Any, dtypes: dict[str, str]) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes beside the target and renames, so that a reader never sees half a file."""
+    """Writes the whole file at once, so that a reader never sees half of it."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, text.encode("utf-8"))
     except OSError as failure:
         raise CheckpointError(f"{path}: cannot be written ({failure.strerror})") from failure
 

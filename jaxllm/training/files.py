@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jaxllm import whole_file
 from jaxllm.errors import RunError
 
 
@@ -29,10 +30,8 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         RunError: it cannot be written.
     """
-    half = path.with_name(path.name + ".tmp")
-    with writing(path):
+    with writing(path), whole_file.replacing(path) as half:
         yield half
-        half.replace(path)
 
 
 def write_text(path: Path, text: str) -> None:

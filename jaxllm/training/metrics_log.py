@@ -126,8 +126,6 @@ class MetricsLog:
         with replacing(self.path) as half, half.open("wb") as lines:
             for row in _amended(iterate_metrics(self.path), step, fields):
                 lines.write(line_of(row))
-            lines.flush()
-            os.fsync(lines.fileno())
         self._lines.close()
         with writing(self.path):
             self._lines = self.path.open("ab", buffering=0)

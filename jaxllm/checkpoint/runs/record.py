@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from jaxllm.checkpoint.runs.leaves import Leaf
 from jaxllm.errors import CheckpointError
 from jaxllm.json_file import parse_json, read_json
+from jaxllm.whole_file import write_whole
 
 RECORD_FILE = Path("record") / "metadata"  # the name that Orbax gives to a JSON item
 FORMAT = 1
@@ -86,13 +86,8 @@ def replace_record(folder: Path, record: Record) -> None:
         CheckpointError: It cannot be written.
     """
     path = folder / RECORD_FILE
-    half = path.with_name(path.name + ".tmp")
     try:
-        with half.open("w", encoding="utf-8") as file:
-            json.dump(seal(record), file)
-            file.flush()
-            os.fsync(file.fileno())
-        half.replace(path)
+        write_whole(path, json.dumps(seal(record)).encode())
     except OSError as failure:
         raise CheckpointError(f"{path}: cannot be written ({failure.strerror})") from failure
 

@@ -14,11 +14,12 @@ from jaxllm.compile_clock import CompileClock
 from jaxllm.errors import DataError, JaxLLMError, MissingFileError, RunError
 from jaxllm.generation.engine import notes
 from jaxllm.generation.engine.generator import BatchGenerator
-from jaxllm.generation.engine.journal import Journal, journal_folder, report_file, write_atomically
+from jaxllm.generation.engine.journal import Journal, journal_folder, report_file
 from jaxllm.generation.engine.report import Report, Run, lengths
 from jaxllm.generation.engine.rows import BatchOutput, Given
 from jaxllm.json_file import parse_json
 from jaxllm.processes import together
+from jaxllm.whole_file import write_whole
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -184,7 +185,7 @@ class Job:
             run=run,
             **lengths(records),
         )
-        write_atomically(self.report_path, self.report.to_json())
+        write_whole(self.report_path, self.report.to_json())
 
 
 def share(rows: Sequence[int], process: int, processes: int) -> Sequence[int]:

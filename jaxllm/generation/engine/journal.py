@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Self
 from jaxllm.checkpoint.runs.lock import RunLock
 from jaxllm.errors import DataError, RunError
 from jaxllm.json_file import parse_json, read_json
+from jaxllm.whole_file import sync_folder, write_whole
 
 SECONDS = 1.0
 """Rows wait so long, at most, until they are forced onto the disk."""
@@ -64,7 +65,7 @@ class Journal:
                 if other != self._lock.path.parent:
                     RunLock(other).release()  # refused if an earlier run's process is still there
         if not started_file(self.folder).exists():
-            write_atomically(started_file(self.folder), json.dumps(settings).encode())
+            write_whole(started_file(self.folder), json.dumps(settings).encode())
         self._part = self.folder / f"part-{process:05d}.jsonl"
         self.done: dict[int, Place] = {}
         """Finished rows, by their number."""
@@ -229,23 +230,3 @@ def encoded(line: Mapping[str, Any]) -> bytes:
         return (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8")
     except UnicodeEncodeError:
         return (json.dumps(line) + "\n").encode("ascii")
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """A file that is there as a whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Forces names in a folder onto the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

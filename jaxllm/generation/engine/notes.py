@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import RunError
-from jaxllm.generation.engine.journal import read, started_file, write_atomically
+from jaxllm.generation.engine.journal import read, started_file
+from jaxllm.whole_file import write_whole
 
 POLL_SECONDS = 0.2
 
@@ -30,7 +31,7 @@ def forget(folder: Path) -> None:
 
 
 def leave(folder: Path, process: int, note: Mapping[str, Any]) -> None:
-    write_atomically(note_file(folder, process), json.dumps(note).encode())
+    write_whole(note_file(folder, process), json.dumps(note).encode())
 
 
 @contextlib.contextmanager

@@ -17,9 +17,13 @@ HOLD = """
 import os, pathlib, sys, time
 from jaxllm.checkpoint.runs.lock import RunLock
 lock = RunLock(pathlib.Path(sys.argv[1]))
-if len(sys.argv) > 2 and os.fork() == 0:  # a worker that outlives the run
-    os.close(1)
-    time.sleep(60)
+if len(sys.argv) > 2:
+    started, start = os.pipe()
+    if os.fork() == 0:  # a worker that outlives the run
+        os.write(start, b".")
+        os.close(1)
+        time.sleep(60)
+    os.read(started, 1)  # it has let go of the lock
 print("held", os.getpid(), flush=True)
 time.sleep(60)
 """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from devices import free_port
 
 PROCESS = """
 import sys
@@ -56,12 +56,6 @@ with RunCheckpoints(folder, keep=2, **options) as checkpoints:
     assert saved == [step - 2, step - 1, step], saved
     print("saved", checkpoints.steps())
 """
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def run(folder: Path, count: int, step: int, task: str = "train") -> list[str]:
