@@ -1,6 +1,7 @@
 """Many prompts of many lengths beside peers, in one run: SmolLM2 answers 64 questions greedily.
 
-    python benchmarks/batch.py [--hf PYTHON] [--ct2 PYTHON --ct2-model FOLDER] [--rounds N]
+    python benchmarks/batch.py [--hf PYTHON] [--ct2 PYTHON --ct2-model FOLDER]
+                               [--llamacpp PYTHON --gguf FILE] [--rounds N]
 
 Answers end where the model ends them, or after 128 tokens; 16 rows side by side. Tokens/s is that
 of all new tokens over the seconds of the whole call, reading the prompts included.
@@ -40,6 +41,8 @@ def main() -> None:
     parser.add_argument("--hf", metavar="PYTHON", help="environment with transformers and torch")
     parser.add_argument("--ct2", metavar="PYTHON", help="environment with ctranslate2")
     parser.add_argument("--ct2-model", metavar="FOLDER", help="the converted model")
+    parser.add_argument("--llamacpp", metavar="PYTHON", help="environment with llama-cpp-python")
+    parser.add_argument("--gguf", metavar="FILE", help="the model in float32")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -53,6 +56,8 @@ def main() -> None:
             peers.append(peer("HF torch, static", args.hf, "hf_rows_worker.py", folder))
         if args.ct2:
             peers.append(peer("CTranslate2", args.ct2, "ct2_rows_worker.py", args.ct2_model))
+        if args.llamacpp:
+            peers.append(peer("llama.cpp", args.llamacpp, "llamacpp_rows_worker.py", args.gguf))
         first = [each.measure(work)["seconds"] for each in peers]
         measured = [[each.measure(work) for each in peers] for _ in range(args.rounds)]
         for each in peers:

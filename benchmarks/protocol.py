@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,22 @@ class Rows:
     new: int = 128
     size: int = 16
     """Rows that are decoded side by side."""
+
+    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Static batches, sorted by length: ids [B, T], padded on the left, and their mask."""
+        rows = sorted(self.rows, key=len)
+        for start in range(0, len(rows), self.size):
+            batch = rows[start : start + self.size]
+            width = max(map(len, batch))
+            ids, mask = np.zeros((2, len(batch), width), np.int64)
+            for row, ids_row, mask_row in zip(batch, ids, mask, strict=True):
+                ids_row[width - len(row) :], mask_row[width - len(row) :] = row, 1
+            yield ids, mask
+
+    def made(self, new: np.ndarray) -> int:
+        """Tokens up to the end token of each row, which counts, of a batch's new tokens [B, N]."""
+        ended = new == self.eos
+        return int(np.where(ended.any(1), ended.argmax(1) + 1, new.shape[1]).sum())
 
 
 def serve(info: dict, run: Callable[[Any], object], kind: type[Any] = Workload) -> None:

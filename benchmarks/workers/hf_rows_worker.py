@@ -18,22 +18,16 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).e
 @torch.inference_mode()
 def run(work: Rows) -> int:
     made = 0
-    rows = sorted(work.rows, key=len)
-    for start in range(0, len(rows), work.size):
-        batch = rows[start : start + work.size]
-        width = max(map(len, batch))
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in batch])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
-        new = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
+    for ids, mask in work.batches():
+        sequences = model.generate(
+            input_ids=torch.from_numpy(ids),
+            attention_mask=torch.from_numpy(mask),
             max_new_tokens=work.new,
             do_sample=False,
             eos_token_id=work.eos,
             pad_token_id=0,
-        )[:, width:]
-        for row in new.tolist():
-            made += row.index(work.eos) + 1 if work.eos in row else len(row)
+        )
+        made += work.made(sequences[:, ids.shape[1] :].numpy())
     return made
 
 

@@ -34,25 +34,17 @@ def refilled(work: Rows) -> int:
 
 def static(work: Rows) -> int:
     made = 0
-    rows = sorted(work.rows, key=len)
-    for start in range(0, len(rows), work.size):
-        batch = rows[start : start + work.size]
-        width = max(map(len, batch))
-        ids, mask = (np.zeros((len(batch), width), np.int32) for _ in range(2))
-        for row, ids_row, mask_row in zip(batch, ids, mask, strict=True):
-            ids_row[width - len(row) :], mask_row[width - len(row) :] = row, 1
-        new = jaxllm.generate(
+    for ids, mask in work.batches():
+        sequences = jaxllm.generate(
             model,
-            ids,
-            mask,
+            ids.astype(np.int32),
+            mask.astype(np.int32),
             max_new_tokens=work.new,
             eos_token_id=work.eos,
             pad_token_id=0,
             do_sample=False,
-        ).sequences[:, width:]
-        for row in np.asarray(new):
-            ends = np.flatnonzero(row == work.eos)
-            made += int(ends[0]) + 1 if ends.size else len(row)
+        ).sequences
+        made += work.made(np.asarray(sequences)[:, ids.shape[1] :])
     return made
 
 

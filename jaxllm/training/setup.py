@@ -24,6 +24,7 @@ from jaxllm.training.generation_rows import generation_rows
 from jaxllm.training.losses import Loss, loss_for
 from jaxllm.training.optimizers import make_optimizer, make_schedule
 from jaxllm.training.recipe import Recipe
+from jaxllm.training.sinks import tensorboard_package, wandb_package
 from jaxllm.training.start import starting_model, trained
 from jaxllm.training.state import TrainState
 from jaxllm.training.step import Step, make_train_step
@@ -61,10 +62,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     sizes = recipe.mesh
     mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
     part, parts = row_share(mesh)
-    # Missing files are told at once, not after minutes in which the model is loaded.
-    for data in (recipe.data, recipe.eval_data):
-        if data is not None and data.path is not None:
-            find_files(data.path)
+    check_files_and_packages(recipe)
     began = time.perf_counter()
     model, tokenizer = starting_model(recipe)
     say(f"model: {time.perf_counter() - began:.1f} s to load or make it")
@@ -139,6 +137,24 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     )
 
 
+def check_files_and_packages(recipe: Recipe) -> None:
+    """What is missing is told at once, not after minutes in which the model is loaded.
+
+    Raises:
+        DataError, MissingFileError: a path names no files.
+        MissingExtraError: a package is not installed.
+    """
+    for data in (recipe.data, recipe.eval_data):
+        if data is not None and data.path is not None:
+            find_files(data.path)
+    if recipe.tensorboard:
+        tensorboard_package()
+    if recipe.wandb is not None:
+        wandb_package()
+    if recipe.eval_data is not None and recipe.evaluation.metrics:
+        score_texts([("a", "a")], recipe.evaluation.metrics)
+
+
 @contextlib.contextmanager
 def section(name: str) -> Iterator[None]:
     """Puts the recipe's section before an error in one of its fields; rows have their file."""
@@ -176,7 +192,6 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
 
     Raises:
         ConfigError: it is not.
-        MissingExtraError: a metric's package is not installed.
     """
     known = [*EvalResult(loss=0.0, accuracy=0.0, count=1).metrics(predicted(info))]
     if recipe.evaluation.metrics:

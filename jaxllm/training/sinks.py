@@ -30,6 +30,14 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+def tensorboard_package() -> Any:
+    return require("tensorboardX", extra="tensorboard", purpose="TensorBoard files")
+
+
+def wandb_package() -> Any:
+    return require("wandb", extra="wandb", purpose="Weights & Biases logs")
+
+
 class TensorBoardSink:
     """Writes OUTPUT/tensorboard, for ``tensorboard --logdir OUTPUT``.
 
@@ -46,7 +54,7 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: str | PathLike[str], *, resume_at: int | None = None) -> None:
-        module = require("tensorboardX", extra="tensorboard", purpose="TensorBoard files")
+        module = tensorboard_package()
         folder = Path(folder)
         self._writer = module.SummaryWriter(
             str(folder / "tensorboard"),
@@ -98,7 +106,7 @@ class WandbSink:
         mode: str | None = None,
         resume_at: int | None = None,
     ) -> None:
-        module = require("wandb", extra="wandb", purpose="Weights & Biases logs")
+        module = wandb_package()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         known = folder / "wandb_id"

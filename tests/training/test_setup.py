@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 from tiny_runs import plain, recipe
 
-from jaxllm.errors import ConfigError, DataError
+from jaxllm.errors import ConfigError, DataError, MissingExtraError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo
 from jaxllm.training.generation_rows import generation_rows
+from jaxllm.training.recipe import Evaluation, ModelSource
 from jaxllm.training.setup import SECONDS, now_and_then, set_up
 
 CAUSAL = ModelInfo(kind="causal", vocab_size=260, context_length=32)
@@ -26,6 +28,24 @@ def test_the_section_of_a_wrong_field_is_named(tmp_path: Path):
         set_up(replace(made, data=longer), print)
     with pytest.raises(ConfigError, match=r"^eval_data: max_length: 99 tokens"):
         set_up(replace(made, eval_data=longer), print)
+
+
+@pytest.mark.parametrize(
+    ("module", "fields"),
+    [
+        ("wandb", {"wandb": "answers"}),
+        ("tensorboardX", {"tensorboard": True}),
+        ("sacrebleu", {"evaluation": Evaluation(metrics=("bleu",))}),
+    ],
+)
+def test_a_missing_package_is_told_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, fields: dict[str, Any]
+):
+    monkeypatch.setitem(sys.modules, module, None)  # what Python does for a missing one
+    made = recipe(tmp_path)
+    fields |= {"model": ModelSource(path="no/such/model"), "eval_data": made.data}
+    with pytest.raises(MissingExtraError, match=f"package {module}: pip install"):
+        set_up(replace(made, **fields), print)
 
 
 def test_steps_beyond_the_schedule_are_told(tmp_path: Path):
