@@ -79,6 +79,11 @@ def run(case: str) -> tuple[Any, Any]:
 plain_logits = jax.jit(lambda model, inputs: model(**inputs).logits)
 
 
+def atol(case: str) -> float:
+    """On this T5 PEFT's own float32 is up to 1.1e-4 away from the float64 of the reference."""
+    return 2e-4 if case.startswith("t5") else 1e-4
+
+
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     with SafetensorsFile(folder / "adapter_model.safetensors") as file:
         return {name: file.read(name) for name in file.names()}
@@ -92,16 +97,14 @@ def config_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_peft(case):
     logits, _ = run(case)
-    np.testing.assert_allclose(logits, reference(case)["logits"], atol=1e-4)
+    np.testing.assert_allclose(logits, reference(case)["logits"], atol=atol(case))
 
 
 @pytest.mark.usefixtures("highest_precision")
 @pytest.mark.parametrize("case", CASES)
 def test_merged_logits_are_those_of_peft(case):
     logits = plain_logits(merge_lora(adapted(case)), inputs(case))
-    # On this T5 PEFT's own float32 is up to 1.1e-4 away from the float64 of the reference.
-    atol = 2e-4 if case.startswith("t5") else 1e-4
-    np.testing.assert_allclose(logits, reference(case)["merged"], atol=atol)
+    np.testing.assert_allclose(logits, reference(case)["merged"], atol=atol(case))
 
 
 def gradients(case: str) -> dict[str, np.ndarray]:
