@@ -10,6 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.generation.strategy import Prompt
 
+Count = Int[Array, ""] | Int[Array, " B"]
+"""A number for all rows, or one for each."""
 WORST = -1e9
 """Stands for minus infinity in scores of beams, as in transformers: sums stay finite."""
 
@@ -32,21 +34,17 @@ class Hypotheses:
         beam: Int[Array, "B M"],
         token: Int[Array, "B M"],
         scores: Float[Array, "B M"],
-        cur_len: Int[Array, ""],
-        step: Int[Array, ""],
+        cur_len: Count,
+        step: Count,
         offset: int = 0,
     ) -> Hypotheses:
         """M continuations: each a beam and the token that it gets in column `cur_len`.
 
         `offset` is the number of the first of these beams, where they are some of a row's.
         """
-
-        def put(x, value, at):
-            return jax.lax.dynamic_update_slice_in_dim(x, value[..., None], at, axis=2)
-
         return Hypotheses(
-            sequences=put(take(self.sequences, beam), token, cur_len),
-            origin=put(take(self.origin, beam), beam + offset, step),
+            sequences=put_column(take(self.sequences, beam), token, cur_len),
+            origin=put_column(take(self.origin, beam), beam + offset, step),
             scores=scores,
         )
 
@@ -75,8 +73,25 @@ def take(x: Array, which: Int[Array, "B M"]) -> Array:
     return jnp.take_along_axis(x, which.reshape(*which.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
+def put_column(x: Int[Array, "B M L"], value: Int[Array, "B M"], at: Count) -> Int[Array, "B M L"]:
+    """Writes one column of every text of a row."""
+    if at.ndim == 0:
+        return jax.lax.dynamic_update_slice_in_dim(x, value[..., None], at, axis=2)
+    put = jax.vmap(lambda x, new, at: jax.lax.dynamic_update_slice_in_dim(x, new, at, axis=1))
+    return put(x, value[..., None], at)
+
+
+def column(x: Int[Array, "B M L"], at: Count) -> Int[Array, "B M"]:
+    """One column of every text of a row."""
+    if at.ndim == 0:
+        return jax.lax.dynamic_index_in_dim(x, at, 2, keepdims=False)
+    return jnp.take_along_axis(x, at[:, None, None], axis=2)[..., 0]
+
+
 def penalised(
-    scores: Float[Array, " *any"], new_tokens: Int[Array, ""], length_penalty: Float[Array, ""]
+    scores: Float[Array, " *any"],
+    new_tokens: Int[Array, "*#any"],
+    length_penalty: Float[Array, "*#any"],
 ) -> Float[Array, " *any"]:
     """Sums of log-probabilities divided by the number of new tokens to a power."""
     return scores / new_tokens.astype(jnp.float32) ** length_penalty
