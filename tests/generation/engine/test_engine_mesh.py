@@ -34,6 +34,11 @@ for family in sys.argv[1:]:
 print("done")
 """
 
+BEAMS = EVERY_FAMILY.replace(
+    'row |= {"do_sample": True, "temperature": 0.5 + i / 40, "top_k": i, "seed": i}',
+    'row |= {"length_penalty": i / 8, "num_return_sequences": 2}',
+).replace("slots=6", "slots=6, num_beams=3")
+
 OTHER_ROWS = """
 model = make("llama", num_hidden_layers=1)
 there = put_tree(model, mesh(data=2, tensor=2))
@@ -116,6 +121,7 @@ print("done")
     [
         pytest.param(EVERY_FAMILY, ["llama"], id="llama"),
         pytest.param(EVERY_FAMILY, ["gpt2", "t5"], id="others", marks=pytest.mark.slow),
+        pytest.param(BEAMS, ["llama", "gpt2", "t5"], id="beams", marks=pytest.mark.slow),
         pytest.param(OTHER_ROWS, [], id="rows", marks=pytest.mark.slow),
         pytest.param(COLLECTIVES, ["llama"], id="llama collectives"),
         pytest.param(COLLECTIVES, ["gpt2", "t5"], id="others collectives", marks=pytest.mark.slow),
