@@ -22,7 +22,7 @@ from jaxllm.generation.beams import (
     note_choice,
     note_step,
 )
-from jaxllm.generation.hypotheses import WORST, penalised, take
+from jaxllm.generation.hypotheses import WORST, largest, penalised, take
 from jaxllm.generation.strategy import Prompt, Settings
 
 
@@ -72,7 +72,7 @@ class BeamSearch(Beams[BeamSearchState]):
         found = dataclasses.replace(found, ends=found.ends | full | stopped)
 
         open_scores = found.value + jnp.where(found.ends | found.spare, WORST, 0.0)
-        open_scores, best = jax.lax.top_k(open_scores, beams)
+        open_scores, best = largest(open_scores, beams)
         parents = take(found.beam, best)
         running = state.running.extend(
             parents, take(found.token, best), open_scores, state.cur_len, state.step

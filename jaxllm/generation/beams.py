@@ -16,6 +16,7 @@ from jaxllm.generation.hypotheses import (
     Hypotheses,
     column,
     global_indices,
+    largest,
     result_length,
 )
 from jaxllm.generation.records import Records, first_records
@@ -31,7 +32,6 @@ from jaxllm.generation.strategy import (
 )
 from jaxllm.generation.tree import Tree
 from jaxllm.models.outputs import DecodeOutput
-from jaxllm.sharding import context_mesh
 
 
 @jax.tree_util.register_dataclass
@@ -247,11 +247,7 @@ def candidates(
         keys = jax.vmap(jax.random.fold_in)(state.keys, step)
         value, index = draw_without_replacement(keys, flat, places, wanted, worst=WORST)
     else:
-        value, index = jax.lax.top_k(flat, places)
-        if context_mesh() is None:
-            # XLA sorts the whole vocabulary where a later slice merges with that inside top_k. But
-            # its partitioner splits top_k in two, and the barrier between ends the process.
-            value, index = jax.lax.optimization_barrier((value, index))
+        value, index = largest(flat, places)
     token = index % vocab
     return Candidates(
         value=value,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.generation.strategy import Prompt
+from jaxllm.sharding import context_mesh, partition
 
 Count = Int[Array, ""] | Int[Array, " B"]
 """A number for all rows, or one for each."""
@@ -53,7 +54,7 @@ class Hypotheses:
 
     def best(self, count: int) -> tuple[Hypotheses, Int[Array, "B count"]]:
         """The `count` of the highest scores, in order, and their places."""
-        _, which = jax.lax.top_k(self.scores, count)
+        _, which = largest(self.scores, count)
         return self.take(which), which
 
     @staticmethod
@@ -71,6 +72,27 @@ class Hypotheses:
 def take(x: Array, which: Int[Array, "B M"]) -> Array:
     """x[b, which[b]] for each row b."""
     return jnp.take_along_axis(x, which.reshape(*which.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def largest(
+    scores: Float[Array, "B M"], count: int
+) -> tuple[Float[Array, "B count"], Int[Array, "B count"]]:
+    """The `count` highest scores of each row, in order, and their places.
+
+    On a mesh every device looks at its own rows: left to itself, XLA would bring all rows together.
+    """
+
+    def own(scores: Float[Array, "b M"]):
+        value, place = jax.lax.top_k(scores, count)
+        return value, place
+
+    mesh = context_mesh()
+    if mesh is not None:
+        split = partition(scores.shape, ("rows",), mesh)
+        return jax.shard_map(own, in_specs=split, out_specs=(split, split))(scores)
+    # XLA sorts the whole row where a later slice merges with that inside top_k. But its partitioner
+    # splits top_k in two, and the barrier between ends the process.
+    return jax.lax.optimization_barrier(own(scores))
 
 
 def put_column(x: Int[Array, "B M L"], value: Int[Array, "B M"], at: Count) -> Int[Array, "B M L"]:

@@ -115,6 +115,21 @@ for family in sys.argv[1:]:
 print("done")
 """
 
+BEAM_COLLECTIVES = (
+    COLLECTIVES.split("DEPTH")[0]
+    + """
+rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 5, "num_beams": 3}] * 8
+model = make("llama", num_hidden_layers=1)
+decoding, reading = collectives(put_tree(model, mesh(tensor=4)))
+assert decoding == ["all-gather f32[8,3,64]", *["all-reduce f32[24,32]"] * 2,
+                    "all-reduce f32[8,3,32]"], decoding
+decoding, reading = collectives(put_tree(model, mesh(data=4)))
+assert set(decoding) == {"all-reduce s32[]"}, decoding
+assert reading == [], reading
+print("done")
+"""
+)
+
 
 @pytest.mark.parametrize(
     ("code", "families"),
@@ -124,6 +139,7 @@ print("done")
         pytest.param(BEAMS, ["llama", "gpt2", "t5"], id="beams", marks=pytest.mark.slow),
         pytest.param(OTHER_ROWS, [], id="rows", marks=pytest.mark.slow),
         pytest.param(COLLECTIVES, ["llama"], id="llama collectives"),
+        pytest.param(BEAM_COLLECTIVES, [], id="beam collectives", marks=pytest.mark.slow),
         pytest.param(COLLECTIVES, ["gpt2", "t5"], id="others collectives", marks=pytest.mark.slow),
     ],
 )
