@@ -214,6 +214,10 @@ class Cache:
         known = jnp.sum(kept, axis=-1, dtype=jnp.int32)
         return self.replace(mask=kept, length=length, next_position=known)
 
+    def aligned(self) -> Self:
+        """The cache with one `length` for all rows: new columns are then written in one piece."""
+        return self.replace(length=jnp.max(self.length))
+
     def look(
         self, mask: Bool[Array, "B T"], *, fresh: bool = False, branches: Branches | None = None
     ) -> tuple[View, Self]:
@@ -238,7 +242,7 @@ class Cache:
             visible = known[:, None, :] & (key_slots <= query_slots[..., None])
         else:
             visible = known[:, None, :] & branches.seen
-            key_slots, query_slots = branches.columns, branches.columns[..., query_slots]
+            key_slots, query_slots = branches.columns, branches.columns_of(query_slots)
         view = View(
             positions=jnp.maximum(counts - 1, 0),
             query_slots=query_slots,
@@ -325,3 +329,11 @@ class Branches:
     """The slots that each branch sees, its own new one included."""
     columns: Int[Array, " S"] | Int[Array, "B S"]
     """The column of the sequence that each slot belongs to, of all rows or of each."""
+
+    def columns_of(
+        self, slots: Int[Array, " T"] | Int[Array, "B T"]
+    ) -> Int[Array, " T"] | Int[Array, "B T"]:
+        """The columns that some slots belong to."""
+        if self.columns.ndim == 1 or slots.ndim == 1:
+            return self.columns[..., slots]
+        return jnp.take_along_axis(self.columns, slots, axis=1)

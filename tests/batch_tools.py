@@ -63,7 +63,6 @@ def differences(
     Args:
         wanted: `alone` of every row, where it is known.
     """
-    eos = tuple(model.config.eos_token_ids)
     wrong, close = [], 0
     for index, (row, output) in enumerate(zip(rows, outputs, strict=True)):
         assert output.index == index
@@ -72,6 +71,7 @@ def differences(
             continue
         want = alone(model, row, index, **fields) if wanted is None else wanted[index]
         scores = np.asarray(want.scores)
+        eos = tuple(row.get("eos_token_id", model.config.eos_token_ids))
         for sample, got in enumerate(output.output_ids):
             expected = new_tokens(model, row, want.sequences[sample], eos)
             if got == expected:

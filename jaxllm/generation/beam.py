@@ -12,16 +12,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxllm.cache import Cache
 from jaxllm.generation.beams import (
     Beams,
     BeamState,
     Candidates,
     candidates,
+    grown,
     note_choice,
     note_step,
 )
-from jaxllm.generation.hypotheses import WORST, penalised, take
-from jaxllm.generation.strategy import Settings
+from jaxllm.generation.hypotheses import WORST, largest, penalised, take
+from jaxllm.generation.strategy import Prompt, Settings
 
 
 @jax.tree_util.register_dataclass
@@ -41,13 +43,16 @@ class BeamSearch(Beams[BeamSearchState]):
     sampling: bool = dataclasses.field(metadata={"static": True})
 
     def init(self, model, prompt, read, settings, room):
+        return self.choose_first(self.before(prompt, read.cache, room), read, settings, room)
+
+    def before(self, prompt: Prompt, cache: Cache, room: int) -> BeamSearchState:
+        """The state before the first choice, with a cache that holds the prompt."""
         batch = prompt.mask.shape[0]
-        state = BeamSearchState(
-            **self.first(prompt, read, room, jnp.arange(self.beams) == 0),
+        return BeamSearchState(
+            **self.first(prompt, cache, room, jnp.arange(self.beams) == 0),
             is_finished=jnp.zeros((batch, self.beams), bool),
             hopeful=jnp.ones((batch,), bool),
         )
-        return self.choose_first(state, read, settings, room)
 
     def choose(self, state, logits, unconditional, settings):
         batch, beams = state.is_finished.shape
@@ -62,12 +67,12 @@ class BeamSearch(Beams[BeamSearchState]):
         state = note_step(state, state.hopeful, logits, scores, settings)
         total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]
         found = candidates(total, state, settings, sampling=self.sampling)
-        full = state.cur_len + 1 >= settings.max_length
+        full = (state.cur_len + 1 >= settings.max_length)[..., None]
         stopped = self.stopped(state, found, scores, settings)
         found = dataclasses.replace(found, ends=found.ends | full | stopped)
 
         open_scores = found.value + jnp.where(found.ends | found.spare, WORST, 0.0)
-        open_scores, best = jax.lax.top_k(open_scores, beams)
+        open_scores, best = largest(open_scores, beams)
         parents = take(found.beam, best)
         running = state.running.extend(
             parents, take(found.token, best), open_scores, state.cur_len, state.step
@@ -88,16 +93,15 @@ class BeamSearch(Beams[BeamSearchState]):
         if not settings.stops:
             return False
         batch, count = found.token.shape
-        grown = state.running.extend(
+        texts = state.running.extend(
             found.beam, found.token, found.value, state.cur_len, state.step
         )
-        column = jnp.arange(state.mask.shape[1]) == state.cur_len
         rows = jnp.arange(batch)[:, None] * self.beams + found.beam
         return settings.stops(
-            grown.sequences.reshape(batch * count, -1),
+            texts.sequences.reshape(batch * count, -1),
             scores[rows.reshape(-1)],
             state.cur_len + 1,
-            mask=jnp.repeat(state.mask | column, count, axis=0),
+            mask=jnp.repeat(grown(state), count, axis=0),
         ).reshape(batch, count)
 
     def pool(self, state: BeamSearchState, found: Candidates):
@@ -105,7 +109,8 @@ class BeamSearch(Beams[BeamSearchState]):
         value, beam, token, ended = (
             x[:, : self.beams] for x in (found.value, found.beam, found.token, found.ends)
         )
-        score = penalised(value, state.cur_len + 1 - state.start_len, self.length_penalty)
+        length = (state.cur_len + 1 - state.start_len)[..., None]
+        score = penalised(value, length, self.length_penalty[..., None])
         shut = ~self.open_rows(state)[:, None]
         score = score + jnp.where(shut, WORST, 0.0) + jnp.where(ended, 0.0, WORST)
         new = state.running.extend(beam, token, score, state.cur_len, state.step)

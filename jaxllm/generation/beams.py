@@ -12,8 +12,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxllm.cache import Cache
 from jaxllm.generation.hypotheses import (
     WORST,
+    Count,
     Hypotheses,
+    column,
     global_indices,
+    largest,
     result_length,
 )
 from jaxllm.generation.records import Records, first_records
@@ -29,13 +32,16 @@ from jaxllm.generation.strategy import (
 )
 from jaxllm.generation.tree import Tree
 from jaxllm.models.outputs import DecodeOutput
-from jaxllm.sharding import context_mesh
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamState:
-    """What every beam strategy carries."""
+    """What every beam strategy carries.
+
+    The rows of a call go step by step together. Rows that each began at a time of their own, as the
+    batch engine's do, have a `start_len`, `cur_len` and `step` each.
+    """
 
     running: Hypotheses
     """Scores are sums of log-probabilities."""
@@ -43,9 +49,9 @@ class BeamState:
     """The best finished texts, in order; scores with the length penalty."""
     mask: Bool[Array, "B L"]
     """Which columns of the sequences hold real tokens."""
-    start_len: Int[Array, ""]
-    cur_len: Int[Array, ""]
-    step: Int[Array, ""]
+    start_len: Count
+    cur_len: Count
+    step: Count
     keys: Key[Array, " B"]
     broken_at: Int[Array, " B"]
     tree: Tree
@@ -69,7 +75,7 @@ S = TypeVar("S", bound=BeamState)
 class Beams(Strategy[S]):
     """Base of the beam strategies, which define `choose` and `open_rows`."""
 
-    length_penalty: Float[Array, ""]
+    length_penalty: Float[Array, ""] | Float[Array, " B"]
     beams: int = dataclasses.field(metadata={"static": True})
     returns: int = dataclasses.field(metadata={"static": True})
     early_stopping: bool | str = dataclasses.field(metadata={"static": True})
@@ -95,7 +101,7 @@ class Beams(Strategy[S]):
         raise NotImplementedError
 
     def first(
-        self, prompt: Prompt, read: DecodeOutput, room: int, firsts: Bool[Array, " N"]
+        self, prompt: Prompt, cache: Cache, room: int, firsts: Bool[Array, " N"]
     ) -> dict[str, Any]:
         """The fields of a state before the first choice. All beams hold the same text so far, so
         that of each set of equals one alone may be chosen from, the one marked in `firsts`."""
@@ -106,10 +112,10 @@ class Beams(Strategy[S]):
             "mask": jnp.asarray(prompt.mask),
             "start_len": jnp.asarray(prompt.start_len),
             "cur_len": jnp.asarray(prompt.start_len),
-            "step": jnp.zeros((), jnp.int32),
+            "step": jnp.zeros_like(prompt.start_len, jnp.int32),
             "keys": prompt.keys,
             "broken_at": jnp.full((batch,), NEVER, jnp.int32),
-            "tree": Tree.start(read.cache, batch, self.beams),
+            "tree": Tree.start(cache, batch, self.beams),
         }
 
     def choose_first(self, state: S, read: DecodeOutput, settings: Settings, room: int) -> S:
@@ -121,8 +127,7 @@ class Beams(Strategy[S]):
         return self.choose(with_records(state, logits, settings, room), logits, other, settings)
 
     def step(self, model, state, settings):
-        sequences = state.running.sequences
-        newest = jax.lax.dynamic_index_in_dim(sequences, state.cur_len - 1, 2, keepdims=False)
+        newest = column(state.running.sequences, state.cur_len - 1)
         read, tree = state.tree.read(model, newest, **settings.decode_options)
         if state.records is not None:
             kept = state.records.write_branches(read, state.step, tree.columns)
@@ -193,15 +198,19 @@ def note_step(
 
 def note_choice(state: Any, running: Hypotheses, parents: Int[Array, "B N"], **changes: Any) -> Any:
     """The state with its next beams, each of which continues one of `parents`."""
-    column = jnp.arange(state.mask.shape[1]) == state.cur_len
     return state.replace(
         running=running,
         tree=state.tree.keep(parents),
-        mask=state.mask | column,
+        mask=grown(state),
         cur_len=state.cur_len + 1,
         step=state.step + 1,
         **changes,
     )
+
+
+def grown(state: BeamState) -> Bool[Array, "B L"]:
+    """`mask` with the next column."""
+    return state.mask | (jnp.arange(state.mask.shape[1]) == state.cur_len[..., None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +222,7 @@ class Candidates:
     beam: Int[Array, "B K"]
     token: Int[Array, "B K"]
     ends: Bool[Array, "B K"]
-    spare: Bool[Array, " K"]
+    spare: Bool[Array, " K"] | Bool[Array, "B K"]
     """Beyond the number that is wanted."""
 
 
@@ -231,22 +240,19 @@ def candidates(
     """
     batch, beams, vocab = total.shape
     flat = total.reshape(batch, -1)
-    places = min(max(2, 1 + settings.eos.shape[0]), vocab) * beams
-    wanted = jnp.maximum(2, 1 + jnp.sum(settings.eos >= 0)) * beams
+    places = min(max(2, 1 + settings.eos.shape[-1]), vocab) * beams
+    wanted = jnp.maximum(2, 1 + jnp.sum(settings.eos >= 0, axis=-1)) * beams
     if sampling:
-        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
+        step = jnp.broadcast_to(state.step, state.keys.shape)
+        keys = jax.vmap(jax.random.fold_in)(state.keys, step)
         value, index = draw_without_replacement(keys, flat, places, wanted, worst=WORST)
     else:
-        value, index = jax.lax.top_k(flat, places)
-        if context_mesh() is None:
-            # XLA sorts the whole vocabulary where a later slice merges with that inside top_k. But
-            # its partitioner splits top_k in two, and the barrier between ends the process.
-            value, index = jax.lax.optimization_barrier((value, index))
+        value, index = largest(flat, places)
     token = index % vocab
     return Candidates(
         value=value,
         beam=index // vocab,
         token=token,
-        ends=jnp.isin(token, settings.eos),
-        spare=jnp.arange(places) >= wanted,
+        ends=jnp.any(token[..., None] == settings.eos[..., None, :], axis=-1),
+        spare=jnp.arange(places) >= wanted[..., None],
     )

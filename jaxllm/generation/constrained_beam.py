@@ -42,7 +42,7 @@ class ConstrainedBeamSearch(Beams[ConstrainedState]):
 
     def init(self, model, prompt, read, settings, room):
         state = ConstrainedState(
-            **self.first(prompt, read, room, jnp.arange(self.beams) == 0),
+            **self.first(prompt, read.cache, room, jnp.arange(self.beams) == 0),
             progress=self.of_prompt(prompt),
             done=jnp.zeros((prompt.mask.shape[0],), bool),
         )

@@ -41,7 +41,7 @@ class GroupBeamSearch(Beams[GroupBeamState]):
 
     def init(self, model, prompt, read, settings, room):
         state = GroupBeamState(
-            **self.first(prompt, read, room, jnp.arange(self.beams) % self.size == 0),
+            **self.first(prompt, read.cache, room, jnp.arange(self.beams) % self.size == 0),
             done=jnp.zeros((prompt.mask.shape[0], self.groups), bool),
         )
         return self.choose_first(state, read, settings, room)

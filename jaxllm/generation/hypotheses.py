@@ -9,7 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.generation.strategy import Prompt
+from jaxllm.sharding import context_mesh, partition
 
+Count = Int[Array, ""] | Int[Array, " B"]
+"""A number for all rows, or one for each."""
 WORST = -1e9
 """Stands for minus infinity in scores of beams, as in transformers: sums stay finite."""
 
@@ -32,21 +35,17 @@ class Hypotheses:
         beam: Int[Array, "B M"],
         token: Int[Array, "B M"],
         scores: Float[Array, "B M"],
-        cur_len: Int[Array, ""],
-        step: Int[Array, ""],
+        cur_len: Count,
+        step: Count,
         offset: int = 0,
     ) -> Hypotheses:
         """M continuations: each a beam and the token that it gets in column `cur_len`.
 
         `offset` is the number of the first of these beams, where they are some of a row's.
         """
-
-        def put(x, value, at):
-            return jax.lax.dynamic_update_slice_in_dim(x, value[..., None], at, axis=2)
-
         return Hypotheses(
-            sequences=put(take(self.sequences, beam), token, cur_len),
-            origin=put(take(self.origin, beam), beam + offset, step),
+            sequences=put_column(take(self.sequences, beam), token, cur_len),
+            origin=put_column(take(self.origin, beam), beam + offset, step),
             scores=scores,
         )
 
@@ -55,7 +54,7 @@ class Hypotheses:
 
     def best(self, count: int) -> tuple[Hypotheses, Int[Array, "B count"]]:
         """The `count` of the highest scores, in order, and their places."""
-        _, which = jax.lax.top_k(self.scores, count)
+        _, which = largest(self.scores, count)
         return self.take(which), which
 
     @staticmethod
@@ -75,8 +74,46 @@ def take(x: Array, which: Int[Array, "B M"]) -> Array:
     return jnp.take_along_axis(x, which.reshape(*which.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
+def largest(
+    scores: Float[Array, "B M"], count: int
+) -> tuple[Float[Array, "B count"], Int[Array, "B count"]]:
+    """The `count` highest scores of each row, in order, and their places.
+
+    On a mesh every device looks at its own rows: left to itself, XLA would bring all rows together.
+    """
+
+    def own(scores: Float[Array, "b M"]):
+        value, place = jax.lax.top_k(scores, count)
+        return value, place
+
+    mesh = context_mesh()
+    if mesh is not None:
+        split = partition(scores.shape, ("rows",), mesh)
+        return jax.shard_map(own, in_specs=split, out_specs=(split, split))(scores)
+    # XLA sorts the whole row where a later slice merges with that inside top_k. But its partitioner
+    # splits top_k in two, and the barrier between ends the process.
+    return jax.lax.optimization_barrier(own(scores))
+
+
+def put_column(x: Int[Array, "B M L"], value: Int[Array, "B M"], at: Count) -> Int[Array, "B M L"]:
+    """Writes one column of every text of a row."""
+    if at.ndim == 0:
+        return jax.lax.dynamic_update_slice_in_dim(x, value[..., None], at, axis=2)
+    put = jax.vmap(lambda x, new, at: jax.lax.dynamic_update_slice_in_dim(x, new, at, axis=1))
+    return put(x, value[..., None], at)
+
+
+def column(x: Int[Array, "B M L"], at: Count) -> Int[Array, "B M"]:
+    """One column of every text of a row."""
+    if at.ndim == 0:
+        return jax.lax.dynamic_index_in_dim(x, at, 2, keepdims=False)
+    return jnp.take_along_axis(x, at[:, None, None], axis=2)[..., 0]
+
+
 def penalised(
-    scores: Float[Array, " *any"], new_tokens: Int[Array, ""], length_penalty: Float[Array, ""]
+    scores: Float[Array, " *any"],
+    new_tokens: Int[Array, "*#any"],
+    length_penalty: Float[Array, "*#any"],
 ) -> Float[Array, " *any"]:
     """Sums of log-probabilities divided by the number of new tokens to a power."""
     return scores / new_tokens.astype(jnp.float32) ** length_penalty

@@ -48,14 +48,15 @@ def draw_without_replacement(
     keys: Key[Array, " B"],
     scores: Float[Array, "B V"],
     places: int,
-    count: Int[Array, ""],
+    count: Int[Array, ""] | Int[Array, " B"],
     *,
     worst: float,
 ) -> tuple[Float[Array, "B P"], Int[Array, "B P"]]:
     """`count` different items of softmax(scores), one after the other: their scores and indices.
 
-    Equal in distribution to `torch.multinomial(..., replacement=False)`. What lies beyond `count`,
-    or beyond the items of positive probability, has the score `worst`.
+    `count` is one number, or one for each row. Equal in distribution to
+    `torch.multinomial(..., replacement=False)`. What lies beyond `count`, or beyond the items of
+    positive probability, has the score `worst`.
     """
     batch = scores.shape[0]
     weights, size = _in_blocks(scores)
@@ -65,14 +66,15 @@ def draw_without_replacement(
         each = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)
         block, within = _race(each, weights)
         row = jnp.arange(batch)
-        left = weights[row, block, within] > 0
+        left = (weights[row, block, within] > 0) & (i < count)
         item = block * size + within
         found = jnp.where(left, scores[row, item], worst)
         weights = weights.at[row, block, within].set(0.0)
         return weights, value.at[:, i].set(found), index.at[:, i].set(item)
 
     empty = jnp.full((batch, places), worst, jnp.float32), jnp.zeros((batch, places), jnp.int32)
-    _, value, index = jax.lax.fori_loop(0, jnp.minimum(count, places), draw, (weights, *empty))
+    most = jnp.minimum(jnp.max(count), places)
+    _, value, index = jax.lax.fori_loop(0, most, draw, (weights, *empty))
     return value, index
 
 

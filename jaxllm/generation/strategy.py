@@ -39,8 +39,8 @@ class Prompt:
     """The buffer that the result grows in: the prompt, then pads."""
     mask: Bool[Array, "B L"]
     """Which columns of `sequences` hold real tokens."""
-    start_len: Int[Array, ""]
-    """Columns of `sequences` that the prompt fills."""
+    start_len: Int[Array, ""] | Int[Array, " B"]
+    """Columns of `sequences` that the prompt fills. One number a row in slots (`engine/`) alone."""
     columns: Int[Array, ""] | Int[Array, " B"]
     """Columns of the prompt that are not bucket padding; new tokens overwrite that. More than
     `start_len` with embeddings alone."""
@@ -61,11 +61,11 @@ class Settings:
     """What all strategies read, all traced: another EOS set or length compiles nothing."""
 
     processors: LogitsProcessorList
-    eos: Int[Array, " E"]
-    """End tokens, filled up with -1, which no token equals."""
+    eos: Int[Array, " E"] | Int[Array, "B E"]
+    """End tokens, filled up with -1, which no token equals; each row's own in slots (`engine/`)."""
     pad: Int[Array, ""]
     """What finished rows emit."""
-    max_length: Int[Array, ""]
+    max_length: Int[Array, ""] | Int[Array, " B"]
     """Columns of the longest result."""
     stops: StoppingCriteriaList
     """What ends a row besides `eos` and `max_length`."""

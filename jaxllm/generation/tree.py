@@ -31,7 +31,7 @@ class Tree:
     cache: Cache
     seen: Bool[Array, "B N S"]
     """The slots that each beam sees: the prompt and its ancestors."""
-    root: Int[Array, ""]
+    root: Int[Array, ""] | Int[Array, " B"]
     """Slots of the prompt."""
     prompt_len: Int[Array, ""] | Int[Array, " B"]
     """Columns of the prompt: as many, or fewer in some rows of a continued conversation."""
@@ -39,24 +39,25 @@ class Tree:
     @staticmethod
     def start(cache: Cache, batch: int, beams: int) -> Tree:
         """Of a cache that holds the prompt; with guidance it has more rows than the batch."""
-        root = jnp.max(cache.length)
-        seen = jnp.arange(cache.capacity) < root
+        aligned = cache.aligned()
+        seen = jnp.arange(cache.capacity) < aligned.length[..., None, None]
         seen = jnp.broadcast_to(seen, (batch, beams, cache.capacity))
-        return Tree(cache.replace(length=root), seen, root, cache.length)
+        return Tree(aligned, seen, aligned.length, cache.length)
 
     @property
     def columns(self) -> Int[Array, " S"] | Int[Array, "B S"]:
         """The column that each slot belongs to."""
         slots, beams = jnp.arange(self.cache.capacity, dtype=jnp.int32), self.seen.shape[1]
-        step = jnp.maximum(slots - self.root, 0) // beams
-        return jnp.where(slots < self.root, slots, self.prompt_len[..., None] + step)
+        root = self.root[..., None]
+        step = jnp.maximum(slots - root, 0) // beams
+        return jnp.where(slots < root, slots, self.prompt_len[..., None] + step)
 
     def read(
         self, model: Any, tokens: Int[Array, "B N"], **options: Any
     ) -> tuple[DecodeOutput, Tree]:
         """Runs the newest token of every beam."""
         own = jnp.arange(self.cache.capacity) == (
-            self.cache.length + jnp.arange(tokens.shape[1])[:, None]
+            self.cache.length[..., None, None] + jnp.arange(tokens.shape[1])[:, None]
         )
         branches = Branches(seen=self.seen | own, columns=self.columns)
         read = model.decode(

@@ -1,4 +1,4 @@
-"""Rows that no slot can hold: beams, and other strategies, in batches of `jaxllm.generate`.
+"""Rows that no slot can hold: diverse beams and other strategies, in batches of `jaxllm.generate`.
 
 A batch is generated as a whole, so a row that ends early waits for the others. Rows of one batch
 have all their settings in common, and prompts of one bucket.
@@ -139,7 +139,7 @@ def _width(rows: Sequence[Row]) -> int:
 def _failures(rows: Sequence[Row], error: JaxLLMError) -> Iterator[Done]:
     for row in rows:
         for sample in range(row.samples):
-            yield Done.failed(Task(row, sample), error)
+            yield from Done.failed(Task(row, sample), error)
 
 
 def _done(model: Any, task: Task, columns: np.ndarray) -> Done:

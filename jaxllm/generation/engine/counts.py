@@ -11,8 +11,8 @@ from jaxllm.generation.engine.queue import Task
 from jaxllm.generation.engine.rows import BatchOutput
 
 if TYPE_CHECKING:
-    from jaxllm.generation.engine.arrivals import Sizes
     from jaxllm.generation.engine.settings import Group
+    from jaxllm.generation.engine.sizes import Sizes
 
 
 @dataclasses.dataclass
@@ -35,9 +35,9 @@ class Counts:
     """The same, with what fills up the buckets."""
     decode_steps: int = 0
     slot_steps: int = 0
-    """Steps times slots: tokens that decoding had room for."""
+    """Steps times slots: tokens that decoding had room for. A group of beams is one slot."""
     busy_steps: int = 0
-    """Tokens that decoding gave."""
+    """Those of them that a row had a use for."""
     halvings: int = 0
     """Times that memory ran out and the slots were halved."""
     buckets: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -91,6 +91,8 @@ class Counts:
         name = f"{what} {sizes.slots} x {sizes.capacity}"
         if sizes.source is not None:
             name += f" (encoder {sizes.source})"
+        if sizes.beams > 1:
+            name += f" of {sizes.beams} beams"
         name += f", group {group.number}" if group.number else ""
         self.called(name)
 

@@ -14,7 +14,6 @@ from jaxllm.generation.engine.counts import Counts
 from jaxllm.generation.engine.memory import Prediction, budget, is_exhausted
 from jaxllm.generation.engine.plan import Plan, plans, ran_out, too_large
 from jaxllm.generation.engine.pool import Pool
-from jaxllm.generation.engine.queue import Task
 from jaxllm.generation.engine.results import Done
 from jaxllm.generation.engine.rows import BatchOutput, Given, Reader, Row, failed, row_id
 from jaxllm.generation.engine.settings import Group, fits_slots, groups
@@ -33,7 +32,8 @@ class BatchGenerator:
     A row is a mapping with one of `prompt`, `messages` and `input_ids`, perhaps an `id` and a
     `seed`, and any generation field, or just a prompt or its token ids. Rows wait in buckets of
     power-of-two lengths, longest first; a fixed number of slots is decoded by one compiled program,
-    and a slot whose row has ended takes the next one while the others go on.
+    and a slot whose row has ended takes the next one while the others go on. All beams of a row are
+    one slot.
 
     Args:
         model: a causal or encoder-decoder language model. Where it lies on a mesh, so do the slots:
@@ -135,9 +135,8 @@ class BatchGenerator:
     def _texts(self, rows: Sequence[Row]) -> Iterator[Done]:
         """The texts of all rows: those that share slots first."""
         for group in groups(filter(fits_slots, rows), self.model.config.vocab_size):
-            tasks = [Task(row, sample) for row in group.rows for sample in range(row.samples)]
             where = (self._bare, self.tokenizer, group)
-            for plan in plans(*where, tasks, self._slots, self._budget, self.mesh):
+            for plan in plans(*where, group.tasks(), self._slots, self._budget, self.mesh):
                 self.memory.append(plan.memory)
                 if self._announce is not None:
                     self._announce(plan.memory)
@@ -151,7 +150,8 @@ class BatchGenerator:
         tasks, sizes = plan.tasks, plan.sizes
         while tasks:
             if not plan.memory.fits and sizes.slots == sizes.shards:
-                yield from (Done.failed(task, too_large(task, plan)) for task in tasks)
+                for task in tasks:
+                    yield from Done.failed(task, too_large(task, plan))
                 return
             pool = None
             try:
@@ -167,7 +167,8 @@ class BatchGenerator:
                     yield from ended
             del pool
             if sizes.slots == sizes.shards:
-                yield from (Done.failed(task, ran_out(task, sizes)) for task in tasks)
+                for task in tasks:
+                    yield from Done.failed(task, ran_out(task, sizes))
                 return
             sizes = sizes.with_slots(sizes.slots // 2)
             self.counts.halvings += 1

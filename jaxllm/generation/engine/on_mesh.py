@@ -15,10 +15,14 @@ from jaxllm.sharding import ROWS, constrain, context_mesh, partition
 T = TypeVar("T")
 
 
+def of_layers(path: tuple) -> bool:
+    """Whether an array of slots is keys or values of a layer."""
+    return any(getattr(key, "name", None) in ("layers", "cross") for key in path)
+
+
 def axes_of(path: tuple, x: Any) -> tuple[str, ...]:
     """Names of the first axes of an array of slots. Heads have one where `tensor` splits them."""
-    layered = any(getattr(key, "name", None) in ("layers", "cross") for key in path)
-    return ("rows", "heads") if layered and x.ndim == 4 else ("rows",)
+    return ("rows", "heads") if of_layers(path) and x.ndim == 4 else ("rows",)
 
 
 def settled(slots: T) -> T:

@@ -13,11 +13,13 @@ from jax.sharding import Mesh
 
 from jaxllm.errors import InputError
 from jaxllm.generation.columns import SMALLEST_BUCKET
-from jaxllm.generation.engine.arrivals import Sizes, lay_out, size_of
+from jaxllm.generation.engine.arrivals import lay_out
 from jaxllm.generation.engine.memory import Prediction, activations, most_slots, nbytes, size
 from jaxllm.generation.engine.programs import admit_program, decode_program
 from jaxllm.generation.engine.queue import Task
+from jaxllm.generation.engine.rows import Row
 from jaxllm.generation.engine.settings import Group
+from jaxllm.generation.engine.sizes import Sizes, size_of
 from jaxllm.generation.engine.slots import slot_shapes
 from jaxllm.sharding import FSDP, row_shards, use
 
@@ -30,7 +32,7 @@ class Plan:
     sizes: Sizes
     memory: Prediction
     columns: int
-    """The largest slot that fits, in columns: those of `sizes`, fewer, or 0."""
+    """Columns of the longest text that fits: those of `sizes`, fewer, or 0."""
 
 
 def plans(
@@ -47,36 +49,36 @@ def plans(
 
     A plan whose prediction does not fit has tasks that cannot run at all.
     """
-    seq2seq = model.is_encoder_decoder
     shards = row_shards(mesh)
+    how = (model.is_encoder_decoder, shards, group.strategy.beams)
     predicted = partial(predict, model, tokenizer, group, budget, mesh)
     # The largest slots first.
     classes: dict[tuple[int, int], list[Task]] = {}
     for task in tasks:
-        source = task.width if seq2seq else 0
-        classes.setdefault((task.capacity(seq2seq), source), []).append(task)
+        alone = size_of([task], 1, *how)
+        classes.setdefault((alone.capacity, alone.source or 0), []).append(task)
     waiting = [classes[key] for key in sorted(classes, reverse=True)]
     while waiting:
         rest = [task for part in waiting for task in part]
-        whole = size_of(rest, slots, seq2seq, shards)
+        whole = size_of(rest, slots, *how)
         memory = most_slots(partial(predicted, rest, whole), whole.slots, shards)
         if memory.slots < whole.slots and len(waiting) > 1:
             rest = waiting.pop(0)
-            whole = size_of(rest, slots, seq2seq, shards)
+            whole = size_of(rest, slots, *how)
             memory = most_slots(partial(predicted, rest, whole), whole.slots, shards)
         else:
             waiting = []
         sizes = dataclasses.replace(whole, slots=memory.slots)
-        columns = sizes.capacity if memory.fits else _columns_that_fit(predicted, rest, sizes)
+        columns = sizes.columns if memory.fits else _columns_that_fit(predicted, rest, sizes)
         yield Plan(rest, sizes, memory, columns)
 
 
 def _columns_that_fit(predicted: Any, tasks: Sequence[Task], sizes: Sizes) -> int:
     least = max(task.width for task in tasks) if sizes.source is None else SMALLEST_BUCKET
-    while sizes.capacity // 2 >= least:
-        sizes = dataclasses.replace(sizes, capacity=sizes.capacity // 2)
+    while sizes.columns // 2 >= least:
+        sizes = sizes.halved()
         if predicted(tasks, sizes, sizes.shards).fits:
-            return sizes.capacity
+            return sizes.columns
     return 0
 
 
@@ -98,13 +100,14 @@ def predict(
     vocab, stops = model.config.vocab_size, group.criteria(tokenizer)
     widest = max(tasks, key=lambda task: task.width)
     arrivals = lay_out([widest], group, sizes, vocab)
-    settings = arrivals.texts.settings
-    shapes = slot_shapes(model, slots, sizes.capacity, sizes.source, settings, mesh)
+    strategy = group.strategy
+    shapes = slot_shapes(model, strategy, sizes, arrivals.settings, mesh)
     at, number = np.zeros(sizes.arrivals, np.int32), np.int32(1)
-    static = {"sampling": group.sampling}
     with use(mesh):
-        admit = admit_program.trace(model, shapes, arrivals, at, stops, **static)
-        decode = decode_program.trace(model, shapes, stops, number, number, **static)
+        admit = admit_program.trace(
+            model, shapes, arrivals, at, stops, strategy=strategy, sizes=sizes
+        )
+        decode = decode_program.trace(model, shapes, stops, number, number, strategy=strategy)
     split = sizes.arrivals % sizes.shards == 0
     reading = activations(admit.jaxpr) // (sizes.shards if split else 1)
     decoding = activations(decode.jaxpr) // sizes.shards
@@ -136,8 +139,8 @@ def too_large(task: Task, plan: Plan) -> InputError:
             f"{size(memory.budget)}; raise memory, or load the model in a smaller dtype"
         )
     needed = (
-        f"one slot of {memory.capacity} columns (a prompt of {len(row.ids)} tokens, {row.new} new "
-        f"ones) takes {size(memory.total)}, but the budget is {size(memory.budget)}"
+        f"one slot of {memory.capacity} columns ({_lengths(row)}) takes {size(memory.total)}, but "
+        f"the budget is {size(memory.budget)}"
     )
     new = plan.columns - len(row.start)
     if new < 1:
@@ -149,5 +152,10 @@ def ran_out(task: Task, sizes: Sizes) -> InputError:
     """A task for which the device had too little memory, although it was predicted to fit."""
     return InputError(
         f"max_new_tokens: the device ran out of memory with a single slot of {sizes.capacity} "
-        f"columns (a prompt of {len(task.row.ids)} tokens, {task.row.new} new ones); ask for fewer"
+        f"columns ({_lengths(task.row)}); ask for fewer"
     )
+
+
+def _lengths(row: Row) -> str:
+    beams = f" for each of {row.config.num_beams} beams" if row.config.num_beams > 1 else ""
+    return f"a prompt of {len(row.ids)} tokens, {row.new} new ones{beams}"

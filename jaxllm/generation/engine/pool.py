@@ -14,14 +14,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.generation.engine.arrivals import Sizes, lay_out
+from jaxllm.generation.engine.arrivals import lay_out
 from jaxllm.generation.engine.counts import Counts
 from jaxllm.generation.engine.on_mesh import place
-from jaxllm.generation.engine.programs import admit_program, decode_program
+from jaxllm.generation.engine.programs import Seen, admit_program, decode_program
 from jaxllm.generation.engine.queue import Queue, Task
 from jaxllm.generation.engine.results import Done, not_finite
 from jaxllm.generation.engine.settings import Group
-from jaxllm.generation.engine.slots import Arrivals, Seen, empty_slots, slot_shapes
+from jaxllm.generation.engine.sizes import Sizes
+from jaxllm.generation.engine.slots import Arrivals, Texts, empty_slots, slot_shapes
 from jaxllm.generation.strategy import NEVER
 from jaxllm.sharding import use
 
@@ -67,7 +68,7 @@ class Pool:
         self._ended: list[Done] = []
         self._ready = self._next()
         settings = group.settings([tasks[0].row], self._vocab)
-        shapes = slot_shapes(model, sizes.slots, sizes.capacity, sizes.source, settings, mesh)
+        shapes = slot_shapes(model, group.strategy, sizes, settings, mesh)
         self._slots = empty_slots(shapes, settings)
 
     def leftover(self) -> tuple[list[Done], list[Task]]:
@@ -102,10 +103,15 @@ class Pool:
             for slot, task in zip(free, tasks, strict=False):
                 self._holds[slot] = task
             self._ready, free = None, free[len(tasks) :]
-            sampling = self._group.sampling
             with use(self._mesh):
                 self._slots = admit_program(
-                    self._model, self._slots, arrivals, at, self._stops, sampling=sampling
+                    self._model,
+                    self._slots,
+                    arrivals,
+                    at,
+                    self._stops,
+                    strategy=self._group.strategy,
+                    sizes=self._sizes,
                 )
             self._counts.admitted(tasks, self._sizes, self._group)
             self._ready = self._next()
@@ -119,7 +125,7 @@ class Pool:
                 self._stops,
                 np.int32(wanted),
                 np.int32(MOST_STEPS),
-                sampling=self._group.sampling,
+                strategy=self._group.strategy,
             )
         self._counts.decoding(self._sizes, self._group)
         return seen
@@ -130,18 +136,29 @@ class Pool:
             if task is None or seen.live[slot]:
                 continue
             self._holds[slot] = None
-            tokens = seen.tokens[slot, seen.start[slot] : seen.length[slot]].tolist()
-            reason = "length"
-            if tokens[-1] in task.row.eos:
-                reason = "eos"
-            elif seen.stopped[slot]:
-                reason = "stop"
-            broken = int(seen.broken_at[slot])
-            error = None if broken == NEVER else not_finite(broken)
-            self._ended.append(Done(task, tokens, reason, error))
+            self._ended.extend(_results(task, jax.tree.map(lambda x: x[slot], seen.texts)))  # noqa: B023
 
     def _next(self) -> _Ready | None:
         tasks = self._queue.take(self._sizes.arrivals)
         if not tasks:
             return None
         return _Ready(tasks, lay_out(tasks, self._group, self._sizes, self._vocab))
+
+
+def _results(task: Task, texts: Texts) -> list[Done]:
+    """What a task ends with.
+
+    Args:
+        texts: of its slot.
+    """
+    broken = int(texts.broken_at)
+    if broken != NEVER:
+        return Done.failed(task, not_finite(broken))
+    found = []
+    for number, text in enumerate(task.texts):
+        tokens = texts.tokens[number, texts.start : texts.length[number]].tolist()
+        reason = "stop" if texts.stopped[number] else "length"
+        if tokens and tokens[-1] in task.row.eos:
+            reason = "eos"
+        found.append(Done(text, tokens, reason))
+    return found

@@ -13,18 +13,27 @@ from jaxllm.generation.values import bucket
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """One text that is to be generated: a row, or one of its samples."""
+    """What takes a slot: a row, or one of its samples."""
 
     row: Row
     sample: int
+    returns: int = 1
+    """Texts that it ends with: those that beams return."""
+
+    @property
+    def texts(self) -> list[Task]:
+        """A task for each of them."""
+        if self.returns == 1:
+            return [self]
+        return [Task(self.row, sample) for sample in range(self.returns)]
 
     @property
     def width(self) -> int:
         """Columns of the bucket that its prompt is read in."""
         return bucket(len(self.row.ids), SMALLEST_BUCKET)
 
-    def capacity(self, encoder_decoder: bool) -> int:
-        """Columns of a slot that holds it, a power of two.
+    def columns(self, encoder_decoder: bool) -> int:
+        """Columns that hold its longest text, a power of two.
 
         An encoder-decoder's prompt takes none of them: it is in its encoder's part of the slot.
         """

@@ -20,8 +20,9 @@ class Done:
     """Why there is no text."""
 
     @staticmethod
-    def failed(task: Task, error: JaxLLMError) -> Done:
-        return Done(task, [], "", error)
+    def failed(task: Task, error: JaxLLMError) -> list[Done]:
+        """All texts of a task that has none."""
+        return [Done(text, [], "", error) for text in task.texts]
 
 
 def not_finite(step: int) -> NonFiniteError:

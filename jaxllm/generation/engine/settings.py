@@ -6,13 +6,17 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int
 
+from jaxllm.generation.columns import SMALLEST_BUCKET
 from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.engine.beam_group import BeamGroup
+from jaxllm.generation.engine.queue import Task
 from jaxllm.generation.engine.rows import Row
+from jaxllm.generation.engine.single import Single
+from jaxllm.generation.engine.slots import RowSettings, SlotStrategy
 from jaxllm.generation.fields import FIELDS
+from jaxllm.generation.lengths import MOST_COLUMNS
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.processors.per_row import signature, stacked
@@ -56,27 +60,11 @@ _IDLE = frozenset(
         *("_from_model_config", "_commit_hash"),
     }
 )
-"""Fields that mean nothing to greedy search and sampling, or were looked at before."""
+"""Fields that a strategy of slots reads, that mean nothing to it, or that were looked at before."""
+_SINGLE, _BEAMS = ("greedy_search", "sample"), ("beam_search", "beam_sample")
 _CACHES = (None, "static", "dynamic")
 MOST_STOPS = 8
 """Lists of stop strings in one program: each is looked for in every row."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RowSettings:
-    """The settings of B rows, a number each."""
-
-    processors: LogitsProcessorList
-    """Leaves have a first axis of rows."""
-    eos: Int[Array, "B E"]
-    """Filled up with -1."""
-    limit: Int[Array, " B"]
-    """Columns of the longest result."""
-    sampled: Bool[Array, " B"]
-    watched: Bool[Array, "B M"]
-    """Which of the program's lists of stop strings are the row's."""
-    allow_nonfinite: Bool[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +73,17 @@ class Group:
 
     number: int
     rows: tuple[Row, ...]
-    sampling: bool
-    """Some of them are sampled."""
+    strategy: SlotStrategy
     shared: tuple[str, ...]
     """The fields of `NEUTRAL` that the program has."""
     stop_lists: tuple[tuple[str, ...], ...]
     eos_width: int
+
+    def tasks(self) -> list[Task]:
+        """Samples take a slot each; beams of a row take one, whatever they return."""
+        if self.strategy.beams > 1:
+            return [Task(row, 0, returns=row.samples) for row in self.rows]
+        return [Task(row, sample) for row in self.rows for sample in range(row.samples)]
 
     def criteria(self, tokenizer: Any) -> StoppingCriteriaList:
         """One criterion for each list of stop strings."""
@@ -111,19 +104,28 @@ class Group:
             "sampled": np.array([bool(row.config.do_sample) for row in rows]),
             "watched": watched,
             "allow_nonfinite": np.array([bool(row.config.remove_invalid_values) for row in rows]),
+            "length_penalty": np.array([row.config.length_penalty for row in rows], np.float32),
         }
         return RowSettings(stacked(lists), **arrays)
 
 
 def fits_slots(row: Row) -> bool:
-    """Whether a row can run in a slot: greedy search or sampling, by the fields listed above."""
-    if row.mode not in ("greedy_search", "sample"):
+    """Whether a row can run in a slot: greedy search, sampling and their like with beams, by the
+    fields listed above."""
+    if row.mode not in _SINGLE and not (row.mode in _BEAMS and _beams_fit(row)):
         return False
     known = _OTHERS | NEUTRAL.keys() | _IDLE
     values = row.config.to_dict()
     if values.pop("cache_implementation", None) not in _CACHES:
         return False
     return not any(_acts(name, value) for name, value in values.items() if name not in known)
+
+
+def _beams_fit(row: Row) -> bool:
+    """What `generate` refuses is left to it."""
+    room = bucket(row.new, SMALLEST_BUCKET)
+    columns = bucket(row.most, SMALLEST_BUCKET) + (row.config.num_beams - 1) * room
+    return columns <= MOST_COLUMNS and not row.config.low_memory
 
 
 def _acts(name: str, value: Any) -> bool:
@@ -133,24 +135,52 @@ def _acts(name: str, value: Any) -> bool:
 
 def groups(rows: Iterable[Row], vocab_size: int) -> list[Group]:
     """Rows by the programs that they need; most batches are one group."""
-    rows = list(rows)
-    shared, sampling = _shared(rows)
+    kinds: dict[BeamGroup | None, list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(_beam_group(row), []).append(row)
+    parts: list[tuple[SlotStrategy, tuple[str, ...], list[Row]]] = []
+    for beams, members in kinds.items():
+        shared, sampling = _shared(members)
+        strategy = Single(sampling) if beams is None else beams
+        for alike in _by_processors(members, shared, vocab_size):
+            parts.extend((strategy, shared, part) for part in _by_stops(alike))
+    return [_group(number, *part) for number, part in enumerate(parts)]
+
+
+def _beam_group(row: Row) -> BeamGroup | None:
+    """What only rows of the same have in common; None: it has no beams."""
+    config = row.config
+    if row.mode not in _BEAMS:
+        return None
+    return BeamGroup(
+        beams=config.num_beams,
+        early_stopping=config.early_stopping,
+        sampling=bool(config.do_sample),
+        allow_nonfinite=bool(config.remove_invalid_values),
+    )
+
+
+def _by_processors(
+    rows: Sequence[Row], shared: tuple[str, ...], vocab_size: int
+) -> Iterable[list[Row]]:
+    """The rows, in parts whose processors differ in numbers alone."""
     signatures: dict[GenerationConfig, Any] = {}
     found: dict[Any, list[Row]] = {}
     for row in rows:
         if row.config not in signatures:
             signatures[row.config] = signature(processors_of(row, shared, vocab_size))
         found.setdefault(signatures[row.config], []).append(row)
-    parts = [part for members in found.values() for part in _by_stops(members)]
-    return [_group(number, part, sampling, shared) for number, part in enumerate(parts)]
+    return found.values()
 
 
-def _group(number: int, rows: Sequence[Row], sampling: bool, shared: tuple[str, ...]) -> Group:
+def _group(
+    number: int, strategy: SlotStrategy, shared: tuple[str, ...], rows: Sequence[Row]
+) -> Group:
     lists = {row.config.stop_strings for row in rows} - {None}
     return Group(
         number=number,
         rows=tuple(rows),
-        sampling=sampling,
+        strategy=strategy,
         shared=shared,
         stop_lists=tuple(sorted(lists)),
         eos_width=bucket(max(len(row.eos) for row in rows), 8),

@@ -3,49 +3,49 @@
 A row begins at column 0 of its slot, without padding, and all its numbers (length, limit, key,
 settings) are its own, so nothing about its result depends on its neighbours. The first axis of
 every array is that of slots (in the cache with heads merged in, unless a mesh splits them).
+
+What a slot holds besides, and how it goes on, is a `SlotStrategy`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
-from jaxllm.cache import KV, Cache
-from jaxllm.generation.engine.on_mesh import place, set_rows, with_places
-from jaxllm.generation.engine.settings import RowSettings
-from jaxllm.generation.strategy import NEVER
+from jaxllm.cache import Cache
+from jaxllm.generation.engine.on_mesh import of_layers, place, set_rows, with_places
+from jaxllm.generation.engine.sizes import Sizes
+from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.generation.stopping import StoppingCriteriaList
+from jaxllm.models.outputs import DecodeOutput
 from jaxllm.sharding import use
+
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Texts:
-    """The rows themselves."""
+class RowSettings:
+    """The settings of B rows, a number each."""
 
-    tokens: Int[Array, "B L"]
-    """Prompt and new tokens; what lies beyond `length` has no meaning."""
-    start: Int[Array, " B"]
-    """Columns of the prompt."""
-    length: Int[Array, " B"]
-    """Columns in use."""
-    live: Bool[Array, " B"]
-    """The row goes on."""
-    stopped: Bool[Array, " B"]
-    """A stop string ended it."""
-    broken_at: Int[Array, " B"]
-    """The new token at which its logits were not finite, or -1."""
-    keys: UInt32[Array, "B K"]
-    """Data of the random keys; new token t is drawn with fold_in(key, t)."""
-    settings: RowSettings
-
-    def replace(self, **changes) -> Self:
-        return dataclasses.replace(self, **changes)
+    processors: LogitsProcessorList
+    """Leaves have a first axis of rows (`stacked`)."""
+    eos: Int[Array, "B E"]
+    """Filled up with -1."""
+    limit: Int[Array, " B"]
+    """Columns of the longest result."""
+    sampled: Bool[Array, " B"]
+    watched: Bool[Array, "B M"]
+    """Which of the program's lists of stop strings are the row's."""
+    allow_nonfinite: Bool[Array, " B"]
+    length_penalty: Float[Array, " B"]
+    """Of beams."""
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +59,9 @@ class SlotCache(Cache):
         fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
         return cls(**{**fields, "length": jnp.broadcast_to(cache.length, rows)})
 
+    def aligned(self) -> Self:
+        return self
+
     def look(self, mask, *, fresh=False, branches=None):
         view, reserved = super().look(mask, fresh=fresh, branches=branches)
         return dataclasses.replace(view, horizon=reserved.next_position), reserved
@@ -66,128 +69,146 @@ class SlotCache(Cache):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Slots:
-    """The state that both programs take and give back, in place."""
-
-    texts: Texts
-    cache: SlotCache
-
-    @property
-    def count(self) -> int:
-        return self.texts.live.shape[0]
-
-    def put(self, texts: Texts, cache: SlotCache, at: Int[Array, " R"]) -> Slots:
-        """New rows in the slots `at`; one beyond the last slot is left out.
-
-        The cache of the new rows may be shorter than the slots', and so may its encoder's part.
-        """
-        return Slots(
-            texts=jax.tree.map(lambda old, new: put_rows(old, new, at), self.texts, texts),
-            cache=self.cache.replace(
-                layers=put_layers(self.cache.layers, cache.layers, at),
-                mask=put_rows(self.cache.mask, cache.mask, at),
-                length=put_rows(self.cache.length, cache.length, at),
-                next_position=put_rows(self.cache.next_position, cache.next_position, at),
-                cross=put_layers(self.cache.cross, cache.cross, at),
-                cross_mask=put_rows(self.cache.cross_mask, cache.cross_mask, at),
-            ),
-        )
-
-
-def put_rows(old: Shaped[Array, "B ..."] | None, new: Any, at: Int[Array, " R"]) -> Any:
-    """Rows of `old` replaced; what they lack in columns is zeros."""
-    if old is None:
-        return None
-    if old.ndim > 1 and new.shape[1] < old.shape[1]:
-        rest = [(0, 0)] * (old.ndim - 2)
-        new = jnp.pad(new, ((0, 0), (0, old.shape[1] - new.shape[1]), *rest))
-    return set_rows(old, jnp.asarray(new, old.dtype), at)
-
-
-def put_layers(old: tuple[KV, ...] | None, new: Any, at: Int[Array, " R"]) -> Any:
-    """The first slots of keys and values of some rows replaced; later ones are masked anyway."""
-    if old is None:
-        return None
-
-    def put(
-        old: Shaped[Array, "*BK S H"], new: Shaped[Array, "*RK P H"]
-    ) -> Shaped[Array, "*BK S H"]:
-        if old.ndim == 4:
-            return set_rows(old, new, at, ("rows", "heads"))
-        heads = new.shape[0] // at.shape[0]
-        return set_rows(old, new, (at[:, None] * heads + jnp.arange(heads)).reshape(-1))
-
-    return jax.tree.map(put, old, new)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Arrivals:
     """Rows that are to be read and put into slots."""
 
-    texts: Texts
-    """With the prompt, padded to its bucket, as `tokens` [R, P]; `keys` are still to be made."""
+    tokens: Int[Array, "R P"]
+    """The prompts, padded to their bucket."""
+    start: Int[Array, " R"]
+    """Columns of each prompt."""
     draws: UInt32[Array, "R 3"]
     """Seed, number of the row and number of the sample: what the row's key is made of."""
+    settings: RowSettings
     encoder: dict[str, Any]
     """What `model.start` takes, of an encoder-decoder."""
 
+    def keys(self) -> Any:
+        """Those that `generate(..., key=seed, row_ids=[row])` gives its samples."""
 
-class Seen(NamedTuple):
-    """What the host looks at after a while of decoding."""
+        def one(seed, row, sample):
+            return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), sample)
 
-    tokens: Int[Array, "B L"]
+        return jax.vmap(one)(self.draws[:, 0], self.draws[:, 1], self.draws[:, 2])
+
+
+class Texts(NamedTuple):
+    """The M texts of each slot, as far as they are."""
+
+    tokens: Int[Array, "B M L"]
+    """Prompt and new tokens; what lies beyond `length` has no meaning."""
     start: Int[Array, " B"]
-    length: Int[Array, " B"]
-    live: Bool[Array, " B"]
-    stopped: Bool[Array, " B"]
+    """Columns of the prompt."""
+    length: Int[Array, "B M"]
+    """Columns in use."""
+    stopped: Bool[Array, "B M"]
+    """A stop string ended it, unless an end token did."""
     broken_at: Int[Array, " B"]
-    steps: Int[Array, ""]
-    """Steps of this while."""
-    busy: Int[Array, ""]
-    """Tokens that they gave: the sum over the steps of the rows that were live."""
+    """The new token at which its logits were not finite, or -1."""
 
 
-def key_width() -> int:
-    """Words of a random key of JAX's default kind."""
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape[0]
+class Slots:
+    """The state that both programs take and give back, in place: a dataclass of arrays."""
+
+    live: Bool[Array, " B"]
+    """The row goes on."""
+    settings: RowSettings
+
+    @property
+    def count(self) -> int:
+        return self.live.shape[0]
+
+
+class SlotStrategy(Protocol):
+    """What a slot holds and how it goes on; hashable, since programs follow from it."""
+
+    @property
+    def beams(self) -> int:
+        """Texts that a slot searches."""
+        ...
+
+    def blank(self, arrivals: Arrivals, cache: Cache, sizes: Sizes) -> Slots:
+        """Slots of rows whose prompts are in the cache, before anything is chosen."""
+        ...
+
+    def first(
+        self, arrivals: Arrivals, read: DecodeOutput, stops: StoppingCriteriaList, sizes: Sizes
+    ) -> Slots:
+        """Slots after the first token, from what the model read of the prompts."""
+        ...
+
+    def step(self, model: Any, slots: Any, stops: StoppingCriteriaList) -> Slots:
+        """One more token for every live row.
+
+        The newest token is not in the cache yet. A free slot's `length` is then 0, so that it does
+        not make the others read more of the cache.
+        """
+        ...
+
+    def texts(self, slots: Any) -> Texts:
+        """What rows that are over end with."""
+        ...
+
+
+def put(old: T, new: T, at: Int[Array, " R"]) -> T:
+    """New rows in the slots `at`; one beyond the last slot is left out.
+
+    Arrays of the new rows may be shorter than those of the slots on any other axis. The rest is
+    zeros then, but of keys and values, which are masked anyway.
+    """
+
+    def one(path, old: Shaped[Array, "B ..."], new: Any):
+        return put_layer(old, new, at) if of_layers(path) else put_rows(old, new, at)
+
+    return jax.tree_util.tree_map_with_path(one, old, new)
+
+
+def put_rows(old: Shaped[Array, "B ..."], new: Any, at: Int[Array, " R"]) -> Shaped[Array, "B ..."]:
+    """Rows of `old` replaced; what they lack in columns is zeros."""
+    rest = [(0, have - got) for have, got in zip(old.shape[1:], new.shape[1:], strict=True)]
+    return set_rows(old, jnp.pad(jnp.asarray(new, old.dtype), [(0, 0), *rest]), at)
+
+
+def put_layer(
+    old: Shaped[Array, "*BK S H"], new: Shaped[Array, "*RK P H"], at: Int[Array, " R"]
+) -> Shaped[Array, "*BK S H"]:
+    """The first columns of keys or values of some rows replaced."""
+    if old.ndim == 4:
+        return set_rows(old, new, at, ("rows", "heads"))
+    heads = new.shape[0] // at.shape[0]
+    return set_rows(old, new, (at[:, None] * heads + jnp.arange(heads)).reshape(-1))
 
 
 def slot_shapes(
     model: Any,
-    count: int,
-    capacity: int,
-    source: int | None,
+    strategy: SlotStrategy,
+    sizes: Sizes,
     settings: RowSettings,
     mesh: Mesh | None = None,
 ) -> Slots:
     """The shapes and dtypes of slots, and where they lie on a mesh.
 
     Args:
-        capacity: columns of a slot.
-        source: columns of the encoder's input, of an encoder-decoder.
-        settings: of some row, on the host.
+        settings: of some rows, on the host.
     """
+    count = sizes.slots
+    arrays: dict[str, Any] = {
+        "tokens": np.zeros((count, 1), np.int32),
+        "start": np.zeros(count, np.int32),
+        "draws": np.zeros((count, 3), np.uint32),
+    }
+    repeated = jax.tree.map(lambda x: np.repeat(x[:1], count, axis=0), settings)
+    arrivals = Arrivals(**arrays, settings=repeated, encoder={})
 
-    def shape(dtype: Any, *columns: int) -> Any:
-        return jax.ShapeDtypeStruct((count, *columns), dtype)
+    def blank(model: Any, arrivals: Arrivals) -> Slots:
+        cache = start_cache(model, count, sizes.capacity, sizes.source)
+        return strategy.blank(arrivals, cache, sizes)
 
-    texts = Texts(
-        tokens=shape(np.int32, capacity),
-        start=shape(np.int32),
-        length=shape(np.int32),
-        live=shape(bool),
-        stopped=shape(bool),
-        broken_at=shape(np.int32),
-        keys=shape(np.uint32, key_width()),
-        settings=jax.tree.map(lambda x: shape(x.dtype, *x.shape[1:]), settings),
-    )
     with use(mesh):
-        cache = jax.eval_shape(lambda model: start_cache(model, count, capacity, source), model)
-    return with_places(Slots(texts=texts, cache=cache), mesh)
+        shapes = jax.eval_shape(blank, model, arrivals)
+    return with_places(shapes, mesh)
 
 
-def empty_slots(shapes: Slots, settings: RowSettings) -> Slots:
+def empty_slots(shapes: Any, settings: RowSettings) -> Any:
     """Slots without rows. No program is compiled for them.
 
     Args:
@@ -199,14 +220,11 @@ def empty_slots(shapes: Slots, settings: RowSettings) -> Slots:
         return place(np.zeros(shape.shape, shape.dtype), shape.sharding)
 
     def repeated(shape: Any, value: np.ndarray) -> jax.Array:
-        return place(np.repeat(value, shapes.count, axis=0), shape.sharding)
+        return place(np.repeat(value, shape.shape[0], axis=0), shape.sharding)
 
-    slots, texts = jax.tree.map(zeros, shapes), shapes.texts
-    first = slots.texts.replace(
-        settings=jax.tree.map(repeated, texts.settings, settings),
-        broken_at=repeated(texts.broken_at, np.full(1, NEVER, np.int32)),
-    )
-    return dataclasses.replace(slots, texts=first)
+    stated = jax.tree.map(repeated, shapes.settings, settings)
+    rest = jax.tree.map(zeros, dataclasses.replace(shapes, settings=None))
+    return dataclasses.replace(rest, settings=stated)
 
 
 def start_cache(model: Any, count: int, capacity: int, source: int | None) -> SlotCache:

@@ -6,10 +6,12 @@ are built one by one, as for a call of one row, and then stacked: every leaf get
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -37,19 +39,38 @@ def stacked(lists: Sequence[LogitsProcessorList]) -> LogitsProcessorList:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *lists)
 
 
-def process_rows(
-    processors: LogitsProcessorList,
-    input_ids: Int[Array, "B L"],
-    scores: Scores,
-    cur_len: Int[Array, " B"],
-) -> Scores:
-    """Applies processors with one set of numbers a row (`stacked`) to float32 scores."""
-    for processor in processors:
+def row_by_row(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Processors that may be called, from those of `stacked`: each row meets its own numbers."""
+    return LogitsProcessorList(map(RowProcessor, processors))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowProcessor:
+    """A processor with a set of numbers for each row."""
+
+    stacked: Any
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "BM L"],
+        scores: Scores,
+        cur_len: Int[Array, " B"],
+        **_: Any,
+    ) -> Scores:
+        """Scores [B * M, V] of M texts a row, which begin at column 0 and are equally long."""
+        processor, cur_len = for_texts(input_ids, cur_len, self.stacked)
         if isinstance(processor, BATCHED):
-            scores = processor(input_ids, scores, cur_len)
-        else:
-            scores = jax.vmap(_one_row)(processor, input_ids, scores, cur_len)
-    return scores
+            return processor(input_ids, scores, cur_len)
+        return jax.vmap(_one_row)(processor, input_ids, scores, cur_len)
+
+
+def for_texts(
+    input_ids: Int[Array, "BM L"], cur_len: Int[Array, " B"], numbers: Any
+) -> tuple[Any, Int[Array, " BM"]]:
+    """What a processor's or criterion's rows have, repeated for each of the texts of a row."""
+    texts = input_ids.shape[0] // cur_len.shape[0]
+    return jax.tree.map(lambda x: jnp.repeat(x, texts, axis=0), (numbers, cur_len))
 
 
 def _one_row(processor: Any, input_ids: Array, scores: Array, cur_len: Array) -> Array:

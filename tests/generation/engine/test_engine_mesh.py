@@ -34,6 +34,11 @@ for family in sys.argv[1:]:
 print("done")
 """
 
+BEAMS = EVERY_FAMILY.replace(
+    'row |= {"do_sample": True, "temperature": 0.5 + i / 40, "top_k": i, "seed": i}',
+    'row |= {"length_penalty": i / 8, "num_return_sequences": 2}',
+).replace("slots=6", "slots=6, num_beams=3")
+
 OTHER_ROWS = """
 model = make("llama", num_hidden_layers=1)
 there = put_tree(model, mesh(data=2, tensor=2))
@@ -110,14 +115,31 @@ for family in sys.argv[1:]:
 print("done")
 """
 
+BEAM_COLLECTIVES = (
+    COLLECTIVES.split("DEPTH")[0]
+    + """
+rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 5, "num_beams": 3}] * 8
+model = make("llama", num_hidden_layers=1)
+decoding, reading = collectives(put_tree(model, mesh(tensor=4)))
+assert decoding == ["all-gather f32[8,3,64]", *["all-reduce f32[24,32]"] * 2,
+                    "all-reduce f32[8,3,32]"], decoding
+decoding, reading = collectives(put_tree(model, mesh(data=4)))
+assert set(decoding) == {"all-reduce s32[]"}, decoding
+assert reading == [], reading
+print("done")
+"""
+)
+
 
 @pytest.mark.parametrize(
     ("code", "families"),
     [
         pytest.param(EVERY_FAMILY, ["llama"], id="llama"),
         pytest.param(EVERY_FAMILY, ["gpt2", "t5"], id="others", marks=pytest.mark.slow),
+        pytest.param(BEAMS, ["llama", "gpt2", "t5"], id="beams", marks=pytest.mark.slow),
         pytest.param(OTHER_ROWS, [], id="rows", marks=pytest.mark.slow),
         pytest.param(COLLECTIVES, ["llama"], id="llama collectives"),
+        pytest.param(BEAM_COLLECTIVES, [], id="beam collectives", marks=pytest.mark.slow),
         pytest.param(COLLECTIVES, ["gpt2", "t5"], id="others collectives", marks=pytest.mark.slow),
     ],
 )
