@@ -81,7 +81,7 @@ class Tree:
         own = (after[..., jnp.clip(step, 0, room - 1)] == beam) & (step >= 0) & (step < room)
         prompt = (self.cache.mask & (slots < self.root))[:, None]
         mask = (prompt | own).reshape(batch * texts, -1)
-        cache = self.cache.repeat(texts)
+        cache = self.cache.first(batch).repeat(texts)
         known = jnp.sum(mask, axis=1, dtype=jnp.int32)
         width = self.cache.capacity - (beams - 1) * room
         return cache.replace(mask=mask, next_position=known).compact(width)

@@ -226,7 +226,6 @@ def test_an_assistant_model_makes_it_assisted():
 
 
 UNSUPPORTED = {
-    "assistant_ensemble_weight": 0.5,
     "use_mtp": True,
     "use_cache": False,
     "cache_implementation": "offloaded",
