@@ -116,7 +116,7 @@ def test_guidance_of_every_strategy_in_a_conversation(family):
     conversation(family, [CONTRASTIVE, beams, LOOKUP, sampled, BEAMS], **GUIDED)
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window", [None, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_negative_prompt_longer_than_the_conversation(window):
     """New tokens then stand behind it in the cache, and not right behind the conversation."""
     net, (ids, mask) = tiny.cached("gpt2"), padded(turns(0, 3, 5))
