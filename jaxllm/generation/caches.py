@@ -66,10 +66,10 @@ def cache_slots(config: GenerationConfig, kind: CacheKind, slots: int, needed: i
         InputError: `max_cache_len` is too little.
     """
     most = config.max_cache_len
-    if kind.window is not None and most is not None:
-        raise InputError("max_cache_len: a sliding window has a length of its own; drop it")
-    if kind.ring:
-        return min(bucket(int(kind.window), SMALLEST_BUCKET), slots)
+    if kind.window is not None:
+        if most is not None:
+            raise InputError("max_cache_len: a sliding window has a length of its own; drop it")
+        return min(bucket(int(kind.window), SMALLEST_BUCKET), slots) if kind.ring else slots
     if most is None:
         return slots
     if most < needed:

@@ -14,7 +14,7 @@ from jaxllm.errors import NonFiniteError
 from jaxllm.generation.on_mesh import readable
 from jaxllm.generation.past import PastKeyValues
 from jaxllm.generation.prepare import Request
-from jaxllm.generation.records import Columns, as_tuples
+from jaxllm.generation.records import Places, as_tuples
 from jaxllm.generation.strategy import AssistedCounts, Result
 from jaxllm.models.outputs import Layers
 
@@ -86,13 +86,13 @@ def output(
     )
 
 
-def recorded(request: Request) -> Columns:
+def recorded(request: Request) -> Places:
     """Where the columns of the result are among those that were recorded."""
     prompt, count = request.prompt, request.prompt_columns
     if prompt.past is None:
-        return Columns(count, np.asarray(prompt.columns), request.source_len)
+        return Places(count, np.asarray(prompt.columns), request.source_len)
     first_new, mask, at = readable((prompt.columns, prompt.mask, prompt.at), request.mesh)
-    return Columns(
+    return Places(
         count,
         np.asarray(first_new),
         request.source_len,

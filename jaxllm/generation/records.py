@@ -166,7 +166,7 @@ def check_size(records: Records | None) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
+class Places:
     """Where the columns of a result are among those that were recorded."""
 
     prompt: int
@@ -186,7 +186,7 @@ class Columns:
         """Columns of the first entry."""
         return self.prompt if self.read is None else self.read
 
-    def keys(self, x: Array, step: int) -> Array:
+    def keys(self, x: Any, step: int) -> Any:
         """Attention over the columns of the text up to new token `step`."""
         x = x[:, :, : self.queries]
         if self.held is None:
@@ -204,11 +204,11 @@ class Columns:
         return np.where(real[:, None, None], weights, 0)
 
 
-def as_tuples(records: Records, columns: Columns, *, steps: int) -> dict[str, Any]:
+def as_tuples(records: Records, columns: Places, *, steps: int) -> dict[str, Any]:
     """The fields of `GenerateOutput`: tuples over steps of tuples over layers, without padding.
 
     Args:
-        columns: of the result.
+        columns: where those of the result are.
         steps: new tokens.
     """
     prompt, later, encoder = records.prompt, records.steps, records.encoder
