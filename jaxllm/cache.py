@@ -204,6 +204,26 @@ class Cache:
 
         return jax.tree.map(rows, self)
 
+    def first(self, n: int) -> Self:
+        """The first n rows alone. A length that is one number a row is of these already."""
+        batch, length = self.mask.shape[0], self.length
+        if n == batch:
+            return self
+        kept = jax.tree.map(
+            lambda x: x[: x.shape[0] // batch * n] if x.ndim else x, self.replace(length=None)
+        )
+        return kept.replace(length=length)
+
+    def below(self, other: Self) -> Self:
+        """The rows of another cache with those of this one below them, where both have the same
+        columns; the length is the other's."""
+        rows = jax.tree.map(
+            lambda x, y: jnp.concatenate([x, y]) if x.ndim else x,
+            other.replace(length=None),
+            self.replace(length=None),
+        )
+        return rows.replace(length=other.length)
+
     def cut(self, length: Int[Array, " B"]) -> Self:
         """Only the first `length` columns of each row. Nothing moves: later slots count as free.
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from jaxllm.cache import KV, Cache, Slots, View, look, put_heads
+from jaxllm.cache import KV, Cache, Slots, View, look, put_columns, put_heads
 
 
 @jax.tree_util.register_dataclass
@@ -77,6 +77,31 @@ def quantize(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Arra
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowCache(Cache):
+    """Everything is held, as in `Cache`, but a query sees the newest tokens alone."""
+
+    window: Int[Array, ""]
+    """Tokens that a query sees, its own included."""
+    positions: Int[Array, "B S"]
+    """Of the token in each slot; what a free slot says has no meaning."""
+
+    def look(self, mask, *, fresh=False, branches=None):
+        """As `Cache.look`; pads push nothing out of sight."""
+        view, reserved = super().look(mask, fresh=fresh, branches=branches)
+        positions = put_columns(self.positions, view.positions, self.length)
+        of_keys = view.positions if fresh else positions
+        near = of_keys[:, None, :] > view.positions[..., None] - self.window
+        visible = view.visible & near[:, None]
+        return dataclasses.replace(view, visible=visible), reserved.replace(positions=positions)
+
+    def compact(self, capacity):
+        rows = super().compact(capacity)
+        # A row's real tokens fill its first slots.
+        return rows.replace(positions=jnp.broadcast_to(jnp.arange(capacity), rows.mask.shape))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RingCache(Cache):
     """The newest tokens alone: the token at position p is in slot p modulo the number of slots."""
 
@@ -123,7 +148,17 @@ class CacheKind:
 
     quantized: bool = dataclasses.field(default=False, metadata={"static": True})
     window: Int[Array, ""] | None = None
-    """As `RingCache.window`."""
+    """As `WindowCache.window`."""
+    ring: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Of a window: only what it shows is kept (`RingCache`)."""
+
+    @staticmethod
+    def like(cache: Cache) -> CacheKind:
+        """That of a cache which was returned, and so is no ring."""
+        return CacheKind(
+            quantized=isinstance(cache.layers[0], QuantizedKV),
+            window=cache.window if isinstance(cache, WindowCache) else None,
+        )
 
     def of(self, empty: Cache) -> Cache:
         """A plain empty cache as an empty one of this kind."""
@@ -132,7 +167,10 @@ class CacheKind:
             layers = tuple(QuantizedKV.like(kv) for kv in layers)
         if self.window is None:
             return empty.replace(layers=layers)
-        return RingCache(**{**vars(empty), "layers": layers}, window=self.window)
+        fields = {**vars(empty), "layers": layers, "window": self.window}
+        if self.ring:
+            return RingCache(**fields)
+        return WindowCache(**fields, positions=jnp.zeros(empty.mask.shape, jnp.int32))
 
 
 PLAIN = CacheKind()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -9,8 +10,10 @@ import jax
 import numpy as np
 from conformance_runs import model
 
+from jaxllm.cache import look
 from jaxllm.generation.generate import prepare_call, runnable, start
 from jaxllm.generation.loop import decode_program, prefill_program
+from jaxllm.nn.stack import Context
 
 FAMILIES = ("s_llama", "s_gpt2", "s_t5_gated")
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0}
@@ -112,3 +115,18 @@ def loop_is_in_place(bare, call, state) -> bool:
     kept = not jax.tree.leaves(bare)[0].is_deleted()
     same = after.cache.layers[0].k.unsafe_buffer_pointer() == address
     return before.is_deleted() and same and kept
+
+
+def banded(model, row: list[int], window: int, source=None) -> np.ndarray:
+    """Logits of one uncached row in which each token sees itself and window - 1 before it."""
+    ids = np.array([row])
+    view = look(np.ones(ids.shape, bool))
+    near = np.subtract.outer(np.arange(len(row)), np.arange(len(row))) < window
+    view = dataclasses.replace(view, visible=view.visible & near)
+    if source is None:
+        return np.asarray(model.logits(model.backbone.run(ids, view).x))[0]
+    mask = np.ones((1, len(source)), bool)
+    states = model.encode(np.array([source]), mask).x
+    context = Context(view=view, memory_visible=mask[:, None, None, :])
+    out = model.decoder(model.shared(ids), context, memory=model.decoder.project_memory(states))
+    return np.asarray(model.logits(out.x))[0]

@@ -51,6 +51,18 @@ def leading(agree: Bool[Array, "B G"], count: Int[Array, " B"]) -> Int[Array, " 
     return jnp.sum(jnp.cumprod(agree & meant, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
 
+def ensemble(
+    scores: Float[Array, "B G+1 V"], drafted: Drafted, weight: Float[Array, ""]
+) -> Float[Array, "B G+1 V"]:
+    """The mixture ``weight * p + (1 - weight) * q`` of model and draft, for each drafted token; p
+    for the token after them (`assistant_ensemble_weight`, arXiv:2604.07622)."""
+    assert drafted.scores is not None
+    p, q = jax.nn.softmax(scores, axis=-1), jax.nn.softmax(drafted.scores, axis=-1)
+    q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
+    meant = jnp.arange(p.shape[1]) < drafted.size[:, None]
+    return jnp.where(meant[..., None], weight * p + (1 - weight) * q, p)
+
+
 def match(
     selected: Int[Array, "B G+1"], drafted: Drafted
 ) -> tuple[Int[Array, "B G+1"], Int[Array, " B"]]:
@@ -67,6 +79,7 @@ def speculative(
     positions: Int[Array, " B"],
     drafted: Drafted,
     scores: Float[Array, "B G+1 V"],
+    weight: Float[Array, ""] | None = None,
 ) -> tuple[Int[Array, "B G+1"], Int[Array, " B"]]:
     """Keeps a draft x with probability min(1, p(x) / q(x)), up to the first that is not kept.
 
@@ -78,6 +91,8 @@ def speculative(
         positions: how many new tokens each row has so far.
         drafted: with its scores.
         scores: after the newest token and after each draft.
+        weight: of p; a draft is then kept as if ``weight * p + (1 - weight) * q`` were the
+            model's, and tokens are no longer distributed as the model's.
 
     Returns:
         The tokens, and how many drafts are kept; tokens beyond the next one have no meaning.
@@ -93,11 +108,13 @@ def speculative(
     )
     chance = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(each)
     # Not <=: a draft that the model forbids must not pass on a chance of exactly 0.
-    kept = leading(chance.reshape(q_draft.shape) * q_draft < p_draft, drafted.size)
+    judge = p_draft if weight is None else weight * p_draft + (1 - weight) * q_draft
+    kept = leading(chance.reshape(q_draft.shape) * q_draft < judge, drafted.size)
 
     p_next = jnp.take_along_axis(p, kept[:, None, None], axis=1)[:, 0]
     q_next = jnp.take_along_axis(q, jnp.minimum(kept, most - 1)[:, None, None], axis=1)[:, 0]
     rest = jnp.maximum(p_next - jnp.where(kept < drafted.size, 1.0, 0.0)[:, None] * q_next, 0.0)
+    # Against the mixture it would be the same distribution: weight * (p - q), normalised.
     # p = q but for rounding: nothing is left, and what was turned down was as good as anything.
     rest = jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p_next)
     token = choose_sample(position_keys(keys, positions + kept, REST), jnp.log(rest))

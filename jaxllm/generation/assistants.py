@@ -51,8 +51,13 @@ def assisted(
             f"{asked[0]}: DoLa (dola_layers) takes no draft; drop one of the two"
         )
     check_rotary(model, asked[0], until)
-    schedule = None
+    schedule, weight = None, config.assistant_ensemble_weight
     if asked[0] == "prompt_lookup_num_tokens":
+        if weight is not None:
+            raise UnsupportedError(
+                "assistant_ensemble_weight: mixes the model with its draft's distribution, which a "
+                "prompt lookup does not have; drop one of the two"
+            )
         most = config.prompt_lookup_num_tokens
         draft: Draft = prompt_lookup(config)
     else:
@@ -80,6 +85,9 @@ def assisted(
         sampling=bool(config.do_sample),
         most=min(room, bucket(new, SMALLEST_DRAFT)),
         count=config.num_return_sequences,
+        ensemble_weight=None
+        if weight is None
+        else float_leaf("generate()", "assistant_ensemble_weight", weight, "(0, 1)"),
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.generation.acceptance import DRAFT, match, position_keys, speculative
+from jaxllm.generation.acceptance import DRAFT, ensemble, match, position_keys, speculative
 from jaxllm.generation.assisted_state import AssistedState, accept, process
 from jaxllm.generation.drafting import each_sample
 from jaxllm.generation.drafts import Draft
@@ -41,6 +41,8 @@ class Assisted(Strategy[AssistedState]):
     """Longest draft: a bucket, in which the number of tokens is traced."""
     count: int = dataclasses.field(default=1, metadata={"static": True})
     """Results a row."""
+    ensemble_weight: Float[Array, ""] | None = None
+    """Of the model, where drafts are judged by a mixture of it and the draft."""
 
     @property
     def samples(self) -> int:
@@ -104,7 +106,7 @@ class Assisted(Strategy[AssistedState]):
             state.start_len,
             settings,
             most=self.most,
-            keep_scores=by_chance,
+            keep_scores=by_chance or self.ensemble_weight is not None,
         )
         newest = jnp.take_along_axis(state.sequences, state.cur_len[:, None] - 1, axis=1)
         real = live[:, None] & (jnp.arange(self.most + 1) <= drafted.size[:, None])
@@ -120,9 +122,12 @@ class Assisted(Strategy[AssistedState]):
         scores = process(text, read, state.start_len, settings)
         if by_chance:
             positions = state.cur_len - state.start_len
-            tokens, kept = speculative(state.keys, positions, drafted, scores)
+            tokens, kept = speculative(state.keys, positions, drafted, scores, self.ensemble_weight)
         else:
-            tokens, kept = match(self.select(state, scores), drafted)
+            judge = scores
+            if self.ensemble_weight is not None:
+                judge = ensemble(scores, drafted, self.ensemble_weight)
+            tokens, kept = match(self.select(state, judge), drafted)
 
         usable = jnp.where(live, kept + 1, 0)
         # The buffers that the drafts were written to are those that the result is written to.

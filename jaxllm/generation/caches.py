@@ -9,11 +9,14 @@ from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.values import bucket, int_leaf
 
 
-def cache_kind(config: GenerationConfig) -> CacheKind:
+def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
     """The kind that `cache_implementation` and `cache_config` name.
 
     "static" and "dynamic" are the plain cache: it has its full size from the start, as "static" in
-    transformers. "quantized" keeps 8 bits a number, and "sliding_window" the newest tokens.
+    transformers. "quantized" keeps 8 bits a number, and "sliding_window" shows the newest tokens.
+
+    Args:
+        ring: nobody asks for what has left a window, so it need not be kept.
 
     Raises:
         UnsupportedError: another number of bits, or a backend's own option.
@@ -42,7 +45,8 @@ def cache_kind(config: GenerationConfig) -> CacheKind:
                 "the number of tokens that are kept; the configs of T5, Llama and GPT-2 name none"
             )
         window = options.pop("sliding_window")
-        kind = CacheKind(window=int_leaf("cache_config", "sliding_window", window, least=1))
+        leaf = int_leaf("cache_config", "sliding_window", window, least=1)
+        kind = CacheKind(window=leaf, ring=ring)
     if options:
         raise InputError(
             f"cache_config: {next(iter(options))!r} has no effect with "
@@ -65,7 +69,7 @@ def cache_slots(config: GenerationConfig, kind: CacheKind, slots: int, needed: i
     if kind.window is not None:
         if most is not None:
             raise InputError("max_cache_len: a sliding window has a length of its own; drop it")
-        return min(bucket(int(kind.window), SMALLEST_BUCKET), slots)
+        return min(bucket(int(kind.window), SMALLEST_BUCKET), slots) if kind.ring else slots
     if most is None:
         return slots
     if most < needed:

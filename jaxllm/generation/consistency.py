@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.assistants import drafts_asked_for
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.fields import FIELDS
 from jaxllm.generation.modes import contrasts, generation_mode
@@ -71,6 +72,7 @@ def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> N
         "num_beams": beams > 1,
         "num_beam_groups": config.num_beam_groups > 1,
         "an assistant": assistant_model is not None or config.assistant_early_exit is not None,
+        "a draft": bool(drafts_asked_for(config, assistant_model)),
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         "assistant_tokenizer": False,
     }

@@ -80,17 +80,18 @@ class AssistantModel(Draft):
             )
         network, (batch, width) = beside(model, self.model), prompt.mask.shape
         if prompt.past is None:
-            cache = network.start(batch, capacity, **prompt.encoder)
+            cache = prompt.kind.of(network.start(batch, capacity, **prompt.encoder))
             cache = network.decode(cache=cache, fresh=True, at=prompt.at, **prompt.inputs).cache
         else:
             # The conversation is new to the assistant.
-            if prompt.past.cross is not None or "token_type_ids" in prompt.inputs:
+            unread = prompt.past.cross is not None and "input_ids" not in prompt.encoder
+            if unread or "token_type_ids" in prompt.inputs:
                 raise UnsupportedError(
-                    "assistant_model: not with past_key_values of an encoder-decoder, whose input "
-                    "is not read again, nor beside token_type_ids; assistant_early_exit and "
-                    "prompt_lookup_num_tokens go on there"
+                    "assistant_model: not with past_key_values that hold no ids of the encoder's "
+                    "input, which the assistant reads as well, nor beside token_type_ids; "
+                    "assistant_early_exit and prompt_lookup_num_tokens go on there"
                 )
-            cache = network.start(batch, width)
+            cache = prompt.kind.of(network.start(batch, width, **prompt.encoder))
             read = network.decode(prompt.sequences, prompt.mask, cache, fresh=True)
             cache = read.cache.compact(capacity)
         length = each_sample(prompt.columns, batch * samples)

@@ -172,7 +172,13 @@ FIELDS: Mapping[str, Field] = {
     ),
     "prompt_lookup_num_tokens": Field(None, integer(1), "drafts of so many tokens of the text"),
     "assistant_early_exit": Field(None, integer(1), "drafts by so many of the model's layers"),
-    "assistant_ensemble_weight": Field(None, number("(0, 1)"), _ASSISTED, only=(None,)),
+    "assistant_ensemble_weight": Field(
+        None,
+        number("(0, 1)"),
+        "drafts are judged by w * model + (1 - w) * draft",
+        None,
+        "a draft",
+    ),
     "speculation_type": Field(None, anything, _ASSISTED, only=(None,)),
     # Written by transformers, without meaning here
     "generation_kwargs": Field(None, anything, "of old versions", only=(None, {})),

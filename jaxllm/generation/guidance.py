@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache import Branches, Cache
 from jaxllm.errors import InputError, UnsupportedError
-from jaxllm.generation.columns import Columns, checked_ids, checked_mask, last_real
+from jaxllm.generation.columns import Columns, checked_ids, checked_mask, last_real, pad_right
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.values import is_traced
 from jaxllm.models.outputs import DecodeOutput
@@ -36,6 +36,13 @@ class Negative:
     @staticmethod
     def of(columns: Columns) -> Negative:
         return Negative(columns.ids, columns.mask, last_real(columns.mask))
+
+    def padded(self, width: int) -> Negative:
+        """With masked columns up to `width`."""
+        extra = max(width - self.mask.shape[1], 0)
+        return Negative(
+            pad_right(self.tokens, extra, 0), pad_right(self.mask, extra, False), self.at
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -74,18 +81,27 @@ class Guided:
         inputs_embeds: Float[Array, "B T D"] | None = None,
         **options: Any,
     ) -> DecodeOutput:
-        """As `Decoder.decode`. With `fresh` the unconditional rows read their own contexts."""
+        """As `Decoder.decode`. With `fresh` the unconditional rows read their own contexts, and so
+        they do where the cache has no rows for them yet: it holds a conversation without them."""
+        if cache.mask.shape[0] == mask.shape[0]:
+            return self.joined(tokens, mask, cache, at=at, inputs_embeds=inputs_embeds, **options)
         # What is chosen continues both contexts, in the same slots.
         length = cache.length
         if jnp.ndim(length) == 1:
             cache = cache.replace(length=stacked(length, length))
-        own = (self.negative.tokens, self.negative.mask, self.negative.at)
-        below = own if fresh else (tokens, mask, at)
+        below = (tokens, mask, at)
+        if fresh:
+            negative = self.negative.padded(mask.shape[1])
+            below = (negative.tokens, negative.mask, negative.at)
         if inputs_embeds is not None:
             tokens, embeds = None, self.model.embed(below[0])
             inputs_embeds = jnp.concatenate([inputs_embeds.astype(embeds.dtype), embeds])
         if branches is not None:
-            branches = dataclasses.replace(branches, seen=stacked(branches.seen, branches.seen))
+            columns = branches.columns
+            branches = Branches(
+                seen=stacked(branches.seen, branches.seen),
+                columns=stacked(columns, columns) if columns.ndim == 2 else columns,
+            )
         read = self.model.decode(
             stacked(tokens, below[0]),
             stacked(mask, below[1]),
@@ -102,6 +118,19 @@ class Guided:
         if jnp.ndim(length) == 1:
             cache = cache.replace(length=cache.length[:rows])
         return upper.replace(cache=cache, unconditional_logits=read.logits[rows:])
+
+    def joined(
+        self, tokens: Any, mask: Bool[Array, "B T"], cache: Cache, **options: Any
+    ) -> DecodeOutput:
+        """Reads the new part of a conversation, and the unconditional contexts in rows below."""
+        negative, rows = self.negative, mask.shape[0]
+        upper = self.model.decode(tokens, mask, cache, **options)
+        options.update(at=negative.at, inputs_embeds=None)
+        empty = cache.cut(jnp.zeros((rows,), jnp.int32))
+        lower = self.model.decode(negative.tokens, negative.mask, empty, fresh=True, **options)
+        return upper.replace(
+            cache=lower.cache.below(upper.cache), unconditional_logits=lower.logits
+        )
 
     def early_exit(self, layers: int) -> Guided:
         return dataclasses.replace(self, model=self.model.early_exit(layers))

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.cache_kinds import CacheKind
 from jaxllm.errors import InputError
 from jaxllm.generation.caches import cache_kind, cache_slots
 from jaxllm.generation.columns import SMALLEST_BUCKET, Columns, last_real, pad_right
@@ -98,18 +99,23 @@ def lay_out(
     if past is not None:
         name = "input_ids" if texts.source is None else "decoder_input_ids"
         more = continuation(past, texts.given, texts.pad, texts.token_types, name)
+        if texts.negative is not None:  # new tokens stand behind both contexts
+            more = more.behind(texts.negative.length, texts.width)
         inputs, at, used = more.inputs, more.at, more.columns
         capacity = more.capacity(strategy.slots(room), past.cache.capacity)
-        if config.cache_implementation is not None:
-            raise InputError(
-                "cache_implementation: past_key_values has a kind already; give one of the two"
-            )
+        for option in ("cache_implementation", "cache_config"):
+            if getattr(config, option) is not None:
+                raise InputError(
+                    f"{option}: past_key_values has a kind already; give one of the two"
+                )
         # What a first call leaves has one length for all rows, what a later one does one for each.
         # `compact` sets it anew; here they are made alike, so that one program reads both.
         cache = past.cache.replace(length=past.cache.next_position)
     elif returns_past:
         capacity = bucket(capacity, SMALLEST_BUCKET)  # as the next call will have it
-    kind = cache_kind(config)
+    # A later call of any strategy, and attentions column by column, need what left the window.
+    ring = strategy.slides and not returns_past and not config.output_attentions
+    kind = cache_kind(config, ring=ring) if past is None else CacheKind.like(past.cache)
     needed = int(np.max(used)) + strategy.slots(new)
     prompt = Prompt(
         inputs=inputs,

@@ -51,6 +51,10 @@ def resolve_lengths(
         max_length = prompt_len + config.max_length
         max_length = max_length if max_positions is None else min(max_length, max_positions)
     if config.min_new_tokens is not None:
+        if "min_length" in config.given:
+            warnings.warn(
+                "`min_length` has no effect beside `min_new_tokens`", UserWarning, stacklevel=2
+            )
         min_length = prompt_len + config.min_new_tokens
     else:
         min_length = config.min_length

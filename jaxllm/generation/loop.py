@@ -32,13 +32,9 @@ def prefill(
         room: most new tokens, a bucket.
     """
     wanted = settings.decode_options
-    encoder, encoded = prompt.encoder, None
-    if "attention_mask" in encoder and any(wanted.values()) and "encoder_states" not in encoder:
-        inputs = dict(encoder)
-        mask = inputs.pop("attention_mask")
-        encoded = model.encode(inputs.pop("input_ids", None), mask, **inputs, **wanted)
-        encoder = {"encoder_states": encoded.x, "attention_mask": mask}
+    encoded = None
     if prompt.past is None:
+        encoder, encoded = read_source(model, prompt.encoder, wanted)
         cache = prompt.kind.of(model.start(prompt.mask.shape[0], capacity, **encoder))
     else:
         cache = prompt.past.compact(capacity)
@@ -51,6 +47,18 @@ def prefill(
     # New tokens overwrite the columns that only fill the bucket.
     read = read.replace(cache=read.cache.replace(length=prompt.columns))
     return settled(strategy.init(model, prompt, read, settings, room))
+
+
+def read_source(
+    model: Any, encoder: dict[str, Any], wanted: dict[str, bool]
+) -> tuple[dict[str, Any], Any]:
+    """What `model.start` takes, with the encoder's output in it where its records are wanted."""
+    if "attention_mask" not in encoder or "encoder_states" in encoder or not any(wanted.values()):
+        return encoder, None
+    inputs = dict(encoder)
+    mask = inputs.pop("attention_mask")
+    encoded = model.encode(inputs.pop("input_ids", None), mask, **inputs, **wanted)
+    return {"encoder_states": encoded.x, "attention_mask": mask}, encoded
 
 
 def decode(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,12 @@ def merged_config(
     config = own.merge(explicit)
     check_supported(config)
     check_consistent(config, assistant_model)
+    if "decoder_start_token_id" in config.given and not model.is_encoder_decoder:
+        warnings.warn(
+            "`decoder_start_token_id` has no effect: this model has a decoder only",
+            UserWarning,
+            stacklevel=2,
+        )
     if "eos_token_id" in explicit.to_dict():
         return config, resolve_eos(config)
     named = (*resolve_eos(own), *model.config.eos_token_ids, *getattr(model, "extra_eos", ()))

@@ -14,7 +14,7 @@ from jaxllm.errors import NonFiniteError
 from jaxllm.generation.on_mesh import readable
 from jaxllm.generation.past import PastKeyValues
 from jaxllm.generation.prepare import Request
-from jaxllm.generation.records import as_tuples
+from jaxllm.generation.records import Places, as_tuples
 from jaxllm.generation.strategy import AssistedCounts, Result
 from jaxllm.models.outputs import Layers
 
@@ -43,8 +43,9 @@ class GenerateOutput:
     hidden_states: Steps = None
     """With `output_hidden_states`, of a decoder-only model: of each step a tuple over the layers,
     the embeddings first, of [Bn, T, D]. T is the length of the prompt at the first step and 1 at
-    others. Of beams they are all that ran in that step, [B * num_beams, T, D]. What stands in
-    columns of pads, and in rows that have ended, means nothing."""
+    others; with `past_key_values` that of the longest new part, and each row's own stands in front.
+    Of beams they are all that ran in that step, [B * num_beams, T, D]. What stands in columns of
+    pads, and in rows that have ended, means nothing."""
     attentions: Steps = None
     """With `output_attentions`: likewise [Bn, heads, T, S], where S is the number of columns so
     far. Queries and keys that are pads have zeros."""
@@ -70,13 +71,7 @@ def output(
     """The output for the user, cut to the longest row."""
     records = {}
     if result.records is not None:
-        records = as_tuples(
-            result.records,
-            columns=request.prompt_columns,
-            first_new=int(request.prompt.columns),
-            source=request.source_len,
-            steps=steps,
-        )
+        records = as_tuples(result.records, recorded(request), steps=steps)
     return GenerateOutput(
         **records,
         past_key_values=past,
@@ -88,6 +83,21 @@ def output(
         if result.beam_indices is None
         else result.beam_indices[:, : length - request.start_len],
         assisted=result.assisted,
+    )
+
+
+def recorded(request: Request) -> Places:
+    """Where the columns of the result are among those that were recorded."""
+    prompt, count = request.prompt, request.prompt_columns
+    if prompt.past is None:
+        return Places(count, np.asarray(prompt.columns), request.source_len)
+    first_new, mask, at = readable((prompt.columns, prompt.mask, prompt.at), request.mesh)
+    return Places(
+        count,
+        np.asarray(first_new),
+        request.source_len,
+        held=np.asarray(mask)[:, :count],
+        read=int(np.max(at)) + 1,
     )
 
 
@@ -105,6 +115,7 @@ def leave(model: Any, request: Request, state: Any) -> PastKeyValues | None:
         encoder_ids=None
         if ids is None
         else jnp.repeat(ids, sequences.shape[0] // ids.shape[0], axis=0),
+        source_len=request.source_len,
         config=model.config,
     )
 

@@ -33,7 +33,9 @@ class PastKeyValues:
     """Which of them are real tokens. The first ones of each row are in the cache, all but the
     newest (after contrastive search, all)."""
     encoder_ids: Int[Array, "B E"] | None = None
-    """The input of an encoder-decoder, which some logits processors read."""
+    """The input of an encoder-decoder, which some logits processors read, and assistants."""
+    source_len: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """Columns of that input, without padding to a bucket."""
     config: Any = dataclasses.field(default=None, metadata={"static": True})
     """Of the model that it belongs to."""
 
@@ -61,9 +63,15 @@ class Continuation:
     at: Any
     """int32 [B]. The last real new column of each row."""
     columns: Int[np.ndarray, " B"]
-    """Real tokens of each row, old and new."""
+    """Real tokens of each row, old and new, behind which the next ones stand."""
     slots: int
     """Slots that prefill needs, and the longest row before it."""
+
+    def behind(self, columns: int, slots: int) -> Continuation:
+        """With room before the new tokens for other contexts, of so many columns and slots."""
+        return dataclasses.replace(
+            self, columns=np.maximum(self.columns, columns), slots=max(self.slots, slots)
+        )
 
     def capacity(self, new: int, held: int) -> int:
         """Slots for `new` tokens more. A larger cache is allocated only if `held` slots are few."""
@@ -83,7 +91,7 @@ def continued_sides(
     decoder_attention_mask: Any = None,
     **others: Any,
 ) -> Sides:
-    """The whole conversation, checked; an encoder is not run again."""
+    """The whole conversation, checked. An encoder is not run again, but that of an assistant."""
     refuse(others, "not beside past_key_values, which holds all that was read before")
     if past.config != model.config:
         raise InputError("past_key_values: comes from a model of another config")
@@ -109,7 +117,8 @@ def continued_sides(
         raise InputError("decoder_input_ids: past_key_values needs the whole decoder's side")
     given = decoder_prompt(model, decoder_input_ids, decoder_attention_mask, batch, config)
     ids = None if past.encoder_ids is None else np.asarray(past.encoder_ids)
-    return given, Columns(ids, np.asarray(past.cache.cross_mask)), {}
+    source = Columns(ids, np.asarray(past.cache.cross_mask), before=past.source_len)
+    return given, source, {} if ids is None else {"input_ids": ids, "attention_mask": source.mask}
 
 
 def continuation(

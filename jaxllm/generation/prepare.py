@@ -117,7 +117,7 @@ def prepare(
     if assistant is not None:
         check_texts(assistant, model, given, others, new)
     returns = return_past_key_values
-    check_strategy(strategy, config, given, past is not None, returns, negative is not None)
+    check_strategy(strategy, given, past is not None, returns)
     traced = any_traced(given, negative, source, settings, strategy, jax.tree.leaves(model)[0])
     keys = row_keys(
         key,

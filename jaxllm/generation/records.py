@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxllm.errors import InputError
 from jaxllm.generation.values import is_traced
@@ -51,12 +51,15 @@ class Records:
         return self._put(self._of(read), step)
 
     def write_branches(
-        self, read: DecodeOutput, step: Int[Array, ""], columns: Int[Array, " S"]
+        self,
+        read: DecodeOutput,
+        step: Int[Array, ""],
+        columns: Int[Array, " S"] | Int[Array, "B S"],
     ) -> Records:
         """As `write`, of branches, each of which is a row here: [B*N, 1, D], [B*N, heads, 1, S].
 
-        `columns` says which column each slot of the cache belongs to. A branch sees one slot of
-        each, and no other has any weight.
+        `columns` says which column each slot of the cache belongs to, of all rows or of each. A
+        branch sees one slot of each, and no other has any weight.
         """
 
         def rows(x):
@@ -64,8 +67,15 @@ class Records:
             return x.reshape(-1, *x.shape[2:])[..., None, :]
 
         def by_column(weights, kept):
-            columns_of = jnp.zeros((*weights.shape[:-1], kept.shape[-1]), weights.dtype)
-            return columns_of.at[..., columns].add(weights, mode="drop")
+            each = columns
+            if columns.ndim == 2:
+                each = jnp.repeat(columns, weights.shape[0] // columns.shape[0], axis=0)
+            empty = jnp.zeros((*weights.shape[1:-1], kept.shape[-1]), weights.dtype)
+            put = jax.vmap(
+                lambda row, at: empty.at[..., at].add(row, mode="drop"),
+                (0, 0 if each.ndim == 2 else None),
+            )
+            return put(weights, each)
 
         new = jax.tree.map(rows, self._of(read))
         weights = jax.tree.map(by_column, new.attentions, self.steps.attentions)
@@ -155,18 +165,54 @@ def check_size(records: Records | None) -> None:
         )
 
 
-def as_tuples(
-    records: Records, *, columns: int, first_new: int, source: int | None, steps: int
-) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the columns of a result are among those that were recorded."""
+
+    prompt: int
+    """Columns of the prompt."""
+    first_new: Int[np.ndarray, ""] | Int[np.ndarray, " B"]
+    """Where new tokens begin: beyond `prompt` if a negative prompt is longer; with
+    `past_key_values` behind the real tokens of each row."""
+    source: int | None = None
+    """Columns of the encoder's input; None for decoder-only models."""
+    held: Bool[np.ndarray, "B C"] | None = None
+    """The real columns of a prompt of which a part was in `past_key_values`."""
+    read: int | None = None
+    """Of such a prompt the columns that were read, of the row with the most."""
+
+    @property
+    def queries(self) -> int:
+        """Columns of the first entry."""
+        return self.prompt if self.read is None else self.read
+
+    def keys(self, x: Any, step: int) -> Any:
+        """Attention over the columns of the text up to new token `step`."""
+        x = x[:, :, : self.queries]
+        if self.held is None:
+            if self.first_new == self.prompt:
+                return x[..., : self.prompt + step]
+            first = int(self.first_new)
+            return x[..., [*range(self.prompt), *range(first, first + step)]]
+        # A cache that goes on holds the real tokens of each row, without gaps.
+        old = np.maximum(np.cumsum(self.held, axis=1) - 1, 0)
+        new = self.first_new[:, None] + np.arange(step)
+        slots = np.concatenate([old, new], axis=1)
+        real = np.concatenate([self.held, np.ones(new.shape, bool)], axis=1)
+        slots, real = (np.repeat(part, len(x) // len(part), axis=0) for part in (slots, real))
+        weights = np.take_along_axis(np.asarray(x), slots[:, None, None], axis=-1)
+        return np.where(real[:, None, None], weights, 0)
+
+
+def as_tuples(records: Records, columns: Places, *, steps: int) -> dict[str, Any]:
     """The fields of `GenerateOutput`: tuples over steps of tuples over layers, without padding.
 
     Args:
-        columns: of the prompt.
-        first_new: where new tokens begin; beyond `columns` if a negative prompt is longer.
-        source: columns of the encoder's input; None for decoder-only models.
+        columns: where those of the result are.
         steps: new tokens.
     """
     prompt, later, encoder = records.prompt, records.steps, records.encoder
+    source = columns.source
 
     def tuples(first: Layers, rest: Layers, cut) -> tuple[Layers, ...] | None:
         if first is None or rest is None:
@@ -176,21 +222,15 @@ def as_tuples(
         head = tuple(cut(host.repeat(x, times, axis=0), 0) for x in first)
         return (head, *(tuple(cut(x[i], i + 1) for x in rest) for i in range(steps - 1)))
 
-    def seen(x, step: int):
-        if first_new == columns:
-            return x[:, :, :columns, : columns + step]
-        both = [*range(columns), *range(first_new, first_new + step)]
-        return x[:, :, :columns, both]
-
     found: dict[str, Any] = {
         "hidden_states": tuples(
-            prompt.hidden_states, later.hidden_states, lambda x, step: x[:, :columns]
+            prompt.hidden_states, later.hidden_states, lambda x, step: x[:, : columns.queries]
         ),
-        "attentions": tuples(prompt.attentions, later.attentions, seen),
+        "attentions": tuples(prompt.attentions, later.attentions, columns.keys),
         "cross_attentions": tuples(
             prompt.cross_attentions,
             later.cross_attentions,
-            lambda x, step: x[:, :, :columns, :source],
+            lambda x, step: x[:, :, : columns.queries, :source],
         ),
     }
     if source is None:

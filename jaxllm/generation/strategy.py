@@ -134,7 +134,7 @@ class Strategy(Generic[S]):
     streams: ClassVar[bool] = True
     """Tokens once chosen stay."""
     slides: ClassVar[bool] = False
-    """It reads new columns one at a time, as a sliding window needs it."""
+    """It reads new columns one at a time, so that a sliding window may be a ring."""
     continues: ClassVar[bool] = True
     """It can start from a cache of `PastKeyValues`."""
     read_options: ClassVar[Mapping[str, Any]] = {}
@@ -178,7 +178,8 @@ class Strategy(Generic[S]):
     def leave(self, state: Any) -> tuple[Cache, Int[Array, "R L"], Bool[Array, "R L"]]:
         """What a later call may start from: the cache of the rows to return, their tokens, and
         which of these are real. The first ones of each row are in the cache."""
-        return state.cache, state.sequences, state.mask
+        # Unconditional contexts lie below, and belong to a call.
+        return state.cache.first(state.mask.shape[0]), state.sequences, state.mask
 
 
 def note_broken(

@@ -80,9 +80,10 @@ class Tree:
         step, beam = jnp.divmod(slots - self.root, beams)
         after = jnp.pad(origin[..., 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-1)
         own = (after[..., jnp.clip(step, 0, room - 1)] == beam) & (step >= 0) & (step < room)
-        prompt = (self.cache.mask & (slots < self.root))[:, None]
+        cache = self.cache.first(batch)  # unconditional contexts lie below
+        prompt = (cache.mask & (slots < self.root))[:, None]
         mask = (prompt | own).reshape(batch * texts, -1)
-        cache = self.cache.repeat(texts)
+        cache = cache.repeat(texts)
         known = jnp.sum(mask, axis=1, dtype=jnp.int32)
         width = self.cache.capacity - (beams - 1) * room
         return cache.replace(mask=mask, next_position=known).compact(width)

@@ -51,8 +51,12 @@ def test_a_rows_samples_depend_on_its_key_and_id_only():
     assert (first.sequences[0] != first.sequences[1]).any()
 
 
-def test_the_rule_of_acceptance_keeps_the_distribution():
-    """Of each token given that those before it were kept, over 40,000 rows."""
+@pytest.mark.parametrize("weight", [None, 0.4])
+def test_the_rule_of_acceptance_keeps_the_distribution(weight):
+    """Of each token given that those before it were kept, over 40,000 rows.
+
+    With a weight a token is distributed as the mixture where there was a draft for it.
+    """
     rng, rows, size, most = np.random.default_rng(0), 40_000, 6, 2
     p_scores, q_scores = rng.normal(0, 2, (2, most + 1, size)).astype(np.float32)
     p_scores[0, 2] = p_scores[1, 0] = -np.inf  # forbidden, though drafts have them
@@ -68,21 +72,26 @@ def test_the_rule_of_acceptance_keeps_the_distribution():
         count = jnp.arange(rows) % (most + 1)
         drafted = Drafted(jnp.stack(draws, axis=1), count, q)
         p = jnp.broadcast_to(p_scores, (rows, most + 1, size))
-        return (*speculative(keys, jnp.zeros(rows, jnp.int32), drafted, p), count)
+        return (*speculative(keys, jnp.zeros(rows, jnp.int32), drafted, p, weight), count)
 
     tokens, kept, count = (np.asarray(x) for x in run(keys))
     p, q = (np.asarray(jax.nn.softmax(jnp.asarray(s))) for s in (p_scores, q_scores))
     for i in range(most + 1):
         reached = kept >= i
+        wanted = p[i]
+        if weight is not None:
+            reached = (kept >= i) & (count > i if i < most else True)
+            wanted = weight * p[i] + (1 - weight) * q[i] if i < most else p[i]
         observed = np.bincount(tokens[reached, i], minlength=size)
-        expected = reached.sum() * p[i]
-        assert observed[p[i] == 0].sum() == 0
-        z = (observed - expected) / np.sqrt(expected * (1 - p[i]) + 1e-9)
+        expected = reached.sum() * wanted
+        assert observed[wanted == 0].sum() == 0
+        z = (observed - expected) / np.sqrt(expected * (1 - wanted) + 1e-9)
         assert np.abs(z).max() < 4.5
     # The share of drafts that are kept is that of the papers, 1 - TV(p, q).
     tried = count >= 1
     share = (kept[tried] >= 1).mean()
-    assert abs(share - np.minimum(p[0], q[0]).sum()) < 0.015
+    judge = p[0] if weight is None else weight * p[0] + (1 - weight) * q[0]
+    assert abs(share - np.minimum(judge, q[0]).sum()) < 0.015
 
 
 def joint(net, prompt: list[int], steps: int, processors) -> np.ndarray:

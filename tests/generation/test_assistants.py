@@ -31,7 +31,12 @@ def test_settings_of_the_assistants_file_hold_where_the_call_names_none():
         ({"assistant_model": "s_t5"}, UnsupportedError, "encoder-decoder"),
         ({"assistant_model": "s_gpt2_scaled"}, UnsupportedError, "vocabulary"),
         ({"assistant_tokenizer": 1}, UnsupportedError, "assistant_tokenizer"),
-        ({"assistant_ensemble_weight": 0.5}, UnsupportedError, "assistant_ensemble_weight"),
+        (
+            {"assistant_ensemble_weight": 0.5, "prompt_lookup_num_tokens": 2},
+            UnsupportedError,
+            "assistant_ensemble_weight: mixes",
+        ),
+        ({"assistant_ensemble_weight": 1.0}, InputError, "assistant_ensemble_weight"),
         ({"assistant_early_exit": 99}, InputError, "99"),
         ({"prompt_lookup_num_tokens": 0}, InputError, "prompt_lookup_num_tokens"),
         ({"prompt_lookup_num_tokens": 2, "assistant_early_exit": 1}, InputError, "one of them"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conformance_runs import cases, compare, model
+from conformance_runs import DATA, cases, compare, model
 
 import jaxllm
 from jaxllm.generation.processors import RepetitionPenaltyLogitsProcessor
@@ -152,3 +153,31 @@ def test_conformance_of_distributions(case, assisted):
     z, impossible = compare.check_distribution(case, pairs)
     assert impossible == 0
     assert z < 4.5
+
+
+ENSEMBLES = json.loads((DATA.parent / "ensemble" / "cases.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] * (c["model"] != "s_llama")) for c in ENSEMBLES],
+)
+@pytest.mark.usefixtures("highest_precision")
+def test_an_ensemble(case):
+    """Drafts are judged by a mixture of model and draft; another weight compiles nothing."""
+    out = jaxllm.generate(
+        model(case["model"]),
+        np.array(case["ids"]),
+        max_new_tokens=14,
+        eos_token_id=None,
+        pad_token_id=0,
+        assistant_model=model(f"{case['model']}_draft"),
+        num_assistant_tokens=4,
+        assistant_confidence_threshold=0.0,
+        assistant_ensemble_weight=case["weight"],
+    )
+    assert out.sequences.tolist() == case["sequences"]
+
+
+def test_ensembles_are_not_lossless():
+    assert sum(case["differs"] for case in ENSEMBLES) > 3

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 import tiny
-from generation_tools import NO_EOS, padded, turns
+from generation_tools import NO_EOS, banded, padded, turns
 
 import jaxllm
-from jaxllm.cache import KV, look
+from jaxllm.cache import KV
 from jaxllm.cache_kinds import QuantizedKV
 from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation import loop
 from jaxllm.generation.generate import prepare_call
-from jaxllm.nn.stack import Context
 
 QUANTIZED = {"cache_implementation": "quantized", "cache_config": {"nbits": 8}}
 
@@ -78,21 +75,6 @@ def test_quantization_error_is_at_most_half_a_step():
     np.testing.assert_allclose(kv.scores(q), kv.plain().scores(q), atol=1e-4)
     weights = np.random.default_rng(1).random((6, 1, 5)).astype(np.float32)
     np.testing.assert_allclose(kv.mix(weights), kv.plain().mix(weights), atol=1e-4)
-
-
-def banded(model, row: list[int], window: int, source=None) -> np.ndarray:
-    """Logits of one uncached row in which each token sees itself and window - 1 before it."""
-    ids = np.array([row])
-    view = look(np.ones(ids.shape, bool))
-    near = np.subtract.outer(np.arange(len(row)), np.arange(len(row))) < window
-    view = dataclasses.replace(view, visible=view.visible & near)
-    if source is None:
-        return np.asarray(model.logits(model.backbone.run(ids, view).x))[0]
-    mask = np.ones((1, len(source)), bool)
-    states = model.encode(np.array([source]), mask).x
-    context = Context(view=view, memory_visible=mask[:, None, None, :])
-    out = model.decoder(model.shared(ids), context, memory=model.decoder.project_memory(states))
-    return np.asarray(model.logits(out.x))[0]
 
 
 @pytest.mark.parametrize(("family", "side"), [("llama", "left"), ("gpt2", "right"), ("t5", "left")])
@@ -174,14 +156,7 @@ def test_what_a_cache_cannot_be(fields, error, message):
         jaxllm.generate(tiny.cached("llama"), np.array([[3, 4]]), **fields)
 
 
-def test_a_window_is_neither_continued_nor_for_beams():
-    model, ids = tiny.cached("llama"), np.array([[3, 4]])
+def test_a_window_has_a_length_of_its_own():
     fields = {"cache_implementation": "sliding_window", "cache_config": {"sliding_window": 4}}
-    with pytest.raises(UnsupportedError, match="a sliding window has lost"):
-        jaxllm.generate(model, ids, return_past_key_values=True, **fields)
-    with pytest.raises(UnsupportedError, match="have a sliding window"):
-        jaxllm.generate(model, ids, num_beams=2, **fields)
-    with pytest.raises(UnsupportedError, match="output_attentions"):
-        jaxllm.generate(model, ids, output_attentions=True, **fields)
     with pytest.raises(InputError, match="max_cache_len: a sliding window"):
-        jaxllm.generate(model, ids, max_cache_len=99, **fields)
+        jaxllm.generate(tiny.cached("llama"), np.array([[3, 4]]), max_cache_len=99, **fields)

@@ -226,7 +226,6 @@ def test_an_assistant_model_makes_it_assisted():
 
 
 UNSUPPORTED = {
-    "assistant_ensemble_weight": 0.5,
     "use_mtp": True,
     "use_cache": False,
     "cache_implementation": "offloaded",
@@ -371,3 +370,8 @@ def test_both_lengths_in_code_warn():
         assert resolve_lengths(both, 7).max_length == 12
     file = GenerationConfig.from_dict({"max_length": 30}).replace(max_new_tokens=5)
     assert resolve_lengths(file, 7).max_length == 12
+
+
+def test_a_minimum_beside_that_of_new_tokens_warns():
+    with pytest.warns(UserWarning, match="`min_length` has no effect beside"):
+        resolve_lengths(GenerationConfig(min_length=9, min_new_tokens=2), prompt_len=3)

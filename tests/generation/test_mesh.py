@@ -123,9 +123,11 @@ ALL_STRATEGIES = """
 model = make("llama")
 there = put_tree(model, mesh(data=2, tensor=2))
 draft = make("llama", num_hidden_layers=1)
+WINDOW = dict(cache_implementation="sliding_window", cache_config={"sliding_window": 8})
 for fields in (
     dict(cache_implementation="quantized", cache_config={"nbits": 8}),
-    dict(cache_implementation="sliding_window", cache_config={"sliding_window": 8}),
+    WINDOW,
+    dict(num_beams=3, **WINDOW),
     dict(penalty_alpha=0.6, top_k=3),
     dict(assistant_model=draft),
     dict(prompt_lookup_num_tokens=3),
@@ -140,13 +142,14 @@ for fields in (
 ):
     np.testing.assert_array_equal(tokens(there, **fields), tokens(model, **fields), err_msg=fields)
 
-kept = {}
-for name, one in (("there", there), ("here", model)):
-    first = jaxllm.generate(one, ids, max_new_tokens=4, return_past_key_values=True)
-    text = np.concatenate([first.sequences, tiny.ids(8, 3, seed=9)], axis=1)
-    kept[name] = jaxllm.generate(
-        one, text, max_new_tokens=4, past_key_values=first.past_key_values).sequences
-np.testing.assert_array_equal(kept["there"], kept["here"])
+for kind, guided in (({}, {}), (WINDOW, dict(guidance_scale=1.5))):
+    kept = {}
+    for name, one in (("there", there), ("here", model)):
+        first = jaxllm.generate(one, ids, max_new_tokens=4, return_past_key_values=True, **kind)
+        text = np.concatenate([first.sequences, tiny.ids(8, 3, seed=9)], axis=1)
+        kept[name] = jaxllm.generate(
+            one, text, max_new_tokens=4, past_key_values=first.past_key_values, **guided).sequences
+    np.testing.assert_array_equal(kept["there"], kept["here"])
 
 print("done")
 """

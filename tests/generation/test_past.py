@@ -179,12 +179,8 @@ def test_the_conversation_must_begin_with_what_is_held():
         jaxllm.generate(model, more, seen, **{**settings, "past_key_values": ((1, 2),)})
     with pytest.raises(InputError, match=r"outside jax\.jit"):
         jax.jit(lambda x: jaxllm.generate(model, x, seen, **settings).sequences)(more)
-    with pytest.raises(UnsupportedError, match="output_attentions`: not beside past_key_values"):
-        jaxllm.generate(model, more, seen, output_attentions=True, **settings)
     with pytest.raises(UnsupportedError, match="contrastive search compares hidden states"):
         jaxllm.generate(model, more, seen, penalty_alpha=0.6, top_k=4, **settings)
-    with pytest.raises(UnsupportedError, match="past_key_values: not together with guidance"):
-        jaxllm.generate(model, more, seen, guidance_scale=2.0, **settings)
     embeds = np.zeros((2, 3, 32), np.float32)
     with pytest.raises(UnsupportedError, match="return_past_key_values: a prompt of inputs_embeds"):
         jaxllm.generate(model, inputs_embeds=embeds, return_past_key_values=True)

@@ -18,10 +18,14 @@ LOOKUP = {"prompt_lookup_num_tokens": 3}
 CONTRASTIVE = {"penalty_alpha": 0.6, "top_k": 3}
 GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.8}
 FORCED = {"num_beams": 3, "force_words_ids": [[7, 9]]}
+WINDOW = {"cache_implementation": "sliding_window", "cache_config": {"sliding_window": 4}}
 
 
-def conversation(family: str, strategies: list[dict], **settings) -> None:
-    """Turns of ragged rows, each checked against the same call that reads all of its text."""
+def conversation(family: str, strategies: list[dict], *, cache: dict | None = None, **settings):
+    """Turns of ragged rows, each checked against the same call that reads all of its text.
+
+    `cache` names the kind of the cache, which the first call decides.
+    """
     net, rows, past = tiny.cached(family), turns(0, 4, 1, 7), None
     source = dict(zip(("input_ids", "attention_mask"), padded(turns(9, 5, 3, 6)), strict=True))
     returned = 1
@@ -36,8 +40,8 @@ def conversation(family: str, strategies: list[dict], **settings) -> None:
         else:
             inputs = whole = {"input_ids": ids, "attention_mask": mask}
         fields = {"max_new_tokens": 5, "pad_token_id": 0, **settings, **strategy}
-        wanted = jaxllm.generate(net, **whole, **fields)
-        given = whole if past is None else inputs
+        wanted = jaxllm.generate(net, **whole, **fields, **cache or {})
+        given = whole | (cache or {}) if past is None else inputs
         out = jaxllm.generate(
             net, **given, past_key_values=past, return_past_key_values=True, **fields
         )
@@ -86,6 +90,68 @@ def test_contrastive_search_leaves_a_cache(first):
 @pytest.mark.parametrize("beams", [GROUPS, FORCED])
 def test_groups_and_constraints(beams):
     conversation("llama", [beams, {**beams, "num_return_sequences": 2}, {}], eos_token_id=31)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_a_window_goes_on(family):
+    """What left the window of one strategy is in sight of none."""
+    start = {"decoder_start_token_id": 0} if family == "t5" else {}
+    conversation(family, [{}, BEAMS, LOOKUP, {}], cache=WINDOW, **start, eos_token_id=31)
+
+
+GUIDED = {"guidance_scale": 1.6, **NO_EOS}
+
+
+def test_guidance_of_a_conversation():
+    """The unconditional contexts, by default the last token, begin anew at each call."""
+    conversation("llama", [{}, {}], **GUIDED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_guidance_of_every_strategy_in_a_conversation(family):
+    beams = {**BEAMS, "num_return_sequences": 2}
+    sampled = {"do_sample": True, "key": 3, "temperature": 0.5}
+    conversation(family, [CONTRASTIVE, beams, LOOKUP, sampled, BEAMS], **GUIDED)
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_negative_prompt_longer_than_the_conversation(window):
+    """New tokens then stand behind it in the cache, and not right behind the conversation."""
+    net, (ids, mask) = tiny.cached("gpt2"), padded(turns(0, 3, 5))
+    settings = {"max_new_tokens": 6, "output_scores": True, **GUIDED}
+    settings["negative_prompt_ids"] = tiny.ids(2, 19)
+    settings["negative_prompt_attention_mask"] = np.arange(19) >= np.array([[0], [7]])
+    kind = {}
+    if window is not None:
+        kind = {**WINDOW, "cache_config": {"sliding_window": window}}
+    first = jaxllm.generate(net, ids, mask, return_past_key_values=True, **kind, **settings)
+    rows = [r[m.astype(bool)].tolist() for r, m in zip(ids, mask, strict=True)]
+    new = first.sequences[:, ids.shape[1] :].tolist()
+    more = [r + n + t for r, n, t in zip(rows, new, turns(4, 3, 1), strict=True)]
+    ids, mask = padded(more)
+    wanted = jaxllm.generate(net, ids, mask, **kind, **settings)
+    past = first.past_key_values
+    for draft in ({}, {"prompt_lookup_num_tokens": 3}):
+        out = jaxllm.generate(net, ids, mask, past_key_values=past, **draft, **settings)
+        np.testing.assert_array_equal(out.sequences, wanted.sequences)
+        for a, b in zip(out.scores, wanted.scores, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_an_assistant_of_an_encoder_decoder_reads_a_conversation():
+    """The handle has the ids of the encoder's input, which the assistant's encoder reads."""
+    draft = {"assistant_model": tiny.make("t5", seed=1), "num_assistant_tokens": 3}
+    start = {"decoder_start_token_id": 0}
+    conversation("t5", [{**BEAMS, "num_return_sequences": 2}, draft, {}], **start, eos_token_id=31)
+
+
+@pytest.mark.slow
+def test_an_assistant_reads_guided_conversations():
+    draft = {"assistant_model": tiny.make("gpt2", seed=1), "num_assistant_tokens": 3}
+    conversation("gpt2", [{}, draft, {}], **GUIDED)
 
 
 @pytest.mark.slow

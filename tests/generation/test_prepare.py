@@ -11,6 +11,7 @@ from generation_tools import (
 
 import jaxllm
 from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.generation.generate import prepare_call
 
 
 def test_end_tokens_of_all_files_count_unless_one_is_named():
@@ -103,3 +104,8 @@ def test_gpt2_has_a_hard_end():
     mask = np.concatenate([np.zeros((1, 20), int), np.ones((1, 90), int)], axis=1)
     more = jaxllm.generate(net, padded, mask, max_new_tokens=6, eos_token_id=None).sequences
     np.testing.assert_array_equal(more[:, 20:], out)
+
+
+def test_a_start_token_without_a_decoder_to_start_warns():
+    with pytest.warns(UserWarning, match="`decoder_start_token_id` has no effect"):
+        prepare_call(model("s_llama"), [[3]], None, None, None, {"decoder_start_token_id": 1})

@@ -50,7 +50,7 @@ def threshold(
         return jnp.sum(jnp.where(x >= t[:, None], weights, 0.0), axis=-1) >= target
 
     def fix_bit(i: Int[Array, ""], bits: UInt32[Array, " B"]) -> UInt32[Array, " B"]:
-        candidate = bits | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        candidate = bits | (jnp.uint32(1 << 31) >> jnp.asarray(i, jnp.uint32))
         return jnp.where(reaches(from_ordered_bits(candidate)), candidate, bits)
 
     bits = lax.fori_loop(0, 32, fix_bit, jnp.zeros(x.shape[0], jnp.uint32))
