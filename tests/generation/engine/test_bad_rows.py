@@ -1,0 +1,45 @@
+"""A row that is wrong is an error of its own: the others do not suffer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxllm import BatchGenerator
+from jaxllm.generation.engine.rows import Given, Reader
+
+MODEL = tiny.make("llama", num_hidden_layers=1)
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("input_ids", {"input_ids": [1, [2]]}),
+        ("input_ids", {"input_ids": [[1], [2, 3]]}),
+        ("length_penalty", {"num_beams": 2, "length_penalty": HUGE}),
+        ("repetition_penalty", {"repetition_penalty": HUGE}),
+        ("sequence_bias", {"sequence_bias": [[[1], -HUGE]]}),
+        ("num_return_sequences", {"do_sample": True, "num_return_sequences": 2**31 - 1}),
+        ("fields have names", {"temperature": 1.0, 5: 6}),
+    ],
+)
+def test_wrong_values_are_errors_of_their_row(name, fields):
+    (output,) = BatchGenerator(MODEL).generate([{"input_ids": [5], **fields}])
+    assert output.error_kind == "InputError"
+    assert name in (output.error or "")
+
+
+def test_settings_are_told_apart_by_all_their_values():
+    """Rows share what was read of equal fields. Of a long array, numpy's `repr` shows the ends."""
+    first, second = np.full((2, 2000), 3)
+    second[1000] = 4
+    reader = Reader(MODEL, None, {}, 0)
+    rows = [
+        reader.read(Given(0, 0, {"input_ids": [5], "suppress_tokens": tokens}), 0)
+        for tokens in (first, second)
+    ]
+    assert [set(row.config.suppress_tokens) for row in rows] == [{3}, {3, 4}]
+    row = reader.read(Given(0, 0, {"input_ids": [5], "sequence_bias": {(5,): 2.0}}), 0)
+    assert row.config.sequence_bias == (((5,), 2.0),)
