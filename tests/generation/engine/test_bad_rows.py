@@ -1,7 +1,10 @@
-"""A row that is wrong is an error of its own: the others do not suffer."""
+"""A row that is wrong, or whose numbers break, is an error of its own: the others do not suffer."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -43,3 +46,23 @@ def test_settings_are_told_apart_by_all_their_values():
     assert [set(row.config.suppress_tokens) for row in rows] == [{3}, {3, 4}]
     row = reader.read(Given(0, 0, {"input_ids": [5], "sequence_bias": {(5,): 2.0}}), 0)
     assert row.config.sequence_bias == (((5,), 2.0),)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_what_a_broken_row_leaves_in_its_slot_is_gone(beams):
+    """0 * NaN is NaN, so values behind the mask matter, too."""
+
+    def broken(path: tuple, x: Any) -> Any:
+        return x.at[7].set(np.nan) if "embed" in jax.tree_util.keystr(path) else x
+
+    model = jax.tree_util.tree_map_with_path(broken, MODEL)
+    rows: list[dict[str, Any]] = [
+        {"input_ids": [*[9] * 20, *[7] * 8], "max_new_tokens": 20},
+        {"input_ids": [9, 10, 11], "max_new_tokens": 19, "eos_token_id": [49]},
+    ]
+    fields = {"num_beams": beams, "suppress_tokens": [7]}
+    first, second = BatchGenerator(model, slots=1, **fields).generate(rows)
+    assert first.error_kind == "NonFiniteError"
+    assert second.error is None
+    (alone,) = BatchGenerator(model, slots=1, **fields).generate(rows[1:])
+    assert second.output_ids == alone.output_ids
