@@ -185,6 +185,17 @@ def test_memory_knows_the_beams():
     assert int(output.error.split("at most ")[1].split(",")[0]) == 29
 
 
+def test_advice_is_about_new_tokens_where_the_prompt_takes_most():
+    """Fewer of them make a slot smaller even if prompt and text still need as many columns."""
+    row = {"input_ids": [5] * 60, "max_new_tokens": 32}
+    engine = BatchGenerator(LONG, slots=1, num_beams=3, memory=nbytes(LONG) + 1)
+    engine.generate([row])
+    (found,) = engine.memory
+    row["max_new_tokens"] = 64
+    (output,) = BatchGenerator(LONG, num_beams=3, memory=found.total).generate([row])
+    assert "ask for at most 32, or raise memory" in (output.error or "")
+
+
 @pytest.mark.slow
 def test_fewer_slots_where_memory_is_short():
     rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 20 + i} for i in range(8)]
