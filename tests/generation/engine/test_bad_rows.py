@@ -26,6 +26,9 @@ HUGE = 10**400
         ("sequence_bias", {"sequence_bias": [[[1], -HUGE]]}),
         ("num_return_sequences", {"do_sample": True, "num_return_sequences": 2**31 - 1}),
         ("fields have names", {"temperature": 1.0, 5: 6}),
+        ("suppress_tokens", {"suppress_tokens": [50]}),
+        ("bad_words_ids", {"bad_words_ids": [[5, 50]], "num_beams": 2}),
+        ("forced_eos_token_id", {"forced_eos_token_id": 50}),
     ],
 )
 def test_wrong_values_are_errors_of_their_row(name, fields):
@@ -46,6 +49,15 @@ def test_settings_are_told_apart_by_all_their_values():
     assert [set(row.config.suppress_tokens) for row in rows] == [{3}, {3, 4}]
     row = reader.read(Given(0, 0, {"input_ids": [5], "sequence_bias": {(5,): 2.0}}), 0)
     assert row.config.sequence_bias == (((5,), 2.0),)
+
+
+def test_a_neutral_value_asks_for_nothing():
+    rows = [{"input_ids": [5], "max_new_tokens": 3} for _ in range(3)]
+    rows[1] |= {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": None}
+    engine = BatchGenerator(MODEL, slots=2)
+    first, second, _ = engine.generate(rows)
+    assert second.output_ids == first.output_ids
+    assert len(engine.counts.buckets) == 2
 
 
 @pytest.mark.parametrize("beams", [1, 3])
