@@ -25,7 +25,10 @@ def number(interval: str) -> Check:
         value = plain(value)
         if not (is_integer(value) or isinstance(value, float)) or not inside(interval, value):
             raise BadValueError(f"a number in {interval}")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # an integer beyond all floats
+            raise BadValueError(f"a number in {interval}") from None
 
     return check
 

@@ -74,7 +74,7 @@ class BeamGroup:
             tokens=search.finished.sequences,
             start=search.start_len,
             length=length,
-            stopped=length < slots.settings.limit[:, None],
+            stopped=(count > 0) & (length < slots.settings.limit[:, None]),
             broken_at=search.broken_at,
         )
 

@@ -16,7 +16,7 @@ from jaxllm.generation.engine.plan import Plan, plans, ran_out, too_large
 from jaxllm.generation.engine.pool import Pool
 from jaxllm.generation.engine.results import Done
 from jaxllm.generation.engine.rows import BatchOutput, Given, Reader, Row, failed, row_id
-from jaxllm.generation.engine.settings import Group, fits_slots, groups
+from jaxllm.generation.engine.settings import Group, check_processors, fits_slots, groups
 from jaxllm.generation.strategy import without_notes
 from jaxllm.generation.values import is_integer
 from jaxllm.sharding import mesh_of, row_shards
@@ -115,11 +115,16 @@ class BatchGenerator:
 
     def _answer(self, rows: Iterable[Given]) -> Iterator[BatchOutput]:
         read: list[Row] = []
+        checked: set[GenerationConfig] = set()
         for given in rows:
             name = given.id
             try:
                 name = row_id(given.raw, given.id)
-                read.append(self._reader.read(given, name))
+                row = self._reader.read(given, name)
+                if row.config not in checked:
+                    check_processors(row, self.model.config.vocab_size)
+                    checked.add(row.config)
+                read.append(row)
             except JaxLLMError as error:
                 yield failed(given.index, name, error)
         self.counts.asked = sum(row.new * row.samples for row in read)

@@ -55,7 +55,7 @@ def set_rows(
     at: Int[Array, " R"],
     axes: tuple[str, ...] = ("rows",),
 ) -> Shaped[Array, "B ..."]:
-    """Rows `at` of `old` replaced in place, as far as `new` reaches on the other axes.
+    """Rows `at` of `old` replaced in place.
 
     Row numbers beyond the last row are left out. On a mesh each device writes the rows that it has:
     only the new ones travel.
@@ -65,7 +65,7 @@ def set_rows(
     """
 
     def put(old, new, at):
-        return old.at[(at, *(slice(size) for size in new.shape[1:]))].set(new, mode="drop")
+        return old.at[at].set(new, mode="drop")
 
     mesh = context_mesh()
     if mesh is None:

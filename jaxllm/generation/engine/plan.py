@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.errors import InputError
-from jaxllm.generation.columns import SMALLEST_BUCKET
 from jaxllm.generation.engine.arrivals import lay_out
 from jaxllm.generation.engine.memory import Prediction, activations, most_slots, nbytes, size
 from jaxllm.generation.engine.programs import admit_program, decode_program
@@ -31,8 +30,8 @@ class Plan:
     tasks: list[Task]
     sizes: Sizes
     memory: Prediction
-    columns: int
-    """Columns of the longest text that fits: those of `sizes`, fewer, or 0."""
+    fitting: Sizes | None
+    """`sizes`, or those of shorter texts that would fit, or None."""
 
 
 def plans(
@@ -69,17 +68,16 @@ def plans(
         else:
             waiting = []
         sizes = dataclasses.replace(whole, slots=memory.slots)
-        columns = sizes.columns if memory.fits else _columns_that_fit(predicted, rest, sizes)
-        yield Plan(rest, sizes, memory, columns)
+        fitting = sizes if memory.fits else _shorter_that_fit(predicted, rest, sizes)
+        yield Plan(rest, sizes, memory, fitting)
 
 
-def _columns_that_fit(predicted: Any, tasks: Sequence[Task], sizes: Sizes) -> int:
-    least = max(task.width for task in tasks) if sizes.source is None else SMALLEST_BUCKET
-    while sizes.columns // 2 >= least:
-        sizes = sizes.halved()
-        if predicted(tasks, sizes, sizes.shards).fits:
-            return sizes.columns
-    return 0
+def _shorter_that_fit(predicted: Any, tasks: Sequence[Task], sizes: Sizes) -> Sizes | None:
+    start = max(len(task.row.start) for task in tasks)
+    shorter = sizes.shortened(start)
+    while shorter is not None and not predicted(tasks, shorter, sizes.shards).fits:
+        shorter = shorter.shortened(start)
+    return shorter
 
 
 def predict(
@@ -142,7 +140,7 @@ def too_large(task: Task, plan: Plan) -> InputError:
         f"one slot of {memory.capacity} columns ({_lengths(row)}) takes {size(memory.total)}, but "
         f"the budget is {size(memory.budget)}"
     )
-    new = plan.columns - len(row.start)
+    new = 0 if plan.fitting is None else plan.fitting.most_new(len(row.start))
     if new < 1:
         return InputError(f"memory: {needed}; shorten the prompt, or raise memory")
     return InputError(f"max_new_tokens: {needed}; ask for at most {new}, or raise memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import warnings
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 
 from jaxllm.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.columns import Columns, checked_ids
@@ -26,6 +27,8 @@ INPUTS = ("prompt", "messages", "input_ids")
 OWN = frozenset({"id", "seed", *INPUTS})
 """Keys of a row that are no generation fields."""
 MOST_SEED = 2**32 - 1
+MOST_TEXTS = 2**20
+"""Of one row, so that a slip in its number does not take the memory of all others."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,6 +169,9 @@ class Reader:
             raw = {"prompt": raw}
         elif not isinstance(raw, Mapping):
             raw = {"input_ids": raw}
+        for field in raw:
+            if not isinstance(field, str):
+                raise InputError(f"a row's fields have names, but one is {field!r:.60}")
         own = {name: value for name, value in raw.items() if name not in OWN}
         settings = self._read_settings(own)
         config = settings.config
@@ -177,6 +183,11 @@ class Reader:
         config = self._with_length(config, len(start))
         columns = Columns(start[None], np.ones((1, len(start)), bool))
         config, until = checked_lengths(self._model, config, columns)
+        if config.num_return_sequences > MOST_TEXTS:
+            raise InputError(
+                f"num_return_sequences: {config.num_return_sequences} texts of one row, of at most "
+                f"{MOST_TEXTS}; give the prompt in several rows"
+            )
         seed = raw.get("seed")
         return Row(
             index=given.index,
@@ -203,7 +214,10 @@ class Reader:
         return known
 
     def _read_settings(self, own: Mapping[str, Any]) -> _Settings:
-        name = json.dumps(own, sort_keys=True, default=repr)
+        try:
+            name = json.dumps(own, sort_keys=True)
+        except (TypeError, ValueError):  # arrays, keys that are tuples: as only code can give them
+            return self._checked_settings(own)
         found = self._settings.get(name)
         if found is None:
             found = self._settings[name] = self._checked_settings(own)
@@ -237,12 +251,7 @@ class Reader:
             )
         name, value = given[0], raw[given[0]]
         if name == "input_ids":
-            if isinstance(value, Mapping | str) or not isinstance(value, Sequence | np.ndarray):
-                raise InputError(f"input_ids: expected a list of token ids, found {value!r:.60}")
-            ids = np.asarray(value)
-            if ids.ndim != 1 or ids.size == 0:
-                raise InputError(f"input_ids: expected a list of token ids, found {value!r:.60}")
-            return checked_ids("input_ids", ids[None], self._model.config.vocab_size)[0]
+            return checked_ids("input_ids", _listed(value)[None], self._model.config.vocab_size)[0]
         if self._tokenizer is None:
             raise InputError(f"{name}: this model has no tokenizer; give input_ids")
         if name == "prompt":
@@ -259,6 +268,17 @@ class Reader:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         messages = [*system, {"role": "user", "content": text}]
         return [self._tokenizer.apply_chat_template(messages)]
+
+
+def _listed(ids: Any) -> Shaped[np.ndarray, " T"]:
+    """A list of what should be ids, as an array."""
+    found = np.zeros(0)
+    if isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str):
+        with contextlib.suppress(ValueError):  # a list in the list
+            found = np.asarray(ids)
+    if found.ndim != 1 or found.size == 0:
+        raise InputError(f"input_ids: expected a list of token ids, found {ids!r:.60}")
+    return found
 
 
 def row_id(raw: Any, default: str | int) -> str | int:

@@ -61,6 +61,8 @@ _IDLE = frozenset(
     }
 )
 """Fields that a strategy of slots reads, that mean nothing to it, or that were looked at before."""
+_NO_SLOTS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
+"""Fields of processors that look at the prompt apart; rows in slots may have neutral values."""
 _SINGLE, _BEAMS = ("greedy_search", "sample"), ("beam_search", "beam_sample")
 _CACHES = (None, "static", "dynamic")
 MOST_STOPS = 8
@@ -119,6 +121,13 @@ def fits_slots(row: Row) -> bool:
     if values.pop("cache_implementation", None) not in _CACHES:
         return False
     return not any(_acts(name, value) for name, value in values.items() if name not in known)
+
+
+def check_processors(row: Row, vocab_size: int) -> None:
+    """Raises what `generate` would for numbers that no processor of a row in a slot takes, such as
+    tokens that the vocabulary does not have."""
+    if fits_slots(row):
+        processors_of(row, tuple(NEUTRAL), vocab_size)
 
 
 def _beams_fit(row: Row) -> bool:
@@ -226,7 +235,7 @@ def _numbers(config: GenerationConfig, names: Iterable[str], start: int) -> dict
 
 def processors_of(row: Row, shared: tuple[str, ...], vocab_size: int) -> LogitsProcessorList:
     """The row's processors, with those of all `shared` fields among them."""
-    off = {name: FIELDS[name].neutral for name in NEUTRAL.keys() - set(shared)}
+    off = {name: FIELDS[name].neutral for name in {*NEUTRAL, *_NO_SLOTS} - set(shared)}
     # Values from a file, unlike those given in code, put no processor in the list by being there.
     unset = {name: value for name, value in off.items() if value is not None}
     config = row.config.merge(GenerationConfig.from_dict({**unset, "min_length": 0}))

@@ -47,10 +47,25 @@ class Sizes:
         """With so many slots, or as many more as it takes to split them."""
         return dataclasses.replace(self, slots=-(-slots // self.shards) * self.shards)
 
-    def halved(self) -> Sizes:
-        """With half the columns."""
-        columns = self.columns // 2
-        return dataclasses.replace(self, columns=columns, room=min(self.room, columns))
+    def most_new(self, start: int) -> int:
+        """Most new tokens after so many columns of a prompt."""
+        return self.columns - start if self.beams == 1 else min(self.columns - start, self.room)
+
+    def shortened(self, start: int) -> Sizes | None:
+        """For fewer new tokens after such a prompt, the most with which a slot is smaller; None if
+        there are none.
+
+        >>> sizes = Sizes(1, 64, beams=4, room=64).shortened(3)
+        >>> sizes.columns, sizes.room, sizes.shortened(3).columns
+        (64, 32, 32)
+        """
+        halves = [x // 2 if x > SMALLEST_BUCKET else 0 for x in (self.columns, self.room)]
+        new = max(halves[0] - start, halves[1])
+        if new < 1:
+            return None
+        columns = bucket(start + new, SMALLEST_BUCKET)
+        room = 0 if self.beams == 1 else bucket(new, SMALLEST_BUCKET)
+        return dataclasses.replace(self, columns=columns, room=room)
 
 
 def size_of(

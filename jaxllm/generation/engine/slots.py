@@ -153,7 +153,8 @@ def put(old: T, new: T, at: Int[Array, " R"]) -> T:
     """New rows in the slots `at`; one beyond the last slot is left out.
 
     Arrays of the new rows may be shorter than those of the slots on any other axis. The rest is
-    zeros then, but of keys and values, which are masked anyway.
+    zeros then: also of keys and values, which are masked, since a NaN that the row before has left
+    there would not stay behind the mask (0 * NaN is NaN).
     """
 
     def one(path, old: Shaped[Array, "B ..."], new: Any):
@@ -171,7 +172,9 @@ def put_rows(old: Shaped[Array, "B ..."], new: Any, at: Int[Array, " R"]) -> Sha
 def put_layer(
     old: Shaped[Array, "*BK S H"], new: Shaped[Array, "*RK P H"], at: Int[Array, " R"]
 ) -> Shaped[Array, "*BK S H"]:
-    """The first columns of keys or values of some rows replaced."""
+    """Keys or values of some rows replaced; what they lack in columns is zeros."""
+    rest = old.shape[-2] - new.shape[-2]
+    new = jnp.pad(new, [*[(0, 0)] * (new.ndim - 2), (0, rest), (0, 0)])
     if old.ndim == 4:
         return set_rows(old, new, at, ("rows", "heads"))
     heads = new.shape[0] // at.shape[0]

@@ -168,6 +168,13 @@ def test_stop_strings_of_each_row():
     assert "stop" in {output.finish_reasons[0] for output in outputs[1:]}
 
 
+def test_a_text_that_never_began_was_ended_by_no_stop_string():
+    """The penalty puts every text below the empty ones that a search begins with."""
+    rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 3, "length_penalty": -1e30}]
+    (output,) = BatchGenerator(model("llama"), num_beams=3).generate(rows)
+    assert (output.output_ids, output.finish_reasons) == (([],), ("length",))
+
+
 def test_memory_knows_the_beams():
     """Predictions alone: nothing is compiled."""
     rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 29, "num_return_sequences": 2}]
@@ -183,6 +190,17 @@ def test_memory_knows_the_beams():
     (output,) = BatchGenerator(LONG, num_beams=3, memory=found.total).generate(rows)
     assert output.error is not None
     assert int(output.error.split("at most ")[1].split(",")[0]) == 29
+
+
+def test_advice_is_about_new_tokens_where_the_prompt_takes_most():
+    """Fewer of them make a slot smaller even if prompt and text still need as many columns."""
+    row = {"input_ids": [5] * 60, "max_new_tokens": 32}
+    engine = BatchGenerator(LONG, slots=1, num_beams=3, memory=nbytes(LONG) + 1)
+    engine.generate([row])
+    (found,) = engine.memory
+    row["max_new_tokens"] = 64
+    (output,) = BatchGenerator(LONG, num_beams=3, memory=found.total).generate([row])
+    assert "ask for at most 32, or raise memory" in (output.error or "")
 
 
 @pytest.mark.slow
