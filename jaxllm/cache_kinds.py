@@ -97,7 +97,8 @@ class WindowCache(Cache):
     def compact(self, capacity):
         rows = super().compact(capacity)
         # A row's real tokens fill its first slots.
-        return rows.replace(positions=jnp.broadcast_to(jnp.arange(capacity), rows.mask.shape))
+        positions = jnp.arange(capacity, dtype=jnp.int32)
+        return rows.replace(positions=jnp.broadcast_to(positions, rows.mask.shape))
 
 
 @jax.tree_util.register_dataclass

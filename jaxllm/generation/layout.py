@@ -104,7 +104,8 @@ def lay_out(
         inputs, at, used = more.inputs, more.at, more.columns
         capacity = more.capacity(strategy.slots(room), past.cache.capacity)
         for option in ("cache_implementation", "cache_config"):
-            if getattr(config, option) is not None:
+            # One that the model's own file names has been heeded by the first call.
+            if option in config.given and getattr(config, option) is not None:
                 raise InputError(
                     f"{option}: past_key_values has a kind already; give one of the two"
                 )

@@ -16,10 +16,12 @@ def choose_greedy(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
     >>> choose_greedy(jnp.array([[1.0, 3.0, 3.0]])).tolist()
     [1]
     """
-    # Two plain reductions, which take half the time of an argmax on a CPU.
-    best = jnp.max(scores, axis=-1, keepdims=True)
-    tokens = jnp.arange(scores.shape[1], dtype=jnp.int32)
-    return jnp.min(jnp.where(scores == best, tokens, scores.shape[1] - 1), axis=-1)
+    # Two steps take a third of the time of one argmax on a CPU. The second does not look for the
+    # number that the first found: XLA may compute scores again for it, and round them otherwise.
+    blocks, size = _split(scores, -jnp.inf)
+    block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return (block * size + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
 def choose_sample(keys: Key[Array, " B"], scores: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -79,14 +81,18 @@ def draw_without_replacement(
 
 
 def _in_blocks(scores: Float[Array, "B V"]) -> tuple[Float[Array, "B blocks size"], int]:
-    """exp(scores), the largest being 1, in about sqrt(V) blocks; and the size of a block."""
-    batch, vocab_size = scores.shape
+    """exp(scores), the largest being 1, in blocks; and the size of a block."""
+    scores = scores.astype(jnp.float32)
+    return _split(jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)), 0.0)
+
+
+def _split(x: Float[Array, "B V"], filler: float) -> tuple[Float[Array, "B blocks size"], int]:
+    """A row in about sqrt(V) blocks, the last one filled up; and the size of a block."""
+    batch, vocab_size = x.shape
     size = math.isqrt(vocab_size - 1) + 1
     blocks = -(-vocab_size // size)
-    scores = scores.astype(jnp.float32)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.pad(weights, ((0, 0), (0, blocks * size - vocab_size)))
-    return weights.reshape(batch, blocks, size), size
+    x = jnp.pad(x, ((0, 0), (0, blocks * size - vocab_size)), constant_values=filler)
+    return x.reshape(batch, blocks, size), size
 
 
 def _race(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from generation_tools import NO_EOS, padded, turns
 import jaxllm
 from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation import loop
+from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.generate import prepare_call
 
 
@@ -221,3 +224,14 @@ def test_turns_within_the_buckets_compile_nothing():
         past, ids = out.past_key_values, np.concatenate([out.sequences, turns(turn, 1)], axis=1)
         sizes.append(loop.prefill_program._cache_size() + loop.decode_program._cache_size())
     assert sizes[1] == sizes[2] == sizes[3]
+
+
+def test_a_kind_of_cache_that_the_models_file_names():
+    """It decides for the first call; later ones, which do not name it either, go on."""
+    net, ids = copy.copy(tiny.cached("llama")), np.array(turns(0, 4))
+    vars(net)["generation_config"] = GenerationConfig.from_dict({"cache_implementation": "static"})
+    fields = {"max_new_tokens": 2, "return_past_key_values": True, **NO_EOS}
+    past = jaxllm.generate(net, ids, **fields).past_key_values
+    more = np.concatenate([past.sequences[:, :6], [[5]]], axis=1)
+    out = jaxllm.generate(net, more, past_key_values=past, **fields)
+    np.testing.assert_array_equal(out.sequences, jaxllm.generate(net, more, **fields).sequences)

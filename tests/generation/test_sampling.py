@@ -107,3 +107,23 @@ def test_greedy_takes_the_first_of_equals():
     tokens = choose_greedy(scores)
     assert tokens.tolist() == [1, 2]
     assert tokens.dtype == jnp.int32
+
+
+def test_the_best_of_scores_that_are_computed_along_the_way():
+    """XLA may compute them anew for each use, rounded otherwise; the best is found all the same."""
+    rng = np.random.default_rng(0)
+    above, below, draft = (rng.normal(0, 3, (1000, 4, 50)).astype(np.float32) for _ in range(3))
+
+    def mixture(above, below, draft):
+        above, below = jax.nn.log_softmax(above), jax.nn.log_softmax(below)
+        p, q = jax.nn.softmax(below + 1.6 * (above - below)), jax.nn.softmax(draft)
+        drafted = (jnp.arange(4) < 3)[:, None]
+        return jnp.where(drafted, 0.4 * p + 0.6 * q, p).reshape(4000, 50)
+
+    def chosen(*scores):
+        return choose_greedy(mixture(*scores))
+
+    scores = np.asarray(mixture(*map(jnp.asarray, (above, below, draft))))
+    tokens = jax.jit(chosen)(above, below, draft)
+    best = np.take_along_axis(scores, tokens[:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(best, scores.max(axis=1), rtol=1e-5)

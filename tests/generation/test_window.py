@@ -127,3 +127,18 @@ def test_attentions():
             assert not (np.asarray(weights) * far[:, None]).any()
             total = np.asarray(weights).sum(axis=-1)
             np.testing.assert_allclose(total[:, :, -1], 1, atol=1e-5)
+
+
+def test_64_bit_mode():
+    """What an earlier call left is put in order there as well."""
+    net, (ids, mask) = tiny.cached("llama"), padded(turns(0, 6, 3))
+    fields = FIELDS | {"max_new_tokens": 3}
+    new = np.array(turns(1, 1, 1))
+    with jax.enable_x64(True):
+        out = jaxllm.generate(net, ids, mask, return_past_key_values=True, **fields)
+        ids = np.concatenate([out.sequences, new], axis=1)
+        mask = np.pad(mask, ((0, 0), (0, 4)), constant_values=1)
+        kept = {"max_new_tokens": 3, "past_key_values": out.past_key_values, **NO_EOS}
+        got = jaxllm.generate(net, ids, mask, **kept)
+    wanted = jaxllm.generate(net, ids, mask, **fields)
+    np.testing.assert_array_equal(got.sequences, wanted.sequences)
