@@ -155,7 +155,23 @@ def test_conformance_of_distributions(case, assisted):
     assert z < 4.5
 
 
+NEW = 14
 ENSEMBLES = json.loads((DATA.parent / "ensemble" / "cases.json").read_text())
+
+
+def ensemble(name: str, ids: list[list[int]], weight: float) -> list[list[int]]:
+    out = jaxllm.generate(
+        model(name),
+        np.array(ids),
+        max_new_tokens=NEW,
+        eos_token_id=None,
+        pad_token_id=0,
+        assistant_model=model(f"{name}_draft"),
+        num_assistant_tokens=4,
+        assistant_confidence_threshold=0.0,
+        assistant_ensemble_weight=weight,
+    )
+    return out.sequences.tolist()
 
 
 @pytest.mark.parametrize(
@@ -164,20 +180,41 @@ ENSEMBLES = json.loads((DATA.parent / "ensemble" / "cases.json").read_text())
 )
 @pytest.mark.usefixtures("highest_precision")
 def test_an_ensemble(case):
-    """Drafts are judged by a mixture of model and draft; another weight compiles nothing."""
-    out = jaxllm.generate(
-        model(case["model"]),
-        np.array(case["ids"]),
-        max_new_tokens=14,
-        eos_token_id=None,
-        pad_token_id=0,
-        assistant_model=model(f"{case['model']}_draft"),
-        num_assistant_tokens=4,
-        assistant_confidence_threshold=0.0,
-        assistant_ensemble_weight=case["weight"],
-    )
-    assert out.sequences.tolist() == case["sequences"]
+    """Drafts are judged by a mixture of model and draft."""
+    assert ensemble(case["model"], case["ids"], case["weight"]) == case["sequences"]
 
 
 def test_ensembles_are_not_lossless():
     assert sum(case["differs"] for case in ENSEMBLES) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", [0.2, 0.5, 0.8])
+@pytest.mark.usefixtures("highest_precision")
+def test_an_ensemble_of_encoder_decoders_step_by_step(weight):
+    ids = [[69, 18, 6, 26, 105, 3]]
+
+    @jax.jit
+    def probabilities(model, text, length):
+        logits = model(input_ids=np.array(ids), decoder_input_ids=text[None]).logits
+        return jax.nn.softmax(logits[0, length - 1])
+
+    def after(name: str, text: list[int]) -> np.ndarray:
+        padded = np.zeros(NEW + 1, np.int32)
+        padded[: len(text)] = text
+        return np.asarray(probabilities(model(name), padded, len(text)))
+
+    text = [0, int(after("s_t5", [0]).argmax())]
+    while len(text) <= NEW:
+        drafts: list[int] = []
+        mixtures = []
+        for _ in range(min(4, NEW - len(text))):
+            q, p = (after(name, text + drafts) for name in ("s_t5_draft", "s_t5"))
+            mixtures.append(weight * p + (1 - weight) * q)
+            drafts.append(int(q.argmax()))
+        agreed = 0
+        while agreed < len(drafts) and mixtures[agreed].argmax() == drafts[agreed]:
+            agreed += 1
+        judge = mixtures[agreed] if agreed < len(drafts) else after("s_t5", text + drafts)
+        text += [*drafts[:agreed], int(judge.argmax())]
+    assert ensemble("s_t5", ids, weight) == [text]

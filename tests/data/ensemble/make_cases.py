@@ -3,7 +3,8 @@
     python tests/data/ensemble/make_cases.py      # transformers==5.23.0, torch, CPU
 
 Which tokens are judged by the mixture depends on where drafts begin. jaxllm's begin after the first
-new token, so here that token, which greedy search chose, is a part of the prompt.
+new token, so here that token, which greedy search chose, is a part of the prompt. T5 is not here:
+what transformers gives for it is not what the definition gives, step by step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "conformance" / "models"
@@ -22,17 +23,15 @@ NEW = 14
 
 
 def load(name):
-    kind = AutoModelForSeq2SeqLM if "t5" in name else AutoModelForCausalLM
-    model = kind.from_pretrained(MODELS / name, attn_implementation="eager").float().eval()
+    found = AutoModelForCausalLM.from_pretrained(MODELS / name, attn_implementation="eager")
+    model = found.float().eval()
     model.generation_config = transformers.GenerationConfig(pad_token_id=0, eos_token_id=None)
-    if "t5" in name:
-        model.generation_config.decoder_start_token_id = 0
     return model
 
 
 def main():
     rng, cases = random.Random(0), []
-    for name in ("s_llama", "s_gpt2", "s_t5"):
+    for name in ("s_llama", "s_gpt2"):
         model, assistant = load(name), load(f"{name}_draft")
         assistant.generation_config = transformers.GenerationConfig(
             num_assistant_tokens=4,
@@ -43,12 +42,8 @@ def main():
         for weight in (0.2, 0.5, 0.8):
             ids = torch.tensor([[rng.randrange(3, model.config.vocab_size - 1) for _ in range(6)]])
             plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
-            start = plain[:, : 2 if "t5" in name else 7]
-            inputs = (
-                {"inputs": ids, "decoder_input_ids": start} if "t5" in name else {"inputs": start}
-            )
             out = model.generate(
-                **inputs,
+                plain[:, :7],
                 max_new_tokens=NEW - 1,
                 do_sample=False,
                 assistant_model=assistant,
