@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from jaxllm.cache import KV, Cache, Slots, View, look, put_columns, put_heads
+from jaxllm.cache import KV, Cache, put_columns, put_heads
+from jaxllm.view import Slots, View, look
 
 
 @jax.tree_util.register_dataclass

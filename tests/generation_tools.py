@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from conformance_runs import model
 
-from jaxllm.cache import look
 from jaxllm.generation.generate import prepare_call, runnable, start
 from jaxllm.generation.loop import decode_program, prefill_program
 from jaxllm.nn.stack import Context
+from jaxllm.view import look
 
 FAMILIES = ("s_llama", "s_gpt2", "s_t5_gated")
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0}

@@ -22,7 +22,7 @@ ROOMS = [
     {"tokenizers"},
     {"models"},
     {"nn"},
-    {"cache", "cache_kinds", "sharding"},
+    {"cache", "cache_kinds", "placement", "sharding", "view"},
     {"errors", "json_file", "compile_clock", "extras", "processes", "whole_file"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

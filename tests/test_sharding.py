@@ -12,16 +12,14 @@ from jax.sharding import AbstractMesh
 
 from jaxllm.errors import InputError
 from jaxllm.models.weights import parameters
+from jaxllm.placement import mesh_of, put_batch, row_share
 from jaxllm.sharding import (
     AXES,
     RULES,
     check_heads,
     logical_axes,
     make_mesh,
-    mesh_of,
     parameter_sharding,
-    put_batch,
-    row_share,
     tree_shardings,
 )
 
@@ -138,7 +136,8 @@ def test_one_device():
 EIGHT = """
 import jax, numpy as np, pytest
 from jaxllm.errors import InputError
-from jaxllm.sharding import make_mesh, put_batch, put_tree, batch_sharding, mesh_of, row_share
+from jaxllm.sharding import make_mesh, batch_sharding
+from jaxllm.placement import put_batch, put_tree, mesh_of, row_share
 import tiny
 
 mesh = make_mesh(fsdp=2, tensor=2)
@@ -181,7 +180,8 @@ TWO_PROCESSES = """
 import sys, jax, numpy as np
 address, index = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(address, 2, index)
-from jaxllm.sharding import make_mesh, put_batch, put_tree, row_share
+from jaxllm.sharding import make_mesh
+from jaxllm.placement import put_batch, put_tree, row_share
 x = np.arange(8.0).reshape(4, 2)
 
 def check(sizes, share):

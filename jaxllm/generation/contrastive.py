@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxllm.cache import Branches, Cache, per_head, put_columns
+from jaxllm.cache import Cache, per_head, put_columns
 from jaxllm.generation import sample
 from jaxllm.generation.records import first_records
 from jaxllm.generation.strategy import Result, Settings, Strategy, unconditional
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.view import Branches
 
 
 @jax.tree_util.register_dataclass

@@ -30,7 +30,8 @@ from jaxllm.generation.processors.host_errors import reraised
 from jaxllm.generation.records import check_size
 from jaxllm.generation.strategy import Result, without_notes
 from jaxllm.generation.values import is_integer, is_traced
-from jaxllm.sharding import mesh_of, use
+from jaxllm.placement import mesh_of
+from jaxllm.sharding import use
 
 
 def generate(

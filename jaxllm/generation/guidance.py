@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Branches, Cache
+from jaxllm.cache import Cache
 from jaxllm.errors import InputError, UnsupportedError
 from jaxllm.generation.columns import Columns, checked_ids, checked_mask, last_real, pad_right
 from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.values import is_traced
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.view import Branches
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxllm.errors import UnsupportedError
 from jaxllm.generation.prepare import Request
-from jaxllm.sharding import put_everywhere, put_rows
+from jaxllm.placement import put_everywhere, put_rows
 
 
 def shared_key(key: Any, mesh: Mesh | None) -> Any:

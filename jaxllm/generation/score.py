@@ -18,7 +18,8 @@ from jaxllm.generation.prompts import decoder_prompt
 from jaxllm.generation.sampling import choose_greedy
 from jaxllm.generation.strategy import without_notes
 from jaxllm.generation.values import any_traced, bucket, is_integer, is_traced
-from jaxllm.sharding import constrain, mesh_of, put_rows, use
+from jaxllm.placement import mesh_of, put_rows
+from jaxllm.sharding import constrain, use
 
 MOST_LOGIT_BYTES = 2**26
 """Logits are made for so many columns at a time that they take no more than this."""

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.cache import Branches, Cache
+from jaxllm.cache import Cache
 from jaxllm.generation.hypotheses import take
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.view import Branches
 
 
 @jax.tree_util.register_dataclass

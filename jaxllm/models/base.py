@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Branches, Cache, View, look
+from jaxllm.cache import Cache
 from jaxllm.errors import InputError
 from jaxllm.models import inputs as check
 from jaxllm.models.config import ModelConfig
@@ -20,6 +20,7 @@ from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput
 from jaxllm.nn.dropout import split
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.stack import Context, Stack, StackOutput
+from jaxllm.view import Branches, View, look
 
 
 class Backbone(nnx.Module):

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.cache import document_starts
 from jaxllm.errors import InputError
 from jaxllm.models.inputs import IGNORED, label_ids, on_host
+from jaxllm.view import document_starts
 
 
 def token_losses(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Branches, Cache, document_starts, look
+from jaxllm.cache import Cache
 from jaxllm.errors import ConfigError, InputError
 from jaxllm.models import inputs as check
 from jaxllm.models.decoder import decoded
@@ -23,6 +23,7 @@ from jaxllm.models.t5_stack import make_stack
 from jaxllm.nn.dropout import split
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.stack import Context, Stack, StackOutput
+from jaxllm.view import Branches, document_starts, look
 
 
 class T5Encoder(nnx.Module):

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jaxllm.cache import KV, View
+from jaxllm.cache import KV
 from jaxllm.errors import InputError
 from jaxllm.nn.attention import Attention
 from jaxllm.nn.dropout import dropout, split
 from jaxllm.sharding import constrain
+from jaxllm.view import View
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,8 @@ from jax.experimental import multihost_utils
 
 from jaxllm.checkpoint.runs import RunCheckpoints
 from jaxllm.errors import RunError
-from jaxllm.sharding import put_batch, row_share, use
+from jaxllm.placement import put_batch, row_share
+from jaxllm.sharding import use
 from jaxllm.training.evaluation import (
     GenerationResult,
     Prompt,

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from jaxllm.errors import ConfigError
 from jaxllm.generation.merging import merged_config
-from jaxllm.sharding import make_mesh, put_tree, row_share, tree_shardings
+from jaxllm.placement import put_tree, row_share
+from jaxllm.sharding import make_mesh, tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
 from jaxllm.training.data.labels import problem_of

@@ -78,7 +78,8 @@ import jaxllm
 from jaxllm.checkpoint.load import load_model, open_checkpoint
 from jaxllm.errors import InputError
 from jaxllm.models.weights import parameters
-from jaxllm.sharding import make_mesh, mesh_of, parameter_sharding
+from jaxllm.sharding import make_mesh, parameter_sharding
+from jaxllm.placement import mesh_of
 
 data, out = map(Path, sys.argv[1:3])
 meshes = [make_mesh(fsdp=2, tensor=2), make_mesh(fsdp=8), make_mesh()]

@@ -13,7 +13,8 @@ from jaxllm.compile_clock import CompileClock
 from jaxllm.errors import UnsupportedError
 from jaxllm.generation import loop
 from jaxllm.generation.generate import prepare_call, runnable
-from jaxllm.sharding import make_mesh, put_tree, use
+from jaxllm.sharding import make_mesh, use
+from jaxllm.placement import put_tree
 from tiny_meshes import make, mesh
 
 ids = tiny.ids(8)

@@ -19,7 +19,8 @@ from jaxllm.generation.engine.rows import BatchOutput, Given, Reader, Row, faile
 from jaxllm.generation.engine.settings import Group, check_processors, fits_slots, groups
 from jaxllm.generation.strategy import without_notes
 from jaxllm.generation.values import is_integer
-from jaxllm.sharding import mesh_of, row_shards
+from jaxllm.placement import mesh_of
+from jaxllm.sharding import row_shards
 
 DEFAULT_SLOTS = {"cpu": 16}
 MOST_SLOTS = 128

@@ -13,7 +13,8 @@ from batch_tools import differences, uneven_rows
 from jaxllm import BatchGenerator
 from jaxllm.compile_clock import CompileClock
 from jaxllm.generation.engine import pool as pools
-from jaxllm.sharding import put_tree, use
+from jaxllm.sharding import use
+from jaxllm.placement import put_tree
 from tiny_meshes import make, mesh
 """
 
