@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.sharding import constrain, heads_apart
-from jaxllm.view import Branches, Slots, View
+from jaxllm.view import Branches, Slots, View, look
 
 
 @jax.tree_util.register_dataclass
