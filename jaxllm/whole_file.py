@@ -16,10 +16,13 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: it cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
-    yield partial
-    with partial.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        yield partial
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:  # half a file would take the room that a full disk lacks
+        partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

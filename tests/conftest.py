@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import compiling
 import pytest
 
 from jaxllm.checkpoint.bundled import smollm2
 from jaxllm.errors import MissingFileError
 
 DATA = Path(__file__).parent / "data"
-
-COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,8 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     known = version("jaxlib").startswith("0.10.")
     flags = os.environ.get("XLA_FLAGS", "")
-    if known and config.option.markexpr == "not slow" and COMPILE_FAST not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {COMPILE_FAST}"
+    if known and config.option.markexpr == "not slow" and compiling.FAST not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {compiling.FAST}"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from compiling import compiled_as_users
 from conformance_runs import model
 
 from jaxllm.generation.generate import prepare_call, runnable, start
@@ -90,7 +91,7 @@ def started(name: str, ids, mask, **fields) -> tuple[Any, Any, Any]:
 def compiled_loop(bare, call, state) -> str:
     """The loop as XLA runs it."""
     lowered = decode_program.lower(call.strategy, bare, state, call.settings, np.int32(call.until))
-    return lowered.compile().as_text()
+    return compiled_as_users(lowered).as_text()
 
 
 def sorted_sizes(program: str) -> list[int]:

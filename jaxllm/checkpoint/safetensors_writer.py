@@ -23,7 +23,7 @@ import numpy as np
 from jaxllm.checkpoint.safetensors import INDEX, SINGLE, SafetensorsFile
 from jaxllm.checkpoint.safetensors_header import check_names, layout
 from jaxllm.errors import CheckpointError, MissingFileError
-from jaxllm.whole_file import sync_folder
+from jaxllm.whole_file import sync_folder, write_whole
 
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
@@ -97,7 +97,7 @@ def write_sharded(
         weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
         total = sum(_nbytes(array) for array in arrays.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+        _write_index(folder / INDEX, index)
     for old in folder.iterdir():
         if old.name not in keep and (old.name == INDEX or _WEIGHT_FILE.fullmatch(old.name)):
             old.unlink()
@@ -164,19 +164,11 @@ def _compare(temporary: Path, arrays: dict[str, Any], path: Path) -> None:
                 )
 
 
-def _write_text(path: Path, text: str) -> None:
-    temporary = _temporary(path)
+def _write_index(path: Path, index: Mapping[str, Any]) -> None:
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        write_whole(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("utf-8"))
     except OSError as failure:
         raise CheckpointError(f"{path}: cannot be written ({failure.strerror})") from failure
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _temporary(path: Path) -> Path:

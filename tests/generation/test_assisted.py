@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import compiled_as_users
 from conformance_runs import model
 from generation_tools import DRAFTS, compilations, drafts, repeating_prompts, started
 
@@ -103,6 +104,8 @@ def test_numbers_compile_nothing():
     ]
     for call in calls:
         assert compilations(call) == []
+    run(assistant_ensemble_weight=0.4)
+    assert compilations(lambda: run(assistant_ensemble_weight=0.7)) == []
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
@@ -150,7 +153,7 @@ def test_caches_are_donated_and_never_copied(name, batch, kind):
     caches = [state.cache] if state.draft is None else [state.cache, state.draft]
     shapes = {cache.layers[0].k.shape for cache in caches}
     arguments = (call.strategy, bare, state, call.settings, np.int32(call.until))
-    compiled = decode_program.lower(*arguments).compile()
+    compiled = compiled_as_users(decode_program.lower(*arguments))
     copies = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", compiled.as_text())
     moved = {tuple(sorted(map(int, dims.split(",")))) for dims in copies}
     assert not moved & {tuple(sorted(shape)) for shape in shapes}

@@ -184,10 +184,6 @@ def test_an_ensemble(case):
     assert ensemble(case["model"], case["ids"], case["weight"]) == case["sequences"]
 
 
-def test_ensembles_are_not_lossless():
-    assert sum(case["differs"] for case in ENSEMBLES) > 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("weight", [0.2, 0.5, 0.8])
 @pytest.mark.usefixtures("highest_precision")

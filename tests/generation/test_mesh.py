@@ -9,6 +9,7 @@ COMMON = """
 import re, sys
 import jax, numpy as np, pytest
 import jaxllm, tiny
+from compiling import compiled_as_users
 from jaxllm.compile_clock import CompileClock
 from jaxllm.errors import UnsupportedError
 from jaxllm.generation import loop
@@ -81,8 +82,8 @@ def collectives(model, **fields):
         state = loop.prefill_program(
             request.strategy, bare, request.prompt, request.settings,
             capacity=request.capacity, room=request.room)
-        compiled = loop.decode_program.lower(
-            request.strategy, bare, state, request.settings, np.int32(20)).compile()
+        compiled = compiled_as_users(loop.decode_program.lower(
+            request.strategy, bare, state, request.settings, np.int32(20)))
     found = re.findall(
         r"= (\\S+?)\\{?[\\d,]*\\}? (all-\\w+|reduce-scatter|collective-permute)(?:-start)?\\(",
         compiled.as_text())

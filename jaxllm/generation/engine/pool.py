@@ -136,7 +136,7 @@ class Pool:
             if task is None or seen.live[slot]:
                 continue
             self._holds[slot] = None
-            self._ended.extend(_results(task, jax.tree.map(lambda x: x[slot], seen.texts)))  # noqa: B023
+            self._ended.extend(_results(task, seen.texts, slot))
 
     def _next(self) -> _Ready | None:
         tasks = self._queue.take(self._sizes.arrivals)
@@ -145,19 +145,16 @@ class Pool:
         return _Ready(tasks, lay_out(tasks, self._group, self._sizes, self._vocab))
 
 
-def _results(task: Task, texts: Texts) -> list[Done]:
-    """What a task ends with.
-
-    Args:
-        texts: of its slot.
-    """
-    broken = int(texts.broken_at)
+def _results(task: Task, texts: Texts, slot: int) -> list[Done]:
+    """What the task of a slot ends with."""
+    broken = int(texts.broken_at[slot])
     if broken != NEVER:
         return Done.failed(task, not_finite(broken))
     found = []
     for number, text in enumerate(task.texts):
-        tokens = texts.tokens[number, texts.start : texts.length[number]].tolist()
-        reason = "stop" if texts.stopped[number] else "length"
+        new = slice(texts.start[slot], texts.length[slot, number])
+        tokens = texts.tokens[slot, number, new].tolist()
+        reason = "stop" if texts.stopped[slot, number] else "length"
         if tokens and tokens[-1] in task.row.eos:
             reason = "eos"
         found.append(Done(text, tokens, reason))

@@ -163,22 +163,22 @@ def put(old: T, new: T, at: Int[Array, " R"]) -> T:
     return jax.tree_util.tree_map_with_path(one, old, new)
 
 
-def put_rows(old: Shaped[Array, "B ..."], new: Any, at: Int[Array, " R"]) -> Shaped[Array, "B ..."]:
-    """Rows of `old` replaced; what they lack in columns is zeros."""
+def put_rows(
+    old: Shaped[Array, "B ..."], new: Any, at: Int[Array, " R"], axes: tuple[str, ...] = ("rows",)
+) -> Shaped[Array, "B ..."]:
+    """Rows of `old` replaced; what they lack in columns is zeros. `axes`: as of `set_rows`."""
     rest = [(0, have - got) for have, got in zip(old.shape[1:], new.shape[1:], strict=True)]
-    return set_rows(old, jnp.pad(jnp.asarray(new, old.dtype), [(0, 0), *rest]), at)
+    return set_rows(old, jnp.pad(jnp.asarray(new, old.dtype), [(0, 0), *rest]), at, axes)
 
 
 def put_layer(
     old: Shaped[Array, "*BK S H"], new: Shaped[Array, "*RK P H"], at: Int[Array, " R"]
 ) -> Shaped[Array, "*BK S H"]:
-    """Keys or values of some rows replaced; what they lack in columns is zeros."""
-    rest = old.shape[-2] - new.shape[-2]
-    new = jnp.pad(new, [*[(0, 0)] * (new.ndim - 2), (0, rest), (0, 0)])
+    """Keys or values of some rows replaced."""
     if old.ndim == 4:
-        return set_rows(old, new, at, ("rows", "heads"))
+        return put_rows(old, new, at, ("rows", "heads"))
     heads = new.shape[0] // at.shape[0]
-    return set_rows(old, new, (at[:, None] * heads + jnp.arange(heads)).reshape(-1))
+    return put_rows(old, new, (at[:, None] * heads + jnp.arange(heads)).reshape(-1))
 
 
 def slot_shapes(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from batch_tools import alone, differences, uneven_rows
+from compiling import compiled_as_users
 from conformance_runs import DATA
 from generation_tools import sorted_sizes
 
@@ -125,7 +126,7 @@ def test_decoding_sorts_no_vocabulary_and_copies_no_cache(monkeypatch):
     program = pools.decode_program
 
     def spy(*arguments, **options):
-        texts.append(program.lower(*arguments, **options).compile().as_text())
+        texts.append(compiled_as_users(program.lower(*arguments, **options)).as_text())
         return program(*arguments, **options)
 
     monkeypatch.setattr(pools, "decode_program", spy)

@@ -9,6 +9,7 @@ COMMON = """
 import contextlib, re, sys
 import jax, numpy as np, pytest
 import tiny
+from compiling import compiled_as_users
 from batch_tools import differences, uneven_rows
 from jaxllm import BatchGenerator
 from jaxllm.compile_clock import CompileClock
@@ -87,7 +88,7 @@ def spy(name):
     program = getattr(pools, name)
     def call(*arguments, **options):
         if name not in texts:
-            texts[name] = program.lower(*arguments, **options).compile().as_text()
+            texts[name] = compiled_as_users(program.lower(*arguments, **options)).as_text()
         return program(*arguments, **options)
     setattr(pools, name, call)
 

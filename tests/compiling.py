@@ -1,0 +1,16 @@
+"""How the tests have XLA compile: fast, but as users do what is read or measured as a program."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+AS_USERS = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+"""XLA's defaults for the same."""
+
+
+def compiled_as_users(lowered: Any) -> Any:
+    """A lowered program, compiled with the options that users have."""
+    fast = FAST in os.environ.get("XLA_FLAGS", "")
+    return lowered.compile(compiler_options=AS_USERS if fast else None)
