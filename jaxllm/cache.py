@@ -67,8 +67,9 @@ class KV:
         return jnp.einsum("...qh,...sh->...qs", q, self.k, preferred_element_type=jnp.float32)
 
     def mix(self, weights: Float[Array, "*BK Q S"]) -> Float[Array, "*BK Q H"]:
-        """Sums of values."""
-        return jnp.einsum("...qs,...sh->...qh", weights.astype(self.v.dtype), self.v)
+        """Sums of values, float32."""
+        weights = weights.astype(self.v.dtype)
+        return jnp.einsum("...qs,...sh->...qh", weights, self.v, preferred_element_type=jnp.float32)
 
     def prefix(self, length: int) -> KV:
         """The first slots."""

@@ -56,7 +56,8 @@ class QuantizedKV(KV):
 
     def mix(self, weights):
         scaled = (weights * self.v_scale[..., None, :, 0]).astype(self.dtype)
-        return jnp.einsum("...qs,...sh->...qh", scaled, self.v.astype(self.dtype))
+        v = self.v.astype(self.dtype)
+        return jnp.einsum("...qs,...sh->...qh", scaled, v, preferred_element_type=jnp.float32)
 
     def plain(self) -> KV:
         k, v = self.k * self.k_scale, self.v * self.v_scale

@@ -48,6 +48,8 @@ def make_train_step(
     if accumulation < 1:
         raise InputError(f"accumulation: expected 1 or more, found {accumulation}")
 
+    optimize = optax.with_extra_args_support(optimizer).update
+
     def update(
         trained: tuple, frozen: Params, structure, batch: dict[str, Array]
     ) -> tuple[tuple, Metrics]:
@@ -70,7 +72,7 @@ def make_train_step(
 
         def better(grads, params, opt_state, ema):
             mean = jax.tree.map(lambda g: g * (1 / count), grads)
-            updates, opt_state = optimizer.update(mean, opt_state, params)
+            updates, opt_state = optimize(mean, opt_state, params, grad_norm=norm)
             params = optax.apply_updates(params, updates)
             if ema is not None and ema_decay is not None:
                 ema = optax.incremental_update(params, ema, 1 - ema_decay)
