@@ -3,7 +3,9 @@
     python benchmarks/train.py [--hf PYTHON] [--flax PYTHON] [--rounds N]
 
 4 rows of 256 tokens, AdamW, float32, with the config's dropout and without. Tokens/s is
-batch x length / seconds of a whole step; the peers stay loaded and take turns.
+batch x length / seconds of a whole step, the median. The peers stay loaded and take turns of some
+steps, as a training makes one after the other; a turn's first step is left out, since the system may
+have taken the memory that a step gives back and uses again.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ def main() -> None:
     parser.add_argument("--hf", metavar="PYTHON", help="environment with transformers and torch")
     parser.add_argument("--flax", metavar="PYTHON", help="environment with transformers 4.57 Flax")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="that are counted, in each turn")
     args = parser.parse_args()
     table = Table("workload", "peer", "tokens/s", "seconds", "first step s", "CPU/wall")
     with tempfile.TemporaryDirectory() as scratch:
@@ -50,10 +53,14 @@ def main() -> None:
         ]
         for name, workload in WORKLOADS.items():
             first = [peer.measure(workload)["seconds"] for peer in peers]
-            measured = [[peer.measure(workload) for peer in peers] for _ in range(args.rounds)]
+            measured: list[list[dict]] = [[] for _ in peers]
+            for _ in range(args.rounds):
+                for peer, steps in zip(peers, measured, strict=True):
+                    turn = [peer.measure(workload) for _ in range(1 + args.steps)]
+                    steps += turn[1:]
             for i, peer in enumerate(peers):
-                seconds = statistics.median(r[i]["seconds"] for r in measured)
-                busy = statistics.median(r[i]["cpu_per_wall"] for r in measured)
+                seconds = statistics.median(step["seconds"] for step in measured[i])
+                busy = statistics.median(step["cpu_per_wall"] for step in measured[i])
                 speed = workload.batch * workload.length / seconds
                 cells = (f"{speed:.1f}", f"{seconds:.2f}", f"{first[i]:.1f}", f"{busy:.2f}")
                 table.add_row(name, peer.name, *cells)

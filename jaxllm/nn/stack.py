@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -134,9 +135,40 @@ def _run(block, x, context, cache, memory, extras, fresh, want_weights):
     return block(x, context, cache, memory, extras, fresh=fresh, want_weights=want_weights)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _run_twice(block, x, context, cache, memory, extras, fresh, want_weights):
+    """`_run`, whose activations are computed again in the backward pass.
+
+    `jax.checkpoint`, whose second run depends on the block's inputs alone, lets XLA on a CPU do all
+    of them before the first is needed, and so saves next to nothing there. This one waits for the
+    gradient that asks for it.
+    """
+    return _run(block, x, context, cache, memory, extras, fresh, want_weights)
+
+
+def _keep_inputs(*args):
+    return _run(*args), args[:6]
+
+
+def _run_again(fresh, want_weights, inputs, gradients):
+    run = functools.partial(_run, fresh=fresh, want_weights=want_weights)
+    # All inputs wait, weights that devices gather among them.
+    (block, x, *rest), gradients = jax.lax.optimization_barrier((inputs, gradients))
+    x = jax.lax.platform_dependent(x, gradients[0], cpu=_after, default=lambda x, gradient: x)
+    return jax.vjp(run, block, x, *rest)[1](gradients)
+
+
+def _after(x, gradient):
+    """x, with a use of the gradient that stays (0 times it could be NaN): XLA on a CPU drops
+    barriers before it orders the program."""
+    return x + gradient * 0
+
+
+_run_twice.defvjp(_keep_inputs, _run_again)
+
 # Equal blocks share one trace: a 30-layer model is traced in the time of one layer.
 _run_traced_once = jax.jit(_run, static_argnums=(6, 7))
-_run_remat = jax.jit(jax.checkpoint(_run, static_argnums=(6, 7)), static_argnums=(6, 7))
+_run_remat = jax.jit(_run_twice, static_argnums=(6, 7))
 
 
 def _of_layer(head_mask, i: int):

@@ -129,12 +129,10 @@ def clip_by_grad_norm(longest: float) -> optax.GradientTransformationExtraArgs:
     On a CPU a norm that is computed here would cost three more passes over all gradients.
     """
 
-    def update(
-        grads: Params, state: Any, params: Params | None = None, *, grad_norm=None, **_: Any
-    ):
-        norm = global_norm(grads) if grad_norm is None else grad_norm
+    def update(updates, state, params=None, *, grad_norm=None, **_):
+        norm = global_norm(updates) if grad_norm is None else grad_norm
         scale = jnp.minimum(1.0, longest / norm)
-        return jax.tree.map(lambda g: g * scale, grads), state
+        return jax.tree.map(lambda g: g * scale, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
