@@ -4,8 +4,8 @@
 
 4 rows of 256 tokens, AdamW, float32, with the config's dropout and without. Tokens/s is
 batch x length / seconds of a whole step, the median. The peers stay loaded and take turns of some
-steps, as a training makes one after the other; a turn's first step is left out, since the system may
-have taken the memory that a step gives back and uses again.
+steps, as a training makes one after the other; a turn's first step is left out, since the system
+may have taken the memory that a step gives back and uses again.
 """
 
 from __future__ import annotations
