@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -120,21 +121,29 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     optimizer = kind.make(config, make_schedule(config), options)
     if config.clip_norm is None:
         return optimizer
-    return optax.chain(clip_by_grad_norm(config.clip_norm), optimizer)
+    return optax.chain(clip_by_norm(config.clip_norm), optimizer)
 
 
-def clip_by_grad_norm(longest: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm`, for a norm that the caller knows already.
+def clip_by_norm(longest: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm`, which need not compute a norm that the caller has measured.
 
-    On a CPU a norm that is computed here would cost three more passes over all gradients.
+    On a CPU it would cost three more passes over all gradients. `measured` is a tree and its norm;
+    it counts only if these very arrays arrive here, not what other transformations made of them.
     """
 
-    def update(updates, state, params=None, *, grad_norm=None, **_):
-        norm = global_norm(updates) if grad_norm is None else grad_norm
+    def update(updates, state, params=None, *, measured=(None, None), **_):
+        gradients, norm = measured
+        if norm is None or not _same_arrays(gradients, updates):
+            norm = global_norm(updates)
         scale = jnp.minimum(1.0, longest / norm)
         return jax.tree.map(lambda g: g * scale, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def _same_arrays(a: Any, b: Any) -> bool:
+    leaves, others = jax.tree.leaves(a), jax.tree.leaves(b)
+    return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
 
 def _constant(config: OptimizerConfig) -> optax.Schedule:

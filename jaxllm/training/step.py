@@ -72,7 +72,7 @@ def make_train_step(
 
         def better(grads, params, opt_state, ema):
             mean = jax.tree.map(lambda g: g * (1 / count), grads)
-            updates, opt_state = optimize(mean, opt_state, params, grad_norm=norm)
+            updates, opt_state = optimize(mean, opt_state, params, measured=(mean, norm))
             params = optax.apply_updates(params, updates)
             if ema is not None and ema_decay is not None:
                 ema = optax.incremental_update(params, ema, 1 - ema_decay)

@@ -15,6 +15,7 @@ from jaxllm.models.options import Options
 from jaxllm.models.weights import parameters
 from jaxllm.training import TrainState, loss_for, make_train_step
 from jaxllm.training.flops import count_tokens
+from jaxllm.training.optimizers import clip_by_norm
 from jaxllm.training.step import real_tokens
 
 SGD = optax.sgd(0.1)
@@ -94,6 +95,32 @@ def test_remat_changes_nothing():
         results.append(step(TrainState.create(model, SGD), batch_for(model))[0].params)
     for path, x in results[0].items():
         np.testing.assert_allclose(x, results[1][path], atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "compose",
+    [
+        lambda clip: clip,
+        lambda clip: optax.chain(optax.scale(0.5), clip),
+        lambda clip: optax.MultiSteps(clip, 2).gradient_transformation(),
+    ],
+    ids=["alone", "after another", "in MultiSteps"],
+)
+def test_clipping_is_that_of_optax(compose):
+    """The step's own norm is used for its own gradients only, not for what others make of them."""
+    model = tiny.make("llama")
+    ends = []
+    for clip in (clip_by_norm(0.1), optax.clip_by_global_norm(0.1)):
+        optimizer = optax.chain(compose(clip), optax.sgd(1.0))
+        state = TrainState.create(model, optimizer)
+        step = make_train_step(optimizer, loss_for(model))
+        for seed in (0, 1):
+            state, metrics = step(state, batch_for(model, seed=seed))
+            assert metrics["grad_norm"] > 0.2
+        ends.append(state.params)
+    for path, x in ends[0].items():
+        assert float(jnp.abs(x - parameters(model)[path]).max()) > 0, path
+        np.testing.assert_allclose(x, ends[1][path], atol=1e-6, err_msg=path)
 
 
 def test_a_batch_of_nan_is_skipped_and_counted():
