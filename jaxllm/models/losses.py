@@ -22,28 +22,24 @@ def token_losses(
     return jnp.where(labels != IGNORED, log_z - label_logits(logits, labels), 0.0), log_z
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def label_logits(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """The logit of each label, 0 where there is none (-100).
 
     The gradient is by comparison, which fuses into the softmax's; a gather's own would be a scatter
     into an array of the logits' size.
     """
+    labels = labels.astype(jnp.int32)  # a narrower type may not hold V
     known = (labels >= 0) & (labels < logits.shape[-1])
     at = jnp.where(known, labels, 0)[..., None]
     return jnp.where(known, jnp.take_along_axis(logits, at, axis=-1)[..., 0], 0.0)
 
 
-def _picked(logits, labels):
-    return label_logits(logits, labels), (logits.shape[-1], labels)
-
-
-def _picked_gradient(picked, g: Float[Array, "B T"]):
-    size, labels = picked
-    return jnp.where(jnp.arange(size) == labels[..., None], g[..., None], 0.0), None
-
-
-label_logits.defvjp(_picked, _picked_gradient)
+@label_logits.defjvp
+def _label_logits_jvp(primals, tangents):
+    logits, labels = primals
+    chosen = jnp.arange(logits.shape[-1]) == labels[..., None]
+    return label_logits(logits, labels), jnp.where(chosen, tangents[0], 0.0).sum(axis=-1)
 
 
 def token_loss(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, ""]:

@@ -141,7 +141,7 @@ def _run_twice(block, x, context, cache, memory, extras, fresh, want_weights):
 
     `jax.checkpoint`, whose second run depends on the block's inputs alone, lets XLA on a CPU do all
     of them before the first is needed, and so saves next to nothing there. This one waits for the
-    gradient that asks for it.
+    gradient that asks for it. It has no forward-mode derivative (`jax.jvp`).
     """
     return _run(block, x, context, cache, memory, extras, fresh, want_weights)
 

@@ -136,7 +136,7 @@ def clip_by_norm(longest: float) -> optax.GradientTransformationExtraArgs:
         if norm is None or not _same_arrays(gradients, updates):
             norm = global_norm(updates)
         scale = jnp.minimum(1.0, longest / norm)
-        return jax.tree.map(lambda g: g * scale, updates), state
+        return jax.tree.map(lambda g: (g * scale).astype(g.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 

@@ -132,6 +132,7 @@ def parameter_count(params: Params) -> int:
     return sum(x.size for x in params.values())
 
 
-def global_norm(params: Params) -> Float[Array, ""]:
-    """The Euclidean norm of all of them together, in float32."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in params.values()))
+def global_norm(tree: Any) -> Float[Array, ""]:
+    """The Euclidean norm of all leaves together, in float32."""
+    leaves = jax.tree.leaves(tree)
+    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in leaves))

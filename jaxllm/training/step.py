@@ -34,7 +34,8 @@ def make_train_step(
     micro-batches. A batch whose loss or gradient is not finite changes nothing but the counters.
 
     Args:
-        optimizer: the one that the state was created with.
+        optimizer: the one that the state was created with. If it takes extra arguments, it must
+            let unknown ones pass, as optax asks (`measured` is one: `optimizers.clip_by_norm`).
         loss: such as `loss_for(model)` gives; a batch is a dict of arrays [B, ...].
         accumulation: micro-batches, one after the other; it divides B.
         ema_decay: of the moving average, for a state that keeps one.

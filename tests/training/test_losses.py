@@ -20,6 +20,26 @@ def logits_and_labels(seed: int = 0):
     return logits, labels
 
 
+def test_labels_of_a_narrow_type_in_a_wide_vocabulary():
+    """V itself does not fit into int16; forward and reverse derivatives see the same labels."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(1, 4, 40_000)), jnp.float32)
+    labels = np.array([[7, 32_767, -100, 0]])
+
+    def loss(logits, labels):
+        return TokenLoss().of_tokens(logits, jnp.asarray(labels)).loss
+
+    narrow = labels.astype(np.int16)
+    np.testing.assert_array_equal(loss(logits, narrow), loss(logits, labels))
+    assert loss(logits, labels) > 25  # three times ln V and more
+    gradient = jax.grad(loss)(logits, narrow)
+    way = jnp.asarray(rng.normal(size=logits.shape), jnp.float32)
+    slope = jax.jvp(lambda x: loss(x, narrow), (logits,), (way,))[1]
+    np.testing.assert_allclose(jnp.vdot(gradient, way), slope, rtol=1e-4)
+    expected = jax.nn.softmax(logits[0, 1]).at[32_767].add(-1)
+    np.testing.assert_allclose(gradient[0, 1], expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z", [0.0, 0.01])
 def test_the_definition(smoothing, z):

@@ -97,14 +97,19 @@ def test_remat_changes_nothing():
         np.testing.assert_allclose(x, results[1][path], atol=1e-6, err_msg=path)
 
 
+def by_embedding(params):
+    return {path: "embed" in path for path in params}
+
+
 @pytest.mark.parametrize(
     "compose",
     [
         lambda clip: clip,
         lambda clip: optax.chain(optax.scale(0.5), clip),
-        lambda clip: optax.MultiSteps(clip, 2).gradient_transformation(),
+        lambda clip: optax.apply_if_finite(clip, 3),
+        lambda clip: optax.partition({True: clip, False: clip}, by_embedding),
     ],
-    ids=["alone", "after another", "in MultiSteps"],
+    ids=["alone", "after another", "in another", "each its part"],
 )
 def test_clipping_is_that_of_optax(compose):
     """The step's own norm is used for its own gradients only, not for what others make of them."""
