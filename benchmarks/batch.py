@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from runner import WORKERS, make_model
 
-from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.tokenizers import load_tokenizer
 
 SUBJECTS = [

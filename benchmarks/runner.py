@@ -18,8 +18,8 @@ from rich.table import Table
 
 import jaxllm
 from jaxllm.checkpoint.bundled import smollm2
-from jaxllm.models.t5 import T5ForConditionalGeneration
-from jaxllm.models.t5_config import T5Config
+from jaxllm.models.t5.config import T5Config
+from jaxllm.models.t5.model import T5ForConditionalGeneration
 
 WORKERS = Path(__file__).parent / "workers"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxllm.training.lora import LoraConfig
 from jaxllm.training.optimizers import OptimizerConfig
-from jaxllm.training.recipe import (
+from jaxllm.training.run.recipe import (
     Checkpoints,
     DataConfig,
     Evaluation,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxllm.generation.fields import FIELDS
+from jaxllm.generation.settings.fields import FIELDS
 
 DOC = Path(__file__).with_name("generation.md")
 START, END = "<!-- fields -->\n", "<!-- /fields -->\n"

@@ -11,18 +11,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxllm.checkpoint.fill import Progress
-from jaxllm.checkpoint.gather import HostArray, with_host_arrays
+from jaxllm.checkpoint.host_arrays import HostArray, with_host_arrays
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
-from jaxllm.checkpoint.orbax_model import load_weights, save_weights
+from jaxllm.checkpoint.load_parameters import Progress
+from jaxllm.checkpoint.orbax.model import load_weights, save_weights
 from jaxllm.checkpoint.save import MAX_SHARD_BYTES, save_model, write_json
-from jaxllm.errors import CheckpointError
-from jaxllm.generation.config import GenerationConfig
+from jaxllm.common.errors import CheckpointError
+from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS
 from jaxllm.models.weights import parameters
-from jaxllm.processes import together
-from jaxllm.sharding import check_mesh
+from jaxllm.parallel.processes import together
+from jaxllm.parallel.sharding import check_mesh
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import jaxllm
-from jaxllm.generation.engine.rows import OWN, BatchOutput
+from jaxllm.batch.rows import OWN, BatchOutput
 
 CLOSE = 1e-5
 """Scores closer than this may be ordered differently by programs of other shapes."""

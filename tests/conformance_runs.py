@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
+import paths
 
 import jaxllm
 
-DATA = Path(__file__).parent / "data" / "conformance"
+DATA = paths.DATA / "conformance"
 sys.path.insert(0, str(DATA))
 import compare  # noqa: E402
 

@@ -15,9 +15,7 @@ import compiling
 import pytest
 
 from jaxllm.checkpoint.bundled import smollm2
-from jaxllm.errors import MissingFileError
-
-DATA = Path(__file__).parent / "data"
+from jaxllm.common.errors import MissingFileError
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
+
+from paths import TESTS
 
 from jaxllm.cli.supervise import free_port
-
-TESTS = Path(__file__).parent
 
 
 def environment(devices: int) -> dict[str, str]:
     """Of a child process that sees this many devices and the helpers of the tests."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    folders = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def on_devices(code: str, *arguments: object, devices: int = 8) -> str:

@@ -137,7 +137,7 @@ class _Child:
 
 def _serve(target: str, gib: float) -> None:
     """The child: a path a line on stdin, an outcome in JSON a line on stdout."""
-    from jaxllm.errors import JaxLLMError
+    from jaxllm.common.errors import JaxLLMError
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the target prints must not mix with the answers

@@ -11,10 +11,10 @@ import numpy as np
 from compiling import compiled_as_users
 from conformance_runs import model
 
+from jaxllm.cache.attention_view import make_view
 from jaxllm.generation.generate import prepare_call, runnable, start
 from jaxllm.generation.loop import decode_program, prefill_program
-from jaxllm.nn.stack import Context
-from jaxllm.view import look
+from jaxllm.nn.blocks import Context
 
 FAMILIES = ("s_llama", "s_gpt2", "s_t5_gated")
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0}
@@ -121,7 +121,7 @@ def loop_is_in_place(bare, call, state) -> bool:
 def banded(model, row: list[int], window: int, source=None) -> np.ndarray:
     """Logits of one uncached row in which each token sees itself and window - 1 before it."""
     ids = np.array([row])
-    view = look(np.ones(ids.shape, bool))
+    view = make_view(np.ones(ids.shape, bool))
     near = np.subtract.outer(np.arange(len(row)), np.arange(len(row))) < window
     view = dataclasses.replace(view, visible=view.visible & near)
     if source is None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from paths import DATA
 
-ROOT = Path(__file__).parent / "data" / "parity"
+ROOT = DATA / "parity"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The rooms of the house import downwards only, and nothing imports another framework."""
+"""Packages import one way only, and nothing imports another framework."""
 
 from __future__ import annotations
 
@@ -8,35 +8,60 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-PACKAGE = Path(__file__).parent.parent / "jaxllm"
+PACKAGE = ROOT / "jaxllm"
 
-# From the top down: a room imports from itself and from the rooms below it. Modules directly under
-# jaxllm/ that are not listed (loading, ...) are the public API: below training and the commands.
-ROOMS = [
+# From the top down: a package imports from itself and from those below it. A folder that is not
+# listed belongs to the package around it; modules directly under jaxllm/ that are not listed
+# (loading, ...) are the public functions, below the commands, training and batches.
+LAYERS = [
     {"cli", "__main__"},
+    {"training.run"},
+    {"training.monitor"},
+    {"training.evaluation"},
+    {"training.data"},
     {"training"},
+    {"batch.job"},
+    {"batch"},
     {"api"},
     {"generation"},
+    {"generation.scoring"},
+    {"generation.call"},
+    {"generation.strategies"},
+    {"generation.stopping"},
+    {"generation.processors"},
+    {"generation.settings"},
+    {"generation.inputs"},
     {"checkpoint"},
     {"tokenizers"},
     {"models"},
     {"nn"},
-    {"cache", "cache_kinds", "placement", "sharding", "view"},
-    {"errors", "json_file", "compile_clock", "extras", "processes", "whole_file"},
+    {"cache"},
+    {"parallel"},
+    {"common"},
 ]
-LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
+# The top of the package gathers what people call from the layers above the public functions too.
+GATHERS = {"jaxllm": {"jaxllm.batch"}}
 FOREIGN = {"torch", "transformers", "tensorflow", "keras"}
 # The one module that compares with the reference, and imports it inside a function.
 COMPARES = PACKAGE / "cli" / "verify.py"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(module: str) -> str:
-    """The room of a dotted name such as ``jaxllm.models.llama``."""
-    parts = module.split(".")
-    name = parts[1] if len(parts) > 1 else "api"
-    return name if name in LEVEL else "api"
+def package_of(module: str) -> str:
+    """The listed package of a dotted name such as ``jaxllm.models.llama``.
+
+    ``jaxllm.generation`` is the package that gathers its own folders, so its level is theirs at
+    the top; so is that of ``jaxllm.training`` at the bottom, whose files its folders build on.
+    """
+    parts = module.split(".")[1:]
+    for length in (2, 1):
+        name = ".".join(parts[:length])
+        if name in LEVEL:
+            return name
+    return "api"
 
 
 def module_name(path: Path) -> str:
@@ -59,9 +84,12 @@ def imported(tree: ast.AST) -> list[str]:
 
 
 def upward(importer: str, name: str) -> bool:
-    """Whether an import goes up the list of rooms."""
-    # `from jaxllm import load` names an API, `from jaxllm import errors` a module.
-    return name.split(".")[0] == "jaxllm" and LEVEL[room_of(name)] < LEVEL[room_of(importer)]
+    """Whether an import goes up the list of packages."""
+    if name.split(".")[0] != "jaxllm":
+        return False
+    if any(name.startswith(allowed) for allowed in GATHERS.get(importer, ())):
+        return False
+    return LEVEL[package_of(name)] < LEVEL[package_of(importer)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
@@ -72,17 +100,24 @@ def test_imports_point_down(path: Path) -> None:
 
 
 def test_the_rule_can_fail() -> None:
-    assert upward("jaxllm.models.llama", "jaxllm.generation.config")
+    assert upward("jaxllm.models.llama", "jaxllm.generation.settings.config")
     assert upward("jaxllm.models.llama", "jaxllm.load")
     assert upward("jaxllm.loading", "jaxllm.cli.exits")
+    assert upward("jaxllm.loading", "jaxllm.batch.generator")
+    assert upward("jaxllm.generation.settings.config", "jaxllm.generation.strategies.sample")
+    assert upward("jaxllm.generation.call.prepare", "jaxllm.generation.loop")
+    assert not upward("jaxllm.generation.loop", "jaxllm.generation.strategies.sample")
     assert not upward("jaxllm.cli.generate", "jaxllm.load")
-    assert not upward("jaxllm.generation.config", "jaxllm.json_file.read_json")
+    assert not upward("jaxllm.generation.settings.config", "jaxllm.common.strict_json.read_json")
     assert imported(ast.parse("import importlib\nimportlib.import_module('torch')"))[-1] == "torch"
 
 
 def test_every_package_has_a_level() -> None:
-    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert folders <= LEVEL.keys()
+    for split in ("generation", "training"):
+        inner = {f"{split}.{path.parent.name}" for path in PACKAGE.glob(f"{split}/*/__init__.py")}
+        assert inner <= LEVEL.keys()
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -11,10 +11,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 import jaxllm
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-README = Path(__file__).parent.parent / "README.md"
+README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 
 

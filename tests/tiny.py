@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxllm.models.options import Options
-from jaxllm.models.registry import recipe
+from jaxllm.models.build_options import Options
+from jaxllm.models.registry import model_spec
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -81,9 +81,9 @@ def make(
     share all the weights that they can.
     """
     raw = {**(CONFIGS[family] if isinstance(family, str) else family), **changes}
-    plan = recipe(raw, architecture)
+    spec = model_spec(raw, architecture)
     options = Options() if options is None else options
-    shapes = nnx.eval_shape(lambda: plan.make(plan.config, options, rngs=nnx.Rngs(0)))
+    shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=nnx.Rngs(0)))
 
     def draw(path, leaf):
         name = jax.tree_util.keystr(path)

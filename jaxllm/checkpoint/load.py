@@ -15,24 +15,24 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxllm.checkpoint.fill import Progress, fill
-from jaxllm.checkpoint.gguf import GGUFFile
-from jaxllm.checkpoint.gguf_names import HFView
+from jaxllm.checkpoint.gguf.names import HFView
+from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.checkpoint.load_parameters import Progress, fill
 from jaxllm.checkpoint.origin import Origin
-from jaxllm.checkpoint.safetensors import open_safetensors
+from jaxllm.checkpoint.safetensors.reader import open_safetensors
 from jaxllm.checkpoint.source import BFLOAT16, WeightSource
-from jaxllm.errors import (
+from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,
     JaxLLMError,
     MissingFileError,
     UnsupportedError,
 )
-from jaxllm.json_file import read_json
-from jaxllm.models.options import Options
-from jaxllm.models.registry import Recipe, recipe
+from jaxllm.common.strict_json import read_json
+from jaxllm.models.build_options import Options
+from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.weights import Entry, Table, parameter_path, parameters
-from jaxllm.sharding import check_heads
+from jaxllm.parallel.sharding import check_heads
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
@@ -97,25 +97,25 @@ def load_model(
     """
     source, where = checkpoint.weights, checkpoint.config_file
     try:
-        plan = recipe({**checkpoint.config, **(overrides or {})}, architecture)
+        spec = model_spec({**checkpoint.config, **(overrides or {})}, architecture)
     except JaxLLMError as error:
         raise type(error)(f"{where}: {error}") from None
-    check_depth(plan, source, where)
-    plan = settle_tying(plan, source)
+    check_depth(spec, source, where)
+    spec = settle_tying(spec, source)
     compute, keep = choose_dtypes(source, dtype, param_dtype)
     options = Options(
         dtype=compute, param_dtype=keep, attn_implementation=attn_implementation, remat=remat
     )
-    shapes = nnx.eval_shape(lambda: plan.make(plan.config, options, rngs=None))
+    shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     expected = {parameter_path(path): leaf for path, leaf in leaves}
-    table, names = plan.table, source.names()
+    table, names = spec.table, source.names()
     stripped = is_stripped(table, names)
     entries = [(tensor_name(e, table, stripped), e) for e in table.for_model(expected)]
-    copies = check_tensors(entries, expected, plan, source)
+    copies = check_tensors(entries, expected, spec, source)
 
     if mesh is not None:
-        check_heads(plan.config.head_counts, mesh)
+        check_heads(spec.config.head_counts, mesh)
     arrays = fill(
         entries,
         expected,
@@ -128,7 +128,7 @@ def load_model(
     model = jax.tree_util.tree_unflatten(treedef, [arrays[parameter_path(p)] for p, _ in leaves])
     config = dict(checkpoint.config)
     if architecture is not None:
-        config["architectures"] = [plan.architecture]
+        config["architectures"] = [spec.architecture]
     read = [name for name, _ in (*entries, *copies)]
     dtypes = {name: source.info(name).dtype.name for name in read}
     model.origin = Origin(
@@ -142,27 +142,27 @@ def load_model(
     return model
 
 
-def settle_tying(plan: Recipe, source: WeightSource) -> Recipe:
+def settle_tying(spec: ModelSpec, source: WeightSource) -> ModelSpec:
     """Makes `tie_word_embeddings` say what the tensors say.
 
     A head that differs from the embedding is used although the config calls it tied: transformers 5
     writes such files. No head at all means tied for T5, and is an error elsewhere.
     """
-    config, has_head = plan.config, "lm_head.weight" in source.names()
-    if "lm_head.weight".startswith(plan.unread):
-        return plan
+    config, has_head = spec.config, "lm_head.weight" in source.names()
+    if "lm_head.weight".startswith(spec.unread):
+        return spec
     if config.tie_word_embeddings and has_head:
-        embedding = plan.table.copied_from("lm_head.weight")
-        entry = next(e for e in plan.table.entries if e.ours == (embedding,))
-        shared = tensor_name(entry, plan.table, is_stripped(plan.table, source.names()))
+        embedding = spec.table.copied_from("lm_head.weight")
+        entry = next(e for e in spec.table.entries if e.ours == (embedding,))
+        shared = tensor_name(entry, spec.table, is_stripped(spec.table, source.names()))
         tied = shared in source.names() and same_bits(
             source.read("lm_head.weight"), source.read(shared)
         )
     else:
-        tied = config.tie_word_embeddings or (plan.family.headless_means_tied and not has_head)
+        tied = config.tie_word_embeddings or (spec.family.headless_means_tied and not has_head)
     if tied == config.tie_word_embeddings:
-        return plan
-    return dataclasses.replace(plan, config=dataclasses.replace(config, tie_word_embeddings=tied))
+        return spec
+    return dataclasses.replace(spec, config=dataclasses.replace(config, tie_word_embeddings=tied))
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -210,11 +210,11 @@ def tensor_name(entry: Entry, table: Table, stripped: bool) -> str:
     return entry.theirs.removeprefix(table.prefix) if stripped else entry.theirs
 
 
-def check_depth(plan: Recipe, source: WeightSource, where: Path) -> None:
+def check_depth(spec: ModelSpec, source: WeightSource, where: Path) -> None:
     """A config that claims absurdly many layers fails here, before such a model is traced."""
     found = len(source.names())
     for name in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"):
-        layers = getattr(plan.config, name, None) or 0
+        layers = getattr(spec.config, name, None) or 0
         if layers > found:
             raise CheckpointError(
                 f"{where}: {name}: {layers}, but there are only {found} tensors in the weights"
@@ -224,18 +224,18 @@ def check_depth(plan: Recipe, source: WeightSource, where: Path) -> None:
 def check_tensors(
     entries: list[tuple[str, Entry]],
     expected: Mapping[str, Any],
-    plan: Recipe,
+    spec: ModelSpec,
     source: WeightSource,
 ) -> tuple[tuple[str, str], ...]:
     """Names, shapes and dtypes against the model; returns the known copies found in the file."""
-    names, table = source.names(), plan.table
-    file = source.info(names[0]).file if names else plan.architecture
+    names, table = source.names(), spec.table
+    file = source.info(names[0]).file if names else spec.architecture
     wanted = {name for name, _ in entries}
     have = set(names)
     missing = [n for n, _ in entries if n not in have]
     copies, unexpected = [], []
     for name in names:
-        if name in wanted or table.is_buffer(name) or name.startswith(plan.unread):
+        if name in wanted or table.is_buffer(name) or name.startswith(spec.unread):
             continue
         original = table.copied_from(name)
         if original is not None and original in expected:
@@ -249,9 +249,9 @@ def check_tensors(
         else:
             unexpected.append(name)
     if missing or unexpected:
-        config = ", ".join(f"{f} {getattr(plan.config, f)!r}" for f in plan.family.structure)
+        config = ", ".join(f"{f} {getattr(spec.config, f)!r}" for f in spec.family.structure)
         raise CheckpointError(
-            f"{file}: the tensors do not fit a {plan.architecture} of this config.json ({config})"
+            f"{file}: the tensors do not fit a {spec.architecture} of this config.json ({config})"
             + _listed("; missing", missing)
             + _listed("; unexpected", unexpected)
         )
@@ -262,7 +262,7 @@ def check_tensors(
         wanted_shape = tuple(reversed(shape)) if entry.transposed else tuple(shape)
         if info.shape != wanted_shape:
             sizes = expected[entry.ours[0]].shape
-            fields = {f for size in sizes for f in fields_behind(plan.config, size)}
+            fields = {f for size in sizes for f in fields_behind(spec.config, size)}
             raise CheckpointError(
                 f"{info.file}: {name} has shape {list(info.shape)}, but config.json implies "
                 f"{list(wanted_shape)} (from {', '.join(sorted(fields))})"

@@ -10,15 +10,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.checkpoint.fill import check_range
-from jaxllm.checkpoint.gather import HostArray
+from jaxllm.checkpoint.host_arrays import HostArray
 from jaxllm.checkpoint.load import float_dtype, tensor_name
+from jaxllm.checkpoint.load_parameters import check_range
 from jaxllm.checkpoint.origin import Origin
-from jaxllm.checkpoint.safetensors_writer import write_sharded
-from jaxllm.errors import CheckpointError, InputError
-from jaxllm.models.export import config_to_json
+from jaxllm.checkpoint.safetensors.writer import write_sharded
+from jaxllm.common.atomic_file import write_whole
+from jaxllm.common.errors import CheckpointError, InputError
+from jaxllm.models.config_export import config_to_json
 from jaxllm.models.registry import FAMILIES, architecture_of
-from jaxllm.whole_file import write_whole
 
 MAX_SHARD_BYTES = 5 * 10**9
 

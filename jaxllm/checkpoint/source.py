@@ -1,8 +1,8 @@
-"""What every weight file looks like to the rest of jaxllm: names, shapes and arrays on demand.
+"""The interface of every weight file: names, shapes and arrays on demand.
 
-:class:`~jaxllm.checkpoint.safetensors.SafetensorsFile`, its sharded sibling and
-:class:`~jaxllm.checkpoint.gguf.GGUFFile` implement :class:`WeightSource`, so that a loader knows no
-file format.
+:class:`~jaxllm.checkpoint.safetensors.reader.SafetensorsFile`, its sharded sibling and
+:class:`~jaxllm.checkpoint.gguf.reader.GGUFFile` implement :class:`WeightSource`, so that a loader
+knows no file format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 import ml_dtypes
 import numpy as np
 
-from jaxllm.errors import CheckpointError, MissingFileError
+from jaxllm.common.errors import CheckpointError, MissingFileError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

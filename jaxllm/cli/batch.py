@@ -7,17 +7,17 @@ import contextlib
 from pathlib import Path
 
 from jaxllm import load
+from jaxllm.batch import BatchGenerator
+from jaxllm.batch.job.job import Input, Job
+from jaxllm.batch.job.journal import is_finished
 from jaxllm.checkpoint import bundled
 from jaxllm.cli.batch_progress import BatchProgress
 from jaxllm.cli.devices import leads, own_mesh
 from jaxllm.cli.field_flags import given_fields
 from jaxllm.cli.progress import Reporter
-from jaxllm.compile_clock import CompileClock
-from jaxllm.errors import InputError, RunError, UnsupportedError
-from jaxllm.generation.engine import BatchGenerator
-from jaxllm.generation.engine.job import Input, Job
-from jaxllm.generation.engine.journal import is_finished
-from jaxllm.processes import together
+from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.errors import InputError, RunError, UnsupportedError
+from jaxllm.parallel.processes import together
 
 DEFAULT_NEW_TOKENS = 256
 _ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")

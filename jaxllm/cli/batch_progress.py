@@ -7,9 +7,9 @@ from typing import Self
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from jaxllm.batch.job.job import Job
 from jaxllm.cli.progress import Reporter
-from jaxllm.compile_clock import CompileClock
-from jaxllm.generation.engine.job import Job
+from jaxllm.common.compile_clock import CompileClock
 
 PLAIN_SECONDS = 30.0
 """Between two lines where there is no terminal."""

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxllm.errors import InputError
-from jaxllm.sharding import AXES, make_mesh
+from jaxllm.common.errors import InputError
+from jaxllm.parallel.sharding import AXES, make_mesh
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:

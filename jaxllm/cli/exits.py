@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from jaxllm.errors import JaxLLMError
+from jaxllm.common.errors import JaxLLMError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -40,7 +40,7 @@ def guard(
 ) -> int:
     """Run a command on its arguments; the exit code of the process.
 
-    An error of :class:`~jaxllm.errors.JaxLLMError` is the user's to mend: one line, exit code 2,
+    An error of :class:`~jaxllm.JaxLLMError` is the user's to mend: one line, exit code 2,
     or the traceback with ``--debug``. Any other exception is a bug, and keeps its traceback.
     Ctrl-C exits with 130 and a reader that went away (``| head``) with 141, both in silence.
     """

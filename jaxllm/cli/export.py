@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxllm.cli.exits import Parser, guard
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 
 WHICH = ("best", "last")
 
@@ -38,7 +38,7 @@ def run(argv: list[str], program: str) -> int:
         if not step.isdecimal():
             raise InputError(f"--step: expected a number, best or last, found {step!r}")
         step = int(step)
-    from jaxllm.training.export import export
+    from jaxllm.training.run.export import export
 
     found = export(
         options.run,

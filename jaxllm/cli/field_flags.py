@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from jaxllm.generation.field_checks import boolean
-from jaxllm.generation.fields import FIELDS, Field
+from jaxllm.generation.settings.field_checks import boolean
+from jaxllm.generation.settings.fields import FIELDS, Field
 
 
 def add_field_flags(parser: argparse.ArgumentParser) -> None:

@@ -27,14 +27,14 @@ from jaxllm.cli.exits import Parser, guard
 from jaxllm.cli.field_flags import add_field_flags, given_fields, int_list
 from jaxllm.cli.progress import Reporter
 from jaxllm.cli.request import Decoder, IdDecoder, Request
-from jaxllm.compile_clock import CompileClock
-from jaxllm.errors import InputError, UnsupportedError
-from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.consistency import check_supported
+from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.call.merging import merged_config
+from jaxllm.generation.call.placement import shared_key
 from jaxllm.generation.generate import heal
-from jaxllm.generation.merging import merged_config
-from jaxllm.generation.on_mesh import shared_key
-from jaxllm.tokenizers.base import MAX_TEXT_BYTES, Tokenizer
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.consistency import check_supported
+from jaxllm.tokenizers.tokenizer import MAX_TEXT_BYTES, Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
 _EXAMPLES = """\

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from jaxllm.cli.exits import BROKEN_PIPE, INTERRUPTED, USAGE_ERROR, Parser, guard
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FINAL = (USAGE_ERROR, INTERRUPTED, BROKEN_PIPE, 128 + signal.SIGTERM)

@@ -14,8 +14,8 @@ from typing import Any
 from jaxllm.cli import compile_cache
 from jaxllm.cli.devices import add_process_flags, join_processes, leads
 from jaxllm.cli.exits import Parser, guard, one_line
-from jaxllm.errors import InputError
-from jaxllm.extras import require
+from jaxllm.common.errors import InputError
+from jaxllm.common.optional_deps import require
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help", "--distributed")
@@ -53,8 +53,8 @@ def run(argv: list[str], program: str) -> int:
     for module in ("optax", "orbax.checkpoint", "grain", "yaml"):
         require(module, extra="train", purpose="training runs")
     # What follows takes seconds to import, and a wrong option should not.
-    from jaxllm.training.recipe_file import parse_value, read_recipe
-    from jaxllm.training.run import train
+    from jaxllm.training.run.recipe_file import parse_value, read_recipe
+    from jaxllm.training.run.run import train
 
     values = {name: parse_value(text) for name, text in overrides.items()}
     # Orbax logs the failure of a save before it raises it.

@@ -21,8 +21,8 @@ from jaxtyping import Float
 from jaxllm import load
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli.exits import Parser, guard
-from jaxllm.errors import InputError, UnsupportedError
-from jaxllm.models.t5 import T5EncoderModel
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.models.t5.model import T5EncoderModel
 
 TOLERANCE = 1e-4
 MAX_TOKENS = 64

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxllm.errors import InputError, UnsupportedError
-from jaxllm.generation.arguments import sorted_keywords
-from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.guidance import Guided
-from jaxllm.generation.healing import heal_tokens
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.call.output import GenerateOutput, leave, looked_at, on_host, output
+from jaxllm.generation.call.placement import placed, shared_key
+from jaxllm.generation.call.prepare import Request, prepare
+from jaxllm.generation.call.token_healing import heal_tokens
+from jaxllm.generation.inputs.arguments import sorted_keywords
+from jaxllm.generation.inputs.values import is_integer, is_traced
 from jaxllm.generation.loop import (
     decode,
     decode_program,
@@ -23,15 +25,13 @@ from jaxllm.generation.loop import (
     prefill,
     prefill_program,
 )
-from jaxllm.generation.on_mesh import placed, shared_key
-from jaxllm.generation.output import GenerateOutput, leave, looked_at, on_host, output
-from jaxllm.generation.prepare import Request, prepare
-from jaxllm.generation.processors.host_errors import reraised
-from jaxllm.generation.records import check_size
-from jaxllm.generation.strategy import Result, without_notes
-from jaxllm.generation.values import is_integer, is_traced
-from jaxllm.placement import mesh_of
-from jaxllm.sharding import use
+from jaxllm.generation.processors.host.errors import reraised
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.strategies.guidance import Guided
+from jaxllm.generation.strategies.records import check_size
+from jaxllm.generation.strategies.strategy import Result, without_notes
+from jaxllm.parallel.placement import mesh_of
+from jaxllm.parallel.sharding import use
 
 
 def generate(

@@ -12,15 +12,15 @@ from typing import Any
 import jax
 from jaxtyping import Array, Int
 
-from jaxllm.generation.strategy import Prompt, Result, Settings, Strategy
-from jaxllm.sharding import constrain, context_mesh
+from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt, Result, Strategy
+from jaxllm.parallel.sharding import constrain, context_mesh
 
 
 def prefill(
     strategy: Strategy[Any],
     model: Any,
     prompt: Prompt,
-    settings: Settings,
+    settings: DecodeSettings,
     *,
     capacity: int,
     room: int,
@@ -62,7 +62,7 @@ def read_source(
 
 
 def decode(
-    strategy: Strategy[Any], model: Any, state: Any, settings: Settings, until: Int[Array, ""]
+    strategy: Strategy[Any], model: Any, state: Any, settings: DecodeSettings, until: Int[Array, ""]
 ) -> Any:
     """Generates until every row has ended or `until` columns are in use."""
     return settled(
@@ -92,7 +92,7 @@ def settled(state: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, state)
 
 
-def finish(strategy: Strategy[Any], state: Any, settings: Settings) -> Result:
+def finish(strategy: Strategy[Any], state: Any, settings: DecodeSettings) -> Result:
     """The rows to return, of a state that may still be in the middle."""
     over = ~strategy.alive(state, settings.max_length)
     # On a mesh whole on every device: each process reads all of it.

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxllm.errors import InputError
-from jaxllm.models.base import DecoderOnly
+from jaxllm.common.errors import InputError
 from jaxllm.models.decoder import take_column
+from jaxllm.models.decoder_only import DecoderOnly
 from jaxllm.models.losses import classification_loss
 from jaxllm.models.outputs import SequenceClassifierOutput
 from jaxllm.nn.dropout import split

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from jaxllm.errors import ConfigError, UnsupportedError
+from jaxllm.common.errors import ConfigError, UnsupportedError
 
 C = TypeVar("C")
 

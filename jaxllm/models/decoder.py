@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import Cache
+from jaxllm.cache.attention_view import Branches
+from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.outputs import DecodeOutput
-from jaxllm.nn.stack import StackOutput
-from jaxllm.sharding import constrain
-from jaxllm.view import Branches
+from jaxllm.nn.blocks import StackOutput
+from jaxllm.parallel.sharding import constrain
 
 
 class Decoder(Protocol):

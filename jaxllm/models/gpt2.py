@@ -9,16 +9,16 @@ from typing import Any
 from flax import nnx
 
 from jaxllm.models import config as cfg
-from jaxllm.models.base import Backbone, CausalLM
+from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.options import FLOAT32, Options
+from jaxllm.models.decoder_only import Backbone, CausalLM
 from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.activations import activation
 from jaxllm.nn.attention import Attention
+from jaxllm.nn.blocks import Block, Stack
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.mlp import MLP
 from jaxllm.nn.norm import LayerNorm
-from jaxllm.nn.stack import Block, Stack
 
 # Hugging Face's common names, which its GPT-2 config accepts as well.
 ALIASES = {

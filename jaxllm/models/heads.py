@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from jaxllm.errors import UnsupportedError
-from jaxllm.models.options import Options
+from jaxllm.common.errors import UnsupportedError
+from jaxllm.models.build_options import Options
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import parameters, with_parameters
 

@@ -8,19 +8,19 @@ from typing import Any
 
 from flax import nnx
 
-from jaxllm.errors import ConfigError, InputError
+from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models import config as cfg
-from jaxllm.models.base import Backbone, CausalLM
+from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.options import FLOAT32, Options
+from jaxllm.models.decoder_only import Backbone, CausalLM
 from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.activations import activation
 from jaxllm.nn.attention import Attention
+from jaxllm.nn.blocks import Block, Stack
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.mlp import GatedMLP
 from jaxllm.nn.norm import RMSNorm
 from jaxllm.nn.rope import Rope, rope_from_config
-from jaxllm.nn.stack import Block, Stack
 
 ROPE_KEYS = frozenset(
     {

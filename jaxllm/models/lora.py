@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import Entry, Table, parameters

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.errors import InputError
-from jaxllm.models.inputs import IGNORED, label_ids, on_host
-from jaxllm.view import document_starts
+from jaxllm.cache.attention_view import document_starts
+from jaxllm.common.errors import InputError
+from jaxllm.models.input_checks import IGNORED, label_ids, on_host
 
 
 def token_losses(

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float
 
-from jaxllm.cache import Cache
+from jaxllm.cache.kv_cache import Cache
 
 Layers = tuple[Float[Array, " ..."], ...] | None
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllm.errors import ConfigError, UnsupportedError
+from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.gpt2 import (
     GPT2_TABLE,
@@ -20,9 +20,9 @@ from jaxllm.models.llama import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
-from jaxllm.models.t5 import T5EncoderModel, T5ForConditionalGeneration
-from jaxllm.models.t5_config import T5Config
-from jaxllm.models.t5_weights import t5_table
+from jaxllm.models.t5.config import T5Config
+from jaxllm.models.t5.model import T5EncoderModel, T5ForConditionalGeneration
+from jaxllm.models.t5.weights import t5_table
 from jaxllm.models.weights import Table
 
 
@@ -94,7 +94,7 @@ _BARE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class ModelSpec:
     """A config.json, understood."""
 
     family: Family
@@ -115,7 +115,7 @@ class Recipe:
         return self.family.parts.get(self.architecture, ())
 
 
-def recipe(raw: Mapping[str, Any], architecture: str | None = None) -> Recipe:
+def model_spec(raw: Mapping[str, Any], architecture: str | None = None) -> ModelSpec:
     """Chooses family and class from a config.json object, and reads the config.
 
     `architecture` overrides the file's: ``"T5EncoderModel"`` reads the encoder of a full T5.
@@ -134,7 +134,7 @@ def recipe(raw: Mapping[str, Any], architecture: str | None = None) -> Recipe:
             f"architectures: {name!r}; for model_type {model_type!r} jaxllm has "
             f"{_names(family.classes)}"
         )
-    return Recipe(family, name, family.config.from_dict(raw))
+    return ModelSpec(family, name, family.config.from_dict(raw))
 
 
 def _listed(raw: Mapping[str, Any], family: Family) -> str:
@@ -160,4 +160,4 @@ def _names(names: Mapping[str, Any]) -> str:
     return ", ".join(names)
 
 
-__all__ = ["FAMILIES", "Family", "ModelConfig", "Recipe", "architecture_of", "recipe"]
+__all__ = ["FAMILIES", "Family", "ModelConfig", "ModelSpec", "architecture_of", "model_spec"]

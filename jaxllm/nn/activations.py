@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxllm.errors import ConfigError
+from jaxllm.common.errors import ConfigError
 
 
 def gelu_new(x: jax.Array) -> jax.Array:

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache import KV
-from jaxllm.errors import UnsupportedError
+from jaxllm.cache.kv_cache import KV
+from jaxllm.common.errors import UnsupportedError
 from jaxllm.nn.dropout import dropout, split
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.rope import rotate
-from jaxllm.sharding import constrain
+from jaxllm.parallel.sharding import constrain
 
 IMPLEMENTATIONS = ("eager", "xla", "cudnn")
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.sharding import constrain
+from jaxllm.parallel.sharding import constrain
 
 
 def normal(

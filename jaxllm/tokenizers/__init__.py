@@ -1,13 +1,13 @@
 """Text to token ids and back: sentencepiece, tokenizer.json, GGUF vocabularies, chat templates."""
 
-from jaxllm.tokenizers.base import Tokenizer
 from jaxllm.tokenizers.batch import BatchEncoding, bucket_length
-from jaxllm.tokenizers.decoding import StreamDecoder
-from jaxllm.tokenizers.fast import FastTokenizer, GPT2Tokenizer
 from jaxllm.tokenizers.gguf_vocab import tokenizer_from_gguf
 from jaxllm.tokenizers.loading import load_tokenizer
-from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
+from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import AddedToken
+from jaxllm.tokenizers.stream_decoder import StreamDecoder
+from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer, GPT2Tokenizer
 
 __all__ = [
     "AddedToken",

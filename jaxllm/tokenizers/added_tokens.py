@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxllm.errors import TokenizerError
-from jaxllm.tokenizers.settings import AddedToken, Settings
+from jaxllm.common.errors import TokenizerError
+from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 
 
 def place_added_tokens(
-    pieces: Sequence[str], known: Mapping[int, AddedToken], settings: Settings, source: str
+    pieces: Sequence[str], known: Mapping[int, AddedToken], settings: TokenizerSettings, source: str
 ) -> dict[int, AddedToken]:
     """Added tokens by id; special tokens that have no id yet get the next free ones."""
     added = dict(sorted(known.items()))
@@ -45,7 +45,7 @@ def split_added_tokens(
     """Cut added tokens out of texts; they may swallow the white space beside them.
 
     Args:
-        parts: Texts, and tokens that were found already.
+        parts: PreparedInputs, and tokens that were found already.
         tokens: The added tokens by their text.
         pattern: Which of them to look for; see :func:`token_pattern`.
     """

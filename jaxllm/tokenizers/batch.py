@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int32
 
-from jaxllm.errors import InputError, TokenizerError
+from jaxllm.common.errors import InputError, TokenizerError
 
 PaddingSide = Literal["left", "right"]
 Bucket = int | Literal["power_of_two"] | None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jaxllm.tokenizers.base import Tokenizer
-from jaxllm.tokenizers.decoding import byte_to_unicode
-from jaxllm.tokenizers.fast import BYTE_LEVEL, FastTokenizer
-from jaxllm.tokenizers.settings import AddedToken, Settings
+from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
+from jaxllm.tokenizers.stream_decoder import byte_to_unicode
+from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.tokenizer_json.tokenizer import BYTE_LEVEL, FastTokenizer
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 
@@ -32,7 +32,7 @@ def byte_tokenizer() -> FastTokenizer:
     }
     end = AddedToken(END)
     named = {"bos_token": end, "eos_token": end, "pad_token": AddedToken(PAD)}
-    return FastTokenizer(spec, Settings(named=named))
+    return FastTokenizer(spec, TokenizerSettings(named=named))
 
 
 def ids_are_bytes(tokenizer: Tokenizer) -> bool:

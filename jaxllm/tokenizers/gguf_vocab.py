@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.errors import TokenizerError, UnsupportedError
-from jaxllm.tokenizers import sentencepiece_proto as proto
-from jaxllm.tokenizers.base import Tokenizer
-from jaxllm.tokenizers.fast import BYTE_LEVEL, FastTokenizer
-from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
-from jaxllm.tokenizers.settings import AddedToken, Settings
+from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.tokenizers.sentencepiece import proto as proto
+from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
+from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
+from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.tokenizer_json.tokenizer import BYTE_LEVEL, FastTokenizer
 
 MAX_TOKENS = 2**20
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -201,7 +201,7 @@ def _settings(
     add_bos: bool,
     add_eos: bool,
     **options: Any,
-) -> Settings:
+) -> TokenizerSettings:
     tokens = vocabulary.tokens
     named = {}
     for name, key in _NAMED.items():
@@ -226,7 +226,7 @@ def _settings(
             templates["default"] = _value(metadata, key, str)
         elif key.startswith("tokenizer.chat_template."):
             templates[key.removeprefix("tokenizer.chat_template.")] = _value(metadata, key, str)
-    return Settings(
+    return TokenizerSettings(
         named=named,
         added={i: AddedToken(tokens[i]) for i in vocabulary.control() if tokens[i]},
         chat_templates=templates,
@@ -234,7 +234,7 @@ def _settings(
     )
 
 
-def _config_file(tokenizer_class: str, settings: Settings) -> dict[str, bytes]:
+def _config_file(tokenizer_class: str, settings: TokenizerSettings) -> dict[str, bytes]:
     config: dict[str, Any] = {
         "tokenizer_class": tokenizer_class,
         "clean_up_tokenization_spaces": False,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from jaxllm.errors import UnsupportedError
-from jaxllm.tokenizers.base import Tokenizer
-from jaxllm.tokenizers.fast import FastTokenizer, GPT2Tokenizer
-from jaxllm.tokenizers.sentencepiece_tokenizers import LlamaTokenizer, T5Tokenizer
+from jaxllm.common.errors import UnsupportedError
+from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import TokenizerFiles, read_settings
+from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer, GPT2Tokenizer
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt")
 

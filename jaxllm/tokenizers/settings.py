@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import MissingFileError, TokenizerError
-from jaxllm.json_file import parse_json
+from jaxllm.common.errors import MissingFileError, TokenizerError
+from jaxllm.common.strict_json import parse_json
 
 NAMED_TOKENS = (
     "bos_token",
@@ -60,7 +60,7 @@ class AddedToken:
 
 
 @dataclass(frozen=True)
-class Settings:
+class TokenizerSettings:
     """The special tokens and flags of one tokenizer.
 
     ``named`` maps ``bos_token``, ``eos_token``, ... to tokens; ``extra`` are further special ones;
@@ -83,7 +83,7 @@ class Settings:
             raise TokenizerError(f"tokenizer_config.json: {name} is {value!r}, not true or false")
         return value
 
-    def with_defaults(self, **named: str | None) -> Settings:
+    def with_defaults(self, **named: str | None) -> TokenizerSettings:
         """Fill in the named tokens that the files do not mention, as a class of tokenizer does.
 
         A token that the files set to null stays unset.
@@ -140,7 +140,7 @@ class TokenizerFiles:
             raise TokenizerError(f"{self.folder / name}: not UTF-8") from failure
 
 
-def read_settings(files: TokenizerFiles) -> Settings:
+def read_settings(files: TokenizerFiles) -> TokenizerSettings:
     """Read everything but the vocabulary itself.
 
     Raises:
@@ -179,7 +179,7 @@ def read_settings(files: TokenizerFiles) -> Settings:
     tokenizer_class = options.get("tokenizer_class")
     if tokenizer_class is not None and not isinstance(tokenizer_class, str):
         raise TokenizerError(f"{source}: tokenizer_class is {tokenizer_class!r}, not a string")
-    return Settings(
+    return TokenizerSettings(
         tokenizer_class=tokenizer_class,
         named=named,
         extra=extra,

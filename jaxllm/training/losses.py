@@ -10,17 +10,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.errors import InputError
-from jaxllm.models.base import CausalLM
+from jaxllm.common.errors import InputError
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.inputs import IGNORED
+from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.losses import (
     classification_loss,
     label_logits,
     next_labels,
     token_losses,
 )
-from jaxllm.models.t5 import T5ForConditionalGeneration
+from jaxllm.models.t5.model import T5ForConditionalGeneration
 
 Batch = Mapping[str, Any]
 """Arrays [B, ...] under the names of the model's arguments, `labels` among them."""

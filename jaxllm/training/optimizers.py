@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxllm.errors import ConfigError
+from jaxllm.common.errors import ConfigError
 from jaxllm.training.state import Params, global_norm
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 from jaxllm.models.weights import parameter_path
 
 Params = dict[str, Array]

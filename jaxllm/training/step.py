@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from jaxtyping import Array
 
-from jaxllm.errors import InputError
-from jaxllm.models.inputs import IGNORED
+from jaxllm.common.errors import InputError
+from jaxllm.models.input_checks import IGNORED
 from jaxllm.training.losses import Batch, Loss, LossSums
 from jaxllm.training.state import Params, TrainState, global_norm
 

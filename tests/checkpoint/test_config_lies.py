@@ -15,7 +15,7 @@ import pytest
 from parity_data import ROOT
 
 import jaxllm
-from jaxllm.errors import JaxLLMError
+from jaxllm.common.errors import JaxLLMError
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from fuzzing import fuzz_count, mutate, run_batch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from test_gguf import MALFORMED as MALFORMED_GGUF
-from test_safetensors import MALFORMED as MALFORMED_SAFETENSORS
-from test_safetensors import every_dtype
+from test_gguf_reader import MALFORMED as MALFORMED_GGUF
+from test_safetensors_reader import MALFORMED as MALFORMED_SAFETENSORS
+from test_safetensors_reader import every_dtype
 from weight_files import (
     gguf_bytes,
     gguf_field,
@@ -30,9 +30,9 @@ from weight_files import (
     written,
 )
 
-from jaxllm.checkpoint.gguf_header import MAX_HEADER_BYTES as MAX_GGUF_HEADER
-from jaxllm.checkpoint.safetensors_header import DTYPES, MAX_HEADER_BYTES
-from jaxllm.checkpoint.safetensors_writer import write_safetensors
+from jaxllm.checkpoint.gguf.header import MAX_HEADER_BYTES as MAX_GGUF_HEADER
+from jaxllm.checkpoint.safetensors.header import DTYPES, MAX_HEADER_BYTES
+from jaxllm.checkpoint.safetensors.writer import write_safetensors
 
 COUNTS = [
     pytest.param(fuzz_count(500), id="some"),

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from weight_files import gguf_bytes, gguf_field, gguf_tensor, written
 
-from jaxllm.checkpoint.gguf import GGUFFile
-from jaxllm.checkpoint.gguf_config import hf_config_from_gguf
-from jaxllm.checkpoint.gguf_names import HFView
-from jaxllm.errors import CheckpointError, UnsupportedError
+from jaxllm.checkpoint.gguf.config import hf_config_from_gguf
+from jaxllm.checkpoint.gguf.names import HFView
+from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.common.errors import CheckpointError, UnsupportedError
 
 FIELDS = {
     "general.architecture": "llama",

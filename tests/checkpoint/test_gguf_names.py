@@ -9,12 +9,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from paths import DATA
 
-from jaxllm.checkpoint.gguf import GGUFFile
-from jaxllm.checkpoint.gguf_names import HFView, hf_name, unpermute
-from jaxllm.checkpoint.safetensors import open_safetensors
-
-DATA = Path(__file__).parents[1] / "data"
+from jaxllm.checkpoint.gguf.names import HFView, hf_name, unpermute
+from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.checkpoint.safetensors.reader import open_safetensors
 
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 
 from jaxllm.checkpoint.hub import resolve
-from jaxllm.errors import InputError, MissingFileError, UnsupportedError
+from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 
 
 @pytest.fixture

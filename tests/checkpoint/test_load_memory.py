@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 from memory_model import CONFIG, MB
 
-from jaxllm.checkpoint.safetensors_writer import write_safetensors
-from jaxllm.models.registry import recipe
+from jaxllm.checkpoint.safetensors.writer import write_safetensors
+from jaxllm.models.registry import model_spec
 from jaxllm.models.weights import parameters
 
 # VmHWM belongs to this process alone; getrusage's figure begins with its parent's.
@@ -38,11 +38,11 @@ def write(tmp_path_factory):
 
     def make(dtype) -> Path:
         folder = tmp_path_factory.mktemp("model")
-        plan = recipe(CONFIG)
-        shapes = parameters(nnx.eval_shape(lambda: plan.make(plan.config, rngs=nnx.Rngs(0))))
+        spec = model_spec(CONFIG)
+        shapes = parameters(nnx.eval_shape(lambda: spec.make(spec.config, rngs=nnx.Rngs(0))))
         tensors = {
             e.theirs: np.full(shapes[e.ours[0]].shape, 0.01, dtype)
-            for e in plan.table.for_model(shapes)
+            for e in spec.table.for_model(shapes)
         }
         write_safetensors(folder / "model.safetensors", tensors)
         (folder / "config.json").write_text(json.dumps(CONFIG))

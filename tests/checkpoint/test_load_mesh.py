@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from devices import on_devices, on_processes
 from gguf.constants import GGMLQuantizationType as Q
-from test_gguf import random_blocks, write_gguf
+from paths import DATA
 from test_gguf_names import convert
+from test_gguf_reader import random_blocks, write_gguf
 
-from jaxllm.checkpoint.gguf import GGUFFile
-from jaxllm.checkpoint.gguf_names import HFView
-from jaxllm.checkpoint.safetensors import open_safetensors
-
-DATA = Path(__file__).parents[1] / "data"
+from jaxllm.checkpoint.gguf.names import HFView
+from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.checkpoint.safetensors.reader import open_safetensors
 
 
 def random_indices(shape: tuple[int, ...], seed: int):
@@ -58,7 +56,7 @@ def test_parts_of_quantised_tensors(kind, tmp_path):
 
 
 def test_only_the_rows_asked_for_are_dequantised(tmp_path, monkeypatch):
-    from jaxllm.checkpoint import gguf
+    from jaxllm.checkpoint.gguf import reader as gguf
 
     seen = []
     dequantise = gguf._dequantise
@@ -76,10 +74,10 @@ from pathlib import Path
 import jax, numpy as np, pytest
 import jaxllm
 from jaxllm.checkpoint.load import load_model, open_checkpoint
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 from jaxllm.models.weights import parameters
-from jaxllm.sharding import make_mesh, parameter_sharding
-from jaxllm.placement import mesh_of
+from jaxllm.parallel.sharding import make_mesh, parameter_sharding
+from jaxllm.parallel.placement import mesh_of
 
 data, out = map(Path, sys.argv[1:3])
 meshes = [make_mesh(fsdp=2, tensor=2), make_mesh(fsdp=8), make_mesh()]
@@ -141,10 +139,10 @@ address, index, data, out = *sys.argv[1:3], *map(Path, sys.argv[3:])
 import jax, numpy as np
 jax.distributed.initialize(address, 2, int(index))
 import jaxllm
-from jaxllm.checkpoint.safetensors import SafetensorsFile
-from jaxllm.errors import CheckpointError
+from jaxllm.checkpoint.safetensors.reader import SafetensorsFile
+from jaxllm.common.errors import CheckpointError
 from jaxllm.models.weights import parameters
-from jaxllm.sharding import make_mesh
+from jaxllm.parallel.sharding import make_mesh
 
 taken = []
 read = SafetensorsFile.read

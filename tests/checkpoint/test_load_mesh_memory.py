@@ -11,8 +11,8 @@ from devices import on_processes
 from flax import nnx
 from memory_model import CONFIG, MB
 
-from jaxllm.checkpoint.safetensors_writer import write_safetensors
-from jaxllm.models.registry import recipe
+from jaxllm.checkpoint.safetensors.writer import write_safetensors
+from jaxllm.models.registry import model_spec
 from jaxllm.models.weights import parameters
 
 # VmHWM belongs to this process alone; getrusage's figure begins with its parent's.
@@ -39,11 +39,11 @@ print(before, peak(), sum(x.nbytes for x in jax.tree.leaves(model)))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_of_each_process(tmp_path):
-    plan = recipe(CONFIG)
-    shapes = parameters(nnx.eval_shape(lambda: plan.make(plan.config, rngs=None)))
+    spec = model_spec(CONFIG)
+    shapes = parameters(nnx.eval_shape(lambda: spec.make(spec.config, rngs=None)))
     tensors = {
         e.theirs: np.full(shapes[e.ours[0]].shape, 0.01, np.float32)
-        for e in plan.table.for_model(shapes)
+        for e in spec.table.for_model(shapes)
     }
     write_safetensors(tmp_path / "model.safetensors", tensors)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

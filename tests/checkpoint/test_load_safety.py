@@ -15,9 +15,9 @@ from parity_data import ROOT, load_case
 from parity_runs import distances, forward
 
 import jaxllm
-from jaxllm.checkpoint.safetensors import open_safetensors
-from jaxllm.checkpoint.safetensors_writer import write_safetensors
-from jaxllm.errors import (
+from jaxllm.checkpoint.safetensors.reader import open_safetensors
+from jaxllm.checkpoint.safetensors.writer import write_safetensors
+from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,
     MissingFileError,

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import tiny
 from parity_data import ROOT, cases
+from paths import DATA
 
 import jaxllm
-from jaxllm.checkpoint.safetensors import open_safetensors
-from jaxllm.errors import CheckpointError, InputError, NonFiniteError, UnsupportedError
-from jaxllm.models.options import Options
+from jaxllm.checkpoint.safetensors.reader import open_safetensors
+from jaxllm.common.errors import CheckpointError, InputError, NonFiniteError, UnsupportedError
+from jaxllm.models.build_options import Options
 from jaxllm.models.weights import parameters
 
-DATA = Path(__file__).parents[1] / "data"
 MODELS = [name for name in cases() if name != "tables"]
 
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from test_safetensors import assert_same, every_dtype
+from test_safetensors_reader import assert_same, every_dtype
 
-from jaxllm.checkpoint import safetensors_writer
-from jaxllm.checkpoint.safetensors import SafetensorsFile
-from jaxllm.checkpoint.safetensors_writer import PT_METADATA, write_safetensors
-from jaxllm.errors import CheckpointError, JaxLLMError, MissingFileError
+from jaxllm.checkpoint.safetensors import writer as safetensors_writer
+from jaxllm.checkpoint.safetensors.reader import SafetensorsFile
+from jaxllm.checkpoint.safetensors.writer import PT_METADATA, write_safetensors
+from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError
 
 
 class TestWriting:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxllm.checkpoint.gguf import GGUFFile
-from jaxllm.checkpoint.gguf_names import HFView
-from jaxllm.checkpoint.safetensors import SafetensorsFile, ShardedSafetensors
+from jaxllm.checkpoint.gguf.names import HFView
+from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.checkpoint.safetensors.reader import SafetensorsFile, ShardedSafetensors
 from jaxllm.checkpoint.source import WeightSource, find_nonfinite
-from jaxllm.errors import UnsupportedError
+from jaxllm.common.errors import UnsupportedError
 
 
 def read_all(source: WeightSource) -> None:

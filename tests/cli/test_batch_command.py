@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.cli.generate import main
 
-ROOT = Path(__file__).parent.parent.parent
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 SAMPLED = {"do_sample": True, "temperature": 0.8}
 SAMPLED_FLAGS = ("--do-sample", "--temperature", "0.8", "--seed", "3")

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from devices import environment, free_port
+from paths import ROOT
 
 import jaxllm
 from jaxllm import BatchGenerator
 
-ROOT = Path(__file__).parent.parent.parent
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 SAMPLED = {"do_sample": True, "temperature": 0.8}
 SAMPLED_FLAGS = ("--do-sample", "--temperature", "0.8", "--seed", "3")
@@ -48,7 +48,14 @@ class Batch:
     @property
     def command(self) -> list[str]:
         return [
-            *(sys.executable, str(ROOT / "generate.py"), "--model", str(MODEL), "--slots", "4"),
+            *(
+                sys.executable,
+                str(ROOT / "generate.py"),
+                "--model",
+                str(MODEL),
+                "--slots",
+                "4",
+            ),
             *("--input", str(self.folder / "rows.jsonl"), "--output", str(self.output)),
             *SAMPLED_FLAGS,
         ]

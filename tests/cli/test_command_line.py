@@ -12,9 +12,9 @@ from jaxllm.cli.compile_cache import default_folder
 from jaxllm.cli.exits import guard
 from jaxllm.cli.field_flags import add_field_flags, given_fields, is_metadata
 from jaxllm.cli.main import COMMANDS, main
-from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.field_checks import boolean
-from jaxllm.generation.fields import FIELDS
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.field_checks import boolean
+from jaxllm.generation.settings.fields import FIELDS
 
 
 def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

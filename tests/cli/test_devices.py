@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
 from devices import environment, free_port, without_greetings
+from paths import ROOT
 
 from jaxllm.cli.devices import (
     add_device_flags,
@@ -18,9 +18,8 @@ from jaxllm.cli.devices import (
     mesh_sizes,
     own_mesh,
 )
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 
-ROOT = Path(__file__).parent.parent.parent
 LLAMA = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 
 

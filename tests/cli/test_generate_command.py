@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from paths import ROOT
 
 from jaxllm.cli.generate import main
 
-ROOT = Path(__file__).parent.parent.parent
 MODELS = ROOT / "tests" / "data" / "conformance" / "models"
 PARITY = ROOT / "tests" / "data" / "parity"
 LLAMA = MODELS / "s_llama_tok"  # with a tokenizer

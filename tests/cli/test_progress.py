@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm.cli.progress import Reporter
-from jaxllm.compile_clock import CompileClock
+from jaxllm.common.compile_clock import CompileClock
 
 
 def test_a_phase_says_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from paths import ROOT
 from tiny_runs import measured, saved, write_recipe
 
-from jaxllm.checkpoint.runs import RunCheckpoints
+from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.cli.train import main
-from jaxllm.training.recipe_file import read_recipe
-from jaxllm.training.run import train
+from jaxllm.training.run.recipe_file import read_recipe
+from jaxllm.training.run.run import train
 
-ROOT = Path(__file__).parents[2]
 EVERY = 8
 LONG = 100_000
 

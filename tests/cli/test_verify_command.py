@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from paths import DATA
 
 import jaxllm
 from jaxllm.cli.main import main
 from jaxllm.cli.verify import distance
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 
-DATA = Path(__file__).parent.parent / "data"
 MODELS = DATA / "conformance" / "models"
 PARITY = DATA / "parity"
 

@@ -10,7 +10,7 @@ from conformance_runs import DATA, cases, model, problems, run
 from generation_tools import FAMILIES, prompts
 
 import jaxllm
-from jaxllm.errors import NonFiniteError
+from jaxllm.common.errors import NonFiniteError
 
 # What is not in the loop of greedy search and sampling.
 OTHER_MODES = {"beam", "constrained", "contrastive", "dola", "assisted", "group_beam"}

@@ -10,12 +10,12 @@ import re, sys
 import jax, numpy as np, pytest
 import jaxllm, tiny
 from compiling import compiled_as_users
-from jaxllm.compile_clock import CompileClock
-from jaxllm.errors import UnsupportedError
+from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation import loop
 from jaxllm.generation.generate import prepare_call, runnable
-from jaxllm.sharding import make_mesh, use
-from jaxllm.placement import put_tree
+from jaxllm.parallel.sharding import make_mesh, use
+from jaxllm.parallel.placement import put_tree
 from tiny_meshes import make, mesh
 
 ids = tiny.ids(8)

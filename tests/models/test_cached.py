@@ -10,7 +10,7 @@ import tiny
 from parity_data import load_case
 from parity_runs import model_of
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 

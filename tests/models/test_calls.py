@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxllm.models.build_options import Options
 from jaxllm.models.losses import classification_loss, token_loss
-from jaxllm.models.options import Options
 from jaxllm.models.outputs import BaseOutput
-from jaxllm.models.t5_stack import clamp_float16
+from jaxllm.models.t5.stack import clamp_float16
 from jaxllm.models.weights import parameters
 
 pytestmark = pytest.mark.usefixtures("highest_precision")

@@ -12,9 +12,9 @@ import pytest
 import tiny
 from flax import nnx
 
-from jaxllm.errors import ConfigError, InputError, UnsupportedError
+from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
 from jaxllm.models.config import GENERATION_KEYS, INERT
-from jaxllm.models.registry import FAMILIES, recipe
+from jaxllm.models.registry import FAMILIES, model_spec
 
 TOKEN_IDS = {"pad_token_id": 7, "bos_token_id": 8, "eos_token_id": [2, 9]}
 
@@ -195,10 +195,10 @@ def test_rope_parameters_act(name):
     angles = []
     for change in ROPE[name]:
         config = {**tiny.CONFIGS["llama"], "max_position_embeddings": 8, **change}
-        spelt_v4 = recipe(config).config
+        spelt_v4 = model_spec(config).config
         parameters = dict(config.pop("rope_scaling", {}))
         parameters["rope_theta"] = config.pop("rope_theta", 10000.0)
-        assert recipe({**config, "rope_parameters": parameters}).config == spelt_v4
+        assert model_spec({**config, "rope_parameters": parameters}).config == spelt_v4
         angles.append(np.asarray(spelt_v4.rotary.angles(jnp.arange(9)[None], jnp.int32(9))))
     assert np.abs(angles[0] - angles[1]).max() > 1e-3
 
@@ -293,8 +293,10 @@ def test_initial_weights_follow_the_config(family, field):
     depth = {"llama": "num_hidden_layers", "gpt2": "n_layer", "t5": "num_layers"}[family]
 
     def weights(value):
-        plan = recipe({**tiny.CONFIGS[family], field: value, depth: 1, "num_decoder_layers": None})
-        leaves = jax.tree.leaves(plan.make(plan.config, rngs=nnx.Rngs(0)))
+        spec = model_spec(
+            {**tiny.CONFIGS[family], field: value, depth: 1, "num_decoder_layers": None}
+        )
+        leaves = jax.tree.leaves(spec.make(spec.config, rngs=nnx.Rngs(0)))
         return [np.asarray(x) for x in leaves if np.std(x) > 0]
 
     for a, b in zip(weights(0.5), weights(2.0), strict=True):
@@ -316,42 +318,45 @@ def test_initial_weights_follow_the_config(family, field):
 )
 def test_an_unknown_key_that_is_on_raises(family, key, value):
     with pytest.raises(UnsupportedError, match=rf"^{key}: unknown field"):
-        recipe({**tiny.CONFIGS[family], key: value})
+        model_spec({**tiny.CONFIGS[family], key: value})
     for off in (None, False, [], {}, 0, ""):
-        plain = recipe(tiny.CONFIGS[family]).config
-        assert recipe({**tiny.CONFIGS[family], key: off}).config == plain
+        plain = model_spec(tiny.CONFIGS[family]).config
+        assert model_spec({**tiny.CONFIGS[family], key: off}).config == plain
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_bookkeeping_has_no_effect(family):
     raw = tiny.CONFIGS[family]
-    plain = recipe(raw).config
+    plain = model_spec(raw).config
     read_elsewhere = {"model_type", "architectures", "id2label"}
     for key in (INERT | GENERATION_KEYS) - read_elsewhere:
-        assert recipe({**raw, key: "anything"}).config == plain, key
+        assert model_spec({**raw, key: "anything"}).config == plain, key
 
 
 def test_two_spellings_of_a_field():
     raw = tiny.CONFIGS["gpt2"]
-    assert recipe({**raw, "hidden_size": 32, "num_hidden_layers": 2}).config == recipe(raw).config
+    assert (
+        model_spec({**raw, "hidden_size": 32, "num_hidden_layers": 2}).config
+        == model_spec(raw).config
+    )
     with pytest.raises(ConfigError, match="hidden_size: 64 contradicts n_embd, 32"):
-        recipe({**raw, "hidden_size": 64})
+        model_spec({**raw, "hidden_size": 64})
     raw = {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
-    assert recipe({**tiny.CONFIGS["llama"], **raw}).config.rotary.theta == 1e4
+    assert model_spec({**tiny.CONFIGS["llama"], **raw}).config.rotary.theta == 1e4
     raw = {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear"}}
     with pytest.raises(ConfigError, match=r"rope_scaling\.type: 'linear' contradicts"):
-        recipe({**tiny.CONFIGS["llama"], **raw})
+        model_spec({**tiny.CONFIGS["llama"], **raw})
     raw = {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}
     with pytest.raises(ConfigError, match=r"rope_theta: 500000\.0 contradicts"):
-        recipe({**tiny.CONFIGS["llama"], **raw})
+        model_spec({**tiny.CONFIGS["llama"], **raw})
 
 
 @pytest.mark.parametrize("model_type", ["mt5", "umt5"])
 def test_scaling_where_version_5_calls_every_model_tied(model_type):
     """It writes `tie_word_embeddings` true beside an own, unscaled head: the tensors decide."""
     raw = {**tiny.CONFIGS["t5"], "model_type": model_type, "tie_word_embeddings": True}
-    config = recipe(raw).config
+    config = model_spec(raw).config
     assert config.scaled
     assert not dataclasses.replace(config, tie_word_embeddings=False).scaled
-    assert not recipe({**raw, "tie_word_embeddings": False}).config.scaled
-    assert recipe({**raw, "scale_decoder_outputs": True}).config.scaled
+    assert not model_spec({**raw, "tie_word_embeddings": False}).config.scaled
+    assert model_spec({**raw, "scale_decoder_outputs": True}).config.scaled

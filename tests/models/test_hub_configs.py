@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 from hub_configs import CONFIGS
 
-from jaxllm.models.export import config_to_json
-from jaxllm.models.registry import FAMILIES, recipe
+from jaxllm.models.config_export import config_to_json
+from jaxllm.models.registry import FAMILIES, model_spec
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_is_understood_and_written_back(name):
     raw = CONFIGS[name]
-    plan = recipe(raw)
-    assert plan.architecture == raw["architectures"][0]
-    written = config_to_json(plan.config, raw["model_type"], plan.architecture)
-    assert FAMILIES[raw["model_type"]].config.from_dict(written) == plan.config
+    spec = model_spec(raw)
+    assert spec.architecture == raw["architectures"][0]
+    written = config_to_json(spec.config, raw["model_type"], spec.architecture)
+    assert FAMILIES[raw["model_type"]].config.from_dict(written) == spec.config
 
 
 def config(name):
-    return recipe(CONFIGS[name]).config
+    return model_spec(CONFIGS[name]).config
 
 
 def test_t5_scales_and_gates_as_its_version_did():

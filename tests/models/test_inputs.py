@@ -9,7 +9,7 @@ import pytest
 import tiny
 from parity_runs import model_of
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 
 IDS = tiny.ids()
 ONES = np.ones((2, 9), int)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+from paths import TESTS
+
 SCRIPT = """
 import jax, numpy as np
 from flax import config

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conformance_runs import model
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 
 LENGTHS = (5, 1, 7, 3)
 SLOW = pytest.mark.slow

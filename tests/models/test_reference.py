@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import DATA
 
 import jaxllm
 
-DATA = Path(__file__).parents[1] / "data"
 REFERENCE, CONFORMANCE = DATA / "reference", DATA / "conformance"
 sys.path.insert(0, str(CONFORMANCE))
 import compare  # noqa: E402

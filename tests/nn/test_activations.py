@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from parity_data import load_case
 
-from jaxllm.errors import ConfigError
+from jaxllm.common.errors import ConfigError
 from jaxllm.nn.activations import ACTIVATIONS, activation
 
 TABLES = load_case("tables").calls

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.cache import KV
+from jaxllm.cache.kv_cache import KV
 from jaxllm.nn.attention import attend, attend_fused
 
 B, T, S, N, H = 3, 5, 7, 4, 8

@@ -10,7 +10,7 @@ import pytest
 from parity_data import cases, load_case
 from parity_runs import model_of
 
-from jaxllm.errors import ConfigError, UnsupportedError
+from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.nn.rope import ROPE_TYPES, Rope, rope_from_config, rotate
 
 TABLES = [

@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import paths
 import pytest
 
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
 
-DATA = Path(__file__).parents[1] / "data" / "tokenizers"
+DATA = paths.DATA / "tokenizers"
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from paths import DATA
+
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
-from jaxllm.tokenizers.sandbox import render
+from jaxllm.tokenizers.chat.sandbox import render
 
 TEXT = "Hello <s>world</s>, 12 345 見<|im_end|>  é\n\t😀 don't " + "a" * 500
 CHAT = [{"role": "user", "content": "hi <b>"}, {"role": "assistant", "content": "ho"}]
@@ -42,7 +44,7 @@ def t5_model(path: Path) -> None:
 
 def tokenizer_config(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(__file__).parents[1] / "data" / "tokenizers"
+        data = DATA / "tokenizers"
         (Path(folder) / "tokenizer_config.json").symlink_to(path)
         (Path(folder) / "tokenizer.model").symlink_to(data / "llama.model")
         tokenizer = load_tokenizer(folder)

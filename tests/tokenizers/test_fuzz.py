@@ -4,10 +4,11 @@ import json
 import random
 from pathlib import Path
 
+import paths
 import pytest
 from fuzzing import Outcome, fuzz_count, mutate, run_batch
 
-DATA = Path(__file__).parents[1] / "data" / "tokenizers"
+DATA = paths.DATA / "tokenizers"
 FAST = sorted(path.name for path in (DATA / "fast").iterdir())
 CONFIG = {
     "legacy": False,
@@ -104,7 +105,7 @@ def misbehave(path: Path) -> None:
     import signal
     import time
 
-    from jaxllm.errors import ConfigError
+    from jaxllm.common.errors import ConfigError
 
     match path.name.partition("-")[2]:
         case "refused":

@@ -1,18 +1,18 @@
 """Tokenizers from GGUF metadata: SmolLM2's real file, and models written as GGUF holds them."""
 
 import json
-from pathlib import Path
 
 import numpy as np
+import paths
 import pytest
 import sentencepiece
 
-from jaxllm.checkpoint.gguf import GGUFFile
-from jaxllm.errors import TokenizerError, UnsupportedError
+from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers import load_tokenizer, tokenizer_from_gguf
-from jaxllm.tokenizers.sentencepiece_proto import _fields
+from jaxllm.tokenizers.sentencepiece.proto import _fields
 
-DATA = Path(__file__).parents[1] / "data" / "tokenizers"
+DATA = paths.DATA / "tokenizers"
 CASES = json.loads((DATA / "gguf_cases.json").read_text(encoding="utf-8"))
 SLOW = json.loads((DATA / "sentencepiece_cases.json").read_text(encoding="utf-8"))
 

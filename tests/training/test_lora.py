@@ -11,8 +11,8 @@ import pytest
 import tiny
 
 import jaxllm
-from jaxllm.errors import InputError
-from jaxllm.models.options import Options
+from jaxllm.common.errors import InputError
+from jaxllm.models.build_options import Options
 from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.nn.lora import LoraLinear
 from jaxllm.training.lora import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 from jaxllm.training.losses import CausalLoss, Seq2SeqLoss, TokenLoss, loss_for
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.errors import ConfigError
+from jaxllm.common.errors import ConfigError
 from jaxllm.training.optimizers import OPTIMIZERS, OptimizerConfig, make_optimizer, make_schedule
 
 PATHS = (

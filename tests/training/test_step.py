@@ -10,11 +10,11 @@ import pytest
 import tiny
 from generation_tools import compilations
 
-from jaxllm.errors import InputError
-from jaxllm.models.options import Options
+from jaxllm.common.errors import InputError
+from jaxllm.models.build_options import Options
 from jaxllm.models.weights import parameters
 from jaxllm.training import TrainState, loss_for, make_train_step
-from jaxllm.training.flops import count_tokens
+from jaxllm.training.monitor.flops import count_tokens
 from jaxllm.training.optimizers import clip_by_norm
 from jaxllm.training.step import real_tokens
 

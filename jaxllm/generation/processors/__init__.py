@@ -14,7 +14,8 @@ from jaxllm.generation.processors.bias import (
 from jaxllm.generation.processors.guidance import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from jaxllm.generation.processors.host import HostLogitsProcessor
+from jaxllm.generation.processors.host.prefix import PrefixConstrainedLogitsProcessor
+from jaxllm.generation.processors.host.python_function import HostLogitsProcessor
 from jaxllm.generation.processors.lengths import (
     ExponentialDecayLengthPenalty,
     MinLengthLogitsProcessor,
@@ -29,8 +30,6 @@ from jaxllm.generation.processors.penalties import (
     HammingDiversityLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
-from jaxllm.generation.processors.prefix import PrefixConstrainedLogitsProcessor
-from jaxllm.generation.processors.synthid import SynthIDTextWatermarkLogitsProcessor
 from jaxllm.generation.processors.tokens import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
@@ -49,11 +48,12 @@ from jaxllm.generation.processors.warpers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-from jaxllm.generation.processors.watermark import WatermarkLogitsProcessor
-from jaxllm.generation.processors.watermark_config import (
+from jaxllm.generation.processors.watermark.config import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from jaxllm.generation.processors.watermark.green_list import WatermarkLogitsProcessor
+from jaxllm.generation.processors.watermark.synthid import SynthIDTextWatermarkLogitsProcessor
 
 __all__ = [
     "EncoderNoRepeatNGramLogitsProcessor",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 
 Scores = Float[Array, "B V"]
 C = TypeVar("C", bound=type)

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import (
+    NO_TOKEN,
+    TokenIds,
+    bucket,
+    float_leaf,
+    id_table,
+    is_integer,
+)
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
@@ -17,7 +25,6 @@ from jaxllm.generation.processors.base import (
     logits_processor,
     store,
 )
-from jaxllm.generation.values import NO_TOKEN, TokenIds, bucket, float_leaf, id_table, is_integer
 
 
 @logits_processor()

@@ -8,9 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.errors import InputError
-from jaxllm.generation.config import GenerationConfig
-from jaxllm.generation.fields import FIELDS
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.processors.base import LogitsProcessor, LogitsProcessorList, Scores
 from jaxllm.generation.processors.bias import (
     NoBadWordsLogitsProcessor,
@@ -19,6 +18,7 @@ from jaxllm.generation.processors.bias import (
 from jaxllm.generation.processors.guidance import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+from jaxllm.generation.processors.host.prefix import PrefixConstrainedLogitsProcessor
 from jaxllm.generation.processors.lengths import (
     ExponentialDecayLengthPenalty,
     MinLengthLogitsProcessor,
@@ -33,7 +33,6 @@ from jaxllm.generation.processors.penalties import (
     HammingDiversityLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
-from jaxllm.generation.processors.prefix import PrefixConstrainedLogitsProcessor
 from jaxllm.generation.processors.tokens import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
@@ -52,8 +51,9 @@ from jaxllm.generation.processors.warpers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-from jaxllm.generation.processors.watermark_config import watermarking_config
-from jaxllm.generation.values import is_traced
+from jaxllm.generation.processors.watermark.config import watermarking_config
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.fields import FIELDS
 
 
 def build_processors(

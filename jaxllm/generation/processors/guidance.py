@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import Number, float_leaf
 from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_processor, store
-from jaxllm.generation.values import Number, float_leaf
 
 
 @logits_processor()

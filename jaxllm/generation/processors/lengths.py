@@ -9,7 +9,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import TokenIds, float_leaf, id_table, int_leaf
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
@@ -18,7 +19,6 @@ from jaxllm.generation.processors.base import (
     logits_processor,
     store,
 )
-from jaxllm.generation.values import TokenIds, float_leaf, id_table, int_leaf
 
 _HUGE = 1e30
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxllm.generation.inputs.values import int_leaf
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
@@ -15,8 +16,7 @@ from jaxllm.generation.processors.base import (
     store,
     token_set,
 )
-from jaxllm.generation.processors.encoder import EncoderTokens
-from jaxllm.generation.values import int_leaf
+from jaxllm.generation.processors.encoder_tokens import EncoderTokens
 
 
 @logits_processor()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
@@ -14,8 +15,7 @@ from jaxllm.generation.processors.base import (
     store,
     token_set,
 )
-from jaxllm.generation.processors.encoder import EncoderTokens
-from jaxllm.generation.values import Number, float_leaf, int_leaf, is_integer
+from jaxllm.generation.processors.encoder_tokens import EncoderTokens
 
 
 def _penalised(scores: Scores, tokens: Bool[Array, "B V"], penalty: Float[Array, ""]) -> Scores:

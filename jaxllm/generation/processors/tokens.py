@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxllm.generation.inputs.values import TokenIds, id_table, int_leaf
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
@@ -14,7 +15,6 @@ from jaxllm.generation.processors.base import (
     logits_processor,
     store,
 )
-from jaxllm.generation.values import TokenIds, id_table, int_leaf
 
 
 @logits_processor()

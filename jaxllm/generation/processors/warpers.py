@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer, is_traced
 from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
@@ -25,7 +26,7 @@ from jaxllm.generation.processors.base import (
     logits_processor,
     store,
 )
-from jaxllm.generation.processors.selection import (
+from jaxllm.generation.processors.thresholds import (
     column,
     entropy_mask,
     nearest_mask,
@@ -34,7 +35,6 @@ from jaxllm.generation.processors.selection import (
     top_p_mask,
     unnormalised,
 )
-from jaxllm.generation.values import Number, float_leaf, int_leaf, is_integer, is_traced
 
 NEG_INF = -float("inf")
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
 from jaxllm.generation.processors.base import (
     History,
     Scores,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.errors import InputError
-from jaxllm.generation.arguments import needed_tokenizer
-from jaxllm.generation.config import GenerationConfig
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.arguments import needed_tokenizer
+from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.stopping.base import StoppingCriteriaList
 from jaxllm.generation.stopping.criteria import MaxTimeCriteria
 from jaxllm.generation.stopping.stop_strings import StopStringCriteria

@@ -9,11 +9,15 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.inputs.values import TokenIds, id_table, int_leaf, is_integer, plain
 from jaxllm.generation.processors.base import History, Scores, store
-from jaxllm.generation.processors.host import HostFunction, call_on_host, host_function
+from jaxllm.generation.processors.host.python_function import (
+    HostFunction,
+    call_on_host,
+    host_function,
+)
 from jaxllm.generation.stopping.base import Done, StoppingCriteria, stopping_criterion
-from jaxllm.generation.values import TokenIds, id_table, int_leaf, is_integer, plain
 
 
 @stopping_criterion()

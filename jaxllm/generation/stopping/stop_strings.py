@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxllm.errors import InputError
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.processors.base import History, Scores, store
 from jaxllm.generation.stopping.automaton import token_automaton
 from jaxllm.generation.stopping.base import Done, StoppingCriteria, stopping_criterion
-from jaxllm.generation.values import bucket
 from jaxllm.tokenizers import Tokenizer
 
 # Smallest buckets of states, classes and tokens: one program serves usual stop strings.

@@ -12,7 +12,7 @@ from typing import Any
 
 import grain
 
-from jaxllm.errors import ConfigError, DataError
+from jaxllm.common.errors import ConfigError, DataError
 from jaxllm.training.data.collate import Batch, collate
 from jaxllm.training.data.config import ModelInfo
 from jaxllm.training.data.examples import Counts, Examples

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxllm.errors import DataError
-from jaxllm.models.inputs import IGNORED
+from jaxllm.common.errors import DataError
+from jaxllm.models.input_checks import IGNORED
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.example import CausalExample
 from jaxllm.training.data.formats import get, int32

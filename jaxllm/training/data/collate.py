@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllm.models.inputs import IGNORED
+from jaxllm.models.input_checks import IGNORED
 from jaxllm.training.data.config import ModelInfo
 from jaxllm.training.data.example import Example
 

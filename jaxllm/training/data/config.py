@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxllm.errors import ConfigError, UnsupportedError
-from jaxllm.models.base import CausalLM
+from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.t5 import T5ForConditionalGeneration
+from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.rows import FileType
 

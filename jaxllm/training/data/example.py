@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jaxllm.models.inputs import IGNORED
+from jaxllm.models.input_checks import IGNORED
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import grain
 import numpy as np
 from jaxtyping import Int64
 
-from jaxllm.errors import DataError, JaxLLMError
+from jaxllm.common.errors import DataError, JaxLLMError
 from jaxllm.training.data.config import ModelInfo, OnTooLong
 from jaxllm.training.data.example import CausalExample, Example
 from jaxllm.training.data.formats import Format

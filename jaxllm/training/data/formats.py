@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Int32
 
-from jaxllm.errors import DataError
+from jaxllm.common.errors import DataError
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import ids_are_bytes
 from jaxllm.training.data.example import CausalExample, Example, Seq2SeqExample

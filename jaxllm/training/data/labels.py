@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jaxllm.errors import ConfigError, DataError
+from jaxllm.common.errors import ConfigError, DataError
 from jaxllm.models.config import is_number
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.config import ModelInfo

@@ -14,8 +14,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from jaxllm.errors import DataError, MissingFileError
-from jaxllm.json_file import parse_json
+from jaxllm.common.errors import DataError, MissingFileError
+from jaxllm.common.strict_json import parse_json
 
 Row = Mapping[str, Any]
 FileType = Literal["auto", "jsonl", "json", "text", "bytes"]

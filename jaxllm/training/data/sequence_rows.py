@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from jaxllm.errors import DataError, UnsupportedError
+from jaxllm.common.errors import DataError, UnsupportedError
 from jaxllm.training.data.rows import Row, as_object
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
+import paths
 import pytest
 
-from jaxllm.checkpoint.gguf import GGUFFile
-from jaxllm.errors import DataError, TemplateError
+from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.common.errors import DataError, TemplateError
 from jaxllm.tokenizers import FastTokenizer, tokenizer_from_gguf
-from jaxllm.tokenizers.settings import AddedToken, Settings
+from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.training.data.chat import ChatFormat
 
-DATA = Path(__file__).parents[2] / "data" / "tokenizers"
+DATA = paths.DATA / "tokenizers"
 TEMPLATES = json.loads((DATA / "chat_templates.json").read_text(encoding="utf-8"))
 SPEC = json.loads((DATA / "fast" / "smollm.json").read_text(encoding="utf-8"))
 
@@ -30,7 +30,7 @@ CHAT = turns("Hi there", "Hello!\n\nHow are you?", "Fine <|im_end|> you?", " goo
 def tokenizer_with(name: str) -> FastTokenizer:
     template = TEMPLATES[name]
     named = {kind: AddedToken(template[kind]) for kind in ("bos_token", "eos_token")}
-    settings = Settings(named=named, chat_templates={"default": template["template"]})
+    settings = TokenizerSettings(named=named, chat_templates={"default": template["template"]})
     return FastTokenizer(SPEC, settings)
 
 

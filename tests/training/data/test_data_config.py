@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from paths import DATA
 
 import jaxllm
-from jaxllm.errors import ConfigError, UnsupportedError
+from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo
 from jaxllm.training.data.config import check_together, eos_of, length_limits
-
-DATA = Path(__file__).parents[2] / "data"
 
 
 @pytest.mark.parametrize(

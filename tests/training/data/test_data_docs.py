@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import get_args
 
+import paths
 import pytest
 
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo, read_examples
 from jaxllm.training.data.config import KIND_OF, FormatName
 
-DOCS = Path(__file__).parents[3] / "docs" / "finetuning-data.md"
+DOCS = paths.DOCS / "finetuning-data.md"
 SHOWN = dict(
     re.findall(r"^\| `(\w+)`[^|]* \| `(\{.*?\})` \|", DOCS.read_text("utf-8"), re.MULTILINE)
 )

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from paths import DATA
 
 import jaxllm
 from jaxllm.training.data import DataConfig, ModelInfo, epoch_batches
 from jaxllm.training.losses import LossSums, loss_for
-
-DATA = Path(__file__).parents[2] / "data"
 
 
 class SmallBytes:

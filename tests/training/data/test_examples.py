@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.errors import DataError
+from jaxllm.common.errors import DataError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo, read_examples
 from jaxllm.training.data.example import CausalExample, ClassificationExample, Seq2SeqExample

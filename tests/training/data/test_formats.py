@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizers import small_tokenizer
 
-from jaxllm.errors import DataError
+from jaxllm.common.errors import DataError
 from jaxllm.tokenizers import load_tokenizer
 from jaxllm.tokenizers.byte_level import byte_tokenizer, ids_are_bytes
 from jaxllm.training.data.formats import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxllm.errors import ConfigError, DataError
+from jaxllm.common.errors import ConfigError, DataError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data.config import ModelInfo
 from jaxllm.training.data.labels import ClassificationFormat, Labels, labels_of

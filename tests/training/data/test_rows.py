@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxllm.errors import DataError, MissingFileError, UnsupportedError
+from jaxllm.common.errors import DataError, MissingFileError, UnsupportedError
 from jaxllm.training.data.rows import open_rows
 from jaxllm.training.data.sequence_rows import SequenceRows, dataset_rows
 

@@ -1,0 +1,105 @@
+"""What a batch counts while it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.batch.queue import Task
+from jaxllm.batch.rows import BatchOutput
+
+if TYPE_CHECKING:
+    from jaxllm.batch.row_settings import Group
+    from jaxllm.batch.sizes import Sizes
+
+
+@dataclasses.dataclass
+class Counts:
+    """Counters of one run, all of them exact."""
+
+    asked: int = 0
+    """Most new tokens of all rows that can run."""
+    answered: int = 0
+    """The same of those that are over."""
+    rows: int = 0
+    """Rows that are over, with a text or an error."""
+    texts: int = 0
+    prompt_tokens: int = 0
+    """Of rows that are over."""
+    new_tokens: int = 0
+    read_tokens: int = 0
+    """Tokens that the device read as prompts, a sample's prompt once for each sample."""
+    read_columns: int = 0
+    """The same, with what fills up the buckets."""
+    decode_steps: int = 0
+    slot_steps: int = 0
+    """Steps times slots: tokens that decoding had room for. A group of beams is one slot."""
+    busy_steps: int = 0
+    """Those of them that a row had a use for."""
+    halvings: int = 0
+    """Times that memory ran out and the slots were halved."""
+    buckets: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Calls of each compiled program, by the bucket that it is for."""
+    errors: Counter[str] = dataclasses.field(default_factory=Counter)
+    reasons: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    @staticmethod
+    def total(parts: Iterable[Mapping[str, Any]]) -> Counts:
+        """The sum of what several processes counted, each as its `vars`."""
+        whole = Counts()
+        for part in parts:
+            for field in dataclasses.fields(Counts):
+                before, more = getattr(whole, field.name), part[field.name]
+                more = Counter(more) if isinstance(before, Counter) else more
+                setattr(whole, field.name, before + more)
+        return whole
+
+    @property
+    def utilisation(self) -> float:
+        """The share of slots that were busy, over the steps of decoding."""
+        return self.busy_steps / self.slot_steps if self.slot_steps else 0.0
+
+    def admitted(self, tasks: Sequence[Task], sizes: Sizes, group: Group) -> None:
+        """A prompt bucket was read."""
+        self.read_tokens += sum(len(task.row.ids) for task in tasks)
+        self.read_columns += sizes.arrivals * tasks[0].width
+        self._used(f"read {sizes.arrivals} x {tasks[0].width} into", sizes, group)
+
+    def decoding(self, sizes: Sizes, group: Group) -> None:
+        self._used("decode", sizes, group)
+
+    def decoded(self, steps: int, busy: int, slots: int) -> None:
+        """Some steps of decoding are over."""
+        self.decode_steps += steps
+        self.busy_steps += busy
+        self.slot_steps += steps * slots
+
+    def finished(self, output: BatchOutput) -> None:
+        """A row is over."""
+        self.rows += 1
+        if output.error_kind is not None:
+            self.errors[output.error_kind] += 1
+            return
+        self.texts += len(output.output_ids)
+        self.prompt_tokens += output.prompt_tokens
+        self.new_tokens += sum(map(len, output.output_ids))
+        self.reasons.update(output.finish_reasons)
+
+    def _used(self, what: str, sizes: Sizes, group: Group) -> None:
+        name = f"{what} {sizes.slots} x {sizes.capacity}"
+        if sizes.source is not None:
+            name += f" (encoder {sizes.source})"
+        if sizes.beams > 1:
+            name += f" of {sizes.beams} beams"
+        name += f", group {group.number}" if group.number else ""
+        self.called(name)
+
+    def called(self, bucket: str) -> None:
+        """A compiled program ran."""
+        self.buckets[bucket] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**vars(self), "utilisation": self.utilisation}

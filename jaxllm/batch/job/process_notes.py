@@ -1,0 +1,80 @@
+"""What the processes of one job tell each other: files in the job's folder.
+
+Each process answers its rows without a look at the others. At its end it leaves a note, of what it
+did or why it failed; process 0 waits for all notes, and the others until it has merged the parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxllm.batch.job.journal import read, started_file
+from jaxllm.common.atomic_file import write_whole
+from jaxllm.common.errors import RunError
+
+POLL_SECONDS = 0.2
+
+
+def note_file(folder: Path, process: int) -> Path:
+    return folder / f"run-{process:05d}.json"
+
+
+def forget(folder: Path) -> None:
+    """Removes the notes of runs before this one."""
+    for path in folder.glob("run-*.json"):
+        path.unlink()
+
+
+def leave(folder: Path, process: int, note: Mapping[str, Any]) -> None:
+    write_whole(note_file(folder, process), json.dumps(note).encode())
+
+
+@contextlib.contextmanager
+def failure_left(folder: Path, process: int) -> Iterator[None]:
+    """A failure inside is this process's note."""
+    try:
+        yield
+    except BaseException as failure:
+        # The disk may be what failed; the failure itself matters more than that.
+        with contextlib.suppress(OSError):
+            leave(folder, process, {"error": str(failure) or type(failure).__name__})
+        raise
+
+
+def wait_for_others(folder: Path, processes: int) -> list[dict[str, Any]]:
+    """The notes of processes 1 and above, when all are there.
+
+    Raises:
+        RunError: one of them failed.
+    """
+    waiting = [(process, note_file(folder, process)) for process in range(1, processes)]
+    notes = []
+    for process, path in waiting:
+        while not path.exists():
+            for other, failed in waiting:
+                _raise_failure(other, failed)
+            time.sleep(POLL_SECONDS)
+        _raise_failure(process, path)
+        notes.append(read(path))
+    return notes
+
+
+def wait_for_merge(folder: Path) -> None:
+    """Returns when process 0 has written the output.
+
+    Raises:
+        RunError: it failed.
+    """
+    while started_file(folder).exists():
+        _raise_failure(0, note_file(folder, 0))
+        time.sleep(POLL_SECONDS)
+
+
+def _raise_failure(process: int, path: Path) -> None:
+    if path.exists() and "error" in (note := read(path)):
+        raise RunError(f"process {process} failed ({note['error']}); go on with --resume")

@@ -1,0 +1,176 @@
+"""What a finished job says about itself: as JSON, and as a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.batch.counts import Counts
+from jaxllm.batch.memory import Prediction
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one run of a job did, without what runs before it had done."""
+
+    counts: Counts
+    memory: Sequence[Prediction]
+    seconds: float
+    """Compiling included."""
+    compile_seconds: float
+    programs: int
+    programs_from_cache: int
+
+    def to_note(self) -> dict[str, Any]:
+        """As JSON, for the process that adds up."""
+        memory = [dataclasses.asdict(prediction) for prediction in self.memory]
+        return {**vars(self), "counts": vars(self.counts), "memory": memory}
+
+    @staticmethod
+    def total(notes: Sequence[Mapping[str, Any]]) -> Run:
+        """What several processes did together; it took as long as the one that took longest."""
+        longest = max(notes, key=lambda note: note["seconds"])
+        return Run(
+            counts=Counts.total(note["counts"] for note in notes),
+            memory=[Prediction(**found) for note in notes for found in note["memory"]],
+            seconds=longest["seconds"],
+            compile_seconds=longest["compile_seconds"],
+            programs=sum(note["programs"] for note in notes),
+            programs_from_cache=sum(note["programs_from_cache"] for note in notes),
+        )
+
+    def speed(self, count: int) -> float:
+        """`count` a second, compiling left out."""
+        return count / max(self.seconds - self.compile_seconds, 1e-9)
+
+    def to_dict(self) -> dict[str, Any]:
+        counts = self.counts
+        return {
+            **counts.to_dict(),
+            "seconds": self.seconds,
+            "compile_seconds": self.compile_seconds,
+            "programs": self.programs,
+            "programs_from_cache": self.programs_from_cache,
+            "rows_per_second": self.speed(counts.rows),
+            "prompt_tokens_per_second": self.speed(counts.prompt_tokens),
+            "new_tokens_per_second": self.speed(counts.new_tokens),
+            "memory": [dataclasses.asdict(prediction) for prediction in self.memory],
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A finished job."""
+
+    input: str
+    output: str
+    settings: Mapping[str, Any]
+    rows: int
+    texts: int
+    resumed: int
+    """Rows that runs before the last one had done."""
+    processes: int
+    """Of the last run."""
+    errors: Mapping[str, int]
+    """By kind."""
+    finish_reasons: Mapping[str, int]
+    prompt_lengths: Mapping[str, float]
+    new_lengths: Mapping[str, float]
+    run: Run
+
+    def to_json(self) -> bytes:
+        """For the file beside the output."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields["run"] = self.run.to_dict()
+        return json.dumps(fields, indent=2).encode()
+
+    def table(self) -> list[tuple[str, str]]:
+        """Names and values, as people read them."""
+        run, counts = self.run, self.run.counts
+        done = f"{self.rows:,}" + (f", {self.resumed:,} of them before" if self.resumed else "")
+        lines = [
+            ("rows", done),
+            ("errors", listed(self.errors)),
+            ("finished by", listed(self.finish_reasons)),
+            ("prompt lengths", spread(self.prompt_lengths)),
+            ("new lengths", spread(self.new_lengths)),
+            ("time", f"{run.seconds:.1f} s, {run.compile_seconds:.1f} s of it compiling"),
+            ("programs", f"{run.programs}, {run.programs_from_cache} of them from the cache"),
+            (
+                "speed",
+                f"{run.speed(counts.rows):.2f} rows/s, "
+                f"{run.speed(counts.prompt_tokens):.1f} prompt and "
+                f"{run.speed(counts.new_tokens):.1f} new tokens/s",
+            ),
+            ("slots", f"{counts.utilisation:.1%} busy over {counts.decode_steps:,} steps"),
+        ]
+        if self.processes > 1:
+            lines.append(("processes", str(self.processes)))
+        lines += [("memory", line) for line in dict.fromkeys(map(str, run.memory))]
+        if counts.halvings:
+            lines.append(("memory", f"ran out {counts.halvings} times; slots were halved"))
+        return lines
+
+
+def lengths(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Fields of a `Report` from the records of a journal."""
+    prompts: list[int] = []
+    new: list[int] = []
+    errors: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    rows = 0
+    for record in records:
+        rows, line = rows + 1, record["line"]
+        if "error" in line:
+            errors[line["error_kind"]] += 1
+            continue
+        several = not isinstance(line["finish_reason"], str)
+        texts = line["output_ids"] if several else [line["output_ids"]]
+        reasons.update(line["finish_reason"] if several else [line["finish_reason"]])
+        prompts.append(record["prompt_tokens"])
+        new += map(len, texts)
+    return {
+        "rows": rows,
+        "texts": len(new),
+        "errors": dict(errors),
+        "finish_reasons": dict(reasons),
+        "prompt_lengths": summary(prompts),
+        "new_lengths": summary(new),
+    }
+
+
+def summary(values: Sequence[int]) -> dict[str, float]:
+    """Total, mean and quantiles.
+
+    >>> summary([1, 2, 3, 10])["median"], summary([1, 2, 3, 10])["total"]
+    (2.5, 16.0)
+    """
+    if not values:
+        return {"total": 0.0}
+    low, median, high, most = np.quantile(values, [0, 0.5, 0.95, 1])
+    found = {"total": np.sum(values), "mean": np.mean(values), "min": low, "median": median}
+    return {name: float(x) for name, x in {**found, "p95": high, "max": most}.items()}
+
+
+def spread(found: Mapping[str, float]) -> str:
+    """A summary on one line."""
+    if "mean" not in found:
+        return "none"
+    return (
+        f"{found['min']:.0f} to {found['max']:.0f}, mean {found['mean']:.1f}, median "
+        f"{found['median']:.0f}, 95% up to {found['p95']:.0f}; {found['total']:,.0f} in all"
+    )
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Counts on one line.
+
+    >>> listed({"eos": 3, "length": 1}), listed({})
+    ('3 eos, 1 length', 'none')
+    """
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "none"

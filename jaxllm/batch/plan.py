@@ -1,0 +1,159 @@
+"""From tasks to pools of slots that fit the memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxllm.batch.arrivals import lay_out
+from jaxllm.batch.memory import Prediction, activations, most_slots, nbytes, size
+from jaxllm.batch.programs import admit_program, decode_program
+from jaxllm.batch.queue import Task
+from jaxllm.batch.row_settings import Group
+from jaxllm.batch.rows import Row
+from jaxllm.batch.sizes import Sizes, size_of
+from jaxllm.batch.slots import slot_shapes
+from jaxllm.common.errors import InputError
+from jaxllm.parallel.sharding import FSDP, row_shards, use
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Tasks that run in one pool."""
+
+    tasks: list[Task]
+    sizes: Sizes
+    memory: Prediction
+    fitting: Sizes | None
+    """`sizes`, or those of shorter texts that would fit, or None."""
+
+
+def plans(
+    model: Any,
+    tokenizer: Any,
+    group: Group,
+    tasks: Sequence[Task],
+    slots: int,
+    budget: int,
+    mesh: Mesh | None,
+) -> Iterator[Plan]:
+    """All tasks in one pool if memory allows `slots` slots of the longest; else the longest ones
+    have a pool of their own, with fewer slots, and so on with the rest.
+
+    A plan whose prediction does not fit has tasks that cannot run at all.
+    """
+    shards = row_shards(mesh)
+    how = (model.is_encoder_decoder, shards, group.strategy.beams)
+    predicted = partial(predict, model, tokenizer, group, budget, mesh)
+    # The largest slots first.
+    classes: dict[tuple[int, int], list[Task]] = {}
+    for task in tasks:
+        alone = size_of([task], 1, *how)
+        classes.setdefault((alone.capacity, alone.source or 0), []).append(task)
+    waiting = [classes[key] for key in sorted(classes, reverse=True)]
+    while waiting:
+        rest = [task for part in waiting for task in part]
+        whole = size_of(rest, slots, *how)
+        memory = most_slots(partial(predicted, rest, whole), whole.slots, shards)
+        if memory.slots < whole.slots and len(waiting) > 1:
+            rest = waiting.pop(0)
+            whole = size_of(rest, slots, *how)
+            memory = most_slots(partial(predicted, rest, whole), whole.slots, shards)
+        else:
+            waiting = []
+        sizes = dataclasses.replace(whole, slots=memory.slots)
+        fitting = sizes if memory.fits else _shorter_that_fit(predicted, rest, sizes)
+        yield Plan(rest, sizes, memory, fitting)
+
+
+def _shorter_that_fit(predicted: Any, tasks: Sequence[Task], sizes: Sizes) -> Sizes | None:
+    start = max(len(task.row.start) for task in tasks)
+    shorter = sizes.shortened(start)
+    while shorter is not None and not predicted(tasks, shorter, sizes.shards).fits:
+        shorter = shorter.shortened(start)
+    return shorter
+
+
+def predict(
+    model: Any,
+    tokenizer: Any,
+    group: Group,
+    budget: int,
+    mesh: Mesh | None,
+    tasks: Sequence[Task],
+    sizes: Sizes,
+    slots: int,
+) -> Prediction:
+    """The bytes of a pool of so many slots. Its programs are traced; nothing is compiled.
+
+    A trace has whole arrays. On a mesh each device has its rows of them.
+    """
+    sizes = dataclasses.replace(sizes, slots=slots)
+    vocab, stops = model.config.vocab_size, group.criteria(tokenizer)
+    widest = max(tasks, key=lambda task: task.width)
+    arrivals = lay_out([widest], group, sizes, vocab)
+    strategy = group.strategy
+    shapes = slot_shapes(model, strategy, sizes, arrivals.settings, mesh)
+    at, number = np.zeros(sizes.arrivals, np.int32), np.int32(1)
+    with use(mesh):
+        admit = admit_program.trace(
+            model, shapes, arrivals, at, stops, strategy=strategy, sizes=sizes
+        )
+        decode = decode_program.trace(model, shapes, stops, number, number, strategy=strategy)
+    split = sizes.arrivals % sizes.shards == 0
+    reading = activations(admit.jaxpr) // (sizes.shards if split else 1)
+    decoding = activations(decode.jaxpr) // sizes.shards
+    return Prediction(
+        weights=nbytes(model),
+        cache=nbytes(shapes),
+        activations=max(reading, decoding) + _gathered(model, mesh),
+        budget=budget,
+        slots=slots,
+        capacity=sizes.capacity,
+        devices=1 if mesh is None else mesh.size,
+    )
+
+
+def _gathered(model: Any, mesh: Mesh | None) -> int:
+    """Bytes of weights that `fsdp` splits and a layer brings together: one in use, one on its way,
+    at most the largest."""
+    if mesh is None or mesh.shape[FSDP] == 1:
+        return 0
+    return 2 * mesh.shape[FSDP] * max(map(nbytes, jax.tree.leaves(model)))
+
+
+def too_large(task: Task, plan: Plan) -> InputError:
+    """Why a task cannot run, and which number to change."""
+    memory, row = plan.memory, task.row
+    if memory.weights >= memory.budget:
+        return InputError(
+            f"memory: the weights alone take {size(memory.weights)} of a budget of "
+            f"{size(memory.budget)}; raise memory, or load the model in a smaller dtype"
+        )
+    needed = (
+        f"one slot of {memory.capacity} columns ({_lengths(row)}) takes {size(memory.total)}, but "
+        f"the budget is {size(memory.budget)}"
+    )
+    new = 0 if plan.fitting is None else plan.fitting.most_new(len(row.start))
+    if new < 1:
+        return InputError(f"memory: {needed}; shorten the prompt, or raise memory")
+    return InputError(f"max_new_tokens: {needed}; ask for at most {new}, or raise memory")
+
+
+def ran_out(task: Task, sizes: Sizes) -> InputError:
+    """A task for which the device had too little memory, although it was predicted to fit."""
+    return InputError(
+        f"max_new_tokens: the device ran out of memory with a single slot of {sizes.capacity} "
+        f"columns ({_lengths(task.row)}); ask for fewer"
+    )
+
+
+def _lengths(row: Row) -> str:
+    beams = f" for each of {row.config.num_beams} beams" if row.config.num_beams > 1 else ""
+    return f"a prompt of {len(row.ids)} tokens, {row.new} new ones{beams}"

@@ -1,0 +1,87 @@
+"""The two compiled programs: one reads prompts into slots, the other decodes all slots."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxllm.batch.sizes import Sizes
+from jaxllm.batch.slot_placement import settled
+from jaxllm.batch.slots import Arrivals, SlotCache, SlotOutputs, Slots, SlotStrategy, put
+from jaxllm.generation.stopping import StoppingCriteriaList
+from jaxllm.parallel.sharding import constrain
+
+
+class Seen(NamedTuple):
+    """What the host looks at after a while of decoding."""
+
+    texts: SlotOutputs
+    live: Bool[Array, " B"]
+    """The row goes on."""
+    steps: Int[Array, ""]
+    """Steps of this while."""
+    busy: Int[Array, ""]
+    """The sum over the steps of the rows that were live."""
+
+
+def admit(
+    model: Any,
+    slots: Slots,
+    arrivals: Arrivals,
+    at: Int[Array, " R"],
+    stops: StoppingCriteriaList,
+    *,
+    strategy: SlotStrategy,
+    sizes: Sizes,
+) -> Slots:
+    """Reads R prompts of one bucket, chooses their first tokens, and puts them into slots.
+
+    Args:
+        at: the slot of each; one that is no slot's number marks a prompt that only fills up.
+    """
+    arrivals = constrain(arrivals, "rows")
+    rows, width = arrivals.tokens.shape
+    mask = jnp.arange(width) < arrivals.start[:, None]
+    fresh = SlotCache.of(model.start(rows, width, **arrivals.encoder))
+    read = model.decode(arrivals.tokens, mask, fresh, fresh=True, at=arrivals.start - 1)
+    # New tokens overwrite the columns that only fill the bucket.
+    read = read.replace(cache=read.cache.replace(length=arrivals.start))
+    return put(slots, strategy.first(arrivals, read, stops, sizes), at)
+
+
+def decode(
+    model: Any,
+    slots: Slots,
+    stops: StoppingCriteriaList,
+    wanted: Int[Array, ""],
+    most: Int[Array, ""],
+    *,
+    strategy: SlotStrategy,
+) -> tuple[Slots, Seen]:
+    """Decodes until `wanted` slots are free, no row is live, or `most` steps are done.
+
+    What the host looks at is a copy: the slots themselves are overwritten by the next call, which
+    need not wait for the host.
+    """
+
+    def going(carry):
+        slots, steps, _ = carry
+        live = jnp.sum(slots.live)
+        return (live > 0) & (slots.count - live < wanted) & (steps < most)
+
+    def step(carry):
+        slots, steps, busy = carry
+        busy += jnp.sum(slots.live, dtype=jnp.int32)
+        return strategy.step(model, slots, stops), steps + 1, busy
+
+    slots, steps, busy = jax.lax.while_loop(going, step, (slots, jnp.int32(0), jnp.int32(0)))
+    slots = settled(slots)
+    return slots, Seen(strategy.texts(slots), slots.live, steps, busy)
+
+
+# The slots are donated: cache and texts are updated where they are.
+admit_program = jax.jit(admit, static_argnames=("strategy", "sizes"), donate_argnames=("slots",))
+decode_program = jax.jit(decode, static_argnames=("strategy",), donate_argnames=("slots",))

@@ -1,0 +1,253 @@
+"""Which rows can stand side by side in the slots of one program, and their settings as arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.batch.beam_slots import BeamGroup
+from jaxllm.batch.queue import Task
+from jaxllm.batch.rows import Row
+from jaxllm.batch.sequence_slots import Single
+from jaxllm.batch.slots import RowSettings, SlotStrategy
+from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.values import NO_TOKEN, bucket
+from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.generation.processors.build import build_processors
+from jaxllm.generation.processors.per_row import signature, stacked
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.fields import FIELDS
+from jaxllm.generation.settings.lengths import MOST_COLUMNS
+from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
+
+NEUTRAL: Mapping[str, Any] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+"""Numbers that may be another in each row of a program, with the value that changes nothing: where
+one row asks for such a field, all rows have it."""
+_WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_ALWAYS_SAMPLED = ("temperature", "top_k", "top_p")
+_OTHERS = frozenset(
+    {
+        *("max_length", "max_new_tokens", "min_length", "do_sample", "num_return_sequences"),
+        *("stop_strings", "top_h", "bad_words_ids", "sequence_bias", "renormalize_logits"),
+        *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+        *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
+        *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"),
+    }
+)
+"""Fields of rows in slots besides those: they are part of what rows of one program share, or arrays
+of a shape that they share."""
+_IDLE = frozenset(
+    {
+        *("num_beams", "num_beam_groups", "early_stopping", "length_penalty", "diversity_penalty"),
+        *("low_memory", "penalty_alpha", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind"),
+        *("target_lookbehind", "is_assistant", "use_cache", "return_dict_in_generate"),
+        *("output_scores", "output_logits", "transformers_version", "generation_kwargs"),
+        *("_from_model_config", "_commit_hash"),
+    }
+)
+"""Fields that a strategy of slots reads, that mean nothing to it, or that were looked at before."""
+_NO_SLOTS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
+"""Fields of processors that look at the prompt apart; rows in slots may have neutral values."""
+_SINGLE, _BEAMS = ("greedy_search", "sample"), ("beam_search", "beam_sample")
+_CACHES = (None, "static", "dynamic")
+MOST_STOPS = 8
+"""Lists of stop strings in one program: each is looked for in every row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rows that one set of programs serves."""
+
+    number: int
+    rows: tuple[Row, ...]
+    strategy: SlotStrategy
+    shared: tuple[str, ...]
+    """The fields of `NEUTRAL` that the program has."""
+    stop_lists: tuple[tuple[str, ...], ...]
+    eos_width: int
+
+    def tasks(self) -> list[Task]:
+        """Samples take a slot each; beams of a row take one, whatever they return."""
+        if self.strategy.beams > 1:
+            return [Task(row, 0, returns=row.samples) for row in self.rows]
+        return [Task(row, sample) for row in self.rows for sample in range(row.samples)]
+
+    def criteria(self, tokenizer: Any) -> StoppingCriteriaList:
+        """One criterion for each list of stop strings."""
+        return StoppingCriteriaList(StopStringCriteria(tokenizer, s) for s in self.stop_lists)
+
+    def settings(self, rows: Sequence[Row], vocab_size: int) -> RowSettings:
+        """The settings of some of its rows, on the host."""
+        lists = [processors_of(row, self.shared, vocab_size) for row in rows]
+        eos = np.full((len(rows), self.eos_width), NO_TOKEN, np.int32)
+        watched = np.zeros((len(rows), len(self.stop_lists)), bool)
+        for i, row in enumerate(rows):
+            eos[i, : len(row.eos)] = row.eos
+            if row.config.stop_strings is not None:
+                watched[i, self.stop_lists.index(row.config.stop_strings)] = True
+        arrays = {
+            "eos": eos,
+            "limit": np.array([row.most for row in rows], np.int32),
+            "sampled": np.array([bool(row.config.do_sample) for row in rows]),
+            "watched": watched,
+            "allow_nonfinite": np.array([bool(row.config.remove_invalid_values) for row in rows]),
+            "length_penalty": np.array([row.config.length_penalty for row in rows], np.float32),
+        }
+        return RowSettings(stacked(lists), **arrays)
+
+
+def fits_slots(row: Row) -> bool:
+    """Whether a row can run in a slot: greedy search, sampling and their like with beams, by the
+    fields listed above."""
+    if row.mode not in _SINGLE and not (row.mode in _BEAMS and _beams_fit(row)):
+        return False
+    known = _OTHERS | NEUTRAL.keys() | _IDLE
+    values = row.config.to_dict()
+    if values.pop("cache_implementation", None) not in _CACHES:
+        return False
+    return not any(_acts(name, value) for name, value in values.items() if name not in known)
+
+
+def check_processors(row: Row, vocab_size: int) -> None:
+    """Raises what `generate` would for numbers that no processor of a row in a slot takes, such as
+    tokens that the vocabulary does not have."""
+    if fits_slots(row):
+        processors_of(row, tuple(NEUTRAL), vocab_size)
+
+
+def _beams_fit(row: Row) -> bool:
+    """What `generate` refuses is left to it."""
+    room = bucket(row.new, SMALLEST_BUCKET)
+    columns = bucket(row.most, SMALLEST_BUCKET) + (row.config.num_beams - 1) * room
+    return columns <= MOST_COLUMNS and not row.config.low_memory
+
+
+def _acts(name: str, value: Any) -> bool:
+    field = FIELDS[name]
+    return value is not None and value != field.neutral and value != field.default
+
+
+def groups(rows: Iterable[Row], vocab_size: int) -> list[Group]:
+    """Rows by the programs that they need; most batches are one group."""
+    kinds: dict[BeamGroup | None, list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(_beam_group(row), []).append(row)
+    parts: list[tuple[SlotStrategy, tuple[str, ...], list[Row]]] = []
+    for beams, members in kinds.items():
+        shared, sampling = _shared(members)
+        strategy = Single(sampling) if beams is None else beams
+        for alike in _by_processors(members, shared, vocab_size):
+            parts.extend((strategy, shared, part) for part in _by_stops(alike))
+    return [_group(number, *part) for number, part in enumerate(parts)]
+
+
+def _beam_group(row: Row) -> BeamGroup | None:
+    """What only rows of the same have in common; None: it has no beams."""
+    config = row.config
+    if row.mode not in _BEAMS:
+        return None
+    return BeamGroup(
+        beams=config.num_beams,
+        early_stopping=config.early_stopping,
+        sampling=bool(config.do_sample),
+        allow_nonfinite=bool(config.remove_invalid_values),
+    )
+
+
+def _by_processors(
+    rows: Sequence[Row], shared: tuple[str, ...], vocab_size: int
+) -> Iterable[list[Row]]:
+    """The rows, in parts whose processors differ in numbers alone."""
+    signatures: dict[GenerationConfig, Any] = {}
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        if row.config not in signatures:
+            signatures[row.config] = signature(processors_of(row, shared, vocab_size))
+        found.setdefault(signatures[row.config], []).append(row)
+    return found.values()
+
+
+def _group(
+    number: int, strategy: SlotStrategy, shared: tuple[str, ...], rows: Sequence[Row]
+) -> Group:
+    lists = {row.config.stop_strings for row in rows} - {None}
+    return Group(
+        number=number,
+        rows=tuple(rows),
+        strategy=strategy,
+        shared=shared,
+        stop_lists=tuple(sorted(lists)),
+        eos_width=bucket(max(len(row.eos) for row in rows), 8),
+    )
+
+
+def _by_stops(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows, in parts of no more than `MOST_STOPS` different lists of stop strings."""
+    lists = sorted({row.config.stop_strings or () for row in rows})
+    part = {stops: i // MOST_STOPS for i, stops in enumerate(lists)}
+    parts: dict[int, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(part[row.config.stop_strings or ()], []).append(row)
+    return list(parts.values())
+
+
+def _shared(rows: Sequence[Row]) -> tuple[tuple[str, ...], bool]:
+    """The fields of `NEUTRAL` that some row asks for, and whether some row is sampled."""
+    sampling = any(row.config.do_sample for row in rows)
+    asked = set(_ALWAYS_SAMPLED) if sampling else set()
+    for config in {row.config for row in rows}:
+        values = _numbers(config, NEUTRAL, 0)
+        asked |= {name for name, value in values.items() if value != NEUTRAL[name]}
+    return tuple(sorted(asked)), sampling
+
+
+def _numbers(config: GenerationConfig, names: Iterable[str], start: int) -> dict[str, Any]:
+    """The row's values of fields of `NEUTRAL`.
+
+    Args:
+        start: columns of its prompt; what `min_length` asks for beyond them is a number of new
+            tokens like `min_new_tokens`.
+    """
+    values = {}
+    for name in names:
+        value = getattr(config, name)
+        if name == "min_new_tokens" and value is None:
+            value = max(config.min_length - start, 0)
+        idle = value is None or (name in _WARPERS and not config.do_sample)
+        values[name] = NEUTRAL[name] if idle else value
+    return values
+
+
+def processors_of(row: Row, shared: tuple[str, ...], vocab_size: int) -> LogitsProcessorList:
+    """The row's processors, with those of all `shared` fields among them."""
+    off = {name: FIELDS[name].neutral for name in {*NEUTRAL, *_NO_SLOTS} - set(shared)}
+    # Values from a file, unlike those given in code, put no processor in the list by being there.
+    unset = {name: value for name, value in off.items() if value is not None}
+    config = row.config.merge(GenerationConfig.from_dict({**unset, "min_length": 0}))
+    config = config.replace(
+        **{name: None for name, value in off.items() if value is None},
+        **_numbers(row.config, shared, len(row.start)),
+        do_sample=any(name in _WARPERS for name in shared),
+    )
+    return build_processors(
+        config,
+        prompt_len=len(row.start),
+        max_length=row.most,
+        eos_token_id=row.eos,
+        vocab_size=vocab_size,
+    )

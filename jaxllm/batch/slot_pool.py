@@ -1,0 +1,161 @@
+"""Slots that are refilled: the host's side of the engine.
+
+The host is one step ahead where it can be: the prompts that come next are laid out, and finished
+texts are handed on, while the device decodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.batch.arrivals import lay_out
+from jaxllm.batch.counts import Counts
+from jaxllm.batch.programs import Seen, admit_program, decode_program
+from jaxllm.batch.queue import Queue, Task
+from jaxllm.batch.results import Done, not_finite
+from jaxllm.batch.row_settings import Group
+from jaxllm.batch.sizes import Sizes
+from jaxllm.batch.slot_placement import place
+from jaxllm.batch.slots import Arrivals, SlotOutputs, empty_slots, slot_shapes
+from jaxllm.generation.strategies.strategy import NEVER
+from jaxllm.parallel.sharding import use
+
+MOST_STEPS = 256
+"""Decoding steps until the host looks, even if no slot is needed, so that progress is seen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """Tasks laid out for `admit`."""
+
+    tasks: list[Task]
+    arrivals: Arrivals
+
+
+class Pool:
+    """Runs the tasks of one group in one set of slots.
+
+    Args:
+        model: without what only the host reads (`without_notes`).
+        tasks: all fit `sizes`.
+        mesh: where the model lies.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        group: Group,
+        tasks: Sequence[Task],
+        sizes: Sizes,
+        counts: Counts,
+        mesh: Mesh | None,
+    ) -> None:
+        self._model, self._group, self._sizes, self._counts = model, group, sizes, counts
+        self._mesh = mesh
+        self._vocab = model.config.vocab_size
+        self._queue = Queue(tasks)
+        everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        stops = group.criteria(tokenizer)
+        self._stops = jax.tree.map(lambda x: place(x, everywhere), stops)
+        self._holds: list[Task | None] = [None] * sizes.slots
+        self._ended: list[Done] = []
+        self._ready = self._next()
+        settings = group.settings([tasks[0].row], self._vocab)
+        shapes = slot_shapes(model, group.strategy, sizes, settings, mesh)
+        self._slots = empty_slots(shapes, settings)
+
+    def leftover(self) -> tuple[list[Done], list[Task]]:
+        """After a failure: texts that had ended, and tasks that wait or were in a slot."""
+        held = [task for task in self._holds if task is not None]
+        ready = [] if self._ready is None else self._ready.tasks
+        return self._ended, [*held, *ready, *self._queue.take_all()]
+
+    def run(self) -> Iterator[Done]:
+        """Sequences as they end. While the caller looks at some, the device makes the next."""
+        while True:
+            self._refill()
+            if not any(self._holds):
+                break
+            seen = self._decode()
+            self._ready = self._ready or self._next()
+            yield from self._take_ended()
+            self._collect(jax.device_get(seen))
+        yield from self._take_ended()
+
+    def _take_ended(self) -> Iterator[Done]:
+        while self._ended:
+            yield self._ended.pop(0)
+
+    def _refill(self) -> None:
+        """Dispatches prompts to free slots while there are enough of both."""
+        free = [slot for slot, task in enumerate(self._holds) if task is None]
+        while self._ready is not None and len(self._ready.tasks) <= len(free):
+            tasks, arrivals = self._ready.tasks, self._ready.arrivals
+            at = np.full(self._sizes.arrivals, self._sizes.slots, np.int32)
+            at[: len(tasks)] = free[: len(tasks)]
+            for slot, task in zip(free, tasks, strict=False):
+                self._holds[slot] = task
+            self._ready, free = None, free[len(tasks) :]
+            with use(self._mesh):
+                self._slots = admit_program(
+                    self._model,
+                    self._slots,
+                    arrivals,
+                    at,
+                    self._stops,
+                    strategy=self._group.strategy,
+                    sizes=self._sizes,
+                )
+            self._counts.admitted(tasks, self._sizes, self._group)
+            self._ready = self._next()
+
+    def _decode(self) -> Seen:
+        wanted = self._sizes.slots if self._ready is None else len(self._ready.tasks)
+        with use(self._mesh):
+            self._slots, seen = decode_program(
+                self._model,
+                self._slots,
+                self._stops,
+                np.int32(wanted),
+                np.int32(MOST_STEPS),
+                strategy=self._group.strategy,
+            )
+        self._counts.decoding(self._sizes, self._group)
+        return seen
+
+    def _collect(self, seen: Seen) -> None:
+        self._counts.decoded(int(seen.steps), int(seen.busy), self._sizes.slots)
+        for slot, task in enumerate(self._holds):
+            if task is None or seen.live[slot]:
+                continue
+            self._holds[slot] = None
+            self._ended.extend(_results(task, seen.texts, slot))
+
+    def _next(self) -> _Ready | None:
+        tasks = self._queue.take(self._sizes.arrivals)
+        if not tasks:
+            return None
+        return _Ready(tasks, lay_out(tasks, self._group, self._sizes, self._vocab))
+
+
+def _results(task: Task, texts: SlotOutputs, slot: int) -> list[Done]:
+    """What the task of a slot ends with."""
+    broken = int(texts.first_nonfinite_step[slot])
+    if broken != NEVER:
+        return Done.failed(task, not_finite(broken))
+    found = []
+    for number, text in enumerate(task.texts):
+        new = slice(texts.start[slot], texts.length[slot, number])
+        tokens = texts.tokens[slot, number, new].tolist()
+        reason = "stop" if texts.stopped[slot, number] else "length"
+        if tokens and tokens[-1] in task.row.eos:
+            reason = "eos"
+        found.append(Done(text, tokens, reason))
+    return found

@@ -1,0 +1,95 @@
+"""What a forward call sees, as far as it follows from a mask: positions and visibility."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+Slots = Int[Array, ""] | Int[Array, " B"] | Int[Array, "B T"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionView:
+    """What one forward call sees: positions from the cumulative mask, visibility from the slots."""
+
+    positions: Int[Array, "B T"]
+    """Of each query, counting real tokens only; pads get a number that is in range."""
+    query_slots: Int[Array, " T"] | Int[Array, "B T"]
+    """The column of the sequence that each query is in; differences give T5's relative bias."""
+    key_slots: Int[Array, " S"] | Int[Array, "B S"]
+    visible: Bool[Array, "B 1 T S"]
+    horizon: Int[Array, ""] | Int[Array, " B"]
+    """1 + the largest position of a real token so far, over the batch, or of each row (for dynamic
+    RoPE)."""
+    write_at: Slots | None
+    """The slot of the first query in the cache, or of each; None without a cache."""
+    used: Int[Array, ""] | None = None
+    """The slots before this one hold all that there is; None: look at all of them."""
+
+
+def make_view(
+    mask: Bool[Array, "B T"],
+    *,
+    causal: bool = True,
+    segments: Int[Array, "B T"] | None = None,
+) -> AttentionView:
+    """The view of one uncached call over a whole sequence.
+
+    With `segments` a row holds several documents, one after the other: each sees itself only, and
+    its positions begin at 0.
+    """
+    mask, T = jnp.asarray(mask), mask.shape[1]
+    counts = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+    slots = jnp.arange(T, dtype=jnp.int32)
+    visible = mask[:, None, None, :]
+    if causal:
+        visible = visible & (slots[None, :] <= slots[:, None])
+    if segments is not None:
+        visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
+        before = jnp.where(document_starts(segments), counts - mask, 0)
+        counts = counts - jax.lax.cummax(before, axis=1)
+    return AttentionView(
+        positions=jnp.maximum(counts - 1, 0),
+        query_slots=slots,
+        key_slots=slots,
+        visible=jnp.broadcast_to(visible, (mask.shape[0], 1, T, T)),
+        horizon=jnp.max(counts),
+        write_at=None,
+    )
+
+
+def document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Where the first token of each document of a packed row is.
+
+    >>> document_starts(jnp.array([[1, 1, 2, 2, 0]])).tolist()
+    [[True, False, True, False, True]]
+    """
+    before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return segments != before
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Branches:
+    """New columns that are alternatives to each other: the beams of a row, or its candidates.
+
+    All of them stand at the row's next position. A slot then belongs to a column of one branch, and
+    a branch sees, of those slots, its ancestors: changing branches moves no keys and values.
+    """
+
+    seen: Bool[Array, "B T S"]
+    """The slots that each branch sees, its own new one included."""
+    columns: Int[Array, " S"] | Int[Array, "B S"]
+    """The column of the sequence that each slot belongs to, of all rows or of each."""
+
+    def columns_of(
+        self, slots: Int[Array, " T"] | Int[Array, "B T"]
+    ) -> Int[Array, " T"] | Int[Array, "B T"]:
+        """The columns that some slots belong to."""
+        if self.columns.ndim == 1 or slots.ndim == 1:
+            return self.columns[..., slots]
+        return jnp.take_along_axis(self.columns, slots, axis=1)

@@ -1,0 +1,275 @@
+"""The key/value cache: preallocated, zeros, fixed shape; a value that goes in and comes out.
+
+A slot of the cache is a column of the sequence: column ``j`` of ``sequences`` has its keys in slot
+``j`` (but see ``Branches``). What a slot holds is decided by ``mask`` alone, so left pads, right
+pads and finished rows need no special case elsewhere. Keys of one layer are stored as
+``[B*K, S, H]``: batch and heads merged is the one layout that XLA updates in place inside a while
+loop at every batch size. Where heads are split over devices they are stored as ``[B, K, S, H]``,
+since a merged axis cannot be split by rows and by heads. ``*BK`` stands for both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxllm.cache.attention_view import AttentionView, Branches, Slots, make_view
+from jaxllm.parallel.sharding import constrain, heads_apart
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KV:
+    """Keys and values of one attention layer, heads merged into the batch or beside it."""
+
+    k: Float[Array, "*BK S H"]
+    v: Float[Array, "*BK S H"]
+
+    @staticmethod
+    def of(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> KV:
+        """Keys and values of a whole sequence, as a projection gives them."""
+        return KV(heads_first(k), heads_first(v))
+
+    @staticmethod
+    def zeros(batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> KV:
+        # Not `empty`: what a masked slot holds is multiplied by zero, and 0 * NaN is NaN.
+        heads = (batch, kv_heads) if heads_apart() else (batch * kv_heads,)
+        shape = (*heads, length, head_dim)
+        k, v = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+        return KV(*constrain((k, v), *("rows", "heads")[: len(heads)], batch=batch))
+
+    def write(
+        self,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        slot: Slots,
+    ) -> KV:
+        """Writes T new columns from `slot` on, or each into a slot of its own (`put_columns`)."""
+        return KV(put_heads(self.k, k, slot), put_heads(self.v, v, slot))
+
+    @property
+    def length(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The sizes ``*BK``: rows times heads, or rows and heads."""
+        return self.k.shape[:-2]
+
+    # What attention does with keys and values; another way of storing them does it its own way.
+
+    def scores(self, q: Float[Array, "*BK Q H"]) -> Float[Array, "*BK Q S"]:
+        """Products of queries and keys, float32."""
+        return jnp.einsum("...qh,...sh->...qs", q, self.k, preferred_element_type=jnp.float32)
+
+    def mix(self, weights: Float[Array, "*BK Q S"]) -> Float[Array, "*BK Q H"]:
+        """Sums of values, float32."""
+        weights = weights.astype(self.v.dtype)
+        return jnp.einsum("...qs,...sh->...qh", weights, self.v, preferred_element_type=jnp.float32)
+
+    def prefix(self, length: int) -> KV:
+        """The first slots."""
+        return jax.tree.map(lambda x: x[..., :length, :], self)
+
+    def plain(self) -> KV:
+        """As arrays of floats."""
+        return self
+
+
+def heads_first(x: Float[Array, "B S K H"]) -> Float[Array, "*BK S H"]:
+    B, S, K, H = x.shape
+    x = x.transpose(0, 2, 1, 3)
+    return constrain(x, "rows", "heads") if heads_apart() else x.reshape(B * K, S, H)
+
+
+def per_head(index: Shaped[Array, B * rest], x: Shaped[Array, "*BK S H"]) -> Shaped[Array, ...]:
+    """What holds for each row, for each of its heads: [*BK, *rest]."""
+    if x.ndim == 3:
+        return jnp.repeat(index, x.shape[0] // index.shape[0], axis=0)
+    return jnp.broadcast_to(index[:, None], (*x.shape[:2], *index.shape[1:]))
+
+
+def put_heads(
+    old: Shaped[Array, "*BK S H"], new: Shaped[Array, "B T K H"], slot: Slots
+) -> Shaped[Array, "*BK S H"]:
+    """Writes T columns of every head."""
+    if jnp.ndim(slot) == 1 and slot.shape[0] == 1:  # one row: written in one piece
+        slot = slot[0]
+    if old.ndim == 3:
+        B, T, K, H = new.shape
+        merged = new.transpose(0, 2, 1, 3).reshape(B * K, T, H)
+        at = slot if jnp.ndim(slot) == 0 else per_head(slot, old)
+        return put_columns(old, merged.astype(old.dtype), at)
+    new = new.transpose(0, 2, 1, 3).astype(old.dtype)
+    if jnp.ndim(slot) == 0:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
+    if jnp.ndim(slot) == 2:
+        rows, heads = jnp.arange(old.shape[0])[:, None, None], jnp.arange(old.shape[1])[:, None]
+        return old.at[rows, heads, slot[:, None]].set(new, mode="drop")
+    put = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=1))
+    return put(old, new, slot)
+
+
+def put_columns(
+    rows: Shaped[Array, "B S *rest"], new: Shaped[Array, "B T *rest"], at: Slots
+) -> Shaped[Array, "B S *rest"]:
+    """Writes T columns into every row: from one column on, from a column of its own each, or every
+    one where `at` says [B, T].
+
+    The caller guarantees that a run of columns fits. Of single ones, those from S on are left out.
+    """
+    if jnp.ndim(at) == 0:
+        return jax.lax.dynamic_update_slice_in_dim(rows, new, at, axis=1)
+    if jnp.ndim(at) == 2:
+        # Row by row: a mesh that splits rows would otherwise bring the indices together.
+        scatter = jax.vmap(lambda row, part, i: row.at[i].set(part, mode="drop"))
+        return scatter(rows, new, at)
+    put = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=0))
+    return put(rows, new, at)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """All that a decoder remembers between two calls.
+
+    `length` counts the columns written so far, pads included: one number for all rows, or one each;
+    `next_position` counts each row's real tokens. Cross keys and values are projected once, when
+    generation starts.
+    """
+
+    layers: tuple[KV, ...]
+    mask: Bool[Array, "B S"]
+    """True where a slot holds a real token."""
+    length: Int[Array, ""] | Int[Array, " B"]
+    """The next free slot."""
+    next_position: Int[Array, " B"]
+    """Position of each row's next real token: how many it has so far."""
+    cross: tuple[KV, ...] | None = None
+    """Keys and values of the encoder's output, a pair per decoder layer."""
+    cross_mask: Bool[Array, "B E"] | None = None
+    token_type: Int[Array, " B"] | None = None
+    """Token type that new tokens take (GPT-2 with `token_type_ids`)."""
+
+    @staticmethod
+    def empty(layers: int, batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> Cache:
+        return Cache(
+            layers=tuple(KV.zeros(batch, length, kv_heads, head_dim, dtype) for _ in range(layers)),
+            mask=constrain(jnp.zeros((batch, length), bool), "rows"),
+            length=jnp.zeros((), jnp.int32),
+            next_position=constrain(jnp.zeros((batch,), jnp.int32), "rows"),
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.mask.shape[1]
+
+    def replace(self, **changes) -> Self:
+        return dataclasses.replace(self, **changes)
+
+    def compact(self, capacity: int) -> Self:
+        """A copy with `capacity` slots, in which each row's real tokens fill the first ones.
+
+        Pads and whatever came after a row's end are left out, so `length` is then one number a row.
+        The caller guarantees that `capacity` slots are enough.
+        """
+        size = self.capacity
+        order = jnp.argsort(~self.mask, axis=1, stable=True)
+        order = jnp.pad(order, ((0, 0), (0, max(capacity - size, 0))))[:, :capacity]
+
+        def gather(x):
+            return jnp.take_along_axis(x, per_head(order, x)[..., None], axis=-2)
+
+        return self.replace(
+            layers=jax.tree.map(gather, self.layers),
+            mask=jnp.arange(capacity) < self.next_position[:, None],
+            length=self.next_position,
+        )
+
+    def repeat(self, n: int) -> Self:
+        """Each row n times, side by side: the prompt is prefilled once for all its samples."""
+        if n == 1:
+            return self
+        batch = self.mask.shape[0]
+
+        def rows(x):
+            if x.ndim == 0:
+                return x
+            per_row = x.reshape(batch, x.shape[0] // batch, *x.shape[1:])
+            return jnp.repeat(per_row, n, axis=0).reshape(n * x.shape[0], *x.shape[1:])
+
+        return jax.tree.map(rows, self)
+
+    def first(self, n: int) -> Self:
+        """The first n rows alone. A length that is one number a row is of these already."""
+        batch, length = self.mask.shape[0], self.length
+        if n == batch:
+            return self
+        kept = jax.tree.map(
+            lambda x: x[: x.shape[0] // batch * n] if x.ndim else x, self.replace(length=None)
+        )
+        return kept.replace(length=length)
+
+    def below(self, other: Self) -> Self:
+        """The rows of another cache with those of this one below them, where both have the same
+        columns; the length is the other's."""
+        rows = jax.tree.map(
+            lambda x, y: jnp.concatenate([x, y]) if x.ndim else x,
+            other.replace(length=None),
+            self.replace(length=None),
+        )
+        return rows.replace(length=other.length)
+
+    def cut(self, length: Int[Array, " B"]) -> Self:
+        """Only the first `length` columns of each row. Nothing moves: later slots count as free.
+
+        Under guidance there are twice as many rows as lengths, and the lower half has the same.
+        """
+        each = jnp.tile(length, self.mask.shape[0] // length.shape[0])
+        kept = self.mask & (jnp.arange(self.capacity) < each[:, None])
+        known = jnp.sum(kept, axis=-1, dtype=jnp.int32)
+        return self.replace(mask=kept, length=length, next_position=known)
+
+    def aligned(self) -> Self:
+        """The cache with one `length` for all rows: new columns are then written in one piece."""
+        return self.replace(length=jnp.max(self.length))
+
+    def make_view(
+        self, mask: Bool[Array, "B T"], *, fresh: bool = False, branches: Branches | None = None
+    ) -> tuple[AttentionView, Self]:
+        """The view of T new columns on top of the cache, and the cache with these columns reserved.
+
+        `fresh` says that the cache holds nothing yet: the queries then see only each other, so that
+        prefill does not attend over the free slots. With `branches` the new columns stand side by
+        side rather than one after the other.
+        """
+        mask, T = jnp.asarray(mask), mask.shape[1]
+        steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+        if branches is not None:
+            steps = jnp.broadcast_to(jnp.any(mask, axis=-1, keepdims=True), mask.shape)
+        counts = self.next_position[:, None] + steps.astype(jnp.int32)
+        known = put_columns(self.mask, mask, self.length)
+        reserved = self.replace(mask=known, length=self.length + T, next_position=counts[:, -1])
+        if fresh:
+            return dataclasses.replace(make_view(mask), write_at=self.length), reserved
+        key_slots = jnp.arange(self.capacity, dtype=jnp.int32)
+        query_slots = jnp.asarray(self.length)[..., None] + jnp.arange(T, dtype=jnp.int32)
+        if branches is None:
+            visible = known[:, None, :] & (key_slots <= query_slots[..., None])
+        else:
+            visible = known[:, None, :] & branches.seen
+            key_slots, query_slots = branches.columns, branches.columns_of(query_slots)
+        view = AttentionView(
+            positions=jnp.maximum(counts - 1, 0),
+            query_slots=query_slots,
+            key_slots=key_slots,
+            visible=visible[:, None],
+            horizon=jnp.max(counts[:, -1]),
+            write_at=self.length,
+            used=jnp.max(self.length) + T,
+        )
+        return view, reserved

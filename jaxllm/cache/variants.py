@@ -1,0 +1,179 @@
+"""Other ways to keep keys and values than all of them as floats: in 8 bits, or only the newest."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int8
+
+from jaxllm.cache.attention_view import AttentionView, Slots, make_view
+from jaxllm.cache.kv_cache import KV, Cache, put_columns, put_heads
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedKV(KV):
+    """Keys and values as int8 with one float32 scale a head and slot.
+
+    A vector x is kept as ``round(x / s)`` with ``s = max|x| / 127``, so no number is off by more
+    than s / 2. In attention the scales are factors of scores and weights: only products with int8
+    are made.
+    """
+
+    k: Int8[Array, "*BK S H"]
+    v: Int8[Array, "*BK S H"]
+    k_scale: Float[Array, "*BK S 1"]
+    v_scale: Float[Array, "*BK S 1"]
+    dtype: Any = dataclasses.field(metadata={"static": True})
+    """What is computed in."""
+
+    @staticmethod
+    def like(kv: KV) -> QuantizedKV:
+        """Empty, of the sizes of `kv`."""
+        whole, scale = (
+            jnp.zeros(kv.k.shape, jnp.int8),
+            jnp.zeros((*kv.k.shape[:-1], 1), jnp.float32),
+        )
+        return QuantizedKV(whole, whole, scale, scale, kv.k.dtype)
+
+    def write(self, k, v, slot: Slots) -> QuantizedKV:
+        (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
+        return dataclasses.replace(
+            self,
+            k=put_heads(self.k, k, slot),
+            v=put_heads(self.v, v, slot),
+            k_scale=put_heads(self.k_scale, k_scale, slot),
+            v_scale=put_heads(self.v_scale, v_scale, slot),
+        )
+
+    def scores(self, q):
+        k = self.k.astype(q.dtype)
+        products = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32)
+        return products * self.k_scale[..., None, :, 0]
+
+    def mix(self, weights):
+        scaled = (weights * self.v_scale[..., None, :, 0]).astype(self.dtype)
+        v = self.v.astype(self.dtype)
+        return jnp.einsum("...qs,...sh->...qh", scaled, v, preferred_element_type=jnp.float32)
+
+    def plain(self) -> KV:
+        k, v = self.k * self.k_scale, self.v * self.v_scale
+        return KV(k.astype(self.dtype), v.astype(self.dtype))
+
+
+def quantize(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Array, "... 1"]]:
+    """int8 numbers and the scale of each vector.
+
+    >>> numbers, scale = quantize(jnp.array([1.0, -2.54, 0.0]))
+    >>> numbers.tolist(), round(float(scale[0]), 4)
+    ([50, -127, 0], 0.02)
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
+    # A vector of zeros has scale 0, and 0 / 0 is NaN.
+    return jnp.round(x / jnp.where(scale == 0, 1, scale)).astype(jnp.int8), scale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowCache(Cache):
+    """Everything is held, as in `Cache`, but a query sees the newest tokens alone."""
+
+    window: Int[Array, ""]
+    """Tokens that a query sees, its own included."""
+    positions: Int[Array, "B S"]
+    """Of the token in each slot; what a free slot says has no meaning."""
+
+    def make_view(self, mask, *, fresh=False, branches=None):
+        """As `Cache.make_view`; pads push nothing out of sight."""
+        view, reserved = super().make_view(mask, fresh=fresh, branches=branches)
+        positions = put_columns(self.positions, view.positions, self.length)
+        of_keys = view.positions if fresh else positions
+        near = of_keys[:, None, :] > view.positions[..., None] - self.window
+        visible = view.visible & near[:, None]
+        return dataclasses.replace(view, visible=visible), reserved.replace(positions=positions)
+
+    def compact(self, capacity):
+        rows = super().compact(capacity)
+        # A row's real tokens fill its first slots.
+        positions = jnp.arange(capacity, dtype=jnp.int32)
+        return rows.replace(positions=jnp.broadcast_to(positions, rows.mask.shape))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingCache(Cache):
+    """The newest tokens alone: the token at position p is in slot p modulo the number of slots."""
+
+    window: Int[Array, ""]
+    """Tokens that a query sees, its own included. There are as many slots, or more."""
+
+    def make_view(self, mask, *, fresh=False, branches=None):
+        """As `Cache.make_view`, of one new column, or of a whole prompt (`fresh`).
+
+        A query sees the last `window` real tokens, so pads push nothing out of sight.
+        """
+        mask, T, size = jnp.asarray(mask), mask.shape[1], self.capacity
+        if T > 1 and not fresh:
+            raise ValueError("a ring takes its new columns one at a time")
+        steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
+        counts = self.next_position[:, None] + steps
+        positions, last = jnp.maximum(counts - 1, 0), counts[:, -1:] - 1
+        # The position of the newest token that each slot can hold; below 0 where there is none yet.
+        held = last - (last - jnp.arange(size, dtype=jnp.int32)) % size
+        reserved = self.replace(mask=held >= 0, length=self.length + T, next_position=counts[:, -1])
+        write_at = jnp.where(mask & (positions > last - size), positions % size, size)
+        if fresh:
+            view = make_view(mask)
+            near = positions[:, None, :] > positions[..., None] - self.window
+            return dataclasses.replace(
+                view, visible=view.visible & near[:, None], write_at=write_at
+            ), reserved
+        visible = (held >= 0) & (held <= positions) & (held > positions - self.window)
+        view = AttentionView(
+            positions=positions,
+            query_slots=positions,
+            key_slots=held,
+            visible=visible[:, None, None, :],
+            horizon=jnp.max(counts[:, -1]),
+            write_at=write_at,
+        )
+        return view, reserved
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CacheKind:
+    """How a decoder's own keys and values are kept. Those of an encoder's output stay floats."""
+
+    quantized: bool = dataclasses.field(default=False, metadata={"static": True})
+    window: Int[Array, ""] | None = None
+    """As `WindowCache.window`."""
+    ring: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Of a window: only what it shows is kept (`RingCache`)."""
+
+    @staticmethod
+    def like(cache: Cache) -> CacheKind:
+        """That of a cache which was returned, and so is no ring."""
+        return CacheKind(
+            quantized=isinstance(cache.layers[0], QuantizedKV),
+            window=cache.window if isinstance(cache, WindowCache) else None,
+        )
+
+    def of(self, empty: Cache) -> Cache:
+        """A plain empty cache as an empty one of this kind."""
+        layers = empty.layers
+        if self.quantized:
+            layers = tuple(QuantizedKV.like(kv) for kv in layers)
+        if self.window is None:
+            return empty.replace(layers=layers)
+        fields = {**vars(empty), "layers": layers, "window": self.window}
+        if self.ring:
+            return RingCache(**fields)
+        return WindowCache(**fields, positions=jnp.zeros(empty.mask.shape, jnp.int32))
+
+
+PLAIN = CacheKind()

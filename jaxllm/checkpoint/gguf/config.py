@@ -1,0 +1,283 @@
+"""The config.json that a GGUF file stands for: its metadata under Hugging Face's field names.
+
+The fields are those that llama.cpp's convert_hf_to_gguf.py writes. It drops some of a config; what
+can be seen in the tensors (tying, gating, biases, GPT-2's inner size) is taken from there, the rest
+is what llama.cpp itself assumes when it runs the file. A field of the architecture that is not
+understood raises, because it changes what the model computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoint.gguf.fields import Fields, shown
+from jaxllm.checkpoint.source import TensorInfo, quoted
+from jaxllm.common.errors import CheckpointError, UnsupportedError
+
+ARCHITECTURES = ("llama", "gpt2", "t5", "t5encoder")
+
+ROPE_FACTORS = "rope_freqs.weight"
+
+_LAYER_NORM = "attention.layer_norm_epsilon"
+_RMS_NORM = "attention.layer_norm_rms_epsilon"
+_NO_TOKEN = 2**32 - 1  # -1, written without a sign
+
+
+def hf_config_from_gguf(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    rope_factors: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """Build the Hugging Face config of a GGUF model.
+
+    Args:
+        metadata: The file's fields, as :class:`~jaxllm.checkpoint.gguf.reader.GGUFFile` gives them.
+        tensors: Its tensors, under llama.cpp's names.
+        rope_factors: The values of ``rope_freqs.weight`` where the file has this tensor: Llama 3.1
+            files hold their frequency scaling in it.
+
+    Returns:
+        What a config.json would hold, ``model_type`` and ``architectures`` included.
+
+    Raises:
+        UnsupportedError: Another architecture, a part of a split file, an adapter, experts, or a
+            field or a RoPE scaling that jaxllm does not implement.
+        CheckpointError: A field is missing, impossible, or contradicts the tensors.
+    """
+    if not tensors:
+        raise CheckpointError("the GGUF file holds no tensors")
+    source = str(next(iter(tensors.values())).file)
+    architecture = str(metadata.get("general.architecture"))
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"{source}: general.architecture is {quoted(architecture)}; jaxllm reads "
+            + ", ".join(ARCHITECTURES)
+        )
+    kind = str(metadata.get("general.type", "model"))
+    if kind != "model":
+        raise UnsupportedError(f"{source}: general.type is {quoted(kind)}, not 'model'")
+    if str(metadata.get("split.count", 1)) not in ("0", "1"):
+        raise UnsupportedError(
+            f"{source}: one part of a split GGUF; join the parts with llama-gguf-split --merge"
+        )
+    fields = Fields(metadata, architecture, source)
+    if architecture == "llama":
+        config = _llama(fields, tensors, rope_factors)
+    elif architecture == "gpt2":
+        config = _gpt2(fields, tensors)
+    else:
+        config = _t5(fields, tensors, encoder_only=architecture == "t5encoder")
+    fields.refuse_unused()
+    config["vocab_size"] = _rows(tensors, "token_embd.weight", source)
+    if fields.integer("vocab_size", config["vocab_size"]) != config["vocab_size"]:
+        raise CheckpointError(
+            f"{source}: {architecture}.vocab_size is {fields.integer('vocab_size')}, but "
+            f"token_embd.weight has {config['vocab_size']} rows"
+        )
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    return config | _token_ids(metadata, config["vocab_size"], source)
+
+
+def _rows(tensors: Mapping[str, TensorInfo], name: str, source: str) -> int:
+    if name not in tensors:
+        raise CheckpointError(f"{source}: the tensor {name} is missing")
+    return tensors[name].shape[0]
+
+
+def _llama(
+    fields: Fields, tensors: Mapping[str, TensorInfo], rope_factors: np.ndarray | None
+) -> dict[str, Any]:
+    heads = fields.integer("attention.head_count")
+    hidden = fields.integer("embedding_length")
+    rotated = fields.integer("rope.dimension_count", hidden // heads or 1)
+    head_dim = fields.integer("attention.key_length", rotated)
+    fields.require("attention.value_length", head_dim)
+    if rotated != head_dim:
+        raise UnsupportedError(
+            f"{fields.source}: RoPE turns {rotated} of {head_dim} dimensions; jaxllm turns all"
+        )
+    fields.require("attention.causal", True)
+    fields.require("expert_count", 0)
+    fields.require("expert_used_count", 0)
+    theta = fields.number("rope.freq_base", 10000.0)
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "num_hidden_layers": fields.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": fields.integer("context_length"),
+        "rms_norm_eps": fields.number(_RMS_NORM),
+        "hidden_act": "silu",
+        "attention_bias": _biased(tensors, "attn_q", "attn_k", "attn_v", "attn_output"),
+        "mlp_bias": _biased(tensors, "ffn_gate", "ffn_up", "ffn_down"),
+        "rope_theta": theta,
+    }
+    scaling = _rope_scaling(fields)
+    if ROPE_FACTORS in tensors:
+        if scaling is not None or rope_factors is None:
+            raise UnsupportedError(f"{fields.source}: {ROPE_FACTORS} beside another RoPE scaling")
+        scaling = _llama3_scaling(rope_factors, theta, head_dim, fields.source)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _biased(tensors: Mapping[str, TensorInfo], *layers: str) -> bool:
+    """Whether the layers of block 0 have biases: all or none, as in Hugging Face's Llama."""
+    have = [layer for layer in layers if f"blk.0.{layer}.bias" in tensors]
+    if have and len(have) < len(layers):
+        source = tensors[f"blk.0.{have[0]}.bias"].file
+        raise UnsupportedError(
+            f"{source}: of {', '.join(layers)} only {', '.join(have)} have a bias; Llama has all "
+            "or none"
+        )
+    return bool(have)
+
+
+def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
+    old_factor = fields.get("rope.scale_linear")  # before rope.scaling.* (llama.cpp, 2023)
+    kind = fields.get("rope.scaling.type", "none" if old_factor is None else "linear")
+    factor = fields.number("rope.scaling.factor", 1.0 if old_factor is None else old_factor)
+    original = fields.integer(
+        "rope.scaling.original_context_length", fields.integer("context_length")
+    )
+    fields.require("rope.scaling.attn_factor", 1.0)
+    fields.require("rope.scaling.yarn_attn_factor", 1.0)
+    fields.require("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+    fields.require("rope.scaling.yarn_log_multiplier", 0.0)
+    fast = fields.number("rope.scaling.yarn_beta_fast", 32.0)
+    slow = fields.number("rope.scaling.yarn_beta_slow", 1.0)
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": fast,
+            "beta_slow": slow,
+        }
+    raise UnsupportedError(
+        f"{fields.source}: {fields.prefix}rope.scaling.type is {shown(kind)}; jaxllm reads "
+        "none, linear and yarn"
+    )
+
+
+def _llama3_scaling(
+    factors: np.ndarray, theta: float, head_dim: int, source: str
+) -> dict[str, Any] | None:
+    """The ``rope_scaling`` of Llama 3.1 and later that gives these divisors of the frequencies.
+
+    A GGUF file holds the divisors instead of the four numbers that they were made of. All published
+    Llama 3.x have 1, 4 and 8192 for three of these and differ in ``factor``, the largest divisor;
+    llama.cpp's converter assumes 8192 itself. What these do not reproduce is refused.
+    """
+    if factors.shape != (head_dim // 2,):
+        raise CheckpointError(f"{source}: {ROPE_FACTORS} has not {head_dim // 2} values")
+    if np.all(factors == 1):
+        return None
+    factor, low, high, context = float(factors.max()), 1.0, 4.0, 8192
+    with np.errstate(all="ignore"):
+        frequencies = theta ** -(np.arange(0, 2 * len(factors), 2) / head_dim)
+        smooth = np.clip((context * frequencies / (2 * np.pi) - low) / (high - low), 0, 1)
+        expected = 1 / ((1 - smooth) / factor + smooth)
+        equal = np.allclose(factors, expected, rtol=1e-5, atol=0)
+    if not equal:
+        raise UnsupportedError(
+            f"{source}: {ROPE_FACTORS} is not the RoPE scaling of a Llama 3 (factor {factor:g}, "
+            f"{low:g}, {high:g}, {context}); load the model from its safetensors"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }
+
+
+def _gpt2(fields: Fields, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    heads = fields.integer("attention.head_count")
+    fields.require("attention.head_count_kv", heads)
+    fields.get("feed_forward_length")  # always written as 4 * n_embd: the tensor knows better
+    positions = fields.integer("context_length")
+    rows = _rows(tensors, "position_embd.weight", fields.source)
+    if rows != positions:
+        raise CheckpointError(
+            f"{fields.source}: gpt2.context_length is {positions}, but position_embd.weight has "
+            f"{rows} rows"
+        )
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_positions": positions,
+        "n_embd": fields.integer("embedding_length"),
+        "n_layer": fields.integer("block_count"),
+        "n_head": heads,
+        "n_inner": _rows(tensors, "blk.0.ffn_up.weight", fields.source),
+        "layer_norm_epsilon": fields.number(_LAYER_NORM),
+        "activation_function": "gelu_new",
+    }
+
+
+def _t5(fields: Fields, tensors: Mapping[str, TensorInfo], *, encoder_only: bool) -> dict[str, Any]:
+    heads = fields.integer("attention.head_count")
+    key_length = fields.integer("attention.key_length")
+    layers = fields.integer("block_count")
+    fields.require("attention.head_count_kv", heads)
+    fields.require("attention.value_length", key_length)
+    fields.get(_RMS_NORM)  # written beside the other one, with the same value
+    family = "umt5" if "enc.blk.1.attn_rel_b.weight" in tensors else "t5"  # a table in each layer
+    part = "EncoderModel" if encoder_only else "ForConditionalGeneration"
+    gated = "enc.blk.0.ffn_gate.weight" in tensors
+    config = {
+        "model_type": family,
+        "architectures": [("UMT5" if family == "umt5" else "T5") + part],
+        "is_encoder_decoder": not encoder_only,
+        "d_model": fields.integer("embedding_length"),
+        "d_kv": key_length,
+        "d_ff": fields.integer("feed_forward_length"),
+        "num_layers": layers,
+        "num_heads": heads,
+        "n_positions": fields.integer("context_length"),
+        "relative_attention_num_buckets": fields.integer("attention.relative_buckets_count"),
+        "relative_attention_max_distance": 128,
+        "layer_norm_epsilon": fields.number(_LAYER_NORM),
+        "feed_forward_proj": "gated-gelu" if gated else "relu",
+    }
+    if not encoder_only:
+        config["num_decoder_layers"] = fields.integer("decoder_block_count", layers)
+        config["decoder_start_token_id"] = fields.integer("decoder_start_token_id", 0, minimum=0)
+    return config
+
+
+def _token_ids(metadata: Mapping[str, Any], vocab_size: int, source: str) -> dict[str, Any]:
+    """BOS, EOS and pad; EOS is a list where llama.cpp stops at end-of-turn or -message too."""
+
+    def token(name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = metadata.get(key)
+        if value is None or (type(value) is int and value in (-1, _NO_TOKEN)):
+            return None
+        if type(value) is not int or not 0 <= value < vocab_size:
+            raise CheckpointError(
+                f"{source}: {key} is {shown(value)}, not an id below {vocab_size}"
+            )
+        return value
+
+    ends = list(dict.fromkeys(i for i in map(token, ("eos", "eot", "eom")) if i is not None))
+    ids = {
+        "bos_token_id": token("bos"),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": token("padding"),
+    }
+    return {name: value for name, value in ids.items() if value is not None}

@@ -1,0 +1,208 @@
+"""A GGUF model seen as a Hugging Face checkpoint: its tensors' names and layout, and its config.
+
+llama.cpp renames tensors and changes the layout of two kinds, undone here:
+
+* Llama's query and key projections. Hugging Face rotates dimension ``i`` of a head with ``i + d/2``
+  (half-split), GGUF with its neighbour (interleaved), so the rows of each head are reordered; keys
+  have ``num_key_value_heads`` heads.
+* GPT-2's ``Conv1D`` weights, which Hugging Face keeps as ``[in, out]``, are transposed in GGUF.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoint.gguf.config import ROPE_FACTORS, hf_config_from_gguf
+from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.checkpoint.source import Index, TensorInfo, WeightSource, quoted
+from jaxllm.common.errors import CheckpointError, UnsupportedError
+
+_LLAMA = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
+    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
+    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
+    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
+    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
+    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
+    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
+    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
+}
+_GPT2 = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "transformer.h.{}.ln_1",
+    "blk.{}.attn_qkv": "transformer.h.{}.attn.c_attn",
+    "blk.{}.attn_output": "transformer.h.{}.attn.c_proj",
+    "blk.{}.ffn_norm": "transformer.h.{}.ln_2",
+    "blk.{}.ffn_up": "transformer.h.{}.mlp.c_fc",
+    "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj",
+}
+_GPT2_CONV1D = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+
+
+def _t5_stack(gguf: str, hf: str, feed_forward: int) -> dict[str, str]:
+    """One of T5's two stacks; ``feed_forward`` is the number of its sublayer."""
+    attention = f"{hf}.block.{{}}.layer.0"
+    dense = f"{hf}.block.{{}}.layer.{feed_forward}"
+    return {
+        f"{gguf}.output_norm": f"{hf}.final_layer_norm",
+        f"{gguf}.blk.{{}}.attn_norm": f"{attention}.layer_norm",
+        **{f"{gguf}.blk.{{}}.attn_{x}": f"{attention}.SelfAttention.{x}" for x in "qkvo"},
+        f"{gguf}.blk.{{}}.attn_rel_b": f"{attention}.SelfAttention.relative_attention_bias",
+        f"{gguf}.blk.{{}}.ffn_norm": f"{dense}.layer_norm",
+        f"{gguf}.blk.{{}}.ffn_gate": f"{dense}.DenseReluDense.wi_0",
+        f"{gguf}.blk.{{}}.ffn_up": f"{dense}.DenseReluDense.wi_1",
+        f"{gguf}.blk.{{}}.ffn_down": f"{dense}.DenseReluDense.wo",
+    }
+
+
+_CROSS = "decoder.block.{}.layer.1"
+_T5ENCODER = {
+    "token_embd": "shared",
+    "output": "lm_head",
+    **_t5_stack("enc", "encoder", 1),
+}
+_T5 = {
+    **_T5ENCODER,
+    **_t5_stack("dec", "decoder", 2),
+    "dec.blk.{}.cross_attn_norm": f"{_CROSS}.layer_norm",
+    **{f"dec.blk.{{}}.cross_attn_{x}": f"{_CROSS}.EncDecAttention.{x}" for x in "qkvo"},
+    "dec.blk.{}.cross_attn_rel_b": f"{_CROSS}.EncDecAttention.relative_attention_bias",
+}
+_NAMES = {"llama": _LLAMA, "gpt2": _GPT2, "t5": _T5, "t5encoder": _T5ENCODER}
+
+_BLOCK = re.compile(r"(?<=blk\.)[0-9]+(?=\.)")
+
+
+def hf_name(architecture: str, name: str, *, gated: bool = True) -> str | None:
+    """Hugging Face's name of a GGUF tensor; ``None`` where it has no counterpart.
+
+    Args:
+        architecture: ``llama``, ``gpt2``, ``t5`` or ``t5encoder``.
+        name: llama.cpp's name.
+        gated: For T5: whether its feed-forward is gated (``wi_0`` and ``wi_1``) or not (``wi``).
+
+    >>> hf_name("llama", "blk.7.attn_q.weight")
+    'model.layers.7.self_attn.q_proj.weight'
+    """
+    stem, _, leaf = name.rpartition(".")
+    block = _BLOCK.search(stem)
+    pattern = _NAMES[architecture].get(_BLOCK.sub("{}", stem))
+    if pattern is None or leaf not in ("weight", "bias") or "{" in stem:
+        return None
+    if not gated:
+        pattern = pattern.replace(".wi_1", ".wi")
+    return f"{pattern.format(block[0] if block else '')}.{leaf}"
+
+
+def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of interleaved heads back to half-split: ``[heads * d, ...]`` to the same shape.
+
+    The inverse of ``LlamaModel.permute`` in llama.cpp's converter: within each head, rows
+    0, 2, 4, ... come first, then 1, 3, 5, ...
+
+    >>> unpermute(np.arange(8), heads=2)
+    array([0, 2, 1, 3, 4, 6, 5, 7])
+    """
+    pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    gguf_name: str
+    transposed: bool = False
+    heads: int | None = None
+    """Of rows that :func:`unpermute` puts in order."""
+
+
+class HFView(WeightSource):
+    """A :class:`GGUFFile` under Hugging Face's names and layout.
+
+    Transposed tensors are views, so they may be Fortran-ordered. Closing it closes the file.
+
+    Attributes:
+        file: The GGUF file.
+        config: What the model's config.json would hold.
+
+    Raises:
+        UnsupportedError: The architecture, a tensor or a field is none that jaxllm implements.
+        CheckpointError: The metadata are incomplete or contradict the tensors.
+    """
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        infos = {name: file.info(name) for name in file.names()}
+        factors = file.read(ROPE_FACTORS) if ROPE_FACTORS in infos else None
+        self.config: dict[str, Any] = hf_config_from_gguf(file.metadata, infos, factors)
+        architecture = file.metadata["general.architecture"]
+        gated = self.config.get("feed_forward_proj", "").startswith("gated")
+        self._tensors: dict[str, _Tensor] = {}
+        for name, info in infos.items():
+            if architecture == "llama" and name == ROPE_FACTORS:  # now in the config
+                continue
+            target = hf_name(architecture, name, gated=gated)
+            if target is None:
+                raise UnsupportedError(
+                    f"{file.path}: tensor {quoted(name)} is no part of the {architecture} model "
+                    "that jaxllm implements"
+                )
+            self._tensors[target] = self._converted(architecture, name, info)
+
+    def _converted(self, architecture: str, name: str, info: TensorInfo) -> _Tensor:
+        layer = name.split(".")[-2]
+        if architecture == "llama" and layer in ("attn_q", "attn_k"):
+            key = "num_attention_heads" if layer == "attn_q" else "num_key_value_heads"
+            heads = self.config[key]
+            if info.shape[0] % (2 * heads):
+                raise CheckpointError(
+                    f"{self.file.path}: {quoted(name)} has {info.shape[0]} rows, which are no "
+                    f"{heads} heads of an even size"
+                )
+            return _Tensor(name, heads=heads)
+        conv1d = layer in _GPT2_CONV1D and name.endswith(".weight")
+        return _Tensor(name, transposed=architecture == "gpt2" and conv1d)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        tensor = self._tensor(name)
+        info = self.file.info(tensor.gguf_name)
+        return replace(info, shape=info.shape[::-1]) if tensor.transposed else info
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        tensor = self._tensor(name)
+        if tensor.transposed:
+            return self.file.read(tensor.gguf_name, index[::-1]).T
+        if tensor.heads is None:
+            return self.file.read(tensor.gguf_name, index)
+        rows = self.file.info(tensor.gguf_name).shape[0]
+        size = rows // tensor.heads
+        first, stop, _ = (index[0] if index else slice(None)).indices(rows)
+        if first % size or stop % size:  # a part of a head: its rows come from all over it
+            return unpermute(self.file.read(tensor.gguf_name), tensor.heads)[index]
+        part = self.file.read(tensor.gguf_name, index)
+        return unpermute(part, (stop - first) // size)
+
+    def forget(self, name: str) -> None:
+        self.file.forget(self._tensor(name).gguf_name)
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _tensor(self, name: str) -> _Tensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.file.path}: no tensor is named {quoted(name)}") from None

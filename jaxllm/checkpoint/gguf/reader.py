@@ -1,0 +1,134 @@
+"""Reading GGUF files, the weight format of llama.cpp: their metadata, and their tensors as arrays.
+
+The header goes through jaxllm's own strict parser; of the ``gguf`` package only ``dequantize`` is
+used (its reader hangs or runs out of memory on hostile headers, and is slow on honest ones).
+Tensors keep llama.cpp's names and layout here; :mod:`jaxllm.checkpoint.gguf.names` turns them into
+Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from jaxllm.checkpoint.gguf.header import MAX_HEADER_BYTES, Entry, parse_header
+from jaxllm.checkpoint.source import BFLOAT16, Index, MappedFile, TensorInfo, WeightSource, quoted
+from jaxllm.common.errors import CheckpointError, UnsupportedError
+
+_STORED: dict[GGMLQuantizationType, np.dtype[Any]] = {
+    GGMLQuantizationType.F32: np.dtype("<f4"),
+    GGMLQuantizationType.F16: np.dtype("<f2"),
+    GGMLQuantizationType.BF16: BFLOAT16,
+}
+_QUANTISED = (
+    GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q6_K,
+)
+_FLOAT32 = np.dtype(np.float32)
+
+# Values that `dequantize` gets at a time, because it needs several times its result; as one row,
+# because it takes many rows 16 at a time, slowly. A multiple of every block size.
+_CHUNK = 1 << 18
+
+
+class GGUFFile(WeightSource):
+    """One ``.gguf`` file.
+
+    ``read`` gives float32 for the quantised types Q8_0, Q4_0, Q4_1, Q4_K and Q6_K, and F32, F16 and
+    BF16 as they are, without a copy. Shapes are numpy's, ``[out, in]`` for a linear layer: GGUF
+    writes the same dimensions in reverse.
+
+    Attributes:
+        path: The file.
+        metadata: The key-value fields: int, float, bool, str, list[str], or a numpy array.
+
+    Raises:
+        MissingFileError: There is no such file.
+        CheckpointError: The header is malformed or does not fit the file.
+        UnsupportedError: A big-endian file or an unknown version.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = MappedFile(self.path)
+        self.metadata, self._entries = parse_header(
+            self._file.head(MAX_HEADER_BYTES), source=str(self.path), file_bytes=self._file.size
+        )
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def info(self, name: str) -> TensorInfo:
+        entry = self._entry(name)
+        dtype = _STORED.get(entry.type, _FLOAT32)
+        return TensorInfo(entry.shape, dtype, entry.end - entry.begin, self.path)
+
+    def quantisation(self, name: str) -> str:
+        """The name of a tensor's ggml type, such as ``"Q4_K"``."""
+        return self._entry(name).type.name
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """One tensor or a part of it; see the class for its dtype.
+
+        Of a quantised matrix only the rows that `index` asks for are dequantised: a row is a whole
+        number of blocks.
+
+        Raises:
+            CheckpointError: No tensor has this name, or the file is closed.
+            UnsupportedError: The tensor has another quantised type.
+        """
+        entry = self._entry(name)
+        size = entry.end - entry.begin
+        stored = _STORED.get(entry.type)
+        if stored is not None:
+            return self._file.array(stored, entry.begin, entry.shape, index)
+        if entry.type not in _QUANTISED:
+            readable = ", ".join(kind.name for kind in (*_STORED, *_QUANTISED))
+            raise UnsupportedError(
+                f"{self.path}: tensor {quoted(name)} has the type {entry.type.name}; jaxllm reads "
+                f"{readable}: use a file with one of these types"
+            )
+        data = self._file.view(np.dtype(np.uint8), entry.begin, size)
+        if not index or len(entry.shape) < 2:
+            whole = _dequantise(data, entry.shape, entry.type)
+            return whole[index] if index else whole
+        first, stop, _ = index[0].indices(entry.shape[0])
+        per_row, rows = size // entry.shape[0], max(stop - first, 0)
+        data = data[first * per_row : (first + rows) * per_row]
+        part = _dequantise(data, (rows, *entry.shape[1:]), entry.type)
+        return part[(slice(None), *index[1:])]
+
+    def forget(self, name: str) -> None:
+        entry = self._entry(name)
+        self._file.forget(entry.begin, entry.end)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _entry(self, name: str) -> Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: no tensor is named {quoted(name)}") from None
+
+
+def _dequantise(data: np.ndarray, shape: tuple[int, ...], kind: GGMLQuantizationType) -> np.ndarray:
+    """Dequantise blocks, a few megabytes at a time, into float32 of this shape."""
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    result = np.empty(shape, np.float32)
+    flat = result.reshape(-1)
+    with np.errstate(all="ignore"):  # scales may be NaN or infinite: that is for the loader to say
+        for start in range(0, flat.size, _CHUNK):
+            part = flat[start : start + _CHUNK]
+            begin = start // block * block_bytes
+            end = begin + part.size // block * block_bytes
+            part[:] = dequantize(data[None, begin:end], kind)[0]
+    return result

@@ -1,0 +1,97 @@
+"""64 bits that change with any single change of an array, however it is spread over devices.
+
+Every element is mixed with its place in the whole array, and the results are added modulo 2^32,
+twice, in two ways. Sums do not depend on the order, so neither do digests on sharding, mesh or
+number of processes; XLA computes them where the shards are and exchanges two words a device.
+
+The mixer is a bijection of the element (the finaliser of MurmurHash3, Appleby 2011), so a change of
+one element always changes the digest; anything else is missed with a chance of about 2^-64. It is
+no protection against somebody who wants two arrays to have the same digest.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
+
+from jaxllm.common.errors import CheckpointError
+
+# 2^64 divided by the golden ratio: its multiples spread evenly over the words.
+GOLDEN = 0x9E3779B97F4A7C15
+WORD = 2**32
+ZERO = np.uint32(0)
+UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+
+
+def digests(arrays: dict[str, jax.Array]) -> dict[str, str]:
+    """The digest of each array as 16 hexadecimal digits.
+
+    Computed on the devices that hold the arrays, and fetched at once. In a program of several
+    processes every process calls this with the same names in the same order.
+
+    >>> a = jnp.arange(6.0).reshape(2, 3)
+    >>> digests({"a": a, "b": a.at[1, 2].add(1e-6), "c": a})
+    {'a': '99da54f8c592a093', 'b': '8ba3444734296f96', 'c': '99da54f8c592a093'}
+    """
+    found = {name: ready(digest(array)) for name, array in arrays.items()}
+    words = jax.device_get(found)
+    return {name: f"{int(high):08x}{int(low):08x}" for name, (high, low) in words.items()}
+
+
+def ready(x: Array) -> Array:
+    """Waits where there are several processes: with many of their programs in flight at once, each
+    of which needs threads of all of them, the CPU's collectives have come to a standstill."""
+    return x.block_until_ready() if jax.process_count() > 1 else x
+
+
+@jax.jit
+def digest(x: Array) -> UInt32[Array, " 2"]:
+    """The two words of an array's digest. Shape and dtype do not count beyond the bits they give.
+
+    Raises:
+        CheckpointError: An element is not of 1, 2, 4 or 8 bytes of plain bits (complex, int4).
+    """
+    words = as_words(x)
+    strides = [math.prod(words.shape[d + 1 :]) for d in range(words.ndim)]
+    axes = [jax.lax.broadcasted_iota(jnp.uint32, words.shape, d) for d in range(words.ndim)]
+
+    def place(factors: list[int]) -> Array:
+        zero = jnp.zeros(words.shape, jnp.uint32)
+        return sum((a * jnp.uint32(f) for a, f in zip(axes, factors, strict=True)), zero)
+
+    # The flat index; above 2^32 elements it comes round again, but the second one does not.
+    near = place([stride * GOLDEN % WORD for stride in strides])
+    far = place([stride * GOLDEN % 2**64 // WORD for stride in strides])
+    high = murmur(words ^ near, 0x85EBCA6B, 0xC2B2AE35)
+    low = murmur(words + far, 0xCC9E2D51, 0x1B873593)
+    # One reduction of two operands: XLA on a CPU takes several times as long for two of one.
+    return jnp.stack(jax.lax.reduce((high, low), (ZERO, ZERO), add, tuple(range(words.ndim))))
+
+
+def add(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def as_words(x: Array) -> UInt32[Array, " ..."]:
+    """The bits of each element as one word, or two along a new last axis for 8 bytes."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    plain = jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)
+    bits = 0
+    if plain:
+        info = jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo
+        bits = info(x.dtype).bits
+    if bits % 8 or bits // 8 not in UNSIGNED:
+        raise CheckpointError(f"arrays of {x.dtype} cannot be saved in a checkpoint")
+    return jax.lax.bitcast_convert_type(x, UNSIGNED[bits // 8]).astype(jnp.uint32)
+
+
+def murmur(words: Array, first: int, second: int) -> Array:
+    """A bijection of 32-bit words in which every bit of the result depends on every bit."""
+    words = (words ^ (words >> 16)) * jnp.uint32(first)
+    words = (words ^ (words >> 13)) * jnp.uint32(second)
+    return words ^ (words >> 16)

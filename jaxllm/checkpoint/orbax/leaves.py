@@ -1,0 +1,107 @@
+"""Between a pytree and flat names: what a file holds does not depend on classes or nesting."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.common.errors import CheckpointError
+
+MOST_NAMES = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of a checkpoint: dtype by name, shape, digest of its bits."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+    def __str__(self) -> str:
+        return described(self)
+
+
+def described(leaf: Any) -> str:
+    """``float32[2, 3]`` of anything with a shape and a dtype."""
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by their paths, in its order: ``opt_state/0/mu/embed.weight``.
+
+    Fields of dataclasses and named tuples, keys and positions are all spelled alike.
+
+    >>> flatten({"params": {"w": 1}, "opt_state": (2, [3])})
+    {'opt_state/0': 2, 'opt_state/1/0': 3, 'params/w': 1}
+
+    Raises:
+        CheckpointError: Two leaves have the same path.
+    """
+    named = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in named:
+            raise CheckpointError(f"two arrays have the path {name!r}")
+        named[name] = leaf
+    return named
+
+
+def check_arrays(leaves: Mapping[str, Any]) -> None:
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array):
+            raise CheckpointError(f"{name}: expected a jax.Array, found {type(leaf).__name__}")
+
+
+def check_target(where: str, found: Mapping[str, Leaf], target: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where a checkpoint is not what the caller wants to restore."""
+    missing = [name for name in target if name not in found]
+    unexpected = [name for name in found if name not in target]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{where}: the arrays do not fit{listed('missing', missing)}"
+            f"{listed('unexpected', unexpected)}"
+        )
+    for name, leaf in target.items():
+        if (str(leaf.dtype), tuple(leaf.shape)) != (found[name].dtype, found[name].shape):
+            raise CheckpointError(
+                f"{where}: {name} is {found[name]}, but {described(leaf)} is expected"
+            )
+
+
+def listed(label: str, names: list[str]) -> str:
+    """``; missing: a, b and 3 more``, or nothing."""
+    if not names:
+        return ""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"; {label}: {', '.join(names[:MOST_NAMES])}{more}"
+
+
+def is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def bits_of(leaf: jax.Array) -> jax.Array:
+    """The array itself, or the words of typed PRNG keys."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def bits_like(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of `bits_of` for a leaf of a target; unsharded: the first device.
+
+    Keys have more axes as words, over which a sharding by name is not split.
+    """
+    bits = jax.eval_shape(bits_of, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=sharding)
+
+
+def from_bits(bits: jax.Array, leaf: Any) -> jax.Array:
+    """The inverse of `bits_of` for a leaf of a target."""
+    return jax.random.wrap_key_data(bits, dtype=leaf.dtype) if is_key(leaf) else bits

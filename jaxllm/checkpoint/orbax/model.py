@@ -1,0 +1,102 @@
+"""A model in Orbax's format: its parameters as they are, and all that Hugging Face's files said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxllm.checkpoint.load import FLOATS, HALVES, float_dtype
+from jaxllm.checkpoint.orbax.run_checkpoints import RunCheckpoints
+from jaxllm.checkpoint.orbax.step_record import Record
+from jaxllm.checkpoint.origin import Origin
+from jaxllm.common.errors import CheckpointError
+from jaxllm.models.build_options import Options
+from jaxllm.models.config_export import config_to_json
+from jaxllm.models.registry import architecture_of, model_spec
+from jaxllm.models.weights import parameter_path, parameters
+from jaxllm.parallel.sharding import check_heads, parameter_sharding
+
+WEIGHTS = "weights"
+
+
+def save_weights(folder: Path, model: Any) -> None:
+    """Writes the parameters and the config; an older model there is replaced once they are in."""
+    with RunCheckpoints(folder / WEIGHTS, keep=1) as checkpoints:
+        latest = checkpoints.latest()
+        checkpoints.save(0 if latest is None else latest + 1, parameters(model), describe(model))
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """What `rebuild` needs beside the parameters, as JSON."""
+    origin: Origin | None = getattr(model, "origin", None)
+    model_type, architecture = architecture_of(model)
+    config = config_to_json(model.config, model_type, architecture)
+    if "scale_decoder_outputs" in config:  # written out there for readers with another default
+        config["scale_decoder_outputs"] = model.config.scale_decoder_outputs
+    return {
+        "config": config,
+        "origin": None if origin is None else json.loads(json.dumps(dataclasses.asdict(origin))),
+    }
+
+
+def load_weights(
+    folder: Path,
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    attn_implementation: str = "eager",
+    remat: bool = False,
+) -> Any:
+    """The model that `save_weights` wrote, parameters in the dtypes that they had."""
+    with RunCheckpoints(folder / WEIGHTS, writable=False) as checkpoints:
+        record = checkpoints.read()
+        dtype = float_dtype("dtype", dtype) or compute_dtype(record)
+        options = Options(
+            dtype=dtype, param_dtype=dtype, attn_implementation=attn_implementation, remat=remat
+        )
+        spec = model_spec(record.meta["config"])
+        shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+        paths = [parameter_path(path) for path, _ in leaves]
+        # Shapes are the config's, which the checkpoint must fit; dtypes are free.
+        if mesh is not None:
+            check_heads(spec.config.head_counts, mesh)
+        target = {
+            path: jax.ShapeDtypeStruct(
+                leaf.shape,
+                saved_dtype(record, path, leaf.dtype),
+                sharding=None if mesh is None else parameter_sharding(path, leaf.shape, mesh),
+            )
+            for path, (_, leaf) in zip(paths, leaves, strict=True)
+        }
+        arrays = checkpoints.restore(record.step, target).arrays
+    model = treedef.unflatten([arrays[path] for path in paths])
+    if record.meta["origin"] is not None:
+        model.origin = origin_of(record.meta["origin"])
+    return model
+
+
+def saved_dtype(record: Record, path: str, otherwise: Any) -> Any:
+    leaf = record.leaves.get(path)
+    return otherwise if leaf is None else jnp.dtype(leaf.dtype)
+
+
+def compute_dtype(record: Record) -> Any:
+    """The parameters' dtype; float32 on a CPU, where half precision is many times slower."""
+    found = [jnp.dtype(leaf.dtype) for leaf in record.leaves.values()]
+    most = max(set(found), key=found.count)
+    if most not in FLOATS:
+        raise CheckpointError(f"parameters of {most}; expected float32, bfloat16 or float16")
+    return jnp.dtype(jnp.float32) if most in HALVES and jax.default_backend() == "cpu" else most
+
+
+def origin_of(fields: dict[str, Any]) -> Origin:
+    dtypes, copies = (tuple(map(tuple, fields[name])) for name in ("dtypes", "copies"))
+    return Origin(**{**fields, "dtypes": dtypes, "copies": copies})

@@ -1,0 +1,163 @@
+"""Finding the last sound step of a run, and reading it."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.checkpoint.orbax import files as orbax_files
+from jaxllm.checkpoint.orbax import step_folders as steps_on_disk
+from jaxllm.checkpoint.orbax.digest import digests
+from jaxllm.checkpoint.orbax.leaves import Leaf, bits_like, check_target, flatten, from_bits, listed
+from jaxllm.checkpoint.orbax.step_record import Record, read_record
+from jaxllm.common.errors import CheckpointError, MissingFileError, RunError
+from jaxllm.parallel.processes import together
+
+T = TypeVar("T")
+OnProblem = Callable[[str], None]
+
+# What says nothing about the files themselves: rights, open files, memory.
+NOT_NOW = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+NOT_NOW_CODES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED")  # TensorStore's words for these
+
+
+class Restored(NamedTuple):
+    """`arrays` has the structure, dtypes and shardings of the target."""
+
+    arrays: Any
+    meta: Any
+    step: int
+
+
+class StepReader:
+    """Reads the steps of a folder, the last one first, and passes over those that are damaged.
+
+    Args:
+        on_problem: called with a sentence that names a step and why it is passed over.
+
+    Attributes:
+        refused: the steps that turned out to be damaged, with the reasons.
+    """
+
+    def __init__(self, folder: Path, on_problem: OnProblem) -> None:
+        self.folder = folder
+        self.refused: dict[int, str] = {}
+        self._on_problem = on_problem
+
+    def restore(self, step: int | None, target: Any, *, subset: bool) -> Restored:
+        """See `RunCheckpoints.restore`."""
+        wanted = flatten(target)
+        problems: dict[int, str] = {}
+        for number in self._candidates(step):
+            path = self.folder / str(number)
+            record = self._attempt(number, problems, lambda p=path: read_record(p))
+            if record is None:
+                continue
+            leaves = {n: x for n, x in record.leaves.items() if n in wanted or not subset}
+            check_target(str(path), leaves, wanted)
+            bits = self._attempt(number, problems, lambda p=path: read_bits(p, wanted))
+            if bits is None:
+                continue
+            if self._attempt(number, problems, lambda b=bits, x=leaves: verify(b, x)) is None:
+                continue
+            arrays = [from_bits(bits[name], leaf) for name, leaf in wanted.items()]
+            structure = jax.tree_util.tree_structure(target)
+            return Restored(structure.unflatten(arrays), record.meta, number)
+        raise self._none_sound(problems)
+
+    def read(self, step: int | None) -> Record:
+        """See `RunCheckpoints.read`."""
+        problems: dict[int, str] = {}
+        for number in self._candidates(step):
+            path = self.folder / str(number)
+            record = self._attempt(number, problems, lambda p=path: read_record(p))
+            if record is not None:
+                return record
+        raise self._none_sound(problems)
+
+    def _candidates(self, step: int | None) -> list[int]:
+        found = together(lambda: steps_on_disk.numbered(self.folder), CheckpointError)
+        if step is None and found:
+            return found[::-1]
+        if step is None or step not in found:
+            there = f"; there are {', '.join(map(str, found))}" if found else ""
+            what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise MissingFileError(f"{self.folder}: {what}{there}")
+        return [step]
+
+    def _attempt(self, step: int, problems: dict[int, str], act: Callable[[], T]) -> T | None:
+        """The result of `act`; None if the step has turned out to be damaged, which is reported.
+
+        Whatever else goes wrong is raised, in every process: to pass over a sound step, or to give
+        its name to another, would lose it.
+        """
+        path = self.folder / str(step)
+        result, damage = together(lambda: tried(act, path), RunError)
+
+        def judged() -> T | None:
+            if damage is not None:
+                raise damage
+            return result
+
+        try:
+            return together(judged, CheckpointError)
+        except (CheckpointError, MissingFileError, ValueError) as failure:
+            problems[step] = self.refused[step] = reason = sentence(failure)
+            self._on_problem(f"{path}: cannot be restored: {reason}")
+            return None
+
+    def _none_sound(self, problems: Mapping[int, str]) -> CheckpointError:
+        reasons = "; ".join(f"step {step}: {reason}" for step, reason in problems.items())
+        return CheckpointError(f"{self.folder}: no checkpoint can be restored: {reasons}")
+
+
+def tried(act: Callable[[], T], path: Path) -> tuple[T | None, Exception | None]:
+    """The result of reading something, or what shows that files are damaged or missing.
+
+    Raises:
+        CheckpointError: the files cannot be read now, and may well be sound.
+    """
+    try:
+        return act(), None
+    except (CheckpointError, MissingFileError) as failure:  # of the record and of the digests
+        cause = failure.__cause__
+        if isinstance(cause, OSError) and cause.errno in NOT_NOW:
+            raise
+        return None, failure
+    except ValueError as failure:  # TensorStore's
+        if str(failure).startswith(NOT_NOW_CODES):
+            raise CheckpointError(f"{path}: cannot be read ({sentence(failure)})") from failure
+        return None, failure
+
+
+def read_bits(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The arrays from disk; those without elements, which Orbax does not store, from nothing."""
+    like = {name: bits_like(leaf) for name, leaf in wanted.items()}
+    stored = {name: x for name, x in like.items() if x.size}
+    bits = orbax_files.read_arrays(path, stored)
+    empty = {
+        n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in like.items() if not x.size
+    }
+    return bits | empty
+
+
+def verify(bits: Mapping[str, jax.Array], leaves: Mapping[str, Leaf]) -> bool:
+    """True, or raises CheckpointError with the names of the arrays that are not what was saved."""
+    wrong = [name for name, found in digests(dict(bits)).items() if found != leaves[name].digest]
+    if wrong:
+        raise CheckpointError(f"not what was saved{listed('arrays', wrong)}")
+    return True
+
+
+def sentence(failure: BaseException) -> str:
+    """The first line of an error, not too long, with its kind where it says nothing."""
+    lines = str(failure).strip().splitlines() or [type(failure).__name__]
+    line = re.sub(r" \[(tensorstore_spec|source locations)=.*", "", lines[0])
+    # TensorStore's messages go from the general to the particular.
+    return line if len(line) <= 400 else f"{line[:150]} ... {line[-250:]}"

@@ -1,0 +1,51 @@
+"""How the modules of a model are called in PEFT's files, and what those cannot say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxllm.common.errors import UnsupportedError
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.lora import base_entries, table_of
+from jaxllm.models.t5.model import T5ForConditionalGeneration
+from jaxllm.models.weights import Entry
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+
+
+def weight_entries(model: Any) -> dict[str, Entry]:
+    """Every weight of the base model, by its module's name in Hugging Face's model."""
+    return {
+        entry.theirs.removesuffix(".weight"): entry
+        for entry in base_entries(model)
+        if entry.theirs.endswith(".weight")
+    }
+
+
+def paths_of(entry: Entry) -> list[str]:
+    return [ours.removesuffix(".weight") for ours in entry.ours]
+
+
+def task_of(model: Any) -> str:
+    """PEFT's name of what the model is for."""
+    if isinstance(model, SequenceClassifier):
+        return "SEQ_CLS"
+    if isinstance(model, CausalLM):
+        return "CAUSAL_LM"
+    seq2seq = isinstance(model, T5ForConditionalGeneration)
+    return "SEQ_2_SEQ_LM" if seq2seq else "FEATURE_EXTRACTION"
+
+
+def check_tied(model: Any, paths: Any) -> None:
+    """PEFT would put a copy in the place of one of several modules that share a weight."""
+    headless = hasattr(model, "lm_head") and model.lm_head is None
+    for pattern, ours in table_of(model).copies:
+        if ours in paths and (headless or "lm_head" not in pattern):
+            raise UnsupportedError(
+                f"modules_to_save: {ours} is used in several places, which PEFT's files cannot "
+                "say; write the merged model (merge_lora, save_hf) instead"
+            )

@@ -1,0 +1,183 @@
+"""Writing LoRA as PEFT's files; see `jaxllm.checkpoint.peft`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoint.peft.names import (
+    CONFIG,
+    MAGNITUDE,
+    PREFIX,
+    WEIGHTS,
+    A,
+    B,
+    check_tied,
+    paths_of,
+    task_of,
+    weight_entries,
+)
+from jaxllm.checkpoint.safetensors.writer import write_safetensors
+from jaxllm.checkpoint.save import write_json
+from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
+from jaxllm.models.lora import base_entries, lora_layers, module_at
+from jaxllm.models.weights import Entry, parameters
+from jaxllm.nn.linear import Linear
+from jaxllm.nn.lora import LoraLinear, row_norms
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """LoRA of one layer as PEFT sees it, on the host."""
+
+    a: np.ndarray
+    b: np.ndarray
+    magnitude: np.ndarray | None
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+def save_adapter(folder: str | PathLike[str], model: Any, *, base_model: str | None = None) -> None:
+    """Writes the LoRA of a model, and the modules trained whole, as PEFT's files.
+
+    ``PeftModel.from_pretrained(base, folder)`` loads them: nothing missing, nothing unexpected.
+
+    Args:
+        folder: made if it is not there.
+        model: of `add_lora` or `load_adapter`.
+        base_model: path or Hub id of the base model, noted in the config. None: where `load` found
+            the model, if it did.
+
+    Raises:
+        InputError: The model has no LoRA, or layers of different kinds.
+        UnsupportedError: An embedding trained whole that is also the head: PEFT would untie them.
+    """
+    folder = Path(folder).expanduser()
+    layers = lora_layers(model)
+    if not layers:
+        raise InputError("save_adapter: the model has no LoRA; save_hf writes whole models")
+    kinds = {(x.rslora, x.dropout_rate, x.lora_magnitude is not None) for x in layers.values()}
+    if len(kinds) > 1:
+        raise InputError("save_adapter: rslora, dropout and DoRA must be the same in all layers")
+    rslora, dropout_rate, dora = kinds.pop()
+    entries = weight_entries(model)
+    adapters = {
+        name: fused([module_at(model, path) for path in paths_of(entry)])
+        for name, entry in entries.items()
+        if any(path in layers for path in paths_of(entry))
+    }
+    tensors: dict[str, np.ndarray] = {}
+    for name, adapter in adapters.items():
+        tensors[f"{PREFIX}{name}.{A}"], tensors[f"{PREFIX}{name}.{B}"] = adapter.a, adapter.b
+        if adapter.magnitude is not None:
+            tensors[f"{PREFIX}{name}.{MAGNITUDE}"] = adapter.magnitude
+    saved = saved_tensors(model)
+    tensors |= {PREFIX + name: x for name, x in saved.items()}
+
+    rank, ranks = usual({name: x.rank for name, x in adapters.items()})
+    alpha, alphas = usual({name: x.alpha for name, x in adapters.items()})
+    origin = getattr(model, "origin", None)
+    config = {
+        "peft_type": "LORA",
+        "task_type": task_of(model),
+        "base_model_name_or_path": base_model or (origin.file if origin else None),
+        "inference_mode": True,
+        "r": rank,
+        "rank_pattern": ranks,
+        "lora_alpha": alpha,
+        "alpha_pattern": alphas,
+        "lora_dropout": dropout_rate,
+        "use_rslora": rslora,
+        "use_dora": dora,
+        "bias": "none",
+        "fan_in_fan_out": any(entries[name].transposed for name in adapters),
+        "init_lora_weights": True,
+        "target_modules": shortest(adapters, entries),
+        "modules_to_save": sorted({n.rpartition(".")[0] for n in saved}) or None,
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise CheckpointError(f"{folder}: cannot be made ({failure.strerror})") from failure
+    write_safetensors(folder / WEIGHTS, tensors)
+    write_json(folder / CONFIG, config)
+
+
+def fused(parts: Sequence[Linear]) -> Adapter:
+    """One adapter of several layers that a single one of PEFT's stands for; see the module."""
+    adapted = [part for part in parts if isinstance(part, LoraLinear)]
+    first = adapted[0]
+    a, b = np.asarray(first.lora_a[...]), [np.asarray(x.lora_b[...]) for x in adapted]
+    alike = all(
+        x.scale == first.scale and np.array_equal(np.asarray(x.lora_a[...]), a) for x in adapted
+    )
+    alpha = first.alpha
+    if alike and len(adapted) == len(parts):
+        b = np.concatenate(b)
+    else:
+        a = np.concatenate([np.asarray(x.lora_a[...]) for x in adapted])
+        growth = a.shape[0] / first.rank
+        alpha *= math.sqrt(growth) if first.rslora else growth
+        outputs = [part.weight[...].shape[0] for part in parts]
+        b = np.zeros((sum(outputs), a.shape[0]), a.dtype)
+        row = column = 0
+        for part, height in zip(parts, outputs, strict=True):
+            if isinstance(part, LoraLinear):
+                columns = slice(column, column + part.rank)
+                b[row : row + height, columns] = np.asarray(part.lora_b[...]) * (
+                    part.scale / first.scale
+                )
+                column += part.rank
+            row += height
+    magnitude = None
+    if first.lora_magnitude is not None:
+        # A part without LoRA keeps its rows as long as they are.
+        magnitude = np.concatenate([np.asarray(magnitude_of(part)) for part in parts])
+    return Adapter(a, b, magnitude, int(alpha) if alpha == int(alpha) else alpha)
+
+
+def magnitude_of(part: Linear) -> Any:
+    if isinstance(part, LoraLinear) and part.lora_magnitude is not None:
+        return part.lora_magnitude[...]
+    return row_norms(part.weight[...])
+
+
+def saved_tensors(model: Any) -> dict[str, np.ndarray]:
+    """The modules trained whole, under Hugging Face's names."""
+    params = parameters(model)
+    wanted = {path for path in params if path.rpartition(".")[0] in model.modules_to_save}
+    check_tied(model, wanted)
+    tensors = {}
+    for entry in base_entries(model):
+        if wanted.isdisjoint(entry.ours):
+            continue
+        if not wanted.issuperset(entry.ours):
+            raise UnsupportedError(
+                f"{entry.theirs}: only a part is trained whole; name all in modules_to_save: "
+                f"{', '.join(entry.ours)}"
+            )
+        tensors[entry.theirs] = entry.join([np.asarray(params[o]) for o in entry.ours])
+    return tensors
+
+
+def usual(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The most frequent value, and the others by name."""
+    found = list(values.values())
+    default = max(dict.fromkeys(found), key=found.count)
+    return default, {name: value for name, value in values.items() if value != default}
+
+
+def shortest(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]) -> list[str]:
+    """target_modules: the modules' last names if those name no other module, else whole names."""
+    last = {name.rpartition(".")[2] for name in adapters}
+    named = {name for name in entries if name.rpartition(".")[2] in last}
+    return sorted(last if named == adapters.keys() else adapters)

@@ -1,0 +1,215 @@
+"""Reading safetensors: one file, or a folder with one file or several shards and their index.
+
+Tensors are views of a read-only memory map: opening a checkpoint of any size costs its header, and
+a tensor's bytes are read when somebody looks at them. Pickled weights are never opened.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import numpy as np
+
+from jaxllm.checkpoint.safetensors.header import MAX_HEADER_BYTES, Entry, parse_header
+from jaxllm.checkpoint.source import Index, MappedFile, TensorInfo, WeightSource, quoted
+from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError
+from jaxllm.common.strict_json import read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+OTHER_FORMATS = (*PICKLES, ".h5", ".msgpack")
+USE_SAFETENSORS = (
+    "jaxllm reads safetensors only, because unpickling a file can run any code in it; convert it "
+    "where you trust the file, with transformers: "
+    "model.save_pretrained(folder, safe_serialization=True)"
+)
+
+
+class SafetensorsFile(WeightSource):
+    """One ``.safetensors`` file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        MissingFileError: There is no such file.
+        CheckpointError: The header is malformed or does not fit the file.
+        UnsupportedError: A tensor has a dtype that jaxllm does not read.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = MappedFile(self.path)
+        size = self._file.size
+        if size < 8:
+            raise CheckpointError(f"{self.path}: {size} bytes are too few for a safetensors file")
+        length = int.from_bytes(self._file.head(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{self.path}: not a safetensors file, or one with a header of {length} bytes; "
+                f"at most {MAX_HEADER_BYTES} are read"
+            )
+        self._start = 8 + length
+        if self._start > size:
+            raise CheckpointError(f"{self.path}: ends within its header (an incomplete download?)")
+        self._entries, self.metadata = parse_header(
+            bytes(self._file.head(self._start)[8:]),
+            source=str(self.path),
+            data_bytes=size - self._start,
+        )
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def info(self, name: str) -> TensorInfo:
+        entry = self._entry(name)
+        return TensorInfo(entry.shape, entry.dtype, entry.end - entry.begin, self.path)
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        entry = self._entry(name)
+        begin = self._start + entry.begin
+        if entry.dtype == np.bool_:
+            values = self._file.view(np.dtype(np.uint8), begin, entry.end - entry.begin)
+            if values.max(initial=0) > 1:
+                raise CheckpointError(
+                    f"{self.path}: tensor {quoted(name)}: a BOOL is neither 0 nor 1"
+                )
+        return self._file.array(entry.dtype, begin, entry.shape, index)
+
+    def forget(self, name: str) -> None:
+        entry = self._entry(name)
+        self._file.forget(self._start + entry.begin, self._start + entry.end)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _entry(self, name: str) -> Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: no tensor is named {quoted(name)}") from None
+
+
+class ShardedSafetensors(WeightSource):
+    """Several safetensors files, joined by a ``model.safetensors.index.json``.
+
+    The index and the shards must agree on every tensor; ``metadata.total_size`` is informative and
+    not checked, as writers disagree on what it counts.
+
+    Raises:
+        MissingFileError: The index or a shard that it names is missing.
+        CheckpointError: The index is malformed, a shard's name is not a plain file name, or a
+            tensor is missing, unlisted or in two shards.
+    """
+
+    def __init__(self, index: str | PathLike[str]) -> None:
+        self.path = Path(index)
+        content = read_json(self.path, max_bytes=MAX_HEADER_BYTES, error=CheckpointError)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{self.path}: weight_map must map tensor names to shards")
+        for name, shard in weight_map.items():
+            if not _is_plain_file_name(shard):
+                raise CheckpointError(
+                    f"{self.path}: weight_map[{quoted(name)}] is {quoted(str(shard))}, not the "
+                    "plain name of a .safetensors file in the same folder"
+                )
+        folder = self.path.parent
+        missing = sorted({s for s in weight_map.values() if not (folder / s).is_file()})
+        if missing:
+            raise MissingFileError(
+                f"{self.path}: {len(missing)} of the shards it lists are missing: "
+                + ", ".join(missing[:10])
+            )
+        shards = {s: SafetensorsFile(folder / s) for s in dict.fromkeys(weight_map.values())}
+        self._owner = {name: shards[shard] for name, shard in weight_map.items()}
+        self._shards = list(shards.values())
+        self._check(weight_map, shards)
+
+    def _check(self, weight_map: dict[str, str], shards: dict[str, SafetensorsFile]) -> None:
+        held: dict[str, str] = {}
+        for shard, file in shards.items():
+            for name in file.names():
+                if name in held:
+                    raise CheckpointError(
+                        f"{self.path}: tensor {quoted(name)} is in {held[name]} and in {shard}"
+                    )
+                held[name] = shard
+        for name in weight_map.keys() | held.keys():
+            if weight_map.get(name) != held.get(name):
+                raise CheckpointError(
+                    f"{self.path}: tensor {quoted(name)} is listed in "
+                    f"{weight_map.get(name, 'no shard')} and held by {held.get(name, 'none')}"
+                )
+
+    def names(self) -> list[str]:
+        return list(self._owner)
+
+    def info(self, name: str) -> TensorInfo:
+        return self._file(name).info(name)
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        return self._file(name).read(name, index)
+
+    def forget(self, name: str) -> None:
+        self._file(name).forget(name)
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+    def _file(self, name: str) -> SafetensorsFile:
+        try:
+            return self._owner[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: no tensor is named {quoted(name)}") from None
+
+
+def _is_plain_file_name(name: object) -> bool:
+    """Whether ``name`` stays in its folder on every system.
+
+    Decided from the text alone: files in the Hugging Face cache are symbolic links, so resolving
+    the path would refuse good checkpoints.
+    """
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and name.isprintable()
+        and not name.startswith((".", "~"))
+        and ":" not in name
+        and name == PurePosixPath(name).name == PureWindowsPath(name).name
+    )
+
+
+def open_safetensors(path: str | PathLike[str]) -> WeightSource:
+    """Open a checkpoint folder (or one ``.safetensors`` file).
+
+    A folder's ``model.safetensors`` comes before ``model.safetensors.index.json``, as in
+    transformers.
+
+    Raises:
+        MissingFileError: There is no such folder, or no weights in it.
+        UnsupportedError: The folder holds weights in other formats only (they are not opened).
+        CheckpointError: A file is malformed.
+    """
+    path = Path(path)
+    if path.is_file():
+        return SafetensorsFile(path)
+    if not path.is_dir():
+        raise MissingFileError(f"{path}: no such file or folder")
+    if (path / SINGLE).is_file():
+        return SafetensorsFile(path / SINGLE)
+    if (path / INDEX).is_file():
+        return ShardedSafetensors(path / INDEX)
+    others = sorted(p.name for p in path.iterdir() if p.suffix.lower() in OTHER_FORMATS)
+    if others:
+        raise UnsupportedError(f"{path} holds only {', '.join(others[:5])}: {USE_SAFETENSORS}")
+    found = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".gguf"))
+    raise MissingFileError(
+        f"{path}: neither {SINGLE} nor {INDEX} is there"
+        + (f", only {', '.join(found[:5])}: name the file to read it" if found else "")
+        + "; weights in other formats must be converted to safetensors first"
+    )

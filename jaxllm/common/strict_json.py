@@ -1,0 +1,124 @@
+"""Strict JSON reading for files that may come from a stranger.
+
+Python's ``json`` takes duplicate keys (the last one wins), ``NaN``, ``Infinity`` and numbers that
+overflow to infinity, and lone surrogates that no other library can encode. A checkpoint that holds
+any of these is broken or made to mislead, so this reader refuses it and names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError
+
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def read_json(
+    path: str | PathLike[str],
+    *,
+    max_bytes: int,
+    max_depth: int = 64,
+    error: type[JaxLLMError] = ConfigError,
+) -> Any:
+    """Read one JSON file, refusing whatever two readers could understand differently.
+
+    Args:
+        path: The file.
+        max_bytes: Largest size that is read; nothing is read of a larger file.
+        max_depth: How deep lists and objects may nest; ``{}`` has depth 1.
+        error: The class of error that a malformed file raises.
+
+    Raises:
+        MissingFileError: There is no such file.
+        error: The file is too large, not UTF-8, not JSON, too deep, or has duplicate keys,
+            a number that is not finite, or an unpaired surrogate.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such file")
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise error(f"{path}: {size} bytes, but at most {max_bytes} are read")
+        data = path.read_bytes()
+    except OSError as failure:
+        raise error(f"{path}: cannot be read ({failure.strerror})") from failure
+    return parse_json(data, source=str(path), max_depth=max_depth, error=error)
+
+
+def parse_json(
+    data: bytes,
+    *,
+    source: str,
+    max_depth: int = 64,
+    error: type[JaxLLMError] = ConfigError,
+) -> Any:
+    """:func:`read_json` for bytes already in memory; ``source`` names them in errors.
+
+    >>> parse_json(b'{"a": [1, 2.5]}', source="example")
+    {'a': [1, 2.5]}
+    >>> parse_json(b'{"a": 1, "a": 2}', source="example")
+    Traceback (most recent call last):
+    jaxllm.common.errors.ConfigError: example: the key 'a' appears twice in one object
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise error(f"{source}: the key {twice!r} appears twice in one object")
+        return result
+
+    def finite(text: str) -> float:
+        number = float(text)
+        if not math.isfinite(number):
+            raise error(f"{source}: the number {text[:40]} is not finite")
+        return number
+
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=unique,
+            parse_float=finite,
+            parse_constant=finite,
+        )
+    except UnicodeDecodeError as failure:
+        raise error(f"{source}: not UTF-8 (byte {failure.start})") from failure
+    except RecursionError as failure:
+        raise error(f"{source}: nested deeper than {max_depth} levels") from failure
+    except json.JSONDecodeError as failure:
+        raise error(f"{source}: not JSON: {failure}") from failure
+    except JaxLLMError:
+        raise
+    except ValueError as failure:  # an integer of more digits than Python converts
+        raise error(f"{source}: {failure}") from failure
+
+    _check_depth(value, source, max_depth, error)
+    if _SURROGATE_ESCAPE.search(data):
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as failure:
+            raise error(f"{source}: a string holds an unpaired surrogate") from failure
+    return value
+
+
+def _check_depth(value: Any, source: str, max_depth: int, error: type[JaxLLMError]) -> None:
+    level = [value] if isinstance(value, dict | list) else []
+    depth = 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise error(f"{source}: nested deeper than {max_depth} levels")
+        level = [
+            child
+            for item in level
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, dict | list)
+        ]

@@ -1,0 +1,63 @@
+"""Random keys: one a sample, from the caller's key and the row's id alone.
+
+So a row draws the same tokens whatever batch, bucket or device it runs in.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key
+
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import is_traced
+
+
+def row_keys(
+    key: Any, row_ids: Any, batch: int, samples: int, *, sampling: bool, under_jit: bool
+) -> Key[Array, " Bn"]:
+    """A key for each of `samples` results of each row.
+
+    Args:
+        key: a PRNG key (typed or raw), an int seed, or None: a fresh one at every call, since a
+            constant would give the same text each time.
+        row_ids: int [B]; None means 0..B-1.
+        sampling: whether the keys will be used; greedy search needs none.
+        under_jit: the call is being traced, where a fresh key would be frozen into the program.
+    """
+    if key is None:
+        if sampling and under_jit:
+            raise InputError("key: sampling inside jax.jit needs a key, as an argument")
+        key = secrets.randbits(32) if sampling else 0
+    if np.ndim(key) == 0 and jnp.issubdtype(getattr(key, "dtype", type(key)), jnp.integer):
+        key = jax.random.key(key if is_traced(key) else int(key) % 2**32)
+    elif not hasattr(key, "dtype"):
+        raise InputError(f"key: expected jax.random.key(...) or an int, found {key!r}")
+    elif not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        try:
+            key = jax.random.wrap_key_data(key)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"key: not the data of a PRNG key ({error})") from None
+    if key.shape != ():
+        raise InputError(f"key: expected one key, found {key.shape}; rows fold their ids into it")
+    if row_ids is None:
+        row_ids = np.arange(batch, dtype=np.uint32)
+    elif np.shape(row_ids) != (batch,):
+        raise InputError(f"row_ids: expected shape {(batch,)}, found {np.shape(row_ids)}")
+    elif not is_traced(row_ids):
+        host = np.asarray(row_ids)
+        if host.dtype.kind not in "iu" or (host < 0).any() or (host >= 2**32).any():
+            raise InputError("row_ids: expected integers from 0 to 2**32 - 1")
+        row_ids = host.astype(np.uint32)
+    return _fold(key, jnp.asarray(row_ids, jnp.uint32), samples)
+
+
+@jax.jit(static_argnames=("samples",))
+def _fold(key, row_ids, samples: int):
+    rows = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
+    each = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None))
+    return each(rows, jnp.arange(samples, dtype=jnp.uint32)).reshape(-1)

@@ -1,0 +1,58 @@
+"""The settings of one call: its own fields over `generation_config`, over the model's own file."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import any_traced
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.consistency import check_consistent, check_supported
+from jaxllm.generation.settings.special_tokens import resolve_eos
+
+# Settings that shape the program or the host's checks; all other numbers may be tracers.
+STATIC = (
+    *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+    *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+    *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample", "num_beams"),
+    *("num_beam_groups", "dola_layers", "cache_config", "max_cache_len"),
+    *("num_assistant_tokens", "prompt_lookup_num_tokens", "assistant_early_exit"),
+)
+
+
+def merged_config(
+    model: Any, generation_config: Any, fields: Mapping[str, Any], assistant_model: Any = None
+) -> tuple[GenerationConfig, tuple[int, ...]]:
+    """Settings of this call and the end tokens in force.
+
+    A field of the call wins over `generation_config`, and that over the model's own file. Where
+    neither names `eos_token_id`, every end token that the model's files name counts.
+    """
+    if generation_config is None:
+        generation_config = GenerationConfig()
+    elif isinstance(generation_config, Mapping):
+        generation_config = GenerationConfig(**generation_config)
+    elif not isinstance(generation_config, GenerationConfig):
+        raise InputError(
+            f"generation_config: expected a GenerationConfig, found {type(generation_config)}"
+        )
+    explicit = generation_config.merge(GenerationConfig(**fields))
+    for name in STATIC:
+        if any_traced(explicit.to_dict().get(name)):
+            raise InputError(f"{name}: must be known outside jax.jit; found a tracer")
+    own = getattr(model, "generation_config", None) or GenerationConfig()
+    config = own.merge(explicit)
+    check_supported(config)
+    check_consistent(config, assistant_model)
+    if "decoder_start_token_id" in config.given and not model.is_encoder_decoder:
+        warnings.warn(
+            "`decoder_start_token_id` has no effect: this model has a decoder only",
+            UserWarning,
+            stacklevel=2,
+        )
+    if "eos_token_id" in explicit.to_dict():
+        return config, resolve_eos(config)
+    named = (*resolve_eos(own), *model.config.eos_token_ids, *getattr(model, "extra_eos", ()))
+    return config, tuple(dict.fromkeys(i for i in named if i >= 0))

@@ -1,0 +1,129 @@
+"""Numbers and token ids given by people, checked on the host and turned into arrays of fixed dtype.
+
+A number that becomes a leaf of a compiled program always has the same dtype (float32 or int32),
+whether it came as a Python number, a numpy scalar or a tracer; otherwise changing it would compile
+again. Values are checked when they are known; a tracer's value is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxllm.common.errors import InputError
+from jaxllm.models.input_checks import is_traced
+
+Number: TypeAlias = float | int | np.generic | Array
+TokenIds: TypeAlias = int | Sequence[int] | np.ndarray | Array
+
+NO_TOKEN = -1
+"""Fills tables of token ids up to their bucket; matches nothing."""
+_SMALLEST_ID_TABLE = 8
+
+
+def inside(interval: str, value: float) -> bool:
+    """Whether ``value`` lies in an interval in the usual notation, ``inf`` for no bound.
+
+    >>> inside("(0, 1]", 1.0), inside("(0, 1]", 0.0), inside("[0, inf)", 7)
+    (True, False, True)
+    """
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    above = value > low or (value == low and interval[0] == "[")
+    below = value < high or (value == high and interval[-1] == "]")
+    return above and below
+
+
+def any_traced(*values: Any) -> bool:
+    """Whether some leaf of the pytrees is a tracer, and so known inside the caller's jit only."""
+    return any(is_traced(leaf) for leaf in jax.tree.leaves(values))
+
+
+def plain(value: Any) -> Any:
+    """A numpy scalar or a concrete array of one element as a Python number; all else unchanged."""
+    one_element = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0
+    return value.item() if one_element and not is_traced(value) else value
+
+
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` is a whole number by type, booleans excluded."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Array, ""]:
+    """``value`` as a float32 scalar, within ``interval`` where it is known.
+
+    Raises:
+        InputError: It is not a number of the interval; the message names ``owner`` and ``name``.
+    """
+    if is_traced(value):
+        return jnp.asarray(value, jnp.float32)
+    number = plain(value)
+    real = is_integer(number) or isinstance(number, float)
+    if not real or not inside(interval, number):
+        raise InputError(f"{owner}: `{name}` must be a number in {interval}, but is {value!r}")
+    return np.float32(number)  # pyright: ignore[reportReturnType]  (a leaf like any other)
+
+
+def int_leaf(owner: str, name: str, value: Any, *, least: int = 0) -> Int[Array, " ..."]:
+    """``value`` as int32: a scalar, or one number for each row of the batch (shape ``[B]``).
+
+    Raises:
+        InputError: It is not an integer of at least ``least``.
+    """
+    if is_traced(value):
+        return jnp.asarray(value, jnp.int32)
+    number = plain(value)
+    if isinstance(number, np.ndarray | jax.Array):
+        numbers = np.asarray(number)
+        good = numbers.ndim == 1 and numbers.dtype.kind in "iu" and (numbers >= least).all()
+    else:
+        numbers = number
+        good = is_integer(number) and least <= number <= np.iinfo(np.int32).max
+    if not good:
+        raise InputError(
+            f"{owner}: `{name}` must be an integer of at least {least}, but is {value!r}"
+        )
+    return np.asarray(numbers, np.int32)  # pyright: ignore[reportReturnType]
+
+
+def id_list(value: TokenIds) -> list[int] | Array:
+    """One id, or several, as a flat list; a traced array stays an array."""
+    if is_traced(value):
+        return jnp.ravel(jnp.asarray(value))
+    return [plain(item) for item in np.ravel(np.asarray(value, dtype=object))]
+
+
+def id_table(owner: str, name: str, value: TokenIds) -> Int[Array, " E"]:
+    """Token ids as int32, filled up with ``NO_TOKEN`` to 8, 16, 32, ... entries.
+
+    The bucket keeps the program the same while the number of ids changes a little.
+
+    Raises:
+        InputError: Something in it is not an integer of at least 0.
+    """
+    ids = id_list(value)
+    if isinstance(ids, list):
+        for item in ids:
+            if not is_integer(item) or not 0 <= item <= np.iinfo(np.int32).max:
+                raise InputError(f"{owner}: `{name}` must hold token ids, but holds {item!r}")
+        table = np.full(bucket(len(ids), _SMALLEST_ID_TABLE), NO_TOKEN, np.int32)
+        table[: len(ids)] = ids
+        return table  # pyright: ignore[reportReturnType]
+    missing = bucket(ids.size, _SMALLEST_ID_TABLE) - ids.size
+    return jnp.pad(ids.astype(jnp.int32), (0, missing), constant_values=NO_TOKEN)
+
+
+def bucket(size: int, smallest: int) -> int:
+    """The power-of-two multiple of ``smallest`` that holds ``size``.
+
+    >>> bucket(3, 8), bucket(9, 8), bucket(16, 8)
+    (8, 16, 16)
+    """
+    while smallest < size:
+        smallest *= 2
+    return smallest

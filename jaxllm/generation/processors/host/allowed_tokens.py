@@ -1,0 +1,135 @@
+"""Rules of the host that a compiled program finds by number: which tokens may come next.
+
+A Python function cannot be an argument of a compiled program, and one that is part of the program
+compiles it again for each new function. So a rule gets a number; the number is an argument like
+any other, and the one callback of all programs looks the rule up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, UInt32
+
+from jaxllm.common.errors import InputError
+from jaxllm.generation.processors.base import History
+from jaxllm.generation.processors.host.errors import check_one_device, noted
+from jaxllm.models.input_checks import is_traced
+
+WORD = 32
+_UNKNOWN = -1
+_RULES: dict[int, Rule] = {}
+_NUMBERS = itertools.count()
+
+
+class HostRow(NamedTuple):
+    """The tokens so far of one row, with its padding, on the host.
+
+    Attributes:
+        ids: int64 ``[cur_len]``.
+        real: bool ``[cur_len]``; False at padding, and after the row's end.
+        prompt_len: PaddedBatch before the first new token; None where the call did not say.
+    """
+
+    ids: np.ndarray
+    real: np.ndarray
+    prompt_len: int | None
+
+
+Rule: TypeAlias = Callable[[list[HostRow], int], np.ndarray]
+"""From the rows and the number of scores V to the bits of the allowed tokens (see `pack`)."""
+
+
+def number_of(rule: Rule, owner: object) -> Int[Array, ""]:
+    """A number for the rule, which lasts as long as its owner."""
+    number = next(_NUMBERS)
+    _RULES[number] = rule
+    weakref.finalize(owner, _RULES.pop, number, None)
+    return np.asarray(number, np.int32)  # pyright: ignore[reportReturnType]  (a leaf)
+
+
+def allowed_tokens(
+    number: Int[Array, ""],
+    input_ids: Int[Array, "B L"],
+    cur_len: Int[Array, " ..."] | int,
+    mask: Bool[Array, "B L"] | None,
+    prompt_len: Int[Array, ""] | int | None,
+    vocab_size: int,
+) -> Bool[Array, "B V"]:
+    """Asks a rule, from within a compiled program or outside.
+
+    The rule sees the arguments alone and must depend on nothing else: the program may ask twice, or
+    not at all. An exception in it ends the program; see :mod:`host_errors`.
+    """
+    check_one_device()
+    history = History.of(input_ids, cur_len, mask)
+    rows, words = history.ids.shape[0], -(-vocab_size // WORD)
+    if is_traced(number):
+        ask = partial(_ask, vocab_size)
+    else:  # known now, so the program is bound to this rule and keeps it alive
+        ask = partial(_ask, vocab_size, rule=_rule(number))
+    bits = jax.pure_callback(
+        ask,
+        jax.ShapeDtypeStruct((rows, words), jnp.uint32),
+        number,
+        history.ids,
+        history.real,
+        jnp.broadcast_to(jnp.asarray(cur_len, jnp.int32).reshape(-1), (rows,)),
+        jnp.asarray(_UNKNOWN if prompt_len is None else prompt_len, jnp.int32),
+        vmap_method="sequential",
+    )
+    return _unpack(bits, vocab_size)
+
+
+@noted
+def _ask(
+    vocab_size: int,
+    number: Any,
+    ids: Any,
+    real: Any,
+    lengths: Any,
+    prompt_len: Any,
+    *,
+    rule: Rule | None = None,
+) -> np.ndarray:
+    # numpy alone: JAX must not be called from within its own program.
+    start = int(np.asarray(prompt_len))
+    table = np.asarray(ids, np.int64), np.asarray(real), np.asarray(lengths)
+    rows = [
+        HostRow(row[:length], kept[:length], None if start == _UNKNOWN else start)
+        for row, kept, length in zip(*table, strict=True)
+    ]
+    return (_rule(number) if rule is None else rule)(rows, vocab_size)
+
+
+def _rule(number: Any) -> Rule:
+    try:
+        return _RULES[int(np.asarray(number))]
+    except KeyError:
+        raise InputError(
+            "logits_processor: the processor whose rule this program asks no longer exists: keep "
+            "the object that you made until the result has come"
+        ) from None
+
+
+def pack(allowed: Bool[np.ndarray, "B V"]) -> UInt32[np.ndarray, "B W"]:
+    """Bits of a table, 32 in each word, the lowest first: an eighth of the bytes to the device.
+
+    >>> pack(np.array([[True, False, True]])).tolist()
+    [[5]]
+    """
+    missing = -allowed.shape[1] % WORD
+    padded = np.pad(allowed, ((0, 0), (0, missing)))
+    return np.packbits(padded, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _unpack(words: UInt32[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
+    bits = words[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)
+    return (bits & 1).astype(bool).reshape(words.shape[0], -1)[:, :vocab_size]

@@ -1,0 +1,135 @@
+"""A Python function that says which tokens may come next (De Cao et al. 2020, arXiv:2010.00904)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import is_integer
+from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_processor, store
+from jaxllm.generation.processors.host.allowed_tokens import (
+    HostRow,
+    allowed_tokens,
+    number_of,
+    pack,
+)
+
+AllowedTokens: TypeAlias = Callable[[int, np.ndarray], Iterable[int]]
+
+
+@logits_processor(static=("num_beams",))
+class PrefixConstrainedLogitsProcessor(LogitsProcessor):
+    """Forbids all tokens but those that ``prefix_allowed_tokens_fn(batch_id, ids)`` returns.
+
+    The function runs on the host for each row and step, while the device waits. It gets the number
+    of the prompt and the row's tokens so far, int64 ``[n]``, with the padding of its prompt to the
+    left as in transformers, wherever the caller has it. It must not call JAX, and must depend on
+    its arguments alone. A new function compiles nothing.
+
+    Where the other processors forbid everything that the function allows, in all beams of a
+    prompt, the function wins, as in transformers 5.
+
+    Args:
+        prefix_allowed_tokens_fn: Returns a non-empty list of token ids.
+        num_beams: Rows of each prompt; row r belongs to prompt ``r // num_beams``.
+
+    Raises:
+        InputError: An argument is of the wrong kind. While the program runs: the function returned
+            no token, or one beyond the vocabulary (see :mod:`host_errors`).
+
+    >>> def even_after_odd(batch_id, ids):
+    ...     return [0, 2] if ids[-1] % 2 else [1, 3]
+    >>> processor = PrefixConstrainedLogitsProcessor(even_after_odd, num_beams=1)
+    >>> processor(jnp.array([[3, 1, 0]]), jnp.zeros((1, 4)), 2).tolist()
+    [[0.0, -inf, 0.0, -inf]]
+    """
+
+    rule: Int[Array, ""]
+    num_beams: int
+
+    def __init__(self, prefix_allowed_tokens_fn: AllowedTokens, num_beams: int) -> None:
+        owner = type(self).__name__
+        if not callable(prefix_allowed_tokens_fn):
+            raise InputError(
+                f"{owner}: `prefix_allowed_tokens_fn` must be a function of the prompt's number and"
+                f" its tokens, but is {prefix_allowed_tokens_fn!r}"
+            )
+        if not is_integer(num_beams) or num_beams < 1:
+            raise InputError(f"{owner}: `num_beams` must be a positive integer, not {num_beams!r}")
+        rule = partial(_ask_each, prefix_allowed_tokens_fn, int(num_beams))
+        store(self, rule=number_of(rule, owner=self), num_beams=int(num_beams))
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: Int[Array, " ..."] | int,
+        *,
+        mask: Bool[Array, "B L"] | None = None,
+        prompt_len: Int[Array, ""] | int | None = None,
+        columns: int = 1,
+        **_: Any,
+    ) -> Scores:
+        """float32 ``[B, V]``; where ``prompt_len`` is known, rows that have ended are not asked.
+
+        ``columns`` says how many rows of scores in a row are of one text (drafts are checked so);
+        ``cur_len`` and ``mask`` then have a row for each.
+        """
+        scores = jnp.asarray(scores, jnp.float32)
+        rows, vocab_size = scores.shape
+        if rows % self.num_beams:
+            raise InputError(f"{rows} rows of scores do not divide into {self.num_beams} beams")
+
+        def ask(ids, length, real):
+            return allowed_tokens(self.rule, ids, length, real, prompt_len, vocab_size)
+
+        if columns == 1:
+            allowed = ask(input_ids, cur_len, mask)
+        else:  # one column of all texts after the other, so that rows number the prompts
+            parts: Any = (input_ids, cur_len, mask)
+            table = [jnp.swapaxes(x.reshape(-1, columns, *x.shape[1:]), 0, 1) for x in parts]
+            allowed = jax.lax.map(lambda column: ask(*column), table)
+            allowed = jnp.swapaxes(allowed, 0, 1).reshape(rows, vocab_size)
+        kept = jnp.where(allowed, scores, -jnp.inf)
+        stuck = (kept.max(-1) == -jnp.inf).reshape(-1, self.num_beams).all(-1)
+        stuck = jnp.repeat(stuck, self.num_beams)[:, None]
+        return jnp.where(stuck & allowed, 0.0, kept)
+
+
+def _ask_each(
+    function: AllowedTokens, num_beams: int, rows: list[HostRow], vocab_size: int
+) -> np.ndarray:
+    allowed = np.zeros((len(rows), vocab_size), bool)
+    for number, row in enumerate(rows):
+        if row.prompt_len is not None and not row.real[row.prompt_len :].all():
+            allowed[number] = True  # the row has ended
+            continue
+        batch_id = number // num_beams
+        text = np.concatenate([row.ids[~row.real], row.ids[row.real]])
+        found = function(batch_id, text)
+        if not isinstance(found, Iterable):
+            raise InputError(
+                f"prefix_allowed_tokens_fn: expected a list of token ids for prompt {batch_id}, "
+                f"found {found!r}"
+            )
+        tokens = np.array(list(found))
+        if tokens.size == 0:
+            raise InputError(
+                f"prefix_allowed_tokens_fn: returned no token for prompt {batch_id} after "
+                f"{text.tolist()}; it must allow at least one, for example the end token"
+            )
+        bad = tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab_size
+        if bad:
+            raise InputError(
+                f"prefix_allowed_tokens_fn: expected token ids from 0 to {vocab_size - 1} for "
+                f"prompt {batch_id}, found {tokens[:8].tolist()}"
+            )
+        allowed[number, tokens] = True
+    return pack(allowed)

@@ -1,0 +1,148 @@
+"""Finds the green-list watermark in a text, by the test of Kirchenbauer et al. 2023.
+
+SynthID's counterpart are the methods of ``SynthIDTextWatermarkLogitsProcessor`` that compute bits
+and masks, with the scores in ``jaxllm.generation.processors.watermark.synthid``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import bucket
+from jaxllm.generation.processors.watermark.config import WatermarkingConfig
+from jaxllm.generation.processors.watermark.green_list import WatermarkLogitsProcessor
+
+_AT_ONCE = 32  # permutations of the vocabulary in memory
+_SMALLEST_BUCKET = 32
+
+
+@dataclass(frozen=True)
+class WatermarkDetectorOutput:
+    """float64 ``[B]`` each; ``prediction`` is bool. The p-value is that of a one-sided z-test."""
+
+    num_tokens_scored: np.ndarray
+    num_green_tokens: np.ndarray
+    green_fraction: np.ndarray
+    z_score: np.ndarray
+    p_value: np.ndarray
+    prediction: np.ndarray
+    confidence: np.ndarray
+
+
+class WatermarkDetector:
+    """Tells whether texts carry the watermark; transformers' class of this name.
+
+    Args:
+        model_config: The model's config: ``vocab_size``, and the token that texts may begin with.
+        watermarking_config: The settings that the texts were generated with.
+        ignore_repeated_ngrams: Whether to count each n-gram once in a text.
+
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(vocab_size=50, bos_token_id=1)
+    >>> detector = WatermarkDetector(config, WatermarkingConfig())
+    >>> detector([[7, 8, 9, 10]])
+    array([False])
+    """
+
+    def __init__(
+        self,
+        model_config: Any,
+        watermarking_config: WatermarkingConfig | Mapping[str, Any],
+        ignore_repeated_ngrams: bool = False,
+    ) -> None:
+        if isinstance(watermarking_config, Mapping):
+            watermarking_config = WatermarkingConfig.from_dict(watermarking_config)
+        start = getattr(model_config, "decoder_start_token_id", None)
+        self.bos_token_id = model_config.bos_token_id if start is None else start
+        self.greenlist_ratio = watermarking_config.greenlist_ratio
+        self.ignore_repeated_ngrams = ignore_repeated_ngrams
+        self.processor = watermarking_config.construct_processor(model_config.vocab_size)
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        z_threshold: float = 3.0,
+        return_dict: bool = False,
+        *,
+        attention_mask: Bool[Array, "B L"] | None = None,
+    ) -> WatermarkDetectorOutput | np.ndarray:
+        """Tests each row.
+
+        Args:
+            input_ids: The texts, best without their prompts, which carry no watermark.
+            z_threshold: Standard deviations above which a text counts as watermarked.
+            return_dict: Whether to return all figures instead of the predictions alone.
+            attention_mask: Which tokens to count; an n-gram with another one is left out. None:
+                all (in transformers, always).
+
+        Raises:
+            InputError: The rows are too short, or only some begin with BOS.
+        """
+        ids = np.asarray(input_ids)
+        mask = np.ones(ids.shape, bool) if attention_mask is None else np.asarray(attention_mask)
+        if ids.ndim != 2 or mask.shape != ids.shape or not ids.size:
+            raise InputError(
+                f"input_ids: expected [batch, length] and a mask alike, found {ids.shape} and "
+                f"{mask.shape}"
+            )
+        begins = ids[:, 0] == self.bos_token_id
+        if begins.any() != begins.all():
+            raise InputError("input_ids: some rows begin with BOS and some do not")
+        if begins.all():
+            ids, mask = ids[:, 1:], mask[:, 1:]
+        width = self.processor.context_width
+        if ids.shape[1] <= width:
+            raise InputError(
+                f"input_ids: {ids.shape[1]} tokens without BOS, but the first that can be scored "
+                f"has {width} before it"
+            )
+        scored, green = self._count(ids, mask.astype(bool))
+        expected = self.greenlist_ratio
+        with np.errstate(divide="ignore", invalid="ignore"):  # a row without a counted token: NaN
+            fraction = green / scored
+            z = (green - expected * scored) / np.sqrt(scored * expected * (1 - expected))
+        prediction = z > z_threshold
+        if not return_dict:
+            return prediction
+        p = np.array([0.5 * math.erfc(value / math.sqrt(2)) for value in z])
+        return WatermarkDetectorOutput(scored, green, fraction, z, p, prediction, 1 - p)
+
+    def _count(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How many n-grams count in each row, and how many of them end in a green token."""
+        width = self.processor.context_width
+        self_hashed = self.processor.seeding_scheme == "selfhash"
+        size = width if self_hashed else width + 1
+        windows = np.lib.stride_tricks.sliding_window_view(ids, size, axis=1)
+        real = np.lib.stride_tricks.sliding_window_view(mask, size, axis=1)
+        whole = np.logical_and.reduce(real, axis=-1)
+        ngrams, place = np.unique(windows.reshape(-1, size), axis=0, return_inverse=True)
+        place = place.reshape(whole.shape)
+        padded = np.zeros((bucket(len(ngrams), _SMALLEST_BUCKET), size), np.int32)
+        padded[: len(ngrams)] = ngrams
+        contexts = padded if self_hashed else padded[:, :-1]
+        green = np.asarray(_green(self.processor, contexts, padded[:, -1]))
+        if self.ignore_repeated_ngrams:
+            kept = [np.unique(row[real]) for row, real in zip(place, whole, strict=True)]
+        else:
+            kept = [row[real] for row, real in zip(place, whole, strict=True)]
+        return (
+            np.array([float(len(row)) for row in kept]),
+            np.array([float(green[row].sum()) for row in kept]),
+        )
+
+
+@jax.jit
+def _green(
+    processor: WatermarkLogitsProcessor, contexts: Int[Array, "N w"], tokens: Int[Array, " N"]
+) -> Bool[Array, " N"]:
+    return jax.lax.map(
+        lambda pair: processor.is_green(*pair), (contexts, tokens), batch_size=_AT_ONCE
+    )

@@ -1,0 +1,259 @@
+"""SynthID's watermark (Dathathri et al. 2024, doi:10.1038/s41586-024-08025-4) of transformers 5.23.
+
+Every token after every context has a bit for each key. Sampling is tilted towards tokens with more
+ones ("tournament sampling"), so that the mean of a text's bits gives the watermark away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import int_leaf, is_integer
+from jaxllm.generation.processors.base import (
+    History,
+    LogitsProcessor,
+    Scores,
+    logits_processor,
+    store,
+)
+from jaxllm.generation.processors.prompt_length import prompt_length
+from jaxllm.generation.processors.watermark.int64 import Int64
+from jaxllm.generation.processors.watermark.torch_random import random_bits
+
+_MULTIPLIER = Int64.of_ints(6364136223846793005)  # of Knuth's MMIX generator
+_ONE = Int64.of_ints(1)
+_LARGEST_TABLE = 2**24
+
+
+@logits_processor(
+    static=(
+        *("ngram_len", "sampling_table_size", "context_history_size"),
+        *("skip_first_ngram_calls", "debug_mode"),
+    )
+)
+class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
+    """Tilts the scores by the bits of each token, and makes them log-probabilities.
+
+    The context of a token is the ``ngram_len - 1`` new tokens before it, with zeros in place of
+    what comes before the first; a context that was used among the last ``context_history_size`` is
+    not used again. transformers keeps that history as a state; here it is read off the tokens so
+    far, which is the same (and right for beams too, whose rows change places).
+
+    Args:
+        ngram_len: Tokens of a context plus one, at least 2.
+        keys: The secret, integers of 64 bits, one for each round.
+        sampling_table_size: At most 2**24.
+        sampling_table_seed: Decides the table of bits, which is torch's for this seed.
+        context_history_size: How far back contexts count as used.
+        skip_first_ngram_calls: No watermark until the context holds ``ngram_len - 1`` new tokens.
+        debug_mode: Makes the scores equal before they are tilted.
+        prompt_len: PaddedBatch before the first new token, for calls that do not say.
+
+    Raises:
+        InputError: An argument is out of its range.
+    """
+
+    keys: Int64
+    sampling_table: UInt8[Array, " P"]
+    prompt_len: Int[Array, ""] | None
+    ngram_len: int
+    sampling_table_size: int
+    context_history_size: int
+    skip_first_ngram_calls: bool
+    debug_mode: bool
+
+    def __init__(
+        self,
+        ngram_len: int,
+        keys: Sequence[int],
+        sampling_table_size: int = 2**16,
+        sampling_table_seed: int = 0,
+        context_history_size: int = 1024,
+        skip_first_ngram_calls: bool = False,
+        debug_mode: bool = False,
+        prompt_len: int | Array | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        for name, value, least, most in (
+            ("ngram_len", ngram_len, 2, 2**16),
+            ("sampling_table_size", sampling_table_size, 1, _LARGEST_TABLE),
+            ("sampling_table_seed", sampling_table_seed, -(2**63), 2**64 - 1),
+            ("context_history_size", context_history_size, 1, 2**31 - 1),
+        ):
+            if not is_integer(value) or not least <= value <= most:
+                raise InputError(
+                    f"{owner}: `{name}` must be an integer from {least} to {most}, but is {value!r}"
+                )
+        given = list(keys) if isinstance(keys, Sequence | np.ndarray) else []
+        if not given or not all(is_integer(k) and -(2**63) <= k < 2**63 for k in given):
+            raise InputError(
+                f"{owner}: `keys` must be a non-empty list of integers of 64 bits, but is {keys!r}"
+            )
+        for name, flag in (
+            ("skip_first_ngram_calls", skip_first_ngram_calls),
+            ("debug_mode", debug_mode),
+        ):
+            if not isinstance(flag, bool):
+                raise InputError(f"{owner}: `{name}` must be true or false, but is {flag!r}")
+        store(
+            self,
+            keys=Int64.of_ints([int(k) for k in given]),
+            sampling_table=random_bits(sampling_table_seed, sampling_table_size),
+            prompt_len=None if prompt_len is None else int_leaf(owner, "prompt_len", prompt_len),
+            ngram_len=int(ngram_len),
+            sampling_table_size=int(sampling_table_size),
+            context_history_size=int(context_history_size),
+            skip_first_ngram_calls=skip_first_ngram_calls,
+            debug_mode=debug_mode,
+        )
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"],
+        scores: Scores,
+        cur_len: Int[Array, " ..."] | int,
+        *,
+        mask: Bool[Array, "B L"] | None = None,
+        prompt_len: Int[Array, ""] | int | None = None,
+        **_: Any,
+    ) -> Scores:
+        """float32 ``[B, V]``; new tokens begin at column ``prompt_len``.
+
+        Raises:
+            InputError: Neither the call nor the processor knows ``prompt_len``.
+        """
+        start = prompt_length(self, prompt_len)
+        history = History.of(input_ids, cur_len)
+        scores = jnp.asarray(scores, jnp.float32)
+        if self.debug_mode:
+            scores = jnp.ones_like(scores)
+        context, repeated, count = self._context(history, jnp.asarray(start, jnp.int32))
+        skipped = repeated
+        if self.skip_first_ngram_calls:
+            skipped |= count < self.ngram_len - 1
+        return jnp.where(skipped[:, None], scores, self._tilted(context, scores))
+
+    def _context(
+        self, history: History, start: Int[Array, ""]
+    ) -> tuple[Int[Array, "B c"], Bool[Array, " B"], Int[Array, " B"]]:
+        """The last new tokens, whether they were a context before, and how many are new."""
+        rows, columns = history.ids.shape
+        width = self.ngram_len - 1
+        now = jnp.broadcast_to(history.size, (rows, 1))
+        column = jnp.arange(columns)
+        new = jnp.where((column >= start) & (column < now), history.ids, 0)
+        padded = jnp.pad(new, ((0, 0), (width, 0)))  # column c follows padded[:, c : c + width]
+        context = jnp.take_along_axis(padded, now + jnp.arange(width), axis=1)
+        first = start + (width if self.skip_first_ngram_calls else 0)
+        first = jnp.maximum(first, now - self.context_history_size)
+        same = (column >= first) & (column < now)
+        for i in range(width):
+            same &= padded[:, i : i + columns] == context[:, i : i + 1]
+        return context, same.any(-1), now[:, 0] - start
+
+    def _tilted(self, context: Int[Array, "B c"], scores: Scores) -> Scores:
+        """Equation 2 of the paper's methods, one round after the other."""
+        tokens = Int64.of_tokens(jnp.arange(scores.shape[1]))
+        hashed = accumulate_hash(_ONE, context).map(lambda half: half[:, None])
+        hashed = _step(hashed, tokens)
+
+        def tournament(probs: Array, key: Int64) -> tuple[Array, None]:
+            bits = self._bits(_step(hashed, key)).astype(jnp.float32)
+            mass = (bits * probs).sum(-1, keepdims=True)
+            return probs * (1 + bits - mass), None
+
+        probs, _ = lax.scan(tournament, jax.nn.softmax(scores, -1), self.keys)
+        log_probs = jnp.log(probs)
+        lowest = jnp.finfo(jnp.float32).min
+        return jnp.where(jnp.isfinite(log_probs), log_probs, lowest)
+
+    def _bits(self, keys: Int64) -> UInt8[Array, " ..."]:
+        return jnp.asarray(self.sampling_table)[keys.modulo(self.sampling_table_size)]
+
+    def compute_g_values(self, input_ids: Int[Array, "B L"]) -> UInt8[Array, "B N K"]:
+        """The bit of each token for each key, without the first ``ngram_len - 1`` tokens."""
+        ids = jnp.asarray(self._checked(input_ids))
+        count = ids.shape[1] - self.ngram_len + 1
+        ngrams = jnp.stack([ids[:, i : i + count] for i in range(self.ngram_len)], -1)
+        hashed = accumulate_hash(_ONE, ngrams).map(lambda half: half[..., None])
+        return self._bits(_step(hashed, self.keys))
+
+    def compute_context_repetition_mask(self, input_ids: Int[Array, "B L"]) -> np.ndarray:
+        """bool ``[B, L - ngram_len + 1]``: False where a context was used before."""
+        ids = np.asarray(self._checked(input_ids))
+        width = self.ngram_len - 1
+        mask = np.ones((ids.shape[0], ids.shape[1] - width), bool)
+        for row, kept in zip(ids, mask, strict=True):
+            seen: dict[bytes, int] = {}
+            for i in range(kept.size):
+                context = row[i : i + width].tobytes()
+                kept[i] = i - seen.get(context, -self.context_history_size - 1) > (
+                    self.context_history_size
+                )
+                seen[context] = i
+        return mask
+
+    def compute_eos_token_mask(
+        self, input_ids: Int[Array, "B L"], eos_token_id: int
+    ) -> Bool[Array, "B L"]:
+        """False from the first end token on."""
+        ended = jnp.asarray(self._checked(input_ids)) == eos_token_id
+        return jnp.cumsum(ended, axis=1) == 0
+
+    def expected_mean_g_value(self, vocab_size: int, coinflip_prob: float = 0.5) -> float:
+        """What a watermark of one round is expected to give, for a uniform language model."""
+        return coinflip_prob + coinflip_prob * (1 - coinflip_prob) * (1 - 1 / vocab_size)
+
+    def _checked(self, input_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
+        shape = np.shape(input_ids)
+        if len(shape) != 2 or shape[1] < self.ngram_len:
+            raise InputError(
+                f"input_ids: expected [batch, length] with at least ngram_len = {self.ngram_len} "
+                f"tokens, found {shape}"
+            )
+        return input_ids
+
+
+def accumulate_hash(start: Int64, data: Int[Array, "*shape n"]) -> Int64:
+    """The hash of tokens, taken in one after the other; shape ``shape``."""
+    for i in range(data.shape[-1]):
+        start = _step(start, Int64.of_tokens(data[..., i]))
+    return start
+
+
+def _step(hashed: Int64, data: Int64) -> Int64:
+    return hashed.plus(data).times(_MULTIPLIER).plus(_ONE)
+
+
+def mean_score(g_values: Float[Array, "B N K"], mask: Bool[Array, "B N"]) -> Float[Array, " B"]:
+    """The mean of the bits where the mask holds: about 0.5 without a watermark, more with one."""
+    weights = jnp.ones((np.shape(g_values)[-1],))
+    return _score(g_values, mask, weights)
+
+
+def weighted_mean_score(
+    g_values: Float[Array, "B N K"],
+    mask: Bool[Array, "B N"],
+    weights: Float[Array, " K"] | None = None,
+) -> Float[Array, " B"]:
+    """The same with weights for the rounds; None: from 10 falling to 1, as early rounds tell more.
+
+    Both scores are those of the paper's own code; neither needs training.
+    """
+    if weights is None:
+        weights = jnp.linspace(10.0, 1.0, np.shape(g_values)[-1])
+    return _score(g_values, mask, jnp.asarray(weights) / jnp.mean(jnp.asarray(weights)))
+
+
+def _score(g_values: Array, mask: Array, weights: Array) -> Float[Array, " B"]:
+    counted = jnp.asarray(mask, jnp.float32)
+    means = (jnp.asarray(g_values, jnp.float32) * weights).mean(-1)
+    return (means * counted).sum(-1) / counted.sum(-1)

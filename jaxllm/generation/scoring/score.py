@@ -1,0 +1,250 @@
+"""`score()`: how likely a model finds given texts, without generating any."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.common.errors import InputError, NonFiniteError, UnsupportedError
+from jaxllm.generation.call.prompts import decoder_prompt
+from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.values import any_traced, bucket, is_integer, is_traced
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.strategies.strategy import without_notes
+from jaxllm.generation.strategies.token_choice import choose_greedy
+from jaxllm.parallel.placement import mesh_of, put_rows
+from jaxllm.parallel.sharding import constrain, use
+
+MOST_LOGIT_BYTES = 2**26
+"""Logits are made for so many columns at a time that they take no more than this."""
+
+Rows = Sequence[Sequence[int]] | Int[np.ndarray, "N T"] | Int[Array, "N T"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreOutput:
+    """What `score` returns, on the host; N pairs in the order in which they were given."""
+
+    log_likelihoods: Float[np.ndarray, " N"]
+    """float32. Log-probability of each completion given its prompt: the sum over its tokens."""
+    is_greedy: Bool[np.ndarray, " N"]
+    """Whether every token of the completion is the most likely one at its place, which is what
+    greedy search without further settings gives. Of equals, the first token counts."""
+    token_log_probs: list[Float[np.ndarray, " T"]]
+    """float32; of each token of each completion."""
+
+
+def score(
+    model: Any,
+    prompts: Rows,
+    completions: Rows,
+    *,
+    attention_mask: Int[Array, "N T"] | None = None,
+    completion_mask: Int[Array, "N T"] | None = None,
+    batch_size: int = 32,
+) -> ScoreOutput:
+    """Log-likelihood of completions, and whether greedy search would give them.
+
+    The pair (log_likelihood, is_greedy) is what lm-evaluation-harness asks of a model with its
+    request type ``loglikelihood``: prompts are its encoded contexts, completions its continuations.
+    A causal model reads prompt and completion as one text. An encoder-decoder reads the prompt with
+    its encoder, and the completion with its decoder, after the start token.
+
+    Args:
+        model: a causal or encoder-decoder language model.
+        prompts: N lists of token ids of any lengths, or an array [N, T] with `attention_mask`. An
+            empty prompt of a causal model stands for its BOS token.
+        completions: N lists of token ids, or an array [N, T] with `completion_mask`. Nothing is
+            added to them: a completion that is to end has its end token.
+        attention_mask: 1 at real tokens of `prompts`, padded on either side; None: all are.
+        completion_mask: the same for `completions`.
+        batch_size: pairs computed at once, which together with the longest pair decides how much
+            memory is needed; logits never take more than 64 MiB, or one column of all pairs. Pairs
+            of about one length are computed together; results do not depend on it.
+
+    Returns:
+        ScoreOutput with numpy arrays.
+
+    Raises:
+        InputError: an empty completion, ids outside the vocabulary, a pair longer than the model's
+            positions, or a call inside jax.jit (pairs are sorted by length on the host).
+        NonFiniteError: the model gave NaN or infinite logits; the message names the pair.
+    """
+    if not hasattr(model, "decode"):
+        raise UnsupportedError(f"score: {type(model).__name__} has no language-model head")
+    # Under somebody's jit even a constant is traced.
+    if is_traced(jnp.zeros(())) or any_traced(prompts, completions, model):
+        raise InputError("score: sorts its pairs on the host; call it outside jax.jit")
+    if not is_integer(batch_size) or batch_size < 1:
+        raise InputError(f"batch_size: expected an integer of 1 or more, found {batch_size!r}")
+    vocab_size = model.config.vocab_size
+    before = token_rows("prompts", prompts, attention_mask, "attention_mask", vocab_size)
+    after = token_rows("completions", completions, completion_mask, "completion_mask", vocab_size)
+    if len(before) != len(after):
+        raise InputError(f"completions: {len(after)} for {len(before)} prompts")
+    pairs = [laid_out(model, i, *pair) for i, pair in enumerate(zip(before, after, strict=True))]
+    bare, mesh = without_notes(model), mesh_of(model)
+    log_probs: list[Any] = [None] * len(pairs)
+    greedy = np.zeros(len(pairs), bool)
+    # Longest first: neighbours are then of about one length, and memory is at its most at once.
+    order = sorted(range(len(pairs)), key=lambda i: pairs[i].size, reverse=True)
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        batch = stacked([pairs[i] for i in chosen], rows=min(batch_size, bucket(len(chosen), 1)))
+        if mesh is not None:
+            batch = put_rows(batch, mesh)
+        with use(mesh):
+            found, best, fine = jax.device_get(_score_batch(bare, *batch))
+        for row, i in enumerate(chosen):
+            length = len(pairs[i].completion)
+            if not fine[row, :length].all():
+                raise NonFiniteError(
+                    f"score: the model's logits for pair {i} are NaN or infinite; check the "
+                    "weights, or compute in float32 (dtype='float32')"
+                )
+            log_probs[i], greedy[i] = found[row, :length], best[row, :length].all()
+    return ScoreOutput(
+        log_likelihoods=np.array([x.sum() for x in log_probs], np.float32),
+        is_greedy=greedy,
+        token_log_probs=log_probs,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One pair as the model reads it."""
+
+    encoder: Int[np.ndarray, " E"] | None
+    decoder: Int[np.ndarray, " T"]
+    completion: Int[np.ndarray, " C"]
+    """Predicted by the last C columns of `decoder`."""
+
+    @property
+    def size(self) -> int:
+        return len(self.decoder) + (0 if self.encoder is None else len(self.encoder))
+
+
+def laid_out(model: Any, i: int, prompt: np.ndarray, completion: np.ndarray) -> Pair:
+    """The columns of one pair. The last token predicts nothing, and is not read."""
+    if completion.size == 0:
+        raise InputError(f"completions[{i}]: empty; it must have one token or more")
+    if model.is_encoder_decoder:
+        if prompt.size == 0:
+            raise InputError(f"prompts[{i}]: empty; the encoder needs one token or more")
+        settings = getattr(model, "generation_config", None) or GenerationConfig()
+        start = decoder_prompt(model, None, None, 1, settings).ids[0]
+        return Pair(prompt, np.concatenate([start, completion[:-1]]), completion)
+    if prompt.size == 0:
+        bos = model.config.bos_token_id
+        if bos is None:
+            raise InputError(f"prompts[{i}]: empty, and the model has no BOS token")
+        prompt = np.array([bos], np.int32)
+    decoder = np.concatenate([prompt, completion[:-1]])
+    limit = model.config.max_positions
+    if limit is not None and len(decoder) > limit:
+        raise InputError(
+            f"prompts[{i}]: {len(decoder) + 1} tokens with its completion, but this model has "
+            f"{limit} positions"
+        )
+    return Pair(None, decoder, completion)
+
+
+def stacked(pairs: list[Pair], rows: int) -> tuple[Any, ...]:
+    """The arguments of `_score_batch`, in buckets; missing rows repeat the first one."""
+    pairs = pairs + pairs[:1] * (rows - len(pairs))
+    decoder, mask = padded([pair.decoder for pair in pairs])
+    targets, _ = padded([pair.completion for pair in pairs])
+    first = np.array([len(p.decoder) - len(p.completion) for p in pairs], np.int32)
+    encoder: dict[str, Any] = {}
+    sources = [pair.encoder for pair in pairs if pair.encoder is not None]
+    if sources:
+        encoder["input_ids"], encoder["attention_mask"] = padded(sources)
+    return encoder, decoder, mask, first, targets
+
+
+def padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as ids [B, T] and their mask, padded on the right to a bucket."""
+    width = bucket(max(map(len, rows)), SMALLEST_BUCKET)
+    ids, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)], mask[i, : len(row)] = row, True
+    return ids, mask
+
+
+@jax.jit
+def _score_batch(
+    model: Any,
+    encoder: dict[str, Any],
+    tokens: Int[Array, "B T"],
+    mask: Bool[Array, "B T"],
+    first: Int[Array, " B"],
+    targets: Int[Array, "B C"],
+) -> tuple[Float[Array, "B C"], Bool[Array, "B C"], Bool[Array, "B C"]]:
+    """Of each target: its log-probability, whether it is the best token, whether logits are finite.
+
+    Row b's first target is predicted by its column first[b].
+    """
+    B, T = tokens.shape
+    cache = model.start(B, T, **encoder)
+    x = model.decode(tokens, mask, cache, fresh=True).last_hidden_state
+    C = targets.shape[1]
+    columns = jnp.minimum(first[:, None] + jnp.arange(C), T - 1)
+    x = jnp.take_along_axis(x, columns[..., None], axis=1)
+
+    def of_block(block):
+        logits = model.logits(block[0])
+        target = jnp.take_along_axis(logits, block[1][..., None], axis=-1)[..., 0]
+        log_prob = target - jax.nn.logsumexp(logits, axis=-1)
+        best = choose_greedy(logits.reshape(-1, logits.shape[-1])).reshape(target.shape)
+        return log_prob, best == block[1], jnp.isfinite(jnp.max(logits, axis=-1))
+
+    # A loop over blocks of columns, so that logits of all columns are never there together.
+    width = max(MOST_LOGIT_BYTES // (4 * B * model.config.vocab_size), 1)
+    blocks = 1
+    while C // blocks > width:
+        blocks *= 2
+
+    def cut(y):
+        return jnp.moveaxis(y.reshape(B, blocks, C // blocks, *y.shape[2:]), 1, 0)
+
+    results = jax.lax.map(of_block, (cut(x), cut(targets)))
+    return constrain(jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(B, C), results))
+
+
+def token_rows(
+    name: str, rows: Any, mask: Any, mask_name: str, vocab_size: int
+) -> list[Int[np.ndarray, " T"]]:
+    """The real tokens of each row, as int32."""
+    if mask is not None and np.shape(mask) != np.shape(np.asarray(rows, dtype=object)):
+        raise InputError(f"{mask_name}: expected the shape of {name}, found {np.shape(mask)}")
+    found = []
+    for i, row in enumerate(rows):
+        ids = np.asarray(row)
+        if ids.size == 0:
+            ids = ids.astype(np.int32)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise InputError(f"{name}[{i}]: expected a list of token ids, found {row!r}")
+        if mask is not None:
+            ids = ids[real_columns(f"{mask_name}[{i}]", mask[i])]
+        bad = (ids < 0) | (ids >= vocab_size)
+        if bad.any():
+            raise InputError(
+                f"{name}[{i}]: id {ids[bad][0]} is not in the vocabulary (0 to {vocab_size - 1})"
+            )
+        found.append(ids.astype(np.int32))
+    if not found:
+        raise InputError(f"{name}: no rows")
+    return found
+
+
+def real_columns(name: str, mask: Any) -> np.ndarray:
+    mask = np.asarray(mask)
+    if not np.isin(mask, (0, 1)).all():
+        raise InputError(f"{name}: expected 0 and 1 only")
+    return mask.astype(bool)

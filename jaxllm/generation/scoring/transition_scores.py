@@ -1,0 +1,72 @@
+"""Scores of the tokens that were chosen, from the scores of all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxllm.common.errors import InputError
+from jaxllm.models.input_checks import is_traced
+
+
+def compute_transition_scores(
+    sequences: Int[Array, "R L"],
+    scores: Sequence[Float[Array, "Bn V"]],
+    beam_indices: Int[Array, "R N"] | None = None,
+    normalize_logits: bool = False,
+) -> Float[Array, "R N"]:
+    """The score of each generated token, picked out of `scores`.
+
+    The method of that name in transformers (5.23.0), as a function. With beams, the sum over a row
+    divided by its length to the power `length_penalty` is its `sequences_scores`.
+
+    Args:
+        sequences: as `generate` returns them.
+        scores: one [rows, V] for each step (`output_scores`); with beams a row is a beam.
+        beam_indices: with beams, the row of `scores` that each token of each result was chosen
+            from; -1 after the result's end. None: row b was chosen from row b.
+        normalize_logits: take the log-softmax of the scores first.
+
+    Returns:
+        float32 [R, N]. With `beam_indices`, N is the length of the longest result (under jax.jit:
+        their number of columns), and scores after a result's end are 0. Without, N is the number of
+        steps, and what stands after a row's end are scores of pads, as in transformers.
+
+    Raises:
+        InputError: shapes that do not fit together.
+
+    >>> sequences = jnp.array([[7, 1, 0]])  # one token of prompt
+    >>> scores = (jnp.array([[-0.5, -0.1]]), jnp.array([[-0.2, -0.7]]))
+    >>> [round(float(s), 1) for s in compute_transition_scores(sequences, scores)[0]]
+    [-0.1, -0.2]
+    """
+    if len(scores) == 0:
+        raise InputError("scores: empty; ask for them with output_scores=True")
+    stacked = jnp.stack([jnp.asarray(step, jnp.float32) for step in scores])
+    steps, rows, _ = stacked.shape
+    sequences = jnp.asarray(sequences)
+    if normalize_logits:
+        stacked = jax.nn.log_softmax(stacked, axis=-1)
+    if beam_indices is None:
+        beam_indices = jnp.broadcast_to(jnp.arange(rows)[:, None], (rows, steps))
+    beam_indices = jnp.asarray(beam_indices)
+    if beam_indices.shape[:1] != sequences.shape[:1]:
+        raise InputError(
+            f"beam_indices: {beam_indices.shape[0]} rows for {sequences.shape[0]} sequences; "
+            "results of beam search need the beam_indices that came with them"
+        )
+    chosen = beam_indices >= 0
+    # A step without any token is a -1 of all rows; the prompt's length follows from the others.
+    length = beam_indices.shape[1] if is_traced(chosen) else int(chosen.sum(axis=1).max())
+    if length > min(steps, sequences.shape[1]):
+        raise InputError(
+            f"beam_indices: {length} tokens, but there are {steps} steps of scores and "
+            f"{sequences.shape[1]} columns of sequences"
+        )
+    beams = jnp.where(chosen, beam_indices, 0)[:, :length]
+    tokens = sequences[:, sequences.shape[1] - length :]
+    picked = stacked[jnp.arange(length), beams, tokens]
+    return jnp.where(chosen[:, :length], picked, 0.0)

@@ -1,0 +1,86 @@
+"""Settings that cannot be: those that are not implemented, and those that contradict each other."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.inputs.values import is_traced
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.fields import FIELDS
+from jaxllm.generation.settings.mode import contrasts, drafts_asked_for, generation_mode
+from jaxllm.generation.settings.special_tokens import token_tuple
+
+
+def check_supported(config: GenerationConfig) -> None:
+    """Raises for every field that asks for something that jaxllm does not do yet.
+
+    Raises:
+        UnsupportedError: Names the field, its value, and the values that are possible.
+    """
+    for name, value in config.to_dict().items():
+        field = FIELDS[name]
+        if field.only is not None and (is_traced(value) or value not in field.only):
+            possible = " or ".join(repr(allowed) for allowed in field.only)
+            raise UnsupportedError(
+                f"`{name}`={value!r} ({field.note}) is not supported: it must be {possible}"
+            )
+
+
+def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> None:
+    """Finds settings that contradict each other, and warns of those without effect.
+
+    As in transformers, a field is warned about only if it was given in code: a checkpoint's file
+    may hold a temperature and be used greedily.
+
+    Raises:
+        InputError: Several results from greedy search, more results than beams, or a token that is
+            both forced and suppressed.
+    """
+    results, beams = config.num_return_sequences, config.num_beams
+    if results > 1 and beams == 1 and not config.do_sample:
+        raise InputError(
+            f"`num_return_sequences`={results}: greedy search finds one result; set do_sample=True "
+            "or num_beams"
+        )
+    groups = config.num_beam_groups
+    if groups > 1 and (beams == 1 or beams % groups):
+        raise InputError(f"`num_beam_groups`: {groups} groups do not divide num_beams, {beams}")
+    if 1 < beams < results:
+        raise InputError(
+            f"`num_return_sequences`={results} must be at most `num_beams`={beams}, "
+            "since each beam gives one result"
+        )
+    suppressed = set(config.suppress_tokens or ())
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        forced = token_tuple(getattr(config, name))
+        if forced and suppressed.issuperset(forced):
+            raise InputError(
+                f"`{name}`={getattr(config, name)!r} is also in `suppress_tokens`, "
+                "which leaves no token to choose"
+            )
+
+    mode = generation_mode(config)
+    active = {
+        "do_sample": config.do_sample,
+        "penalty_alpha": mode == "contrastive_search" or beams > 1,  # with beams it raises
+        "do_sample or penalty_alpha": config.do_sample or contrasts(config),
+        "top_k > 1 and greedy search": mode == "contrastive_search",
+        "greedy search or sampling": mode in ("dola_generation", "assisted_generation"),
+        "num_beams": beams > 1,
+        "num_beam_groups": config.num_beam_groups > 1,
+        "an assistant": assistant_model is not None or config.assistant_early_exit is not None,
+        "a draft": bool(drafts_asked_for(config, assistant_model)),
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        "assistant_tokenizer": False,
+    }
+    for name in sorted(config.given):
+        field, value = FIELDS[name], getattr(config, name)
+        unchanged = not is_traced(value) and value in (field.neutral, field.default)
+        if field.needs and not active[field.needs] and not unchanged:
+            warnings.warn(
+                f"`{name}`={value!r} has no effect without `{field.needs}`",
+                UserWarning,
+                stacklevel=2,
+            )

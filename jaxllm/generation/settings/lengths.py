@@ -1,0 +1,107 @@
+"""How long a result may become: of what was asked for, and of what the model has room for."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_room
+from jaxllm.generation.inputs.values import is_traced
+from jaxllm.generation.settings.config import GenerationConfig
+
+MOST_COLUMNS = 2**20
+
+
+class Lengths(NamedTuple):
+    """Lengths of a row, prompt included."""
+
+    max_length: int | Int[Array, ""]
+    min_length: int | Int[Array, ""]
+
+
+def resolve_lengths(
+    config: GenerationConfig, prompt_len: int, max_positions: int | None = None
+) -> Lengths:
+    """Total lengths for a prompt of ``prompt_len`` tokens (padding included), as transformers does.
+
+    ``max_new_tokens`` wins over ``max_length``. With neither, 20 new tokens, but no more than
+    ``max_positions`` in all; lengths that were asked for are not cut. ``min_new_tokens`` wins over
+    ``min_length``.
+
+    Raises:
+        InputError: No room for a new token, or the minimum is above the maximum.
+
+    >>> resolve_lengths(GenerationConfig(max_new_tokens=5, min_new_tokens=2), prompt_len=10)
+    Lengths(max_length=15, min_length=12)
+    """
+    stated = config.to_dict()
+    if config.max_new_tokens is not None:
+        if "max_length" in config.given:
+            warnings.warn(
+                "`max_length` has no effect beside `max_new_tokens`", UserWarning, stacklevel=2
+            )
+        max_length = prompt_len + config.max_new_tokens
+    elif "max_length" in stated:
+        max_length = config.max_length
+    else:
+        max_length = prompt_len + config.max_length
+        max_length = max_length if max_positions is None else min(max_length, max_positions)
+    if config.min_new_tokens is not None:
+        if "min_length" in config.given:
+            warnings.warn(
+                "`min_length` has no effect beside `min_new_tokens`", UserWarning, stacklevel=2
+            )
+        min_length = prompt_len + config.min_new_tokens
+    else:
+        min_length = config.min_length
+
+    if not is_traced(max_length):
+        if prompt_len >= max_length:
+            raise InputError(
+                f"the prompt has {prompt_len} tokens, but `max_length` is {max_length}: "
+                "nothing can be generated; raise it, or set `max_new_tokens`"
+            )
+        name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
+        # A minimum that only the checkpoint's file states does not forbid a short call.
+        if name in config.given and not is_traced(min_length) and min_length > max_length:
+            raise InputError(
+                f"`{name}` asks for at least {min_length} tokens in all, but the maximum is "
+                f"{max_length}: lower it, or raise `max_new_tokens`"
+            )
+    return Lengths(max_length, min_length)
+
+
+def checked_lengths(
+    model: Any, config: GenerationConfig, given: PaddedBatch
+) -> tuple[GenerationConfig, int]:
+    """Columns of the longest result; and the settings, in which lengths count those columns."""
+    lengths = resolve_lengths(config, given.start_len, model.config.context_length)
+    until = whole("max_length", lengths.max_length)
+    if given.ids is None and "max_length" in config.to_dict() and config.max_new_tokens is None:
+        until -= given.length  # max_length counts the embedded prompt, which is not returned
+        if until < 1:
+            raise InputError("inputs_embeds: the prompt alone reaches max_length")
+    least = config.min_length
+    if given.ids is None and (is_traced(least) or least):  # and so does min_length
+        rest = least - given.length
+        config = config.replace(
+            min_length=jnp.maximum(rest, 0) if is_traced(rest) else max(rest, 0)
+        )
+    if until > MOST_COLUMNS:
+        raise InputError(
+            f"max_length: {until} columns; the cache is allocated for all of them, at most "
+            f"{MOST_COLUMNS}: lower max_new_tokens or max_length"
+        )
+    check_room(model, given, until - given.start_len)
+    return config, until
+
+
+def whole(name: str, value: Any) -> int:
+    """Lengths size the buffers, so they are known on the host even under the caller's jit."""
+    if is_traced(value):
+        raise InputError(f"{name}: must be a Python int, since it sizes the result; found a tracer")
+    return int(value)

@@ -1,0 +1,47 @@
+"""The generation mode that the settings ask for, by the rule of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxllm.generation.inputs.values import is_traced
+from jaxllm.generation.settings.config import GenerationConfig
+
+
+def generation_mode(config: GenerationConfig, assistant_model: Any = None) -> str:
+    """The name of the strategy that the settings ask for, by the rule of transformers.
+
+    >>> generation_mode(GenerationConfig(num_beams=4))
+    'beam_search'
+    """
+    if config.constraints is not None or config.force_words_ids is not None:
+        return "constrained_beam_search"
+    if config.num_beams > 1:
+        if config.num_beam_groups > 1:
+            return "group_beam_search"
+        return "beam_sample" if config.do_sample else "beam_search"
+    if not config.do_sample and contrasts(config):
+        top_k = config.top_k
+        if is_traced(top_k) or top_k > 1:
+            return "contrastive_search"
+    drafts = (assistant_model, config.prompt_lookup_num_tokens, config.assistant_early_exit)
+    if any(draft is not None for draft in drafts):
+        return "assisted_generation"
+    if config.dola_layers is not None:
+        return "dola_generation"
+    return "sample" if config.do_sample else "greedy_search"
+
+
+def contrasts(config: GenerationConfig) -> bool:
+    alpha = config.penalty_alpha
+    return is_traced(alpha) or bool(alpha)
+
+
+def drafts_asked_for(config: GenerationConfig, assistant_model: Any) -> list[str]:
+    """The names of the options that ask for a draft."""
+    options = {
+        "assistant_early_exit": config.assistant_early_exit,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
+        "assistant_model": assistant_model,
+    }
+    return [name for name, value in options.items() if value is not None]

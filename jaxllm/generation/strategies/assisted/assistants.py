@@ -1,0 +1,161 @@
+"""From the settings of a call to its draft: checked on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.inputs.arguments import refuse
+from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_room
+from jaxllm.generation.inputs.values import bucket, float_leaf, int_leaf
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.mode import drafts_asked_for
+from jaxllm.generation.strategies.assisted.assisted import Assisted
+from jaxllm.generation.strategies.assisted.drafts import (
+    AssistantModel,
+    Draft,
+    EarlyExit,
+    PromptLookup,
+)
+from jaxllm.generation.strategies.strategy import without_notes
+
+SMALLEST_DRAFT = 8
+DEFAULT_NGRAM_SIZE = 2
+
+
+def assisted(
+    model: Any, config: GenerationConfig, assistant_model: Any, *, new: int, until: int
+) -> Assisted:
+    """The strategy of an assisted call.
+
+    Args:
+        new: most new tokens.
+        until: columns of the longest result.
+
+    Raises:
+        InputError: Two drafts at once, or more layers than the model has.
+        UnsupportedError: An assistant that does not fit the model.
+    """
+    asked = drafts_asked_for(config, assistant_model)
+    if len(asked) > 1:
+        raise InputError(f"{', '.join(asked)}: give one of them; a call has one draft")
+    if config.dola_layers is not None:
+        raise UnsupportedError(
+            f"{asked[0]}: DoLa (dola_layers) takes no draft; drop one of the two"
+        )
+    check_rotary(model, asked[0], until)
+    schedule, weight = None, config.assistant_ensemble_weight
+    if asked[0] == "prompt_lookup_num_tokens":
+        if weight is not None:
+            raise UnsupportedError(
+                "assistant_ensemble_weight: mixes the model with its draft's distribution, which a "
+                "prompt lookup does not have; drop one of the two"
+            )
+        most = config.prompt_lookup_num_tokens
+        draft: Draft = prompt_lookup(config)
+    else:
+        settings = assistant_settings(config, assistant_model)
+        most, schedule = settings.num_assistant_tokens, settings.num_assistant_tokens_schedule
+        threshold = float_leaf(
+            "generate()",
+            "assistant_confidence_threshold",
+            settings.assistant_confidence_threshold,
+            "[0, 1]",
+        )
+        if assistant_model is None:
+            model.early_exit(config.assistant_early_exit)  # raises if there are not as many
+            draft = EarlyExit(config.assistant_early_exit, threshold)
+        else:
+            check_assistant(model, assistant_model)
+            draft = AssistantModel(without_notes(assistant_model), threshold)
+    growing = schedule in ("heuristic", "heuristic_transient")
+    # A heuristic needs room to grow in.
+    room = bucket(2 * most if growing else most, SMALLEST_DRAFT)
+    return Assisted(
+        draft=draft,
+        num_assistant_tokens=int_leaf("generate()", "num_assistant_tokens", most),
+        growing=np.bool_(growing),  # pyright: ignore[reportArgumentType]
+        sampling=bool(config.do_sample),
+        most=min(room, bucket(new, SMALLEST_DRAFT)),
+        count=config.num_return_sequences,
+        ensemble_weight=None
+        if weight is None
+        else float_leaf("generate()", "assistant_ensemble_weight", weight, "(0, 1)"),
+    )
+
+
+def prompt_lookup(config: GenerationConfig) -> PromptLookup:
+    size = config.max_matching_ngram_size
+    size = DEFAULT_NGRAM_SIZE if size is None else size
+    return PromptLookup(int_leaf("generate()", "max_matching_ngram_size", size, least=1))
+
+
+def assistant_settings(config: GenerationConfig, assistant_model: Any) -> GenerationConfig:
+    """Length, schedule and threshold of drafts: the call's, or else the assistant's own.
+
+    transformers reads all three from the assistant's generation_config alone.
+    """
+    own = getattr(assistant_model, "generation_config", None)
+    names = (
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+    )
+    if own is None:
+        return config
+    theirs = {n: getattr(own, n) for n in names if n not in config.given}
+    return config.replace(**theirs)
+
+
+def check_assistant(model: Any, assistant: Any) -> None:
+    """Raises for an assistant whose tokens or inputs are not those of the model."""
+    if not hasattr(assistant, "decode"):
+        raise UnsupportedError(
+            f"assistant_model: {type(assistant).__name__} is not a model that generates; load it "
+            "with jaxllm.load"
+        )
+    if assistant.is_encoder_decoder != model.is_encoder_decoder:
+        raise UnsupportedError(
+            f"assistant_model: {type(assistant).__name__} does not read what "
+            f"{type(model).__name__} reads: one of them is an encoder-decoder"
+        )
+    sizes = assistant.config.vocab_size, model.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise UnsupportedError(
+            f"assistant_model: its vocabulary has {sizes[0]} tokens and the model's {sizes[1]}; "
+            "both need the same (assistant_tokenizer is not supported)"
+        )
+
+
+def check_texts(
+    assistant: Any, model: Any, given: PaddedBatch, others: Mapping[str, Any], new: int
+) -> None:
+    """Raises for a call whose texts the assistant cannot read as the model does.
+
+    Args:
+        given: the prompts.
+        others: other inputs of the model, by name.
+        new: most new tokens.
+    """
+    if type(assistant) is not type(model):
+        only_ours = {k: v for k, v in others.items() if k.startswith(("token_t", "encoder_h"))}
+        refuse(only_ours, "not together with an assistant_model of another kind")
+    check_room(assistant, given, new, whose="assistant_model")
+
+
+def check_rotary(model: Any, option: str, until: int) -> None:
+    """RoPE that depends on the length so far would see drafts that are rejected later."""
+    rope = getattr(model.config, "rotary", None)
+    limits = {"dynamic": "max_positions", "longrope": "original_positions"}
+    if rope is None or rope.rope_type not in limits:
+        return
+    limit = getattr(rope, limits[rope.rope_type])
+    if until > limit:
+        raise UnsupportedError(
+            f"{option}: beyond {limit} positions this model's RoPE ({rope.rope_type}) depends on "
+            f"the length so far, rejected drafts included; lower max_length ({until}), or drop the "
+            "draft"
+        )

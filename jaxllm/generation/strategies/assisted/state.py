@@ -1,0 +1,147 @@
+"""What assisted generation carries from round to round, and how a round's tokens get into it.
+
+Every row has a length of its own, so what other strategies do at one column is done here at T
+columns a row, from the row's own length on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxllm.cache.kv_cache import Cache, put_columns
+from jaxllm.generation.strategies.assisted.draft_loop import Text
+from jaxllm.generation.strategies.records import Records
+from jaxllm.generation.strategies.strategy import NEVER, AssistedCounts, DecodeSettings, nonfinite
+from jaxllm.models.outputs import DecodeOutput
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AssistedState:
+    """Carried by the loop and donated to it. Every row has a length of its own."""
+
+    sequences: Int[Array, "B L"]
+    """Prompt and tokens, pad beyond `cur_len`."""
+    mask: Bool[Array, "B L"]
+    cur_len: Int[Array, " B"]
+    start_len: Int[Array, ""]
+    """Columns of the prompt."""
+    done: Bool[Array, " B"]
+    keys: Key[Array, " B"]
+    step: Int[Array, ""]
+    """Rounds so far."""
+    first_nonfinite_step: Int[Array, " B"]
+    cache: Cache
+    """The model's: every column but the newest token's, which it has not read yet."""
+    draft: Any
+    """What the draft remembers."""
+    counts: AssistedCounts
+    scores: Float[Array, "B N V"] | None = None
+    logits: Float[Array, "B N V"] | None = None
+    records: Records | None = None
+
+    def replace(self, **changes) -> AssistedState:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def text(self) -> Text:
+        return Text(self.sequences, self.mask, self.cur_len)
+
+
+def each_column(text: Text, width: int) -> Text:
+    """The text once for each of the `width` columns from `cur_len` on, ending before it."""
+    columns = text.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)
+    return Text(
+        jnp.repeat(text.sequences, width, axis=0),
+        jnp.repeat(text.mask, width, axis=0),
+        columns.reshape(-1),
+    )
+
+
+def process(
+    text: Text, read: DecodeOutput, prompt_len: Int[Array, ""], settings: DecodeSettings
+) -> Float[Array, "B T V"]:
+    """The scores of T columns in a row, each processed with the tokens before it."""
+    logits, unconditional = read.logits, read.unconditional_logits
+    batch, width, vocabulary = logits.shape
+    before = each_column(text, width)
+    if unconditional is not None:
+        unconditional = unconditional.reshape(batch * width, vocabulary)
+    scores = settings.processors(
+        before.sequences,
+        logits.reshape(batch * width, vocabulary),
+        before.cur_len,
+        mask=before.mask,
+        prompt_len=prompt_len,
+        columns=width,
+        unconditional_logits=unconditional,
+    )
+    return scores.reshape(logits.shape)
+
+
+def stopped(
+    text: Text, scores: Float[Array, "B T V"], settings: DecodeSettings
+) -> Bool[Array, "B T"]:
+    """Which of T new columns, written from `cur_len` on, end their row by a stopping criterion."""
+    batch, width, vocabulary = scores.shape
+    before = each_column(text, width)
+    ends = settings.stops(
+        before.sequences,
+        scores.reshape(batch * width, vocabulary),
+        before.cur_len + 1,
+        mask=before.mask,
+    )
+    return ends.reshape(batch, width)
+
+
+def accept(
+    state: AssistedState,
+    tokens: Int[Array, "B T"],
+    usable: Int[Array, " B"],
+    logits: Float[Array, "B T V"],
+    scores: Float[Array, "B T V"],
+    settings: DecodeSettings,
+) -> tuple[AssistedState, Int[Array, " B"]]:
+    """Writes each row's first `usable` tokens, up to an end token, and pads over the others.
+
+    Returns:
+        The state, and how many tokens each row got.
+    """
+    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    usable_here = columns < usable[:, None]
+    whole = state.text.put(tokens, usable_here)
+    ends = jnp.isin(tokens, settings.eos) | stopped(whole, scores, settings)
+    ends &= usable_here
+    ended = ends.any(axis=1)
+    new = jnp.where(ended, jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, usable)
+    kept = columns < new[:, None]
+    position = state.cur_len - state.start_len
+    first_nonfinite_step = state.first_nonfinite_step
+    if not settings.allow_nonfinite:
+        fault = nonfinite(logits, scores) & kept
+        first = position + jnp.argmax(fault, axis=1).astype(jnp.int32)
+        first_nonfinite_step = jnp.where(
+            fault.any(axis=1) & (first_nonfinite_step == NEVER), first, first_nonfinite_step
+        )
+
+    def record(rows, values):
+        if rows is None:
+            return None
+        return put_columns(rows, jnp.where(kept[..., None], values, 0.0), position)
+
+    text = state.text.put(jnp.where(kept, tokens, settings.pad), kept)
+    after = state.replace(
+        sequences=text.sequences,
+        mask=text.mask,
+        cur_len=state.cur_len + new,
+        done=state.done | ended,
+        first_nonfinite_step=first_nonfinite_step,
+        scores=record(state.scores, scores),
+        logits=record(state.logits, logits),
+    )
+    return after, new

@@ -1,0 +1,233 @@
+"""Phrases that a text must contain, as an automaton that a compiled loop can carry.
+
+Each constraint is a trie: one word (a phrase) or several of which one suffices (a disjunction).
+Progress through a list of constraints follows transformers' ConstraintListState (4.56): one
+constraint is in progress at a time; a token that breaks it off puts it at the end of the queue, and
+is not tried as the start of anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import bucket
+from jaxllm.generation.settings.field_checks import BadValueError, words
+
+SMALLEST_TABLE = 8
+NONE = -1
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class PhrasalConstraint:
+    """The tokens of one phrase, in order and without a gap.
+
+    >>> PhrasalConstraint([5, 6]).words
+    ((5, 6),)
+    """
+
+    words: tuple[tuple[int, ...], ...]
+
+    def __init__(self, token_ids: Sequence[int]):
+        object.__setattr__(self, "words", _words("PhrasalConstraint", [token_ids]))
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class DisjunctiveConstraint:
+    """One of several phrases, none of which may begin with another.
+
+    >>> DisjunctiveConstraint([[5], [6, 7]]).words
+    ((5,), (6, 7))
+    """
+
+    words: tuple[tuple[int, ...], ...]
+
+    def __init__(self, nested_token_ids: Sequence[Sequence[int]]):
+        found = _words("DisjunctiveConstraint", nested_token_ids)
+        for word in found:
+            if any(other is not word and other[: len(word)] == word for other in found):
+                raise InputError(
+                    f"DisjunctiveConstraint: {list(word)} begins another of its words, which "
+                    "could then never be completed; drop one of the two"
+                )
+        object.__setattr__(self, "words", found)
+
+
+Constraint = PhrasalConstraint | DisjunctiveConstraint
+
+
+def _words(owner: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    try:
+        return words(value)
+    except BadValueError as bad:
+        raise InputError(f"{owner}: must hold {bad}, but holds {value!r}") from None
+
+
+def force_words(value: Any) -> tuple[Constraint, ...]:
+    """`force_words_ids`: a list whose items are phrases, or lists of phrases of which one suffices.
+
+    >>> force_words([[5, 6], [[7], [8, 9]]])[1].words
+    ((7,), (8, 9))
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable) or not list(value):
+        raise InputError(
+            f"`force_words_ids` must be a non-empty list of lists of token ids, but is {value!r}"
+        )
+    return tuple(_forced(item) for item in value)
+
+
+def _forced(item: Any) -> Constraint:
+    nested = isinstance(item, Sequence) and item and isinstance(item[0], Sequence | np.ndarray)
+    try:
+        return DisjunctiveConstraint(item) if nested else PhrasalConstraint(item)
+    except InputError as error:
+        raise InputError(f"`force_words_ids`: {error}") from None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tries:
+    """The edges of all tries in tables, and the sizes of the constraints. Traced, in buckets."""
+
+    source: Int[Array, " E"]
+    """Node that an edge leaves; -2 for edges that only fill the table."""
+    token: Int[Array, " E"]
+    target: Int[Array, " E"]
+    owner: Int[Array, " E"]
+    """The constraint that an edge belongs to."""
+    from_root: Bool[Array, " E"]
+    to_leaf: Bool[Array, " E"]
+    depth: Int[Array, " E"]
+    """Tokens matched once the edge is taken."""
+    height: Int[Array, " C"]
+    """Tokens of the constraint's longest word."""
+    real: Bool[Array, " C"]
+
+    @staticmethod
+    def of(constraints: Sequence[Constraint]) -> Tries:
+        """Tables for a list of constraints."""
+        edges, nodes = [], 0
+        for owner, constraint in enumerate(constraints):
+            root, nodes, known = nodes, nodes + 1, {}
+            for word in constraint.words:
+                node = root
+                for depth, token in enumerate(word, start=1):
+                    if (node, token) not in known:
+                        known[node, token] = nodes
+                        edges.append((node, token, nodes, owner, node == root, depth))
+                        nodes += 1
+                    node = known[node, token]
+        inner = {edge[0] for edge in edges}
+        size = bucket(len(edges), SMALLEST_TABLE)
+        columns = [np.array(column) for column in zip(*edges, strict=True)]
+
+        def table(values, fill):
+            return np.pad(values, (0, size - len(values)), constant_values=fill)
+
+        count = bucket(len(constraints), SMALLEST_TABLE)
+        height = np.ones(count, np.int32)
+        height[: len(constraints)] = [max(map(len, c.words)) for c in constraints]
+        leaves = np.array([target not in inner for target in columns[2]])
+        tables: dict[str, Any] = {
+            "source": table(columns[0].astype(np.int32), -2),
+            "token": table(columns[1].astype(np.int32), NONE),
+            "target": table(columns[2].astype(np.int32), NONE),
+            "owner": table(columns[3].astype(np.int32), 0),
+            "from_root": table(columns[4], False),
+            "to_leaf": table(leaves, False),
+            "depth": table(columns[5].astype(np.int32), 0),
+            "height": height,
+            "real": np.arange(count) < len(constraints),
+        }
+        return Tries(**tables)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far each beam has come."""
+
+    met: Bool[Array, "*rows C"]
+    """Completed constraints; those that only fill the table count."""
+    turn: Int[Array, "*rows C"]
+    """Order in which open constraints are tried."""
+    node: Int[Array, " *rows"]
+    """The node reached in the constraint in progress, or -1."""
+    owner: Int[Array, " *rows"]
+    """That constraint."""
+    depth: Int[Array, " *rows"]
+    """Tokens matched in it."""
+
+    @staticmethod
+    def start(tries: Tries, *rows: int) -> Progress:
+        count = tries.real.shape[0]
+        return Progress(
+            met=jnp.broadcast_to(~tries.real, (*rows, count)),
+            turn=jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*rows, count)),
+            node=jnp.full(rows, NONE, jnp.int32),
+            owner=jnp.zeros(rows, jnp.int32),
+            depth=jnp.zeros(rows, jnp.int32),
+        )
+
+    @property
+    def complete(self) -> Bool[Array, " *rows"]:
+        return self.met.all(axis=-1)
+
+    def edges(self, tries: Tries) -> Bool[Array, "*rows E"]:
+        """The edges that would bring each beam on."""
+        busy = (self.node != NONE)[..., None]
+        idle = tries.from_root & ~jnp.take(self.met, tries.owner, axis=-1)
+        return jnp.where(busy, tries.source == self.node[..., None], idle)
+
+    def queue(self, tries: Tries) -> Int[Array, "*rows E"]:
+        """The turn of each edge's constraint."""
+        return jnp.take(self.turn, tries.owner, axis=-1)
+
+    def bank(self, tries: Tries) -> Int[Array, " *rows"]:
+        """Points for completed constraints, and for what is matched of the one in progress."""
+        most = jnp.max(jnp.where(tries.real, tries.height, 0))
+        left = jnp.take(tries.height, self.owner) - self.depth
+        partial = jnp.where(self.node != NONE, most - left, 0)
+        return jnp.sum(self.met & tries.real, axis=-1) * most + partial
+
+    def take_edge(self, tries: Tries, edge: Int[Array, " *rows"]) -> Progress:
+        """Each beam goes along an edge that is open to it."""
+        owner, leaf = tries.owner[edge], tries.to_leaf[edge]
+        mine = jnp.arange(self.met.shape[-1]) == owner[..., None]
+        return Progress(
+            met=self.met | (mine & leaf[..., None]),
+            turn=self.turn,
+            node=jnp.where(leaf, NONE, tries.target[edge]),
+            owner=owner,
+            depth=tries.depth[edge],
+        )
+
+    def add(self, tries: Tries, token: Int[Array, " *rows"]) -> Progress:
+        """Each beam after one more token."""
+        fits = self.edges(tries) & (tries.token == token[..., None])
+        last = jnp.iinfo(jnp.int32).max
+        edge = jnp.argmin(jnp.where(fits, self.queue(tries), last), axis=-1)
+        advanced = self.take_edge(tries, edge)
+        # A constraint that is broken off goes to the end of the queue.
+        mine = jnp.arange(self.met.shape[-1]) == self.owner[..., None]
+        back = jnp.max(self.turn, axis=-1, keepdims=True) + 1
+        broken = (self.node != NONE)[..., None] & mine
+        rest = dataclasses.replace(
+            self,
+            turn=jnp.where(broken, back, self.turn),
+            node=jnp.full_like(self.node, NONE),
+        )
+        moves = fits.any(axis=-1) & ~self.complete
+        rest = jax.tree.map(lambda a, b: _where(self.complete, a, b), self, rest)
+        return jax.tree.map(lambda a, b: _where(moves, a, b), advanced, rest)
+
+
+def _where(condition: Array, a: Array, b: Array) -> Array:
+    return jnp.where(condition.reshape(*condition.shape, *(1,) * (a.ndim - condition.ndim)), a, b)

@@ -1,0 +1,110 @@
+"""DoLa: the last layer's distribution against that of an earlier one."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from jaxllm.common.errors import InputError
+from jaxllm.generation.strategies.sample import Sample
+from jaxllm.models.decoder import Decoder, take_column
+
+RELATIVE_TOP = 0.1
+"""Tokens below this share of the best one's probability are forbidden (`_relative_top_filter`)."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoLa(Sample):
+    """Chuang et al., "DoLa: Decoding by Contrasting Layers Improves Factuality in Large Language
+    Models", https://arxiv.org/abs/2309.03883, as transformers 4.55.4 does it (`_dola_decoding`).
+
+    Of the layers to contrast, each step takes the one whose distribution is the farthest from the
+    last layer's. As there, it is one layer for the whole batch, by the mean over its rows: this is
+    the one strategy in which rows depend on each other. Rows that have ended have no say here.
+    """
+
+    layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    """Layers to contrast; 0 is the embedding."""
+    read_options: ClassVar = {"output_hidden_states": True}
+
+    def prediction(self, model, read, at, live):
+        """The processors start from differences of log-probabilities."""
+        assert read.hidden_states is not None  # `read_options` ask for them
+        states = [read.hidden_states[i] for i in self.layers]
+        last = [x[:, -1:] if at is None else take_column(x, at) for x in states]
+        early = jnp.stack([model.logits(x)[:, 0] for x in last])  # past no final norm, as in HF
+        predicted = super().prediction(model, read, at, live)
+        base = farthest(predicted.logits, early, live)
+        return predicted._replace(basis=contrast(predicted.logits, base))
+
+
+def farthest(
+    final: Float[Array, "B V"], early: Float[Array, "C B V"], live: Bool[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Of C early layers' logits those with the largest divergence from `final` over the live rows.
+
+    As in transformers the average of the two distributions is the first argument of both
+    Kullback-Leibler terms, where the Jensen-Shannon divergence has it as the second.
+    """
+    if early.shape[0] == 1:
+        return early[0]
+    log_p, log_q = jax.nn.log_softmax(final)[None], jax.nn.log_softmax(early)
+    average = 0.5 * (jnp.exp(log_p) + jnp.exp(log_q))
+    # As kl_div(log_p, average) + kl_div(log_q, average); where the average is 0 both terms are.
+    gap = 2 * jnp.log(jnp.where(average > 0, average, 1.0)) - log_p - log_q
+    divergence = jnp.where(average > 0, average * gap, 0.0).mean(axis=-1)
+    total = jnp.where(live, divergence, 0.0).sum(axis=-1)
+    return early[jnp.argmax(total)]
+
+
+def contrast(final: Float[Array, "B V"], early: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """log p_final - log p_early, -inf where p_final is far below its largest value.
+
+    >>> import jax.numpy as jnp
+    >>> final, early = jnp.log(jnp.array([[[0.5, 0.46, 0.04]], [[0.8, 0.1, 0.1]]]))
+    >>> [round(float(x), 4) for x in jnp.exp(contrast(final, early))[0]]
+    [0.625, 4.6, 0.0]
+    """
+    log_p, log_q = jax.nn.log_softmax(final), jax.nn.log_softmax(early)
+    floor = jnp.max(log_p, axis=-1, keepdims=True) + np.log(RELATIVE_TOP).astype(np.float32)
+    return jnp.where(log_p < floor, -jnp.inf, log_p - log_q)
+
+
+def layers_to_contrast(model: Decoder, wanted: str | Sequence[int]) -> tuple[int, ...]:
+    """The layers of `dola_layers`: "low", "high", or a list of which those below the last count.
+
+    With tied embeddings "low" starts above the first layers, which repeat the input there.
+
+    Raises:
+        InputError: no layer is left.
+    """
+    depth = model.depth
+    if wanted == "low":
+        start = min(depth - 1, 2) if model.ties_embedding else 0
+        end = depth // 2 if depth <= 40 else 20
+        layers = (start,) if start == depth // 2 else tuple(range(start, end, 2))
+    elif wanted == "high":
+        layers = tuple(range(depth // 2 if depth <= 40 else depth - 20, depth, 2))
+    else:
+        layers = tuple(i for i in dict.fromkeys(map(int, wanted)) if i < depth)
+        if len(layers) < len(set(wanted)):
+            warnings.warn(
+                f"`dola_layers`={tuple(wanted)}: the model has {depth} layers, of which only those "
+                f"before the last count ({list(layers)})",
+                UserWarning,
+                stacklevel=2,
+            )
+    if not layers:
+        raise InputError(
+            f"dola_layers: {wanted!r} leaves no layer of a model with {depth}; give a list of "
+            f"numbers from 0 to {depth - 1}"
+        )
+    return layers

@@ -1,0 +1,211 @@
+"""Classifier-free guidance: the prompt and a negative prompt, side by side through one model.
+
+The strategies do not know of it: they run a model whose cache has twice the rows, and pass on the
+second half's logits to the processors, of which the first mixes the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.cache.attention_view import Branches
+from jaxllm.cache.kv_cache import Cache
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.inputs.padded_batch import (
+    PaddedBatch,
+    checked_ids,
+    checked_mask,
+    last_real,
+    pad_right,
+)
+from jaxllm.generation.inputs.values import is_traced
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.outputs import DecodeOutput
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Negative:
+    """What each row's unconditional context starts with."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    at: Int[Array, " B"]
+    """The column of each row's last real token."""
+
+    @staticmethod
+    def of(columns: PaddedBatch) -> Negative:
+        return Negative(columns.ids, columns.mask, last_real(columns.mask))
+
+    def padded(self, width: int) -> Negative:
+        """With masked columns up to `width`."""
+        extra = max(width - self.mask.shape[1], 0)
+        return Negative(
+            pad_right(self.tokens, extra, 0), pad_right(self.mask, extra, False), self.at
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Guided:
+    """A decoder-only model that also follows the unconditional contexts; strategies run it as any
+    other `Decoder`.
+
+    A call of B rows runs 2B, the conditional ones over the unconditional. What it returns is of the
+    first B, but for the cache, and for `unconditional_logits`.
+    """
+
+    model: Any
+    negative: Negative
+    is_encoder_decoder = False
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        return self.model.logits(x)
+
+    def start(self, batch: int, capacity: int) -> Cache:
+        return self.model.start(2 * batch, capacity)
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"] | None,
+        mask: Bool[Array, "B T"],
+        cache: Cache,
+        *,
+        fresh: bool = False,
+        at: Int[Array, " B"] | None = None,
+        branches: Branches | None = None,
+        inputs_embeds: Float[Array, "B T D"] | None = None,
+        **options: Any,
+    ) -> DecodeOutput:
+        """As `Decoder.decode`. With `fresh` the unconditional rows read their own contexts, and so
+        they do where the cache has no rows for them yet: it holds a conversation without them."""
+        if cache.mask.shape[0] == mask.shape[0]:
+            return self.joined(tokens, mask, cache, at=at, inputs_embeds=inputs_embeds, **options)
+        # What is chosen continues both contexts, in the same slots.
+        length = cache.length
+        if jnp.ndim(length) == 1:
+            cache = cache.replace(length=stacked(length, length))
+        below = (tokens, mask, at)
+        if fresh:
+            negative = self.negative.padded(mask.shape[1])
+            below = (negative.tokens, negative.mask, negative.at)
+        if inputs_embeds is not None:
+            tokens, embeds = None, self.model.embed(below[0])
+            inputs_embeds = jnp.concatenate([inputs_embeds.astype(embeds.dtype), embeds])
+        if branches is not None:
+            columns = branches.columns
+            branches = Branches(
+                seen=stacked(branches.seen, branches.seen),
+                columns=stacked(columns, columns) if columns.ndim == 2 else columns,
+            )
+        read = self.model.decode(
+            stacked(tokens, below[0]),
+            stacked(mask, below[1]),
+            cache,
+            fresh=fresh,
+            at=stacked(at, below[2]),
+            branches=branches,
+            inputs_embeds=inputs_embeds,
+            **options,
+        )
+        rows = mask.shape[0]
+        upper = jax.tree.map(lambda x: x[:rows], read.replace(cache=None))
+        cache = read.cache
+        if jnp.ndim(length) == 1:
+            cache = cache.replace(length=cache.length[:rows])
+        return upper.replace(cache=cache, unconditional_logits=read.logits[rows:])
+
+    def joined(
+        self, tokens: Any, mask: Bool[Array, "B T"], cache: Cache, **options: Any
+    ) -> DecodeOutput:
+        """Reads the new part of a conversation, and the unconditional contexts in rows below."""
+        negative, rows = self.negative, mask.shape[0]
+        upper = self.model.decode(tokens, mask, cache, **options)
+        options.update(at=negative.at, inputs_embeds=None)
+        empty = cache.cut(jnp.zeros((rows,), jnp.int32))
+        lower = self.model.decode(negative.tokens, negative.mask, empty, fresh=True, **options)
+        return upper.replace(
+            cache=lower.cache.below(upper.cache), unconditional_logits=lower.logits
+        )
+
+    def early_exit(self, layers: int) -> Guided:
+        return dataclasses.replace(self, model=self.model.early_exit(layers))
+
+
+def beside(model: Any, other: Any) -> Any:
+    """The other model, which follows the unconditional contexts of `model`, if that does."""
+    return Guided(other, model.negative) if isinstance(model, Guided) else other
+
+
+def stacked(above: Array | None, below: Array | None) -> Any:
+    """The rows of both, or None where the first are not given."""
+    return None if above is None or below is None else jnp.concatenate([above, below])
+
+
+def negative_prompt(
+    model: Any,
+    config: GenerationConfig,
+    arguments: Mapping[str, Any],
+    given: PaddedBatch,
+    inputs: Mapping[str, Any],
+) -> PaddedBatch | None:
+    """The unconditional contexts, or None without guidance. By default each prompt's last token.
+
+    Args:
+        arguments: `negative_prompt_ids` [B, T] and `negative_prompt_attention_mask` [B, T], 1 at
+            real tokens (None: all are).
+        given: the prompts.
+        inputs: other inputs of the model, by name.
+
+    Raises:
+        InputError: ids and prompts do not fit each other, or there is no guidance to use them.
+        UnsupportedError: an encoder-decoder, or an input that unconditional rows cannot share.
+    """
+    ids = arguments.get("negative_prompt_ids")
+    mask = arguments.get("negative_prompt_attention_mask")
+    if mask is not None and ids is None:
+        raise InputError("negative_prompt_attention_mask: given without negative_prompt_ids")
+    scale = config.guidance_scale
+    if scale is None or (not is_traced(scale) and scale == 1):
+        if ids is not None and scale is None:
+            raise InputError("negative_prompt_ids: has no effect without guidance_scale")
+        return None
+    if model.is_encoder_decoder:
+        raise UnsupportedError(
+            "guidance_scale: not for encoder-decoders (nor in transformers, which would run the "
+            "model on the decoder's tokens without an encoder's input)"
+        )
+    for name in ("token_type_ids", "encoder_hidden_states"):
+        if inputs.get(name) is not None:
+            raise UnsupportedError(
+                f"guidance_scale: not together with {name}, which unconditional rows do not have"
+            )
+    if ids is None:
+        return last_tokens(given)
+    ids = checked_ids("negative_prompt_ids", ids, model.config.vocab_size)
+    if ids.shape[0] != given.mask.shape[0]:
+        raise InputError(
+            f"negative_prompt_ids: {ids.shape[0]} rows for {given.mask.shape[0]} prompts"
+        )
+    return PaddedBatch(ids, checked_mask(mask, ids.shape, "negative_prompt_attention_mask"))
+
+
+def last_tokens(given: PaddedBatch) -> PaddedBatch:
+    """Each row's last real token, as a context of one column."""
+    if given.ids is None:
+        raise InputError("negative_prompt_ids: needed where the prompt has no token ids")
+    column = last_real(given.mask)[:, None]
+    host = jnp if is_traced(given.ids) or is_traced(column) else np
+    ids = host.take_along_axis(host.asarray(given.ids), column, axis=1)
+    return PaddedBatch(ids, np.ones(ids.shape, bool))

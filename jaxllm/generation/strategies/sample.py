@@ -1,0 +1,211 @@
+"""Greedy search and sampling: one token a row and step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxllm.cache.kv_cache import Cache, put_columns
+from jaxllm.generation.strategies.records import Records, first_records
+from jaxllm.generation.strategies.strategy import (
+    NEVER,
+    DecodeSettings,
+    Prompt,
+    Result,
+    Strategy,
+    note_nonfinite,
+    unconditional,
+)
+from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
+from jaxllm.models.outputs import DecodeOutput
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Carried by the loop and donated to it, so that cache and sequences are updated in place."""
+
+    sequences: Int[Array, "B L"]
+    """Prompt and generated tokens, pad beyond `cur_len`. L is a bucket."""
+    mask: Bool[Array, "B L"]
+    """Which columns hold real tokens: not the prompt's padding, nor pads after a row's end."""
+    cur_len: Int[Array, ""]
+    """Columns in use, prompt included."""
+    token: Int[Array, " B"]
+    """The newest token of each row; not in the cache yet."""
+    done: Bool[Array, " B"]
+    """The row has ended."""
+    keys: Key[Array, " B"]
+    """One key a row; step t draws with fold_in(key, t), whatever the batch around the row."""
+    step: Int[Array, ""]
+    """New tokens so far."""
+    first_nonfinite_step: Int[Array, " B"]
+    cache: Cache
+    scores: Float[Array, "N B V"] | None = None
+    """Processed scores of every step (`output_scores`)."""
+    logits: Float[Array, "N B V"] | None = None
+    """Raw logits of every step (`output_logits`)."""
+    records: Records | None = None
+    """Hidden states and attentions of every step, where they are kept."""
+
+    def replace(self, **changes) -> Self:
+        return dataclasses.replace(self, **changes)
+
+
+AnyState = TypeVar("AnyState", bound=State)
+
+
+class Prediction(NamedTuple):
+    """What the model says of each row's next token."""
+
+    logits: Float[Array, "B V"]
+    """Raw."""
+    basis: Float[Array, "B V"]
+    """What the processors start from."""
+    unconditional: Float[Array, "B V"] | None
+    """Logits after the negative prompt (guidance)."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sample(Strategy[State]):
+    """The best token, or one drawn from the processed scores."""
+
+    sampling: bool = dataclasses.field(metadata={"static": True})
+    count: int = dataclasses.field(default=1, metadata={"static": True})
+    """Results a row: the prompt is prefilled once for all of them."""
+    slides = True
+
+    @property
+    def samples(self) -> int:
+        return self.count
+
+    def init(self, model, prompt, read, settings, room):
+        predicted = self.prediction(model, read, prompt.at, jnp.ones(prompt.at.shape, bool))
+        predicted = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), predicted)
+        state = first_state(prompt, read.cache.repeat(self.count), self.count)
+        state = with_records(state, predicted.logits, settings, room)
+        kept = first_records(read, self.count, room, **settings.decode_options)
+        return self.emit(state.replace(records=kept), predicted, settings)
+
+    def step(self, model, state, settings):
+        live = ~state.done
+        options = {**settings.decode_options, **self.read_options}
+        read = model.decode(state.token[:, None], live[:, None], state.cache, **options)
+        if state.records is not None:
+            state = state.replace(records=state.records.write(read, state.step))
+        predicted = self.prediction(model, read, None, live)
+        return self.emit(state.replace(cache=read.cache), predicted, settings)
+
+    def prediction(
+        self,
+        model: Any,
+        read: DecodeOutput,
+        at: Int[Array, " B"] | None,
+        live: Bool[Array, " B"],
+    ) -> Prediction:
+        """What counts of the model's output: the newest column, or column `at` of the prompt."""
+        logits = read.logits[:, 0]
+        return Prediction(logits, logits, unconditional(read))
+
+    def emit(self, state: State, predicted: Prediction, settings: DecodeSettings) -> State:
+        """From the logits of a step to its tokens."""
+        scores = settings.processors(
+            state.sequences,
+            predicted.basis,
+            state.cur_len,
+            mask=state.mask,
+            prompt_len=state.cur_len - state.step,
+            unconditional_logits=predicted.unconditional,
+        )
+        if self.sampling:
+            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
+            token = choose_sample(keys, scores)
+        else:
+            token = choose_greedy(scores)
+        return append(state, token, predicted.logits, scores, settings)
+
+    def finish(self, state, settings):
+        return result(state)
+
+
+def first_state(prompt: Prompt, cache: Cache, samples: int) -> State:
+    """Before the first token, with each row `samples` times."""
+    batch = prompt.sequences.shape[0] * samples
+    return State(
+        sequences=jnp.repeat(prompt.sequences, samples, axis=0),
+        mask=jnp.repeat(prompt.mask, samples, axis=0),
+        cur_len=prompt.start_len,
+        token=jnp.zeros((batch,), jnp.int32),
+        done=jnp.zeros((batch,), bool),
+        keys=prompt.keys,
+        step=jnp.zeros((), jnp.int32),
+        first_nonfinite_step=jnp.full((batch,), NEVER, jnp.int32),
+        cache=cache,
+    )
+
+
+def with_records(
+    state: Any, logits: Float[Array, "B V"], settings: DecodeSettings, room: int
+) -> Any:
+    """The state with room for the scores and logits of every step, where they are kept."""
+    if settings.keep_scores:
+        state = state.replace(scores=jnp.zeros((room, *logits.shape), logits.dtype))
+    if settings.keep_logits:
+        state = state.replace(logits=jnp.zeros((room, *logits.shape), logits.dtype))
+    return state
+
+
+def record(kept: Float[Array, "N B V"] | None, values: Float[Array, "B V"], step: Int[Array, ""]):
+    """Writes this step into a record, where one is kept."""
+    if kept is None:
+        return None
+    return jax.lax.dynamic_update_slice_in_dim(kept, values[None], step, axis=0)
+
+
+def result(state: State) -> Result:
+    """The rows of a state in which each is a result."""
+    return Result(
+        sequences=state.sequences,
+        length=state.cur_len,
+        steps=state.step,
+        first_nonfinite_step=state.first_nonfinite_step,
+        scores=state.scores,
+        logits=state.logits,
+        records=state.records,
+    )
+
+
+def append(
+    state: AnyState,
+    token: Int[Array, " B"],
+    logits: Float[Array, "B V"],
+    scores: Float[Array, "B V"],
+    settings: DecodeSettings,
+) -> AnyState:
+    """Writes a token to each live row and a pad to the others, and notes which rows end."""
+    live = ~state.done
+    token = jnp.where(live, token, settings.pad)
+    first_nonfinite_step = state.first_nonfinite_step
+    if not settings.allow_nonfinite:
+        first_nonfinite_step = note_nonfinite(
+            first_nonfinite_step, state.step, live, logits, scores
+        )
+    sequences = put_columns(state.sequences, token[:, None], state.cur_len)
+    mask = put_columns(state.mask, live[:, None], state.cur_len)
+    stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=mask)
+    return state.replace(
+        scores=record(state.scores, scores, state.step),
+        logits=record(state.logits, logits, state.step),
+        sequences=sequences,
+        mask=mask,
+        cur_len=state.cur_len + 1,
+        token=token,
+        done=state.done | jnp.isin(token, settings.eos) | stopped,
+        step=state.step + 1,
+        first_nonfinite_step=first_nonfinite_step,
+    )

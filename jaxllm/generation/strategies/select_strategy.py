@@ -1,0 +1,178 @@
+"""From generation settings to the strategy that they ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.inputs.values import float_leaf, is_traced
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.mode import drafts_asked_for, generation_mode
+from jaxllm.generation.strategies.assisted.assistants import assisted
+from jaxllm.generation.strategies.beam.beam_search import BeamSearch
+from jaxllm.generation.strategies.beam.constrained_beam import ConstrainedBeamSearch
+from jaxllm.generation.strategies.beam.constraints import (
+    DisjunctiveConstraint,
+    PhrasalConstraint,
+    Tries,
+    force_words,
+)
+from jaxllm.generation.strategies.beam.group_beam import GroupBeamSearch
+from jaxllm.generation.strategies.contrastive import Contrastive
+from jaxllm.generation.strategies.dola import DoLa, layers_to_contrast
+from jaxllm.generation.strategies.sample import Sample
+from jaxllm.generation.strategies.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is known on the host when the strategy is chosen."""
+
+    model: Any
+    config: GenerationConfig
+    eos: tuple[int, ...]
+    batch: int
+    start_len: int
+    """Columns of the prompt, padding included."""
+    until: int
+    """`max_length`."""
+    arguments: Mapping[str, Any]
+    """Arguments of generate() that a strategy reads, such as `assistant_model`."""
+
+
+def _sample(call: Call) -> Strategy[Any]:
+    config = call.config
+    return Sample(sampling=bool(config.do_sample), count=config.num_return_sequences)
+
+
+def _assisted(call: Call) -> Strategy[Any]:
+    assistant = call.arguments.get("assistant_model")
+    return assisted(
+        call.model, call.config, assistant, new=call.until - call.start_len, until=call.until
+    )
+
+
+def _contrastive(call: Call) -> Strategy[Any]:
+    k, vocabulary = call.config.top_k, call.model.config.vocab_size
+    if is_traced(k):
+        raise InputError("top_k: contrastive search runs so many candidates; found a tracer")
+    if k > vocabulary:
+        raise InputError(f"top_k: {k} candidates of a vocabulary of {vocabulary}")
+    alpha = float_leaf("generate()", "penalty_alpha", call.config.penalty_alpha, "[0, 1]")
+    return Contrastive(alpha=alpha, k=k, low_memory=bool(call.config.low_memory))
+
+
+def _dola(call: Call) -> Strategy[Any]:
+    if call.model.is_encoder_decoder:
+        raise InputError("dola_layers: DoLa decoding is only available for decoder-only models")
+    config = call.config
+    return DoLa(
+        sampling=bool(config.do_sample),
+        count=config.num_return_sequences,
+        layers=layers_to_contrast(call.model, config.dola_layers),
+    )
+
+
+def _beams(call: Call) -> dict[str, Any]:
+    config = call.config
+    if config.low_memory:
+        raise UnsupportedError(
+            "low_memory: of contrastive search alone (transformers refuses it with beams as well); "
+            "beams share the prompt's keys and values without it"
+        )
+    penalty = float_leaf("generate()", "length_penalty", config.length_penalty, "(-inf, inf)")
+    return {
+        "length_penalty": penalty,
+        "beams": config.num_beams,
+        "returns": config.num_return_sequences,
+        "early_stopping": config.early_stopping,
+    }
+
+
+def _check_plain_end(call: Call) -> None:
+    for name, value in (
+        ("stop_strings", call.config.stop_strings),
+        ("max_time", call.config.max_time),
+        ("stopping_criteria", call.arguments.get("stopping_criteria")),
+    ):
+        if value:
+            raise UnsupportedError(
+                f"{name}: groups and constraints end by end tokens and lengths only (transformers "
+                "looks at other criteria just when all beams meet them)"
+            )
+
+
+def _beam_search(call: Call) -> Strategy[Any]:
+    return BeamSearch(**_beams(call), sampling=bool(call.config.do_sample))
+
+
+def _group_beam_search(call: Call) -> Strategy[Any]:
+    config = call.config
+    _check_plain_end(call)
+    if config.do_sample:
+        raise UnsupportedError("num_beam_groups: diverse beam search does not sample")
+    if not is_traced(config.diversity_penalty) and config.diversity_penalty == 0:
+        raise InputError("diversity_penalty: must be above 0, or all groups find the same texts")
+    return GroupBeamSearch(**_beams(call), groups=config.num_beam_groups)
+
+
+def _constrained_beam_search(call: Call) -> Strategy[Any]:
+    config = call.config
+    if config.num_beams == 1:
+        name = "constraints" if config.force_words_ids is None else "force_words_ids"
+        raise InputError(f"{name}: constraints need beams; set num_beams above 1")
+    for name, wrong in (
+        ("do_sample", config.do_sample),
+        ("num_beam_groups", config.num_beam_groups > 1),
+    ):
+        if wrong:
+            raise UnsupportedError(f"{name}: not together with constraints")
+    _check_plain_end(call)
+    given = () if config.constraints is None else config.constraints
+    if not isinstance(given, list | tuple):
+        raise InputError(f"`constraints` must be a list of constraints, but is {given!r}")
+    for constraint in given:
+        if not isinstance(constraint, PhrasalConstraint | DisjunctiveConstraint):
+            raise InputError(
+                f"`constraints` must hold PhrasalConstraint or DisjunctiveConstraint, but holds "
+                f"{constraint!r}"
+            )
+    forced = () if config.force_words_ids is None else force_words(config.force_words_ids)
+    constraints = (*given, *forced)
+    if not constraints:
+        raise InputError("`constraints` is empty; give None for a search without them")
+    vocabulary = call.model.config.vocab_size
+    for token in (t for constraint in constraints for word in constraint.words for t in word):
+        if token >= vocabulary:
+            raise InputError(
+                f"`force_words_ids` names token {token}, but the vocabulary has {vocabulary} tokens"
+            )
+    return ConstrainedBeamSearch(**_beams(call), tries=Tries.of(constraints))
+
+
+MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
+    "greedy_search": _sample,
+    "sample": _sample,
+    "assisted_generation": _assisted,
+    "contrastive_search": _contrastive,
+    "dola_generation": _dola,
+    "beam_search": _beam_search,
+    "beam_sample": _beam_search,
+    "group_beam_search": _group_beam_search,
+    "constrained_beam_search": _constrained_beam_search,
+}
+
+
+def choose_strategy(call: Call) -> Strategy[Any]:
+    """The strategy of a call, by the rule of transformers (`generation_mode`)."""
+    assistant = call.arguments.get("assistant_model")
+    mode = generation_mode(call.config, assistant)
+    asked = drafts_asked_for(call.config, assistant)
+    if asked and mode != "assisted_generation":
+        raise UnsupportedError(
+            f"{asked[0]}: drafts go with greedy search and sampling alone, and these settings ask "
+            f"for {mode} (transformers would leave the draft out); drop one of the two"
+        )
+    return MODES[mode](call)

@@ -1,0 +1,219 @@
+"""Checks of a call's arrays on the host, before anything is traced.
+
+Indexing under jit clamps in silence, so nothing is left to it. Values of arrays that are already
+traced cannot be seen; their shapes and dtypes are checked all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from jaxllm.cache.kv_cache import Cache
+from jaxllm.common.errors import InputError
+
+IGNORED = -100
+"""The label of a position that does not count."""
+
+
+def is_traced(x: Any) -> bool:
+    """Whether x is a JAX tracer, whose value is not known yet."""
+    return isinstance(x, Tracer)
+
+
+def on_host(name: str, x: Any) -> Any:
+    """x as a numpy array; a tracer stays what it is."""
+    if is_traced(x):
+        return x
+    try:
+        return np.asarray(x)
+    except ValueError:
+        raise InputError(f"{name}: rows of different lengths; pad them to one length") from None
+
+
+def token_ids(name: str, ids: Any, vocab_size: int) -> Int[Array, "B T"]:
+    """Ids as int32, checked in the width they came in (int64 2**40 + 5 would become 5)."""
+    return jnp.asarray(checked_token_ids(name, ids, vocab_size), jnp.int32)
+
+
+def checked_token_ids(name: str, ids: Any, vocab_size: int) -> Any:
+    """The same, on the host if they came from there."""
+    ids = on_host(name, ids)
+    if ids.ndim != 2 or ids.size == 0:
+        raise InputError(f"{name}: expected a non-empty [batch, length], found {ids.shape}")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise InputError(f"{name}: expected integers, found {ids.dtype}")
+    if not is_traced(ids):
+        bad = (ids < 0) | (ids >= vocab_size)
+        if bad.any():
+            row, column = np.argwhere(bad)[0]
+            raise InputError(
+                f"{name}[{row}, {column}]: id {ids[row, column]} is not in the vocabulary "
+                f"(0 to {vocab_size - 1})"
+            )
+        ids = ids.astype(np.int32)  # on the host: nothing is compiled for this shape
+    return ids
+
+
+def embeddings(name: str, x: Any, width: int) -> Float[Array, "B T D"]:
+    """Vectors in place of token ids, or an encoder's output; they stay on their device."""
+    x = x if hasattr(x, "dtype") else on_host(name, x)
+    if x.ndim != 3 or x.shape[-1] != width or x.size == 0:
+        raise InputError(f"{name}: expected a non-empty [batch, length, {width}], found {x.shape}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise InputError(f"{name}: expected floats, found {x.dtype}")
+    return jnp.asarray(x)
+
+
+def mask_of(name: str, mask: Any, shape: tuple[int, ...]) -> Any:
+    """An attention mask (1 = real token) as Bool [B, T]; None means that every token is real.
+
+    It stays on the host if it came from there, so that no program is compiled for its shape.
+    """
+    if mask is None:
+        return np.ones(shape, bool)
+    mask = on_host(name, mask)
+    if mask.shape != shape:
+        raise InputError(f"{name}: expected shape {shape}, found {mask.shape}")
+    if is_traced(mask):
+        return mask.astype(bool)
+    if not np.isin(mask, (0, 1)).all():
+        raise InputError(f"{name}: expected 0 and 1 only")
+    return mask.astype(bool)
+
+
+def segment_ids(name: str, ids: Any, shape: tuple[int, ...], mask: Any, mask_name: str) -> Any:
+    """Documents of packed rows, int32 [B, T]: 0 at pads, then 1, 2, ... in runs."""
+    if ids is None:
+        return None
+    if mask is not None:
+        raise InputError(f"{mask_name}: has no effect beside {name}, whose 0 are the pads; drop it")
+    ids = on_host(name, ids)
+    if ids.shape != shape:
+        raise InputError(f"{name}: expected shape {shape}, found {ids.shape}")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise InputError(f"{name}: expected integers, found {ids.dtype}")
+    if is_traced(ids):
+        return ids.astype(jnp.int32)
+    for row, numbers in enumerate(ids):
+        runs = numbers[np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))]
+        runs = runs[runs != 0]
+        if (runs < 0).any() or len(set(runs.tolist())) != len(runs):
+            raise InputError(
+                f"{name}[{row}]: the tokens of a document stand together, under a number above 0; "
+                f"found the runs {runs.tolist()[:10]}"
+            )
+    return ids.astype(np.int32)
+
+
+def position_ids(ids: Any, shape: tuple[int, ...], limit: int | None) -> Int[Array, "B T"]:
+    """Positions of the caller's, [B, T] or [1, T], below `limit`."""
+    ids = on_host("position_ids", ids)
+    if ids.shape not in (shape, (1, shape[1])):
+        raise InputError(f"position_ids: expected shape {shape}, found {ids.shape}")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise InputError(f"position_ids: expected integers, found {ids.dtype}")
+    if not is_traced(ids):
+        last = (2**31 - 1 if limit is None else limit) - 1
+        if ids.min() < 0 or ids.max() > last:
+            raise InputError(
+                f"position_ids: expected 0 to {last}, found {ids.min()} to {ids.max()}"
+            )
+    return jnp.broadcast_to(jnp.asarray(ids, jnp.int32), shape)
+
+
+def check_room(mask: Any, cache: Cache | None, limit: int | None, segments: Any = None) -> None:
+    """New columns must fit the cache, and each row's (or document's) tokens the model's positions.
+
+    A cache that is traced is not looked into: under jit the caller answers for its length.
+    """
+    B, T = mask.shape
+    if cache is not None:
+        if cache.mask.shape[0] != B:
+            raise InputError(f"cache: holds {cache.mask.shape[0]} rows, but the call has {B}")
+        if not is_traced(cache.length) and int(cache.length) + T > cache.capacity:
+            raise InputError(
+                f"cache: {cache.capacity} columns, of which {int(cache.length)} are in use; {T} "
+                "more do not fit"
+            )
+    if limit is None:
+        return
+    before = np.zeros(B, np.int32) if cache is None else cache.next_position
+    needed = T
+    if not is_traced(mask) and not is_traced(before):
+        needed = int((np.asarray(before) + np.asarray(mask).sum(axis=-1)).max())
+    if segments is not None:
+        # Inside jit a row may hold any number of documents, so only the data can tell.
+        needed = 0 if is_traced(segments) else longest_document(segments)
+    if needed > limit:
+        raise InputError(f"input_ids: {needed} tokens, but this model has {limit} positions")
+
+
+def longest_document(segments: np.ndarray) -> int:
+    """Tokens of the longest document of packed rows."""
+    return max(
+        int(np.unique(row[row != 0], return_counts=True)[1].max(initial=0)) for row in segments
+    )
+
+
+def head_mask(name: str, mask: Any, layers: int, heads: int) -> Float[Array, "L N"] | None:
+    """A factor per layer and head; [N] holds for every layer."""
+    if mask is None:
+        return None
+    mask = on_host(name, mask)
+    if mask.shape not in ((layers, heads), (heads,)):
+        raise InputError(
+            f"{name}: expected shape {(layers, heads)} or {(heads,)}, found {mask.shape}"
+        )
+    return jnp.broadcast_to(jnp.asarray(mask, jnp.float32), (layers, heads))
+
+
+def columns_to_keep(keep: Any, length: int) -> Any:
+    """`logits_to_keep`: how many last columns (0: all), or the indices of columns."""
+    keep = on_host("logits_to_keep", keep)
+    if not jnp.issubdtype(keep.dtype, jnp.integer) or keep.ndim > 1:
+        raise InputError(f"logits_to_keep: expected an integer or a list of them, found {keep}")
+    if is_traced(keep):
+        if keep.ndim == 0:
+            raise InputError("logits_to_keep: a number of columns must be a Python int under jit")
+        return keep
+    if keep.ndim == 0:
+        if keep < 0:
+            raise InputError(f"logits_to_keep: expected 0 or more, found {keep}")
+        return slice(None) if keep == 0 else slice(-int(keep), None)
+    if keep.size == 0 or keep.min() < -length or keep.max() >= length:
+        raise InputError(f"logits_to_keep: expected columns 0 to {length - 1}, found {keep}")
+    return keep
+
+
+def one_of(ids: Any, embeds: Any, name: str = "input_ids", other: str = "inputs_embeds") -> None:
+    if (ids is None) == (embeds is None):
+        raise InputError(f"{name}, {other}: give exactly one of the two")
+
+
+def checked_labels(labels: Any, shape: tuple[int, ...], logits: Array) -> Int[Array, "B T"]:
+    """Labels of every position of the call: ids, or -100 (not counted)."""
+    labels = label_ids(labels, logits.shape[-1])
+    if labels.shape != shape:
+        raise InputError(f"labels: expected shape {shape}, found {labels.shape}")
+    if logits.shape[:2] != shape:
+        raise InputError("logits_to_keep: the loss of labels needs all logits; drop one of the two")
+    return labels
+
+
+def label_ids(labels: Any, classes: int) -> Int[Array, ...]:
+    """Labels below `classes`, or -100 where nothing is counted."""
+    labels = on_host("labels", labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise InputError(f"labels: expected integers, found {labels.dtype}")
+    if not is_traced(labels):
+        bad = (labels != IGNORED) & ((labels < 0) | (labels >= classes))
+        if bad.any():
+            raise InputError(
+                f"labels: expected 0 to {classes - 1} or {IGNORED} (none), found {labels[bad][0]}"
+            )
+    return jnp.asarray(labels, jnp.int32)

@@ -1,0 +1,141 @@
+"""T5's config.json, in the spellings of transformers 4 and 5."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.common.errors import ConfigError
+from jaxllm.models import config as cfg
+from jaxllm.nn.activations import activation
+
+ALIASES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+}
+# Keys that follow from others are compared with them. T5 has no limit on positions: the first
+# files state the length of pretraining. `scalable_attention` of umT5 never had an effect.
+HANDLED = frozenset({"is_gated_act", "dense_act_fn", "n_positions", "scalable_attention"})
+# What a file of that model_type means by leaving a key out, where it is not the class's default.
+ABSENT = {
+    "mt5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "umt5": {"feed_forward_proj": "gated-gelu"},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config(cfg.ModelConfig):
+    """Fields of config.json under their own names.
+
+    Two fields are resolved when a file is read. `tie_word_embeddings` is corrected by the loader:
+    a checkpoint with an `lm_head.weight` of its own is not tied, one without is.
+    `scale_decoder_outputs` (the head's input times d_model**-0.5) is the file's key of that name
+    when it is there, else follows from `tie_word_embeddings` not being false: version 4 has only
+    the latter, and version 5 writes both, with other meanings. But version 5 writes a plain
+    ``"tie_word_embeddings": true`` for every mT5 and umT5, so for these None means: if tied.
+    """
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_kv: int = 64
+    d_ff: int = 2048
+    num_layers: int = 6
+    num_decoder_layers: int | None = None
+    num_heads: int = 8
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    bias_per_layer: bool = False
+    dropout_rate: float = 0.1
+    layer_norm_epsilon: float = 1e-6
+    initializer_factor: float = 1.0
+    feed_forward_proj: str = "relu"
+    tie_word_embeddings: bool = True
+    scale_decoder_outputs: bool | None = True
+    pad_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 1
+    decoder_start_token_id: int | None = None
+
+    @property
+    def decoder_layers(self) -> int:
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the head's input is scaled."""
+        scale = self.scale_decoder_outputs
+        return self.tie_word_embeddings if scale is None else scale
+
+    @property
+    def gated(self) -> bool:
+        return self.feed_forward_proj.startswith("gated-")
+
+    @property
+    def act(self) -> str:
+        """`gated-gelu` has always meant the tanh GELU."""
+        name = self.feed_forward_proj.removeprefix("gated-")
+        return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
+
+    @property
+    def width(self) -> int:
+        return self.d_model
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"num_heads": self.num_heads}
+
+    @property
+    def context_length(self) -> None:
+        """Relative positions have no end."""
+        return None
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> T5Config:
+        """Reads and checks a config.json object.
+
+        Raises ConfigError or UnsupportedError, naming the field.
+        """
+        model_type = raw.get("model_type")
+        raw = {**ABSENT.get(str(model_type), {}), **raw}
+        config = cfg.read_config(
+            cls, raw, aliases=ALIASES, handled=HANDLED, derived=frozenset({"bias_per_layer"})
+        )
+        if raw.get("scale_decoder_outputs") is None:
+            untied = raw.get("tie_word_embeddings") is False
+            unclear = model_type in ("mt5", "umt5")
+            scale = False if untied else None if unclear else True
+            config = dataclasses.replace(config, scale_decoder_outputs=scale)
+        if model_type == "umt5":
+            config = dataclasses.replace(config, bias_per_layer=True)
+        if config.decoder_start_token_id is None:
+            # The T5 papers' convention, and what transformers falls back to in training.
+            config = dataclasses.replace(config, decoder_start_token_id=config.pad_token_id)
+        cfg.check_common(config)
+        sizes = ("d_model", "d_kv", "d_ff", "num_heads")
+        cfg.check_size(config, *sizes)
+        cfg.check_size(config, "num_layers", "decoder_layers", limit=cfg.MAX_LAYERS)
+        cfg.check_rate(config, "dropout_rate")
+        cfg.check_positive(config, "layer_norm_epsilon", "initializer_factor")
+        buckets, distance = (
+            config.relative_attention_num_buckets,
+            config.relative_attention_max_distance,
+        )
+        if not 4 <= buckets <= 2**16:
+            raise ConfigError(
+                f"relative_attention_num_buckets: expected 4 to 65536, found {buckets}"
+            )
+        if not buckets // 2 < distance <= 2**20:
+            raise ConfigError(
+                f"relative_attention_max_distance: expected at most 2**20 and more than half of "
+                f"relative_attention_num_buckets ({buckets // 2}), found {distance}"
+            )
+        activation(config.act, where="feed_forward_proj")
+        for key, value in (("is_gated_act", config.gated), ("dense_act_fn", config.act)):
+            if raw.get(key) is not None and raw[key] != value:
+                raise ConfigError(
+                    f"{key}: {raw[key]!r} contradicts feed_forward_proj, "
+                    f"{config.feed_forward_proj!r}"
+                )
+        return config

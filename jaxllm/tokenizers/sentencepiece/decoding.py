@@ -1,0 +1,206 @@
+"""From sentencepiece's pieces to text, as transformers 4.57's slow tokenizers do it.
+
+Three layers, from the outside in: added tokens are joined to the text around them with spaces;
+special tokens cut the text into chunks; each chunk is decoded as sentencepiece's ``Decode`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxllm.tokenizers.stream_decoder import Stage
+
+SPACE = "▁"
+
+
+@dataclass(frozen=True)
+class DecodeRules:
+    """How one tokenizer decodes.
+
+    Attributes:
+        fixed_text: The text of a piece that sentencepiece does not read as text with spaces: ""
+            for a control piece, the piece itself where it is not in the vocabulary; else None.
+        is_byte: Whether a piece stands for one byte.
+        strip_chunk_start: Whether a chunk loses its leading space.
+        strip_all_chunk_starts: Whether it loses all of them, when it starts with several.
+        special: Texts of the special tokens.
+        separate: Texts of added tokens that are joined to their surroundings with spaces.
+        add_prefix_space: Whether the first piece loses the ``▁`` that encoding put there.
+        space_before_chunk: "never", "always", or "inner": not where the text begins with a special
+            token. The space stands before the chunk that a special token *ends*, so such a chunk
+            is only known when the token comes.
+        space_after_first_special: Whether a first special token is followed by a space.
+        strip_text: Whether white space is taken from both ends of the text between separate tokens.
+    """
+
+    fixed_text: Callable[[str], str | None]
+    is_byte: Callable[[str], bool]
+    strip_chunk_start: bool
+    strip_all_chunk_starts: bool
+    special: frozenset[str]
+    separate: frozenset[str]
+    add_prefix_space: bool
+    space_before_chunk: str
+    space_after_first_special: bool
+    strip_text: bool
+
+
+class PiecesToText(Stage):
+    """``PreTrainedTokenizer._decode`` with ``spaces_between_special_tokens``, piece by piece."""
+
+    def __init__(self, rules: DecodeRules, skip_special_tokens: bool) -> None:
+        self._rules = rules
+        self._skip = skip_special_tokens
+        self._run: _Run | None = None
+        self._begun = False  # is there text before the current run?
+        self._run_begun = False  # has the current run given text?
+
+    def put(self, tokens: list[str]) -> list[str]:
+        result = []
+        for token in tokens:
+            if token in self._rules.separate:
+                result += [self._end_run(), f" {token}" if self._begun else token]
+                self._begun = True
+            else:
+                if self._run is None:
+                    self._run = _Run(self._rules, holds_chunks=not self._skip)
+                    self._run_begun = False
+                result.append(self._of_run(self._run.put(token)))
+        return result
+
+    def end(self) -> list[str]:
+        if self._run is None:
+            return []
+        text = self._of_run(self._run.end())
+        # A last run joins the list of texts even when it is empty.
+        return [text if self._run_begun or not self._begun else " "]
+
+    def inside(self, token: str) -> str | bytes:
+        rules = self._rules
+        if token in rules.special or token in rules.separate:
+            return token
+        if rules.is_byte(token):
+            return bytes.fromhex(token[3:5])
+        text = rules.fixed_text(token)
+        return token.replace(SPACE, " ") if text is None else text
+
+    def _end_run(self) -> str:
+        if self._run is None:
+            return ""
+        text = self._of_run(self._run.end())
+        self._begun = self._begun or self._run_begun
+        self._run = None
+        return text
+
+    def _of_run(self, text: str) -> str:
+        if not text or self._run_begun:
+            return text
+        self._run_begun = True
+        return f" {text}" if self._begun else text
+
+
+class _Run:
+    """``convert_tokens_to_string``: pieces and special tokens between two separate tokens."""
+
+    def __init__(self, rules: DecodeRules, holds_chunks: bool) -> None:
+        self._rules = rules
+        self._holds = holds_chunks and rules.space_before_chunk != "never"
+        self._count = 0
+        self._after_special = False
+        self._chunk = _Chunk(rules)
+        self._held = ""
+        self._text_begun = False
+        self._trailing = ""
+
+    def put(self, token: str) -> str:
+        return self._strip(self._put(token))
+
+    def end(self) -> str:
+        return self._strip(self._held + self._chunk.end())
+
+    def _put(self, token: str) -> str:
+        rules = self._rules
+        index, self._count = self._count, self._count + 1
+        if index == 0 and rules.add_prefix_space and token.startswith(SPACE):
+            token = token[1:]
+        if token in rules.special:
+            spaced = rules.space_before_chunk == "always" or (
+                rules.space_before_chunk == "inner" and index != 0
+            )
+            lead = " " if spaced and not self._after_special else ""
+            text = lead + self._held + self._chunk.end() + token
+            self._held, self._chunk, self._after_special = "", _Chunk(rules), True
+            return text
+        lead = ""
+        if self._after_special and index == 1 and rules.space_after_first_special:
+            lead = "" if token.startswith(SPACE) else " "
+        self._after_special = False
+        text = self._chunk.put(token)
+        if self._holds:
+            self._held, text = self._held + text, ""
+        return lead + text
+
+    def _strip(self, text: str) -> str:
+        """Leading white space is dropped; trailing white space waits for text behind it."""
+        if not self._rules.strip_text:
+            return text
+        text = self._trailing + text
+        if not self._text_begun:
+            text = text.lstrip()
+            self._text_begun = text != ""
+        kept = text.rstrip()
+        self._trailing = text[len(kept) :]
+        return kept
+
+
+class _Chunk:
+    """sentencepiece's ``Decode`` of pieces without special tokens."""
+
+    def __init__(self, rules: DecodeRules) -> None:
+        self._rules = rules
+        self._at_start = rules.strip_chunk_start
+        self._bytes = bytearray()
+
+    def put(self, piece: str) -> str:
+        if self._rules.is_byte(piece):
+            self._bytes.append(int(piece[3:5], 16))
+            text = self._characters(final=False)
+        else:
+            before = self._characters(final=True)
+            self._at_start = self._at_start and not before
+            text = before + self._piece(piece)
+        self._at_start = self._at_start and not text
+        return text
+
+    def end(self) -> str:
+        return self._characters(final=True)
+
+    def _piece(self, piece: str) -> str:
+        text = self._rules.fixed_text(piece)
+        if text is not None:
+            return text
+        if self._at_start and piece.startswith(SPACE):
+            piece = piece[1:]
+            self._at_start = self._rules.strip_all_chunk_starts
+        return piece.replace(SPACE, " ")
+
+    def _characters(self, final: bool) -> str:
+        """Take whole characters off the bytes; a byte that begins none becomes U+FFFD."""
+        result = []
+        while self._bytes:
+            size = _utf8_length(self._bytes[0])
+            if size > len(self._bytes) and not final:
+                break
+            try:
+                result.append(self._bytes[:size].decode("utf-8"))
+                del self._bytes[:size]
+            except UnicodeDecodeError:
+                result.append("\ufffd")
+                del self._bytes[:1]
+        return "".join(result)
+
+
+def _utf8_length(first: int) -> int:
+    """How many bytes a character has whose first byte is this."""
+    return 4 if first >= 0xF0 else 3 if first >= 0xE0 else 2 if first >= 0xC0 else 1

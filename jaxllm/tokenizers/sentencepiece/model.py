@@ -1,0 +1,68 @@
+"""A sentencepiece model from a stranger's bytes: loaded, and used, with errors of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import sentencepiece
+
+from jaxllm.common.errors import TokenizerError
+from jaxllm.tokenizers.sentencepiece.proto import read_normalizer_flags
+
+T = TypeVar("T")
+
+
+class SentencePieceModel:
+    """The pieces of a model and its way of cutting a text into them.
+
+    Attributes:
+        pieces: Every piece, in the order of the ids.
+        unk_piece: The piece of unknown text.
+        unk_text: What that piece is decoded to.
+        control: Pieces that no text has, such as ``<s>``.
+        bytes: Pieces that stand for one byte.
+        flags: What the normaliser does to spaces.
+
+    Raises:
+        TokenizerError: The bytes are no model, or one that cannot be used.
+    """
+
+    def __init__(self, model: bytes, source: str) -> None:
+        self._source = source
+        self.flags = read_normalizer_flags(model, source)
+        self._processor = processor = sentencepiece.SentencePieceProcessor()
+        self._guard(lambda: processor.LoadFromSerializedProto(model))
+        ids = range(processor.get_piece_size())
+        if processor.unk_id() not in ids:
+            raise TokenizerError(f"{source}: the model has no unknown piece")
+        self.pieces: list[str] = self._guard(lambda: [processor.id_to_piece(i) for i in ids])
+        self.vocabulary = frozenset(self.pieces)
+        self.unk_piece = self.pieces[processor.unk_id()]
+        self.unk_text: str = self._guard(lambda: processor.decode_pieces([self.unk_piece]))
+        self.control = frozenset(self.pieces[i] for i in ids if processor.is_control(i))
+        self.bytes = frozenset(self.pieces[i] for i in ids if processor.is_byte(i))
+
+    def encode(self, text: str) -> list[str]:
+        """Pieces of a text; a stretch of unknown characters is a piece that has no id."""
+        return self._guard(lambda: self._processor.encode(text, out_type=str))
+
+    def piece_to_id(self, piece: str) -> int:
+        """The id of a piece, the unknown piece's for a string that is no piece."""
+        return self._processor.piece_to_id(piece)
+
+    def fixed_text(self, piece: str) -> str | None:
+        """The text of a piece that is not read as text with spaces in it; else None."""
+        if piece in self.control:
+            return ""
+        if piece == self.unk_piece:
+            return self.unk_text
+        return None if piece in self.vocabulary else piece
+
+    def _guard(self, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except (RuntimeError, OSError, ValueError, TypeError) as failure:  # bad UTF-8 among them
+            raise TokenizerError(
+                f"{self._source}: not a sentencepiece model ({failure})"
+            ) from failure

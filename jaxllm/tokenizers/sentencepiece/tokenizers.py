@@ -1,0 +1,303 @@
+"""Llama's and T5's tokenizers over a sentencepiece model.
+
+The reference is transformers 4.57's slow ``LlamaTokenizer`` and ``T5Tokenizer``. ``legacy`` says
+what happens behind a special token: legacy tokenizers treat the text there as the start of a new
+text and put a space before it, the others take it as it is (transformers pull request 24565).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.tokenizers.added_tokens import (
+    place_added_tokens,
+    split_added_tokens,
+    token_pattern,
+)
+from jaxllm.tokenizers.batch import PaddingSide
+from jaxllm.tokenizers.sentencepiece.decoding import SPACE, DecodeRules, PiecesToText
+from jaxllm.tokenizers.sentencepiece.model import SentencePieceModel
+from jaxllm.tokenizers.sentencepiece.proto import WITHOUT_DUMMY_PREFIX
+from jaxllm.tokenizers.settings import (
+    LLAMA_TOKENS,
+    T5_TOKENS,
+    AddedToken,
+    TokenizerFiles,
+    TokenizerSettings,
+    added_tokens_of_json,
+)
+from jaxllm.tokenizers.stream_decoder import CleanUp, Stage
+from jaxllm.tokenizers.tokenizer import Tokenizer
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """What the two have in common: added tokens, the prefix space, pieces to ids.
+
+    Args:
+        model: A serialised sentencepiece model.
+        settings: Special tokens, flags and chat templates.
+        files: What ``save`` writes.
+        source: The name of the model's file, for messages.
+
+    Raises:
+        TokenizerError: The model is malformed, or the settings contradict it.
+    """
+
+    default_side: PaddingSide
+
+    def __init__(
+        self,
+        model: bytes,
+        settings: TokenizerSettings,
+        files: Mapping[str, bytes],
+        *,
+        source: str = "tokenizer.model",
+    ) -> None:
+        super().__init__(settings, files, self.default_side)
+        _refuse_options(settings)
+        self.legacy = settings.flag("legacy", True)
+        self.add_prefix_space = settings.flag("add_prefix_space", True)
+        if not self.legacy and not settings.flag("from_slow", False):
+            model += WITHOUT_DUMMY_PREFIX
+        self._model = SentencePieceModel(model, source)
+        self.vocab_size = len(self._model.pieces)
+        self._added = place_added_tokens(self._model.pieces, self._known_added(), settings, source)
+        self._tokens = {token.content: token for token in self._added.values()}
+        self._added_ids = {token.content: i for i, token in self._added.items()}
+        named = {t.content for t in (*settings.named.values(), *settings.extra)}
+        self._special = {
+            token.content: token
+            for token in self._added.values()
+            if token.special or token.content in named
+        }
+        self.special_ids = frozenset(self._added_ids[text] for text in self._special)
+        self._any_added = token_pattern(self._added_ids)
+        self._plain_added = token_pattern(set(self._added_ids) - set(self._special))
+        unk = settings.named.get("unk_token")
+        self._unk_text = self._model.unk_piece if unk is None else unk.content
+        self._unk_length = len(self._model.encode(self._unk_text))
+
+    def _known_added(self) -> dict[int, AddedToken]:
+        """Added tokens with their ids, from the settings and from the class."""
+        return dict(self.settings.added)
+
+    def __len__(self) -> int:
+        return max(self.vocab_size, max(self._added, default=-1) + 1)
+
+    def token_to_id(self, token: str) -> int | None:
+        if token in self._added_ids:
+            return self._added_ids[token]
+        return self._model.piece_to_id(token) if token in self._model.vocabulary else None
+
+    def id_to_token(self, index: int) -> str | None:
+        if index in self._added:
+            return self._added[index].content
+        return self._model.pieces[index] if index < self.vocab_size else None
+
+    @property
+    def special_tokens(self) -> Mapping[str, AddedToken]:
+        return self._special
+
+    def _encode_text(self, text: str) -> list[int]:
+        return self._encode([text], self._any_added)
+
+    def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
+        return self._encode(parts, self._plain_added)
+
+    def _prefixed(self, parts: Sequence[str | AddedToken]) -> list[str | AddedToken]:
+        """The new behaviour writes the prefix space itself, once, at the start of the text."""
+        if self.legacy or not any(part != "" for part in parts):
+            return list(parts)
+        texts = [p.replace(SPACE, " ") if isinstance(p, str) else p for p in parts]
+        if not self.add_prefix_space:
+            return texts
+        first = texts[0]
+        return [SPACE + first, *texts[1:]] if isinstance(first, str) else [SPACE, *texts]
+
+    def _encode(self, parts: Sequence[str | AddedToken], pattern: re.Pattern[str]) -> list[int]:
+        tokens: list[str | AddedToken] = []
+        for item in split_added_tokens(self._prefixed(parts), self._tokens, pattern):
+            tokens += [item] if isinstance(item, AddedToken) else self._tokenize(item)
+        if (
+            not self.legacy
+            and len(tokens) > 1
+            and tokens[0] == SPACE
+            and isinstance(tokens[1], AddedToken)
+            and tokens[1].content in self._special
+        ):
+            tokens = tokens[1:]
+        return [self._id(t.content if isinstance(t, AddedToken) else t) for t in tokens]
+
+    def _id(self, token: str) -> int:
+        index = self._added_ids.get(token)
+        return self._model.piece_to_id(token) if index is None else index
+
+    def _tokenize(self, text: str) -> list[str]:
+        """Pieces of a text without added tokens.
+
+        Without its dummy prefix sentencepiece strips the leading space of a text; the unknown
+        token in front of it, whose pieces are cut off again, keeps the space.
+        """
+        if self.legacy or not text.startswith((SPACE, " ")):
+            return self._model.encode(text)
+        tokens = self._model.encode(self._unk_text + text)
+        return tokens[self._unk_length :] if len(tokens) >= self._unk_length else tokens
+
+    def _decode_rules(self) -> DecodeRules:
+        flags = self._model.flags
+        extra = {token.content for token in self.settings.extra}
+        plain = set(self._added_ids) - set(self._special)
+        beyond = {t for t in extra if self._added_ids[t] >= self.vocab_size}
+        return DecodeRules(
+            fixed_text=self._model.fixed_text,
+            is_byte=self._model.bytes.__contains__,
+            strip_chunk_start=flags.add_dummy_prefix or flags.remove_extra_whitespaces,
+            strip_all_chunk_starts=flags.remove_extra_whitespaces,
+            special=frozenset(self._special),
+            separate=frozenset(plain | beyond),
+            add_prefix_space=self.add_prefix_space,
+            space_before_chunk="inner" if self.legacy else "never",
+            space_after_first_special=self.add_prefix_space,
+            strip_text=False,
+        )
+
+    def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
+        stages: list[Stage] = [PiecesToText(self._decode_rules(), skip_special_tokens)]
+        if self.settings.flag("clean_up_tokenization_spaces", False):
+            stages.append(CleanUp())
+        return stages
+
+
+class LlamaTokenizer(SentencePieceTokenizer):
+    """LLaMA's tokenizer: BOS before a text, ``BOS a BOS b`` for a pair, bytes for rare characters.
+
+    Options (tokenizer_config.json): ``add_bos_token`` (true), ``add_eos_token`` (false), ``legacy``
+    (true), ``add_prefix_space`` (true).
+    """
+
+    default_side = "left"
+
+    def __init__(
+        self,
+        model: bytes,
+        settings: TokenizerSettings,
+        files: Mapping[str, bytes],
+        *,
+        source: str = "tokenizer.model",
+    ) -> None:
+        super().__init__(model, settings.with_defaults(**LLAMA_TOKENS), files, source=source)
+        self._prefix = self._marker("bos", default=True)
+        self._suffix = self._marker("eos", default=False)
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> LlamaTokenizer:
+        """From a folder that holds tokenizer.model."""
+        source = str(files.folder / "tokenizer.model")
+        settings = _with_tokens_of_json(files, settings)
+        return cls(files.contents["tokenizer.model"], settings, files.contents, source=source)
+
+    def _marker(self, name: str, default: bool) -> list[int]:
+        if not self.settings.flag(f"add_{name}_token", default):
+            return []
+        index = self._named_id(f"{name}_token")
+        if index is None:
+            raise TokenizerError(f"tokenizer_config.json: add_{name}_token, but no {name}_token")
+        return [index]
+
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        result = self._prefix + ids + self._suffix
+        return result if pair is None else result + self._prefix + pair + self._suffix
+
+
+class T5Tokenizer(SentencePieceTokenizer):
+    """T5's tokenizer: ``</s>`` after a text, ``<extra_id_n>`` sentinels at the end of the ids.
+
+    Options (tokenizer_config.json): ``extra_ids`` (100), ``legacy`` (true), ``add_prefix_space``
+    (true). Sentinel n has the id ``len(tokenizer) - 1 - n`` and swallows the white space around it.
+    """
+
+    default_side = "right"
+
+    def __init__(
+        self,
+        model: bytes,
+        settings: TokenizerSettings,
+        files: Mapping[str, bytes],
+        *,
+        source: str = "spiece.model",
+    ) -> None:
+        settings = _with_sentinels(settings.with_defaults(**T5_TOKENS))
+        super().__init__(model, settings, files, source=source)
+        if self.eos_token_id is None:
+            raise TokenizerError("tokenizer_config.json: T5 needs an eos_token")
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> T5Tokenizer:
+        """From a folder that holds spiece.model."""
+        source = str(files.folder / "spiece.model")
+        settings = _with_tokens_of_json(files, settings)
+        return cls(files.contents["spiece.model"], settings, files.contents, source=source)
+
+    def _known_added(self) -> dict[int, AddedToken]:
+        sentinels = sum("<extra_id_" in token.content for token in self.settings.extra)
+        last = self.vocab_size - 1 + _extra_ids(self.settings)
+        return {
+            **{
+                last - n: AddedToken(f"<extra_id_{n}>", lstrip=True, rstrip=True)
+                for n in range(sentinels)
+            },
+            **self.settings.added,
+        }
+
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        return self._ended(ids) if pair is None else self._ended(ids) + self._ended(pair)
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        eos = self.eos_token_id
+        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+    def _decode_rules(self) -> DecodeRules:
+        return replace(
+            super()._decode_rules(),
+            space_before_chunk="always",
+            space_after_first_special=False,
+            strip_text=True,
+        )
+
+
+def _refuse_options(settings: TokenizerSettings) -> None:
+    if settings.options.get("sp_model_kwargs"):
+        raise UnsupportedError("tokenizer_config.json: sp_model_kwargs: sampling is not supported")
+    if settings.flag("do_lower_case", False):
+        raise UnsupportedError("tokenizer_config.json: do_lower_case is not supported")
+
+
+def _with_tokens_of_json(files: TokenizerFiles, settings: TokenizerSettings) -> TokenizerSettings:
+    """Added tokens that only a tokenizer.json in the same folder lists."""
+    if "added_tokens_decoder" in settings.options or "tokenizer.json" not in files:
+        return settings
+    return replace(settings, added={**settings.added, **added_tokens_of_json(files)})
+
+
+def _extra_ids(settings: TokenizerSettings) -> int:
+    count = settings.options.get("extra_ids", 100)
+    if type(count) is not int or not 0 <= count <= 2**16:
+        raise TokenizerError(f"tokenizer_config.json: extra_ids is {count!r}, not a count")
+    return count
+
+
+def _with_sentinels(settings: TokenizerSettings) -> TokenizerSettings:
+    count = _extra_ids(settings)
+    given = [token for token in settings.extra if "<extra_id_" in token.content]
+    if given and count > 0 and len(given) != count:
+        raise TokenizerError(
+            f"tokenizer_config.json: extra_ids is {count}, but additional_special_tokens lists"
+            f" {len(given)} sentinels"
+        )
+    if given:
+        return settings
+    sentinels = [AddedToken(f"<extra_id_{n}>", lstrip=True, rstrip=True) for n in range(count)]
+    return replace(settings, extra=(*settings.extra, *sentinels))

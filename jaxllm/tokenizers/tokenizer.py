@@ -1,0 +1,351 @@
+"""What every tokenizer offers: encode, batches with padding and mask, decode, chat, save."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from jaxllm.common.errors import InputError, TemplateError, TokenizerError, UnsupportedError
+from jaxllm.tokenizers.batch import BatchEncoding, Bucket, PaddingSide, checked_side, pad_rows
+from jaxllm.tokenizers.chat import templates as chat
+from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
+from jaxllm.tokenizers.stream_decoder import Stage, StreamDecoder
+
+MAX_TEXT_BYTES = 1_000_000
+# Arguments of transformers' apply_chat_template, which a template would take for its variables.
+_UNSUPPORTED_CHAT_OPTIONS = frozenset(
+    {
+        "continue_final_message",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+
+
+class Tokenizer(ABC):
+    """Text to ids and back, with Hugging Face's names and ids.
+
+    Attributes:
+        vocab_size: Size of the vocabulary without added tokens; ``len(tokenizer)`` has them too.
+        bos_token_id, eos_token_id, pad_token_id, unk_token_id: Ids, or None where there is none.
+        special_ids: Ids that ``decode(..., skip_special_tokens=True)`` leaves out.
+        padding_side: Where ``__call__`` pads unless it is told: "left" or "right".
+    """
+
+    vocab_size: int
+    special_ids: frozenset[int]
+    padding_side: PaddingSide
+
+    def __init__(
+        self, settings: TokenizerSettings, files: Mapping[str, bytes], padding_side: PaddingSide
+    ) -> None:
+        self.settings = settings
+        self._files = dict(files)
+        side = settings.options.get("padding_side", padding_side)
+        self.padding_side = checked_side(side, TokenizerError, "tokenizer_config.json: ")
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of ids: the largest id that the tokenizer knows, plus one."""
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token, spelt as in the vocabulary; None where there is no such token."""
+
+    @abstractmethod
+    def id_to_token(self, index: int) -> str | None:
+        """The token of an id, spelt as in the vocabulary; None beyond the vocabulary."""
+
+    @abstractmethod
+    def _encode_text(self, text: str) -> list[int]:
+        """Ids of a text, the special tokens that it spells included, nothing added."""
+
+    @abstractmethod
+    def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
+        """Ids of a text of which only the given tokens are special, nothing added.
+
+        For parts from which ``_encode_text`` would find the same special tokens, the ids are
+        those of ``_encode_text``.
+        """
+
+    @abstractmethod
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        """Put BOS, EOS and the like around one or two lists of ids."""
+
+    @abstractmethod
+    def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
+        """Fresh stages that turn the tokens of ids into text."""
+
+    @property
+    @abstractmethod
+    def special_tokens(self) -> Mapping[str, AddedToken]:
+        """The special tokens by their text."""
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.settings.named.get(name)
+        return None if token is None else self.token_to_id(token.content)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._named_id("pad_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self._named_id("unk_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template, in Jinja, or None."""
+        return self.settings.chat_templates.get("default")
+
+    def encode(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        split_special_tokens: bool | None = None,
+        max_bytes: int = MAX_TEXT_BYTES,
+    ) -> list[int]:
+        """Ids of a text, or of a pair of texts.
+
+        Args:
+            text: The text.
+            pair: A second text; Llama gives ``BOS text BOS pair``, T5 ``text </s> pair </s>``.
+            add_special_tokens: Whether to add BOS and EOS as the model's tokenizer does.
+            split_special_tokens: Whether a special token that the text spells, like ``</s>``, is
+                plain text. Off by default, as in transformers; turn it on for text from strangers.
+            max_bytes: Longest text, in bytes of UTF-8.
+
+        Raises:
+            InputError: A text is no ``str``, too long, or holds unpaired surrogates.
+        """
+        if split_special_tokens is None:
+            split_special_tokens = self.settings.flag("split_special_tokens", False)
+        encoded = []
+        for part in (text,) if pair is None else (text, pair):
+            _check_text(part, max_bytes)
+            ids = self._encode_parts([part]) if split_special_tokens else self._encode_text(part)
+            encoded.append(ids)
+        if not add_special_tokens:
+            return [index for ids in encoded for index in ids]
+        return self._add_special_tokens(encoded[0], encoded[1] if pair is not None else None)
+
+    def encode_user(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
+        """Ids of text from a stranger: no special token is read in it, and none is added."""
+        return self.encode(
+            text, add_special_tokens=False, split_special_tokens=True, max_bytes=max_bytes
+        )
+
+    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Text of ids. Ids beyond the vocabulary (a padded embedding has them) give nothing.
+
+        Raises:
+            InputError: An id is negative.
+        """
+        stream = self.stream_decoder(skip_special_tokens)
+        return stream.put(ids) + stream.end()
+
+    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
+        """A decoder that takes ids as they are generated; see :class:`StreamDecoder`."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+
+        def id_to_token(index: int) -> str | None:
+            return None if index in skipped else self.id_to_token(index)
+
+        return StreamDecoder(id_to_token, self._decode_stages(skip_special_tokens))
+
+    def token_bytes(self) -> tuple[bytes | None, ...]:
+        """What each id gives in the middle of a text, as UTF-8; computed once.
+
+        A token of a byte-level vocabulary, or a byte token, may be a part of a character. A special
+        token is its own text. Spaces that ``decode`` takes away or adds between tokens are left
+        out of account, as by transformers. None: an id without a token.
+        """
+        return self._token_bytes
+
+    @cached_property
+    def _token_bytes(self) -> tuple[bytes | None, ...]:
+        stages = self._decode_stages(skip_special_tokens=False)
+
+        def inside(token: str) -> bytes:
+            for stage in stages:
+                text = stage.inside(token)
+                if isinstance(text, bytes):
+                    return text
+                token = text
+            return token.encode("utf-8")
+
+        tokens = map(self.id_to_token, range(len(self)))
+        return tuple(None if token is None else inside(token) for token in tokens)
+
+    def __call__(
+        self,
+        texts: str | Sequence[str],
+        *,
+        padding_side: PaddingSide | None = None,
+        bucket: Bucket = None,
+        add_special_tokens: bool = True,
+        split_special_tokens: bool | None = None,
+        max_length: int | None = None,
+        max_bytes: int = MAX_TEXT_BYTES,
+    ) -> BatchEncoding:
+        """Encode and pad a batch of prompts.
+
+        Args:
+            texts: One prompt or several. An empty one is BOS where the tokenizer has a BOS.
+            padding_side: "left" or "right"; the tokenizer's own by default.
+            bucket: None pads to the longest prompt. An int rounds that length up to a multiple of
+                it, ``"power_of_two"`` up to a power of two, so that few lengths are compiled.
+            add_special_tokens, split_special_tokens, max_bytes: As for :meth:`encode`.
+            max_length: Most tokens in a prompt; a longer one is an error, nothing is cut.
+
+        Raises:
+            InputError: No prompt, an empty one without BOS, or one that is too long.
+        """
+        side = checked_side(padding_side or self.padding_side, InputError)
+        rows = [
+            self.encode(
+                text,
+                add_special_tokens=add_special_tokens,
+                split_special_tokens=split_special_tokens,
+                max_bytes=max_bytes,
+            )
+            for text in ([texts] if isinstance(texts, str) else texts)
+        ]
+        return self.pad(rows, padding_side=side, bucket=bucket, max_length=max_length)
+
+    def pad(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        padding_side: PaddingSide | None = None,
+        bucket: Bucket = None,
+        max_length: int | None = None,
+    ) -> BatchEncoding:
+        """Pad lists of ids to one length; the arguments and errors are those of ``__call__``."""
+        side = checked_side(padding_side or self.padding_side, InputError)
+        if len(rows) == 0:
+            raise InputError("the batch is empty: give at least one prompt")
+        rows = [self._filled(row, number) for number, row in enumerate(rows)]
+        for number, row in enumerate(rows):
+            if max_length is not None and len(row) > max_length:
+                raise InputError(
+                    f"prompt {number} has {len(row)} tokens, but max_length is {max_length}"
+                )
+        pad = self.pad_token_id if self.pad_token_id is not None else self.eos_token_id
+        return pad_rows(rows, 0 if pad is None else pad, side, bucket)
+
+    def _filled(self, row: Sequence[int], number: int) -> Sequence[int]:
+        if len(row) > 0:
+            return row
+        if self.bos_token_id is None:
+            raise InputError(
+                f"prompt {number} is empty, and the tokenizer has no BOS token to begin with"
+            )
+        return [self.bos_token_id]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> list[int] | str:
+        """Ids (or text) of a conversation, as the model's chat template writes it.
+
+        The ids are those that transformers gives, with one difference: a special token that a
+        message or a tool spells is plain text here. Nothing is added around the template's text,
+        so that there is exactly the BOS that the template writes.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` and whatever else the template reads.
+            add_generation_prompt: Whether to end with the start of the assistant's answer.
+            tokenize: Whether to return ids; the text otherwise.
+            tools: JSON schemas of functions, for templates that know tools.
+            chat_template: A template, or the name of one of the tokenizer's.
+            **kwargs: Further variables for the template.
+
+        Raises:
+            TemplateError: There is no template, it is too large, too slow, or it failed.
+            InputError: The messages hold something that JSON cannot express.
+            UnsupportedError: An option of transformers that is not a template's variable.
+        """
+        unsupported = _UNSUPPORTED_CHAT_OPTIONS.intersection(kwargs)
+        if unsupported:
+            raise UnsupportedError(f"apply_chat_template does not take {sorted(unsupported)}")
+        template = self._select_template(chat_template, tools is not None)
+        variables: dict[str, Any] = {
+            name: token.content for name, token in self.settings.named.items()
+        }
+        if self.settings.extra:
+            variables["additional_special_tokens"] = [t.content for t in self.settings.extra]
+        variables |= {"add_generation_prompt": add_generation_prompt, **kwargs}
+        untrusted = {"messages": messages, "tools": tools}
+        if "documents" in variables:
+            untrusted["documents"] = variables.pop("documents")
+        if not tokenize:
+            return chat.render(template, {**untrusted, **variables})
+        rendered = chat.render_parts(template, untrusted, variables, self.special_tokens)
+        if isinstance(rendered, str):
+            return self._encode_text(rendered)
+        return self._encode_parts(rendered)
+
+    def _select_template(self, chat_template: str | None, has_tools: bool) -> str:
+        templates = self.settings.chat_templates
+        if chat_template is not None:
+            return templates.get(chat_template, chat_template)
+        if has_tools and "tool_use" in templates:
+            return templates["tool_use"]
+        if "default" not in templates:
+            raise TemplateError(
+                "this tokenizer has no default chat template: pass chat_template="
+                + (f", for example the name of one of {sorted(templates)}" if templates else "...")
+            )
+        return templates["default"]
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Write the tokenizer's files so that transformers and jaxllm load them.
+
+        Files that came from a folder are written byte for byte.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)
+
+
+def _check_text(text: Any, max_bytes: int) -> None:
+    if not isinstance(text, str):
+        raise InputError(f"a text must be a str, not {type(text).__name__}")
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError as failure:
+        raise InputError(
+            f"the text holds an unpaired surrogate at character {failure.start}"
+        ) from failure
+    if size > max_bytes:
+        raise InputError(
+            f"the text has {size} bytes, but at most {max_bytes} are taken: pass max_bytes"
+            " to allow more"
+        )

@@ -1,0 +1,179 @@
+"""Checks a tokenizer.json before the Rust library parses it.
+
+On hostile files that library panics, aborts the process (a padding length of 2**40) or hangs. So
+every component is compared with a table of what the tokenizers of known models are made of, and
+the vocabulary is checked to be one: ids 0..V-1, each once, and merges inside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.tokenizers.settings import parse_added_token
+from jaxllm.tokenizers.tokenizer_json.components import as_object, check_component, is_count
+
+MAX_VOCABULARY = 2**24
+_TOP_LEVEL = {
+    "version",
+    "truncation",
+    "padding",
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+    "model",
+}
+_MODEL_FIELDS = {
+    "BPE": {
+        "type",
+        "dropout",
+        "unk_token",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "fuse_unk",
+        "byte_fallback",
+        "ignore_merges",
+        "vocab",
+        "merges",
+    },
+    "Unigram": {"type", "unk_id", "vocab", "byte_fallback"},
+}
+
+
+def check_tokenizer_json(spec: Any, source: str) -> dict[str, Any]:
+    """The same tokenizer, without padding and truncation, which are the caller's business.
+
+    Args:
+        spec: What ``json.loads`` made of the file.
+        source: Name of the file, for messages.
+
+    Raises:
+        TokenizerError: The file contradicts itself, or is no tokenizer.json.
+        UnsupportedError: A component that none of the supported tokenizers has.
+    """
+    if not isinstance(spec, dict):
+        raise TokenizerError(f"{source}: holds {type(spec).__name__}, not an object")
+    unknown = set(spec) - _TOP_LEVEL
+    if unknown:
+        raise TokenizerError(f"{source}: unknown fields {sorted(unknown)}")
+    model = as_object(spec.get("model"), f"{source}: model")
+    vocabulary = _check_model(model, f"{source}: model")
+    added = spec.get("added_tokens")
+    added = [] if added is None else added
+    size = _check_added_tokens(added, vocabulary, f"{source}: added_tokens")
+    for kind in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if spec.get(kind) is not None:
+            check_component(kind, spec[kind], f"{source}: {kind}", size)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        **{k: spec.get(k) for k in ("normalizer", "pre_tokenizer", "post_processor", "decoder")},
+        "model": model,
+    }
+
+
+def _check_model(model: dict[str, Any], source: str) -> dict[str, int]:
+    """The vocabulary, from token to id."""
+    # Files of before 2020 name no type; the library guesses it from the fields, and so do we.
+    kind = model.get("type", "BPE" if "merges" in model else "Unigram")
+    if not isinstance(kind, str) or kind not in _MODEL_FIELDS:
+        raise UnsupportedError(f"{source}: type is {kind!r}; supported are {sorted(_MODEL_FIELDS)}")
+    model["type"] = kind
+    unknown = set(model) - _MODEL_FIELDS[kind]
+    if unknown:
+        raise TokenizerError(f"{source}: unknown fields {sorted(unknown)}")
+    for name in ("fuse_unk", "byte_fallback", "ignore_merges"):
+        if name in model:
+            if model[name] is None:
+                del model[name]
+            elif not isinstance(model[name], bool):
+                raise TokenizerError(f"{source}: {name} is {model[name]!r}, not true or false")
+    return _check_bpe(model, source) if kind == "BPE" else _check_unigram(model, source)
+
+
+def _check_bpe(model: dict[str, Any], source: str) -> dict[str, int]:
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise UnsupportedError(f"{source}: {name} is {model[name]!r}; it must be null")
+    vocabulary = as_object(model.get("vocab"), f"{source}: vocab")
+    _check_ids(list(vocabulary.values()), f"{source}: vocab")
+    unknown = model.get("unk_token")
+    if unknown not in (None, "") and not (isinstance(unknown, str) and unknown in vocabulary):
+        raise TokenizerError(f"{source}: unk_token is {unknown!r}, which is not in the vocabulary")
+    merges = model.get("merges")
+    if not isinstance(merges, list):
+        raise TokenizerError(f"{source}: merges is {type(merges).__name__}, not a list")
+    for number, merge in enumerate(merges):
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(pair, list) and len(pair) == 2 and all(type(p) is str for p in pair)):
+            raise TokenizerError(f"{source}: merges[{number}] is {merge!r}, not a pair of tokens")
+        left, right = pair
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise TokenizerError(
+                f"{source}: merges[{number}] is {merge!r}: its parts or its result are not in"
+                " the vocabulary"
+            )
+    return vocabulary
+
+
+def _check_unigram(model: dict[str, Any], source: str) -> dict[str, int]:
+    pieces = model.get("vocab")
+    if not isinstance(pieces, list) or not pieces:
+        raise TokenizerError(f"{source}: vocab is not a list of pieces with scores")
+    vocabulary: dict[str, int] = {}
+    for number, entry in enumerate(pieces):
+        piece, score = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        if not isinstance(piece, str) or not isinstance(score, int | float):
+            raise TokenizerError(f"{source}: vocab[{number}] is {entry!r}, not [piece, score]")
+        if not math.isfinite(score) or abs(score) > 1e30:
+            raise TokenizerError(f"{source}: vocab[{number}] has the score {score!r}")
+        if not piece or piece in vocabulary:
+            raise TokenizerError(f"{source}: vocab[{number}] is {piece!r}, empty or a repetition")
+        vocabulary[piece] = number
+    unk_id = model.get("unk_id")
+    if unk_id is not None and not (is_count(unk_id) and unk_id < len(pieces)):
+        raise TokenizerError(f"{source}: unk_id is {unk_id!r}, but there are {len(pieces)} pieces")
+    return vocabulary
+
+
+def _check_added_tokens(added: Any, vocabulary: Mapping[str, int], source: str) -> int:
+    """The number of ids, those of the vocabulary and of the added tokens together."""
+    if not isinstance(added, list):
+        raise TokenizerError(f"{source}: {type(added).__name__}, not a list")
+    ids = dict(vocabulary)
+    contents = set()
+    for number, value in enumerate(added):
+        where = f"{source}[{number}]"
+        token = parse_added_token(as_object(value, where), where, special=False)
+        index = value.get("id")
+        if not is_count(index) or ids.get(token.content, index) != index:
+            raise TokenizerError(f"{where}: {token.content!r} has the id {index!r}")
+        if token.content in contents:
+            raise TokenizerError(f"{where}: {token.content!r} is added twice")
+        contents.add(token.content)
+        ids[token.content] = index
+    _check_ids(list(ids.values()), source, dense=True)
+    return len(ids)
+
+
+def _check_ids(ids: list[Any], source: str, *, dense: bool = False) -> None:
+    if len(ids) > MAX_VOCABULARY:
+        raise TokenizerError(f"{source}: {len(ids)} tokens, but at most {MAX_VOCABULARY} are taken")
+    for index in ids:
+        if not is_count(index):
+            raise TokenizerError(f"{source}: {index!r} is no id")
+    if len(set(ids)) != len(ids):
+        seen: set[int] = set()
+        twice = next(index for index in ids if index in seen or seen.add(index))
+        raise TokenizerError(f"{source}: two tokens have the id {twice}")
+    if dense and ids and max(ids) != len(ids) - 1:
+        missing = next(index for index in range(len(ids)) if index not in set(ids))
+        raise TokenizerError(
+            f"{source}: no token has the id {missing}, though ids go up to {max(ids)}"
+        )

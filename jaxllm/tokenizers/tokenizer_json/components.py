@@ -1,0 +1,196 @@
+"""The allowed parts of a tokenizer.json around its vocabulary, and the check of each.
+
+A part that is not in the table is refused: the library would take it, but nobody has looked at
+what it does with a hostile file.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.tokenizers.tokenizer_json.regex_check import check_regex
+
+_BYTE_LEVEL = {"add_prefix_space": bool, "trim_offsets": bool, "use_regex": bool}
+_METASPACE = {
+    "replacement": "character",
+    "prepend_scheme": ("first", "always", "never"),
+    "add_prefix_space": bool,
+    "split": bool,
+}
+_BEHAVIORS = ("Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+# Component -> its fields and their types. A tuple lists the allowed values, a string names one of
+# the checks below; only those in _OPTIONAL may be left out.
+_COMPONENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "normalizer": {
+        "Sequence": {"normalizers": "list"},
+        "Prepend": {"prepend": "text"},
+        "Replace": {"pattern": "pattern", "content": str},
+        "NFC": {},
+        "NFD": {},
+        "NFKC": {},
+        "NFKD": {},
+        "Lowercase": {},
+        "Strip": {"strip_left": bool, "strip_right": bool},
+        "StripAccents": {},
+        "Precompiled": {"precompiled_charsmap": "charsmap"},
+    },
+    "pre_tokenizer": {
+        "Sequence": {"pretokenizers": "list"},
+        "ByteLevel": _BYTE_LEVEL,
+        "Metaspace": _METASPACE,
+        "Split": {"pattern": "pattern", "behavior": _BEHAVIORS, "invert": bool},
+        "Digits": {"individual_digits": bool},
+        "Punctuation": {"behavior": _BEHAVIORS},
+        "Whitespace": {},
+        "WhitespaceSplit": {},
+    },
+    "post_processor": {
+        "Sequence": {"processors": "list"},
+        "ByteLevel": _BYTE_LEVEL,
+        "TemplateProcessing": {"single": "template", "pair": "template", "special_tokens": dict},
+    },
+    "decoder": {
+        "Sequence": {"decoders": "list"},
+        "ByteLevel": _BYTE_LEVEL,
+        "Metaspace": _METASPACE,
+        "Replace": {"pattern": "string_pattern", "content": str},
+        "ByteFallback": {},
+        "Fuse": {},
+        "Strip": {"content": "character", "start": "count", "stop": "count"},
+    },
+}
+_OPTIONAL = {
+    "ByteLevel": {"use_regex"},
+    "Metaspace": {"prepend_scheme", "add_prefix_space", "split"},
+}
+
+
+def check_component(kind: str, value: Any, source: str, size: int) -> None:
+    """Raise unless ``value`` is an allowed component.
+
+    Args:
+        kind: "normalizer", "pre_tokenizer", "post_processor" or "decoder".
+        value: The component, as JSON has it.
+        source: Where it is, for messages.
+        size: The number of ids, which a post-processor may name.
+    """
+    component = as_object(value, source)
+    name = component.get("type")
+    if not isinstance(name, str) or name not in _COMPONENTS[kind]:
+        raise UnsupportedError(
+            f"{source}: type is {name!r}; supported are {sorted(_COMPONENTS[kind])}"
+        )
+    fields = _COMPONENTS[kind][name]
+    where = f"{source}: {name}"
+    # Files of before 2023 spell Metaspace's replacement a second time.
+    unknown = set(component) - {"type", *fields} - ({"str_rep"} if name == "Metaspace" else set())
+    if unknown:
+        raise TokenizerError(f"{where} has the unknown fields {sorted(unknown)}")
+    missing = set(fields) - _OPTIONAL.get(name, set()) - set(component)
+    if missing:
+        raise TokenizerError(f"{where} lacks the fields {sorted(missing)}")
+    if name == "Metaspace" and component.get("str_rep") not in (None, component["replacement"]):
+        raise TokenizerError(f"{where}: str_rep and replacement differ")
+    for field, rule in fields.items():
+        if field not in component:
+            continue
+        if rule == "list":
+            _check_list(kind, component[field], f"{where}.{field}", size)
+        else:
+            _check_field(rule, component[field], f"{where}.{field}")
+    if name == "TemplateProcessing":
+        _check_template_tokens(component, where, size)
+
+
+def _check_list(kind: str, value: Any, source: str, size: int) -> None:
+    if not isinstance(value, list) or len(value) > 64:
+        raise TokenizerError(f"{source}: not a list of at most 64 components")
+    for number, item in enumerate(value):
+        if isinstance(item, dict) and item.get("type") == "Sequence":
+            raise UnsupportedError(f"{source}[{number}]: a Sequence inside a Sequence")
+        check_component(kind, item, f"{source}[{number}]", size)
+
+
+def _check_field(rule: Any, value: Any, source: str) -> None:
+    if isinstance(rule, tuple):
+        valid = value in rule
+    elif isinstance(rule, type):
+        valid = isinstance(value, rule)
+    elif rule == "character":
+        valid = isinstance(value, str) and len(value) == 1
+    elif rule == "text":
+        valid = isinstance(value, str) and 0 < len(value) <= 64
+    elif rule == "count":
+        valid = is_count(value)
+    elif rule == "template":
+        valid = isinstance(value, list) and len(value) <= 64
+    elif rule == "charsmap":
+        valid = _is_charsmap(value)
+    else:
+        return _check_pattern(value, source, regex_allowed=rule == "pattern")
+    if not valid:
+        raise TokenizerError(f"{source} is {str(value)[:80]!r}, which is not allowed there")
+
+
+def _check_pattern(value: Any, source: str, *, regex_allowed: bool) -> None:
+    pattern = as_object(value, source)
+    (kind, text), *others = pattern.items() or [(None, None)]
+    if others or kind not in ("String", "Regex") or not isinstance(text, str) or not text:
+        raise TokenizerError(f'{source}: neither {{"String": ...}} nor {{"Regex": ...}}')
+    if kind == "Regex":
+        if not regex_allowed:
+            raise UnsupportedError(f"{source}: a regular expression in a decoder")
+        check_regex(text, source)
+
+
+def _is_charsmap(value: Any) -> bool:
+    """sentencepiece's table of normalisations: a trie, its size in bytes before it, and strings."""
+    try:
+        blob = base64.b64decode(value, validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        return False
+    size = int.from_bytes(blob[:4], "little")
+    return len(blob) > 4 and size % 4 == 0 and 0 < size <= len(blob) - 4
+
+
+def _check_template_tokens(component: dict[str, Any], source: str, size: int) -> None:
+    tokens = component["special_tokens"]
+    for name, entry in tokens.items():
+        where = f"{source}: special_tokens[{name!r}]"
+        entry = as_object(entry, where)
+        ids, texts = entry.get("ids"), entry.get("tokens")
+        if set(entry) != {"id", "ids", "tokens"} or entry["id"] != name:
+            raise TokenizerError(f"{where}: not an entry named {name!r} with ids and tokens")
+        if not (isinstance(ids, list) and isinstance(texts, list) and len(ids) == len(texts) <= 64):
+            raise TokenizerError(f"{where}: ids and tokens are not lists of one length")
+        if not all(is_count(i) and i < size for i in ids) or not all(
+            isinstance(text, str) for text in texts
+        ):
+            raise TokenizerError(f"{where}: ids {ids!r} and tokens {texts!r}")
+    for field, sequences in (("single", {"A"}), ("pair", {"A", "B"})):
+        for number, piece in enumerate(component[field]):
+            where = f"{source}.{field}[{number}]"
+            (kind, value), *others = as_object(piece, where).items() or [(None, None)]
+            allowed = {"Sequence": sequences, "SpecialToken": set(tokens)}.get(str(kind), set())
+            value = as_object(value, where)
+            name, type_id = value.get("id"), value.get("type_id")
+            if others or not isinstance(name, str) or name not in allowed:
+                raise TokenizerError(f"{where}: {piece!r} names no sequence or special token")
+            if not is_count(type_id) or set(value) != {"id", "type_id"}:
+                raise TokenizerError(f"{where}: type_id is {type_id!r}")
+
+
+def as_object(value: Any, source: str) -> dict[str, Any]:
+    """``value``, unless it is no JSON object."""
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{source}: {type(value).__name__}, not an object")
+    return value
+
+
+def is_count(value: Any) -> bool:
+    """Whether ``value`` is an int that a library can take for an id, a length or a type."""
+    return type(value) is int and 0 <= value < 2**31

@@ -1,0 +1,111 @@
+"""Refuses regular expressions that can take exponential time.
+
+The pattern that splits text into words comes with the tokenizer and runs in a backtracking
+engine. Nested unbounded repetitions, like ``(a+)+``, can make that engine take exponential time in
+the length of the text, and back references too. No tokenizer in use has either.
+"""
+
+from __future__ import annotations
+
+import re
+
+from jaxllm.common.errors import UnsupportedError
+
+_MAX_LENGTH = 4096
+_MAX_BOUND = 64
+_BOUNDS = re.compile(r"\{(\d*)(,?)(\d*)\}")
+_ESCAPE = re.compile(r"\\(?:[pP]\{\^?[A-Za-z_]+\}|x[0-9A-Fa-f]{2}|[^0-9kgKXRyY])", re.DOTALL)
+_GROUP_START = re.compile(r"\((?:\?(?:[imsx]*-?[imsx]*:|=|!))?")
+
+
+def check_regex(pattern: str, source: str) -> None:
+    """Raise unless ``pattern`` is free of nested repetition, back references and the like.
+
+    >>> check_regex(r"'s| ?[\\p{L}]+|\\s+(?!\\S)|\\s+", "example")
+    >>> check_regex("(a+)+b", "example")
+    Traceback (most recent call last):
+    jaxllm.common.errors.UnsupportedError: example: the regular expression '(a+)+b' repeats a \\
+repetition
+
+    Raises:
+        UnsupportedError: The pattern is longer than 4096 characters, or holds something else than
+            characters, classes, groups, look-ahead, alternatives and repetitions that do not nest.
+    """
+
+    def refuse(reason: str) -> UnsupportedError:
+        return UnsupportedError(f"{source}: the regular expression {pattern[:200]!r} {reason}")
+
+    if len(pattern) > _MAX_LENGTH:
+        raise refuse(f"has more than {_MAX_LENGTH} characters")
+    open_groups = [False]  # per open group: does it hold a repetition?
+    item_repeats = False  # does the item just read hold one?
+    position = 0
+    while position < len(pattern):
+        character = pattern[position]
+        if character == "(":
+            match = _GROUP_START.match(pattern, position)
+            if match is None or pattern.startswith("?", match.end()):
+                raise refuse(f"has an unsupported group at {position}")
+            open_groups.append(False)
+            item_repeats = False
+            position = match.end()
+        elif character == ")":
+            if len(open_groups) == 1:
+                raise refuse(f"closes a group at {position} that was not opened")
+            item_repeats = open_groups.pop()
+            open_groups[-1] |= item_repeats
+            position += 1
+        elif character in "*+?{":
+            repeats, position = _quantifier(pattern, position)
+            if position < 0:
+                raise refuse("has a bound that is too large or malformed")
+            if repeats and item_repeats:
+                raise refuse("repeats a repetition")
+            item_repeats |= repeats
+            open_groups[-1] |= repeats
+        else:
+            position = _skip_character(pattern, position)
+            if position < 0:
+                raise refuse("has an unsupported escape or class")
+            item_repeats = False
+    if len(open_groups) != 1:
+        raise refuse("leaves a group open")
+
+
+def _quantifier(pattern: str, position: int) -> tuple[bool, int]:
+    """Whether it repeats at all, and the position after it; -1 where it is refused."""
+    if pattern[position] == "{":
+        bounds = _BOUNDS.match(pattern, position)
+        if bounds is None or not (bounds[1] or bounds[3]):
+            return False, -1
+        largest = int((bounds[3] if bounds[2] else bounds[1]) or _MAX_BOUND)
+        if largest > _MAX_BOUND or int(bounds[1] or 0) > largest:
+            return False, -1
+        repeats, position = largest > 1, bounds.end()
+    else:
+        repeats, position = pattern[position] != "?", position + 1
+    if position < len(pattern) and pattern[position] in "?+":  # lazy, possessive
+        position += 1
+    return repeats, position
+
+
+def _skip_character(pattern: str, position: int) -> int:
+    """The position after one character, escape or class; -1 where it is refused."""
+    if pattern[position] == "\\":
+        match = _ESCAPE.match(pattern, position)
+        return match.end() if match else -1
+    if pattern[position] != "[":
+        return position + 1
+    depth = 0
+    while position < len(pattern):
+        if pattern[position] == "\\":
+            match = _ESCAPE.match(pattern, position)
+            if match is None:
+                return -1
+            position = match.end()
+            continue
+        depth += {"[": 1, "]": -1}.get(pattern[position], 0)
+        position += 1
+        if depth == 0:
+            return position
+    return -1

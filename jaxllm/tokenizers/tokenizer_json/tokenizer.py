@@ -1,0 +1,280 @@
+"""Tokenizers described by a tokenizer.json: byte-level BPE (GPT-2, Llama 3, SmolLM2) and Unigram.
+
+Text is split into tokens by the tokenizers library, after the file has been checked; what is put
+around the tokens comes from the file's ``post_processor``, and the way back from its ``decoder``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import tokenizers
+
+from jaxllm.common.errors import TokenizerError
+from jaxllm.common.strict_json import parse_json
+from jaxllm.tokenizers.batch import PaddingSide
+from jaxllm.tokenizers.settings import (
+    GPT2_TOKENS,
+    LLAMA_TOKENS,
+    NAMED_TOKENS,
+    T5_TOKENS,
+    AddedToken,
+    TokenizerFiles,
+    TokenizerSettings,
+    parse_added_token,
+)
+from jaxllm.tokenizers.stream_decoder import CleanUp, Stage, decoder_stages
+from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.tokenizer_json.check import check_tokenizer_json
+from jaxllm.tokenizers.tokenizer_json.post_processor import choose_post_processor, read_template
+
+T = TypeVar("T")
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+class FastTokenizer(Tokenizer):
+    """A tokenizer from a tokenizer.json, with the ids of transformers 5.23's ``TokenizersBackend``.
+
+    Args:
+        spec: The object in tokenizer.json.
+        settings: Special tokens, flags and chat templates.
+        files: What ``save`` writes; made from ``spec`` and ``settings`` when None.
+        source: The name of the file, for messages.
+        padding_side: Where to pad, unless the settings say.
+
+    Raises:
+        TokenizerError: ``spec`` or the settings are malformed.
+        UnsupportedError: ``spec`` holds a component that no supported model has.
+    """
+
+    def __init__(
+        self,
+        spec: Any,
+        settings: TokenizerSettings,
+        files: Mapping[str, bytes] | None = None,
+        *,
+        source: str = "tokenizer.json",
+        padding_side: PaddingSide = "right",
+    ) -> None:
+        super().__init__(settings, files or {}, padding_side)
+        spec = check_tokenizer_json(spec, source)
+        spec["added_tokens"] = _all_added_tokens(spec, settings, source)
+        spec["post_processor"] = choose_post_processor(spec, settings)
+        decoder_stages(spec["decoder"])  # raises on what cannot be decoded
+        self._source = source
+        self._backend = _build(spec, source)
+        self._decoder = spec["decoder"]
+        self._template = read_template(spec["post_processor"])
+        self._is_bpe = spec["model"]["type"] == "BPE"
+        self._special = {
+            entry["content"]: parse_added_token(entry, source)
+            for entry in spec["added_tokens"]
+            if entry["special"]
+        }
+        self.vocab_size = len(spec["model"]["vocab"])
+        vocabulary = self._backend.get_vocab(True)
+        self._tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+        self.special_ids = frozenset(vocabulary[content] for content in self._special)
+        if files is None:
+            self._files = _written_files(self._backend, settings)
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> FastTokenizer:
+        """From a folder that holds tokenizer.json; the class that it names fills in defaults.
+
+        As in transformers, ``add_bos_token`` and ``add_eos_token`` count for Llama's class only:
+        the file itself says what is put around a text.
+        """
+        source = str(files.folder / "tokenizer.json")
+        spec = parse_json(files.contents["tokenizer.json"], source=source, error=TokenizerError)
+        side: PaddingSide = "right"
+        options = dict(settings.options)
+        flags = {name: options.pop(name, None) for name in ("add_bos_token", "add_eos_token")}
+        match (settings.tokenizer_class or "").removesuffix("Fast"):
+            case "LlamaTokenizer":
+                settings = settings.with_defaults(**LLAMA_TOKENS)
+                options |= flags
+                if options["add_bos_token"] is None:
+                    options["add_bos_token"] = True
+                side = "left"
+            case "GPT2Tokenizer":
+                settings = settings.with_defaults(**GPT2_TOKENS)
+            case "T5Tokenizer":
+                settings = settings.with_defaults(**T5_TOKENS)
+        settings = replace(settings, options=options)
+        return cls(spec, settings, files.contents, source=source, padding_side=side)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def id_to_token(self, index: int) -> str | None:
+        return self._tokens[index] if index < len(self._tokens) else None
+
+    @property
+    def special_tokens(self) -> Mapping[str, AddedToken]:
+        return self._special
+
+    def _encode_text(self, text: str) -> list[int]:
+        backend = self._backend
+        return _guard(lambda: backend.encode(text, add_special_tokens=False).ids, self._source)
+
+    def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
+        backend, names = self._guarded
+        text = "".join(p if isinstance(p, str) else names[p.content] for p in parts)
+        return _guard(lambda: backend.encode(text, add_special_tokens=False).ids, self._source)
+
+    @cached_property
+    def _guarded(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+        """A twin with the same ids, whose special tokens have names that no text can spell.
+
+        Nor can its model produce them from text: Unigram would find ``</s>`` in its vocabulary.
+        """
+        spec = json.loads(self._backend.to_str())
+        nonce = secrets.token_hex(16)
+        names = {
+            content: f"\ufdd0{nonce}:{number}\ufdd1" for number, content in enumerate(self._special)
+        }
+        for entry in spec["added_tokens"]:
+            if entry["content"] in names:
+                entry |= {"content": names[entry["content"]], "normalized": False}
+        spec["post_processor"] = None
+        model = spec["model"]
+        if model["type"] == "BPE":
+            model["vocab"] = {names.get(token, token): i for token, i in model["vocab"].items()}
+            model["merges"] = [
+                pair
+                for pair in model["merges"]
+                if not names.keys() & {pair[0], pair[1], pair[0] + pair[1]}
+            ]
+            if model["unk_token"] in names:
+                model["unk_token"] = names[model["unk_token"]]
+        else:
+            model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        return _build(spec, self._source), names
+
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        single, double = self._template
+        parts = {"A": ids, "B": pair or []}
+        result = []
+        for item in single if pair is None else double:
+            result += parts[item] if isinstance(item, str) else item
+        return result
+
+    def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
+        stages = decoder_stages(self._decoder)
+        # transformers 5 leaves BPE alone here: the clean-up would take away real spaces.
+        if self.settings.flag("clean_up_tokenization_spaces", False) and not self._is_bpe:
+            stages.append(CleanUp())
+        return stages
+
+
+def _guard(action: Callable[[], T], source: str) -> T:
+    """Run ``action`` of the Rust library, whose panics are no ``Exception``."""
+    try:
+        return action()
+    except Exception as failure:
+        raise TokenizerError(f"{source}: {failure}") from failure
+    except BaseException as failure:
+        if type(failure).__name__ == "PanicException":
+            raise TokenizerError(f"{source}: the tokenizers library failed: {failure}") from failure
+        raise
+
+
+def _build(spec: Mapping[str, Any], source: str) -> tokenizers.Tokenizer:
+    text = json.dumps(spec, ensure_ascii=False)
+    backend = _guard(lambda: tokenizers.Tokenizer.from_str(text), source)
+    for entry in spec["added_tokens"]:
+        index = backend.token_to_id(entry["content"])
+        if index != entry["id"]:
+            raise TokenizerError(
+                f"{source}: the added token {entry['content']!r} has the id {entry['id']}, but it"
+                f" follows from its place in the file that it is {index}"
+            )
+    return backend
+
+
+def _all_added_tokens(
+    spec: Mapping[str, Any], settings: TokenizerSettings, source: str
+) -> list[dict[str, Any]]:
+    """The added tokens of tokenizer.json with those of the settings, as transformers adds them."""
+    vocab = spec["model"]["vocab"]
+    ids = dict(vocab) if isinstance(vocab, dict) else {p: i for i, (p, _) in enumerate(vocab)}
+    entries: dict[str, dict[str, Any]] = {}
+
+    def add(token: AddedToken, index: int | None = None) -> None:
+        known = ids.setdefault(token.content, len(ids))
+        if index not in (None, known):
+            raise TokenizerError(
+                f"tokenizer_config.json: the added token {token.content!r} has the id {index},"
+                f" but in {source} it has the id {known}"
+            )
+        entries[token.content] = {"id": known, **asdict(token)}
+
+    for entry in sorted(spec["added_tokens"], key=lambda entry: entry["id"]):
+        ids[entry["content"]] = entry["id"]
+        add(parse_added_token(entry, source, special=False))
+    for index, token in settings.added.items():
+        add(token, index)
+    for token in (*settings.named.values(), *settings.extra):
+        present = entries.get(token.content)
+        if present is None:
+            add(replace(token, special=True))
+        else:
+            present["special"] = True
+    return sorted(entries.values(), key=lambda entry: entry["id"])
+
+
+def _written_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json, as transformers 4.57 and 5 read them."""
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        **settings.options,
+        **{name: t.content for name in NAMED_TOKENS if (t := settings.named.get(name))},
+    }
+    if "default" in settings.chat_templates:
+        config["chat_template"] = settings.chat_templates["default"]
+    return {
+        "tokenizer.json": backend.to_str(pretty=True).encode(),
+        "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),
+    }
+
+
+def read_merges(text: str) -> list[str]:
+    """The merges of a merges.txt, without its version line and empty lines."""
+    lines = re.split(r"\r?\n", text)
+    if lines[0].startswith("#version"):
+        lines = lines[1:]
+    return [line for line in lines if line]
+
+
+class GPT2Tokenizer(FastTokenizer):
+    """Byte-level BPE from vocab.json and merges.txt, with the ids of transformers' class."""
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> GPT2Tokenizer:
+        vocabulary = files.json_object("vocab.json")
+        prefix_space = settings.flag("add_prefix_space", False)
+        spec = {
+            "added_tokens": [],
+            "pre_tokenizer": {**BYTE_LEVEL, "add_prefix_space": prefix_space, "use_regex": True},
+            "decoder": {**BYTE_LEVEL, "use_regex": True},
+            "model": {
+                "type": "BPE",
+                "vocab": vocabulary,
+                "merges": read_merges(files.text("merges.txt")),
+            },
+        }
+        settings = settings.with_defaults(**GPT2_TOKENS)
+        source = str(files.folder / "vocab.json")
+        return cls(spec, settings, files.contents, source=source)

@@ -1,0 +1,176 @@
+"""From a config, a tokenizer and a model to batches: the entries of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxllm.common.errors import ConfigError
+from jaxllm.tokenizers import Tokenizer
+from jaxllm.training.data.batches import Batches, Epoch, Shard
+from jaxllm.training.data.chat import ChatFormat
+from jaxllm.training.data.config import (
+    DataConfig,
+    ModelInfo,
+    check_together,
+    eos_of,
+    length_limits,
+)
+from jaxllm.training.data.examples import Examples, Progress, encode_rows
+from jaxllm.training.data.formats import (
+    Format,
+    PromptCompletionFormat,
+    Seq2SeqFormat,
+    TextFormat,
+)
+from jaxllm.training.data.labels import ClassificationFormat, labels_of
+from jaxllm.training.data.plan import Planner
+from jaxllm.training.data.rows import Row, Rows, open_rows
+from jaxllm.training.data.sequence_rows import SequenceRows, dataset_rows
+
+
+def rows_of(config: DataConfig) -> Rows:
+    """The source that a config names.
+
+    Raises:
+        ConfigError: It names none.
+        MissingFileError, DataError, UnsupportedError: As `open_rows` and `dataset_rows`.
+    """
+    if config.dataset is not None:
+        return dataset_rows(config.dataset, config.dataset_name, config.split)
+    if config.path is None:
+        raise ConfigError("path: give the files of the data, or a dataset")
+    return open_rows(config.path, file_type=config.file_type, by_line=config.by_line)
+
+
+def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Format:
+    """The encoder of the config's rows for this model."""
+    check_together(config, model)
+    match config.format:
+        case "classification":
+            labels = labels_of(model, config.label_names)
+            return ClassificationFormat(tokenizer, config.text_field, config.label_field, labels)
+        case "chat":
+            return ChatFormat(
+                tokenizer,
+                model.eos_token_ids,
+                config.messages_field,
+                config.chat_template,
+                config.train_on,
+            )
+        case "text":
+            return TextFormat(tokenizer, eos_of(tokenizer, model), config.text_field)
+        case "prompt_completion":
+            eos = eos_of(tokenizer, model)
+            return PromptCompletionFormat(
+                tokenizer, eos, config.prompt_field, config.completion_field
+            )
+        case "seq2seq":
+            return Seq2SeqFormat(
+                tokenizer,
+                eos_of(tokenizer, model),
+                config.source_field,
+                config.target_field,
+                config.source_prefix,
+            )
+
+
+def read_examples(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    model: ModelInfo,
+    rows: Sequence[Row] | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Examples:
+    """Read and encode all rows of a config's source, or of `rows` in its place.
+
+    Args:
+        progress: called as ``progress(done, total)`` after every row.
+
+    Raises:
+        ConfigError: The config does not fit the model.
+        DataError: A file or a row is malformed or does not fit; the message says where.
+    """
+    encode = make_format(config, tokenizer, model)
+    limits = length_limits(config, model)
+    if rows is not None and (config.path is not None or config.dataset is not None):
+        raise ConfigError("path, dataset: have no effect when rows are given")
+    source = rows_of(config) if rows is None else SequenceRows(rows)
+    return encode_rows(source, encode, model, limits, config.on_too_long, progress)
+
+
+def make_batches(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    model: ModelInfo,
+    batch_size: int,
+    seed: int = 0,
+    process_index: int = 0,
+    process_count: int = 1,
+    epochs: int | None = None,
+    rows: Sequence[Row] | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Batches:
+    """Batches to train on.
+
+    Args:
+        config: The data and its format.
+        tokenizer: The model's.
+        model: What the data must know of it: ``ModelInfo.of(model)``.
+        batch_size: Rows of the global batch of one step.
+        seed: Of the order, where the config has none.
+        process_index, process_count: Which equal part of each batch is given.
+        epochs: How many; None: without end.
+        rows: A list of dicts in place of the config's source.
+        progress: Called as ``progress(done, total)`` after every row that was encoded.
+
+    Raises:
+        As `read_examples`.
+
+    >>> from jaxllm.tokenizers.byte_level import byte_tokenizer
+    >>> model = ModelInfo(kind="causal", vocab_size=258, context_length=64)
+    >>> config = DataConfig(format="prompt_completion", bucket=4)
+    >>> rows = [{"prompt": "1+1=", "completion": "2"}]
+    >>> batches = make_batches(config, byte_tokenizer(), model=model, batch_size=1, rows=rows)
+    >>> next(batches)["labels"][0, :7].tolist()
+    [-100, -100, -100, -100, 50, 256, -100]
+    """
+    shard = Shard(batch_size, process_index, process_count)
+    examples = read_examples(config, tokenizer, model, rows, progress)
+    return Batches(examples, model, _planner(config, model, batch_size, seed), shard, epochs)
+
+
+def epoch_batches(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    model: ModelInfo,
+    batch_size: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    rows: Sequence[Row] | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Epoch:
+    """Batches to evaluate on: every example exactly once, in the same order every time.
+
+    The last batch is filled up with rows that do not count: no token is real, labels are -100, and
+    `weights` 0 where labels are floats. What is returned can be iterated over as often as needed.
+    The arguments are those of `make_batches`.
+    """
+    shard = Shard(batch_size, process_index, process_count)
+    examples = read_examples(config, tokenizer, model, rows, progress)
+    planner = replace(_planner(config, model, batch_size, 0), shuffle=False)
+    plan = planner.plan(examples.lengths, epoch=0)
+    return Epoch(examples, model, plan, config.packing, shard.rows)
+
+
+def _planner(config: DataConfig, model: ModelInfo, batch_size: int, seed: int) -> Planner:
+    return Planner(
+        batch_size=batch_size,
+        limits=length_limits(config, model),
+        packing=config.packing,
+        bucket=config.bucket,
+        shuffle=config.shuffle,
+        seed=seed if config.seed is None else config.seed,
+    )

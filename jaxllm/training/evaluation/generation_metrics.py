@@ -1,0 +1,157 @@
+"""How well generated texts match references: exact match, accuracy, ROUGE, BLEU, chrF.
+
+Pure functions of (prediction, references) pairs; references are one text or several, of which the
+one that matches best counts. Each returns a dict of numbers on the scale of its field: exact match,
+accuracy and ROUGE from 0 to 1, BLEU and chrF from 0 to 100 (as rouge-score and sacrebleu do).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import string
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from jaxllm.common.errors import InputError
+from jaxllm.common.optional_deps import require
+
+Pairs = Sequence[tuple[str, str | Sequence[str]]]
+Scores = dict[str, float]
+
+ROUGE_KINDS = ("rouge1", "rouge2", "rougeL")
+
+
+def exact_match(pairs: Pairs) -> Scores:
+    """The share of predictions equal to a reference, but for space around them.
+
+    >>> exact_match([(" Paris\\n", "Paris"), ("paris.", "Paris")])
+    {'exact_match': 0.5}
+    """
+    return {"exact_match": _share_equal(pairs, str.strip)}
+
+
+def normalized_exact_match(pairs: Pairs) -> Scores:
+    """Exact match after `normalize`, the usual score of short answers.
+
+    >>> normalized_exact_match([("The  city: Paris!", ["Rome", "city Paris"])])
+    {'normalized_exact_match': 1.0}
+    """
+    return {"normalized_exact_match": _share_equal(pairs, normalize)}
+
+
+def normalize(text: str) -> str:
+    """Lower case, without punctuation, articles and superfluous space.
+
+    As the evaluation script of SQuAD does (Rajpurkar et al. 2016, arXiv:1606.05250).
+    """
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def accuracy(pairs: Sequence[tuple[Hashable, Hashable]]) -> Scores:
+    """The share of labels, texts or numbers, that equal their one reference.
+
+    >>> accuracy([(1, 1), (0, 1)])
+    {'accuracy': 0.5}
+    """
+    _check(pairs)
+    return {"accuracy": sum(found == wanted for found, wanted in pairs) / len(pairs)}
+
+
+def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> Scores:
+    """Mean F-measures of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), by rouge-score.
+
+    Raises:
+        MissingExtraError: rouge-score is not installed.
+    """
+    module = require("rouge_score.rouge_scorer", extra="metrics", purpose="ROUGE scores")
+    _check(pairs)
+    scorer = module.RougeScorer(list(ROUGE_KINDS), use_stemmer=use_stemmer)
+    found = [scorer.score_multi(_several(wanted), text) for text, wanted in pairs]
+    return {
+        kind: sum(scores[kind].fmeasure for scores in found) / len(found) for kind in ROUGE_KINDS
+    }
+
+
+def bleu(pairs: Pairs) -> Scores:
+    """BLEU of the whole set (Papineni et al. 2002) with sacrebleu's defaults: tokenizer 13a.
+
+    Raises:
+        MissingExtraError: sacrebleu is not installed.
+    """
+    return {"bleu": _sacrebleu().corpus_bleu(*_streams(pairs)).score}
+
+
+def chrf(pairs: Pairs) -> Scores:
+    """chrF2 of the whole set (Popović 2015) with sacrebleu's defaults: 6-grams of characters.
+
+    Raises:
+        MissingExtraError: sacrebleu is not installed.
+    """
+    return {"chrf": _sacrebleu().corpus_chrf(*_streams(pairs)).score}
+
+
+METRICS: dict[str, Callable[[Pairs], Scores]] = {
+    "exact_match": exact_match,
+    "normalized_exact_match": normalized_exact_match,
+    "rouge": rouge,
+    "bleu": bleu,
+    "chrf": chrf,
+}
+"""The metrics of texts by the names that a recipe gives them."""
+
+
+def check_metrics(names: Iterable[str]) -> None:
+    """Raises before anything is generated: a name is unknown, or its package is missing.
+
+    >>> check_metrics(["rogue"])
+    Traceback (most recent call last):
+    jaxllm.common.errors.InputError: metrics: no 'rogue', did you mean 'rouge'? There are \
+exact_match, normalized_exact_match, rouge, bleu, chrf
+    """
+    for name in names:
+        if name not in METRICS:
+            near = difflib.get_close_matches(name, METRICS, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else "."
+            raise InputError(f"metrics: no {name!r}{hint} There are {', '.join(METRICS)}")
+        METRICS[name]([("a", "a")])
+
+
+def score_texts(pairs: Pairs, names: Iterable[str]) -> Scores:
+    """The scores of several metrics, by their names in `METRICS`, in one dict."""
+    scores: Scores = {}
+    for name in names:
+        scores |= METRICS[name](pairs)
+    return scores
+
+
+def _share_equal(pairs: Pairs, form: Callable[[str], str]) -> float:
+    _check(pairs)
+    return sum(
+        form(text) in {form(reference) for reference in _several(wanted)} for text, wanted in pairs
+    ) / len(pairs)
+
+
+def _several(references: str | Sequence[str]) -> list[str]:
+    return [references] if isinstance(references, str) else list(references)
+
+
+def _check(pairs: Sequence[tuple[Hashable, object]]) -> None:
+    if len(pairs) == 0:
+        raise InputError("metrics: no predictions to score")
+    for number, (_, wanted) in enumerate(pairs):
+        if isinstance(wanted, Sequence) and not isinstance(wanted, str) and len(wanted) == 0:
+            raise InputError(f"metrics: prediction {number} has no reference")
+
+
+def _streams(pairs: Pairs) -> tuple[list[str], list[list[str | None]]]:
+    """Texts, and their references as sacrebleu wants them: all first ones, all second ones, ..."""
+    _check(pairs)
+    references = [_several(wanted) for _, wanted in pairs]
+    most = max(map(len, references))
+    streams = [[row[i] if i < len(row) else None for row in references] for i in range(most)]
+    return [text for text, _ in pairs], streams
+
+
+def _sacrebleu():
+    return require("sacrebleu", extra="metrics", purpose="BLEU and chrF")

@@ -1,0 +1,86 @@
+"""Prompts and the answers that are wanted, from rows of training data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jaxllm.common.errors import ConfigError, DataError, JaxLLMError
+from jaxllm.tokenizers import Tokenizer
+from jaxllm.training.data import DataConfig, ModelInfo, rows_of
+from jaxllm.training.data.chat import messages_of
+from jaxllm.training.data.config import eos_of, length_limits
+from jaxllm.training.data.examples import fit
+from jaxllm.training.data.formats import beginning, encode, get, with_end
+from jaxllm.training.data.pipeline import make_format
+from jaxllm.training.data.rows import Row
+from jaxllm.training.evaluation.evaluate import Prompt
+
+
+def generation_rows(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    model: ModelInfo,
+    limit: int | None = None,
+    *,
+    check: Callable[[Sequence[int]], None] = lambda ids: None,
+) -> list[Prompt]:
+    """The first `limit` rows as prompts, with the tokens that they have in training.
+
+    Of a conversation the prompt is all before its last answer. Rows that `on_too_long: drop` leaves
+    out of the loss are left out here, too.
+
+    Args:
+        check: raises a JaxLLMError for the ids of a prompt that cannot be answered.
+
+    Raises:
+        ConfigError: the format has no answers (text, classification).
+        DataError: a row lacks a field, or its prompt cannot be answered; its place is named.
+    """
+    if config.format not in ("prompt_completion", "chat", "seq2seq"):
+        raise ConfigError(
+            f"evaluation.metrics: rows of format {config.format!r} have no answers to compare with"
+        )
+    rows, eos = rows_of(config), eos_of(tokenizer, model)
+    encode, limits = make_format(config, tokenizer, model), length_limits(config, model)
+    prompts: list[Prompt] = []
+    for number in range(len(rows)):
+        if len(prompts) == limit:
+            break
+        row = rows[number]
+        try:
+            if config.on_too_long == "drop" and not fit(encode(row), limits, "drop")[0]:
+                continue
+            ids, wanted = prompt_of(row, config, tokenizer, eos)
+            check(ids)
+        except JaxLLMError as error:
+            raise DataError(f"{rows.where(number)}: {error}") from None
+        prompts.append(Prompt(ids, wanted))
+    return prompts
+
+
+def prompt_of(
+    row: Row, config: DataConfig, tokenizer: Tokenizer, eos: int
+) -> tuple[list[int], str]:
+    """The prompt of one row, as the model will meet it, and the text that is wanted."""
+    if config.format == "seq2seq":
+        source = config.source_prefix + get(row, config.source_field, str)
+        ids = with_end(encode(tokenizer, source), eos)
+        return ids, get(row, config.target_field, str)
+    if config.format == "prompt_completion":
+        ids = beginning(tokenizer, get(row, config.prompt_field, str))
+        return ids, get(row, config.completion_field, str)
+    messages = messages_of(row, config.messages_field)
+    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise DataError(f"{config.messages_field}: no message of the assistant")
+    wanted = messages[answers[-1]].get("content")
+    if not isinstance(wanted, str):
+        raise DataError(
+            f"{config.messages_field}[{answers[-1]}]: evaluation.metrics compare texts, and the "
+            f"content of this answer is {str(wanted)[:60]!r}"
+        )
+    ids = tokenizer.apply_chat_template(
+        messages[: answers[-1]], tools=row.get("tools"), chat_template=config.chat_template
+    )
+    assert not isinstance(ids, str)
+    return ids, wanted

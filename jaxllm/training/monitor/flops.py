@@ -1,0 +1,229 @@
+"""Model FLOPs of a training step, and what the devices could do: together the MFU.
+
+Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) counts the products
+that the model's equations need, once forward and twice backward, for real tokens only; what is
+computed for pads, or computed twice (remat), counts for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.models.input_checks import IGNORED
+from jaxllm.models.weights import parameters
+
+# Dense bfloat16 (V100, T4: float16) products a second of one JAX device, from the makers' data
+# sheets; a device_kind that contains the key. The first that fits counts. A TPU v2 or v3 device is
+# one of a chip's two cores.
+PEAK_FLOPS = (
+    ("B200", 2.25e15),
+    ("H200 NVL", 8.35e14),
+    ("H200", 9.89e14),
+    ("H100 PCIe", 7.56e14),
+    ("H100 NVL", 8.35e14),
+    ("H100", 9.89e14),
+    ("A100", 3.12e14),
+    ("A10G", 7.0e13),
+    ("A10", 1.25e14),
+    ("L40S", 3.62e14),
+    ("L4", 1.21e14),
+    ("V100", 1.25e14),
+    ("T4", 6.5e13),
+    ("RTX 4090", 1.65e14),
+    ("RTX 3090", 7.1e13),
+    ("TPU v6", 9.18e14),
+    ("TPU v5 lite", 1.97e14),
+    ("TPU v5e", 1.97e14),
+    ("TPU v5p", 4.59e14),
+    ("TPU v5", 4.59e14),
+    ("TPU v4", 2.75e14),
+    ("TPU v3", 6.15e13),
+    ("TPU v2", 2.25e13),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """FLOP/s of all devices together, and where the number is from."""
+
+    flops: float
+    source: str
+
+
+def peak_flops(devices: Collection[Any] | None = None) -> Peak | None:
+    """What the devices could do at most; None where that is not known, and MFU is left out.
+
+    Accelerators are looked up by `device_kind`, whatever dtype the model computes in. On a CPU the
+    fastest of a few float32 products is measured (about a tenth of a second); virtual devices share
+    the one processor.
+    """
+    devices = jax.devices() if devices is None else devices
+    first = next(iter(devices))
+    if first.platform == "cpu":
+        return Peak(_measured(first), "measured: float32 product of 1024 x 1024")
+    per_device = known_peak(first.device_kind)
+    if per_device is None:
+        return None
+    source = f"data sheet: {first.device_kind} x {len(devices)}, dense 16-bit"
+    return Peak(per_device * len(devices), source)
+
+
+def known_peak(device_kind: str) -> float | None:
+    """FLOP/s of one device by its name.
+
+    >>> known_peak("NVIDIA H100 80GB HBM3"), known_peak("abacus")
+    (989000000000000.0, None)
+    """
+    words = f" {device_kind} ".replace("-", " ")
+    return next((peak for name, peak in PEAK_FLOPS if f" {name} " in words), None)
+
+
+def _measured(device: Any) -> float:
+    size = 1024
+    x = jax.device_put(np.full((size, size), 0.5, np.float32), device)
+    product = jax.jit(jnp.dot)
+    product(x, x).block_until_ready()
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        product(x, x).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCounts:
+    """Real tokens of a batch, and the pairs of them that one attention head compares."""
+
+    tokens: int
+    """Of the decoder."""
+    pairs: int
+    source_tokens: int = 0
+    """Of the encoder."""
+    source_pairs: int = 0
+    cross_pairs: int = 0
+
+    @property
+    def total(self) -> int:
+        """What "tokens a second" counts."""
+        return self.tokens + self.source_tokens
+
+    def times(self, parts: int) -> TokenCounts:
+        """Of so many parts of a batch with about as many tokens each."""
+        return TokenCounts(*(parts * count for count in dataclasses.astuple(self)))
+
+
+def count_tokens(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> TokenCounts:
+    """Counts a batch of the data pipeline. Pads count nothing; documents in one row stay apart.
+
+    >>> count_tokens({"attention_mask": np.array([[1, 1, 0]])}, is_encoder_decoder=False)
+    TokenCounts(tokens=2, pairs=4, source_tokens=0, source_pairs=0, cross_pairs=0)
+    """
+    own = _lengths(batch, "segment_ids", "attention_mask", "input_ids")
+    if not is_encoder_decoder:
+        return TokenCounts(tokens=int(own.sum()), pairs=int((own**2).sum()))
+    if "decoder_segment_ids" in batch:
+        target = _by_document(np.asarray(batch["decoder_segment_ids"]))
+    else:
+        target = _by_document(np.asarray(batch["labels"]) != IGNORED)
+    documents = max(own.shape[1], target.shape[1])
+    own, target = (np.pad(x, ((0, 0), (0, documents - x.shape[1]))) for x in (own, target))
+    return TokenCounts(
+        tokens=int(target.sum()),
+        pairs=int((target**2).sum()),
+        source_tokens=int(own.sum()),
+        source_pairs=int((own**2).sum()),
+        cross_pairs=int((own * target).sum()),
+    )
+
+
+def _lengths(batch: Mapping[str, Any], segments: str, mask: str, ids: str) -> np.ndarray:
+    """Lengths [rows, documents] of the documents that the model's input holds."""
+    if batch.get(segments) is not None:
+        return _by_document(np.asarray(batch[segments]))
+    if batch.get(mask) is not None:
+        return _by_document(np.asarray(batch[mask]) != 0)
+    return _by_document(np.ones(np.shape(batch[ids]), np.int64))
+
+
+def _by_document(numbers: np.ndarray) -> np.ndarray:
+    """How often each row holds each of the numbers 1, 2, ...; 0 is a pad."""
+    numbers = numbers.astype(np.int64).reshape(-1, numbers.shape[-1])
+    rows, width = len(numbers), int(numbers.max(initial=0)) + 1
+    places = numbers + width * np.arange(rows)[:, None]
+    return np.bincount(places.ravel(), minlength=rows * width).reshape(rows, width)[:, 1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFlops:
+    """FLOPs of one optimizer step, for each unit of `TokenCounts`."""
+
+    per_token: float
+    per_pair: float
+    per_source_token: float = 0.0
+    per_source_pair: float = 0.0
+    per_cross_pair: float = 0.0
+
+    def of(self, counts: TokenCounts) -> float:
+        """FLOPs of a step on tokens of this number."""
+        return (
+            self.per_token * counts.tokens
+            + self.per_pair * counts.pairs
+            + self.per_source_token * counts.source_tokens
+            + self.per_source_pair * counts.source_pairs
+            + self.per_cross_pair * counts.cross_pairs
+        )
+
+
+def model_flops(model: Any, trainable: Collection[str] | None = None) -> ModelFlops:
+    """Estimates the FLOPs of a training step: 6 a matrix element and token, and the attention.
+
+    A matrix element costs 2 FLOPs forward, 2 for the gradient of the activations, and 2 for its
+    own, the last only if it is trained. Attention costs 12 a layer, pair of tokens and element of
+    the heads (all pairs, causal or not, as is the custom). Not counted: lookups, norms, softmax,
+    the matrices that an adapter adds.
+
+    Args:
+        model: of one of the three families; its arrays may be abstract.
+        trainable: paths of the parameters that get gradients; None: all of them. Under LoRA those
+            of the base model: none.
+    """
+    elements = {"token": 0.0, "source": 0.0}
+    for path, leaf in parameters(model).items():
+        if len(leaf.shape) == 2 and not _is_looked_up(path, model):
+            cost = 6.0 if trainable is None or path in trainable else 4.0
+            elements["source" if _reads_source(path) else "token"] += cost * float(leaf.size)
+    if getattr(model, "is_encoder_decoder", False):
+        encoder, decoder = _attention(model.encoder), _attention(model.decoder)
+        return ModelFlops(
+            per_token=elements["token"],
+            per_pair=decoder,
+            per_source_token=elements["source"],
+            per_source_pair=encoder,
+            per_cross_pair=decoder,
+        )
+    return ModelFlops(per_token=elements["token"], per_pair=_attention(model.backbone.stack))
+
+
+def _is_looked_up(path: str, model: Any) -> bool:
+    """Whether a matrix is a table of which rows are taken; a tied head multiplies by it, too."""
+    if "positions" in path or "position_bias" in path:
+        return True
+    embeds = path in ("backbone.embed.weight", "shared.weight")
+    return embeds and getattr(model, "lm_head", model) is not None
+
+
+def _reads_source(path: str) -> bool:
+    """Whether a matrix multiplies the encoder's tokens."""
+    return path.startswith("encoder.") or ".cross.k." in path or ".cross.v." in path
+
+
+def _attention(stack: Any) -> float:
+    return 12.0 * sum(block.attn.heads * block.attn.head_dim for block in stack.blocks)

@@ -1,0 +1,160 @@
+"""What a person sees while a model trains: a moving bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from jaxllm.common.compile_clock import CompileClock
+from jaxllm.training.monitor.flops import Peak
+from jaxllm.training.monitor.throughput import Speed, Throughput, clock_time
+
+LINE_EVERY = 10
+QUIET_SECONDS = 30.0
+"""The longest that nothing is said while steps end."""
+
+
+class TrainingProgress:
+    """Steps, loss, speed and the time that is left, on stderr. Use it as a context.
+
+    Time inside `phase` (evaluating, saving) does not count as training.
+
+    Args:
+        total: the step at which the run stops.
+        start: the step that it goes on from.
+        peak: of the devices, for the MFU; None leaves it out.
+        every: where stderr is no terminal, a line for each step that this divides, for the first
+            step and for the last; and for any step that ends half a minute after the last line.
+        quiet: nothing is said at all; `step` still returns speeds.
+        now: a clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        start: int = 0,
+        peak: Peak | None = None,
+        every: int = LINE_EVERY,
+        quiet: bool = False,
+        console: Console | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._total, self._start, self._every, self._now = total, start, max(every, 1), now
+        self._console = console or Console(
+            stderr=True, quiet=quiet, highlight=False, soft_wrap=True
+        )
+        self._throughput = Throughput(peak)
+        self._clock: CompileClock | None = None
+        self._compiled = (0, 0.0)
+        self._since = self._said = now()
+        self._moving = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[line]}", markup=False),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=quiet or not self._console.is_terminal,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> TrainingProgress:
+        self._clock = CompileClock()
+        self._moving.start()
+        self._task = self._moving.add_task(
+            "training", total=self._total, completed=self._start, line="compiling"
+        )
+        self._since = self._now()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._moving.stop()
+        if self._clock is not None:
+            self._clock.close()
+
+    def say(self, line: str) -> None:
+        """One line, exactly as given, above the bar."""
+        self._console.print(line, markup=False, style="dim")
+
+    @contextlib.contextmanager
+    def phase(self, doing: str, *, says: bool = True) -> Iterator[None]:
+        """Something beside training; when it ends well, `says` how long it took."""
+        start = self._now()
+        if self._task is not None:
+            self._moving.update(self._task, description=doing)
+        try:
+            yield
+            if says:
+                self.say(f"{doing}: {self._now() - start:.1f} s")
+        finally:
+            self._since += self._now() - start
+            # What it compiled is part of its own time.
+            self._compiled = self._count_compiled()
+            if self._task is not None:
+                self._moving.update(self._task, description="training")
+
+    def step(
+        self,
+        step: int,
+        *,
+        loss: float,
+        tokens: int,
+        flops: float | None = None,
+        shown: Mapping[str, float] | None = None,
+    ) -> Speed:
+        """Shows a step that has ended, and returns the speed of the last ones.
+
+        Args:
+            step: its number, from `start` + 1 to `total`.
+            loss: of the step.
+            tokens: real tokens of its batch; see `flops.count_tokens`.
+            flops: model FLOPs; see `flops.model_flops`. None: no MFU.
+            shown: further numbers for the line, such as the learning rate.
+        """
+        now = self._now()
+        seconds, self._since = now - self._since, now
+        programs, compiling = self._count_compiled()
+        new_programs = programs - self._compiled[0]
+        if new_programs:
+            self.say(
+                f"compiling: {compiling - self._compiled[1]:.1f} s for {new_programs} "
+                f"program{'s' if new_programs > 1 else ''} in step {step}"
+            )
+        else:
+            self._throughput.add(seconds=seconds, tokens=tokens, flops=flops)
+        self._compiled = (programs, compiling)
+        speed = self._throughput.speed()
+        line = describe(loss, speed, max(self._total - step, 0), shown or {})
+        if self._task is not None:
+            self._moving.update(
+                self._task, completed=step, line=f"step {step}/{self._total}  {line}"
+            )
+        regular = step % self._every == 0 or step in (self._start + 1, self._total)
+        if (regular or now - self._said >= QUIET_SECONDS) and not self._console.is_terminal:
+            self.say(f"step {step}/{self._total}  {line}")
+            self._said = now
+        return speed
+
+    def _count_compiled(self) -> tuple[int, float]:
+        return (0, 0.0) if self._clock is None else (self._clock.programs, self._clock.seconds)
+
+
+def describe(loss: float, speed: Speed, steps_left: int, shown: Mapping[str, float]) -> str:
+    """One step in words.
+
+    >>> describe(2.5, Speed(1234.5, 0.31, 0.5), 60, {"lr": 1e-4})
+    'loss 2.5000  lr 0.0001  1,234 tokens/s  MFU 31.0%  ETA 0:30'
+    """
+    parts = [f"loss {loss:.4f}", *(f"{name} {value:.4g}" for name, value in shown.items())]
+    if speed.tokens_per_second is not None:
+        parts.append(f"{speed.tokens_per_second:,.0f} tokens/s")
+    if speed.mfu is not None:
+        parts.append(f"MFU {speed.mfu:.1%}")
+    if speed.seconds_per_step is not None and steps_left:
+        parts.append(f"ETA {clock_time(steps_left * speed.seconds_per_step)}")
+    return "  ".join(parts)

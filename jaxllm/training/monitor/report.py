@@ -1,0 +1,247 @@
+"""OUTPUT/report.html: one file that shows a run, without a network, scripts or other files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from jaxllm.common.errors import MissingExtraError
+from jaxllm.training.monitor import svg_chart
+from jaxllm.training.monitor.curves import Curve, curve
+from jaxllm.training.monitor.metrics_log import read_metrics
+from jaxllm.training.monitor.plots import LEARNING_RATES, save_plot
+from jaxllm.training.monitor.run_card import RunCard, flat, start_rows
+from jaxllm.training.output_files import write_text
+
+LEARNING_RATE = "Learning rate"
+# Charts: a title, and the fields that it shows with their names in its legend.
+CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("Loss", (("loss", "train"), ("eval_loss", "eval"))),
+    (LEARNING_RATE, tuple((name, "learning rate") for name in LEARNING_RATES)),
+    ("Gradient norm", (("grad_norm", "gradient norm"),)),
+    ("Tokens a second", (("tokens_per_second", "tokens a second"),)),
+    ("MFU", (("mfu", "MFU"),)),
+)
+
+CSS = """
+:root{color-scheme:light dark;--bg:#f7f7f5;--card:#fff;--text:#1c1c1a;--muted:#6b6b66;
+--line:#e4e4df;--s0:#2563eb;--s1:#d97706;--bad:#dc2626;--good:#15803d}
+@media(prefers-color-scheme:dark){:root{--bg:#161615;--card:#1f1f1d;--text:#ececea;--muted:#a0a09a;
+--line:#34342f;--s0:#7aa2ff;--s1:#f0a94a;--bad:#f87171;--good:#4ade80}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--bg);color:var(--text);
+font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+main{max-width:1120px;margin:0 auto;padding:32px 20px 64px}
+h1{font-size:28px;margin:0 0 4px} h2{font-size:19px;margin:40px 0 12px}
+h3{font-size:15px;margin:0 0 8px} p.sub{margin:0;color:var(--muted)}
+.grid{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr))}
+.tiles{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));
+margin-top:24px}
+.card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px;
+min-width:0}
+.tile b{display:block;font-size:23px;font-variant-numeric:tabular-nums}
+.tile span{color:var(--muted);font-size:13px}
+.legend{color:var(--muted);font-size:13px;font-weight:400;margin-left:12px}
+.legend i{display:inline-block;width:10px;height:10px;border-radius:50%;margin:0 5px 0 8px}
+.legend .k0{background:var(--s0)} .legend .k1{background:var(--s1)}
+table{border-collapse:collapse;width:100%;font-size:14px}
+th,td{text-align:left;vertical-align:top;padding:5px 12px 5px 0;border-top:1px solid var(--line);
+overflow-wrap:anywhere}
+tr:first-child>*{border-top:0} th{font-weight:500;color:var(--muted);width:38%}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font:13px/1.5 ui-monospace,Menlo,monospace}
+.sample{margin-bottom:14px} .sample dl{margin:0}
+.sample dt{color:var(--muted);font-size:13px;margin-top:10px} .sample dd{margin:0}
+.sample dd.after{border-left:3px solid var(--good);padding-left:10px}
+.sample dd.before{border-left:3px solid var(--line);padding-left:10px}
+"""
+# Nothing of the page may load anything, whatever a text in it contains.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportSample:
+    """One prompt with the answers of the model before and after training."""
+
+    prompt: str
+    after: str
+    before: str | None = None
+    reference: str | None = None
+
+
+def finish_report(
+    folder: str | PathLike[str],
+    card: RunCard,
+    *,
+    samples: Sequence[ReportSample] = (),
+    say: Callable[[str], None] = print,
+) -> list[Path]:
+    """Writes report.html and, where matplotlib is installed, loss.png from metrics.jsonl.
+
+    Without matplotlib `say` is told how to get it, and the report is written all the same.
+
+    Returns:
+        The files written.
+
+    Raises:
+        RunError: metrics.jsonl is broken, or a file cannot be written.
+    """
+    folder = Path(folder)
+    rows = read_metrics(folder / "metrics.jsonl")
+    report, plot = folder / "report.html", folder / "loss.png"
+    write_text(report, html_report(folder.resolve().name, rows, card, samples))
+    try:
+        save_plot(rows, plot)
+    except MissingExtraError as error:
+        say(f"no {plot.name}: {error}")
+        return [report]
+    return [report, plot]
+
+
+def html_report(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    card: RunCard,
+    samples: Sequence[ReportSample] = (),
+) -> str:
+    """The page. Every text in it is escaped; charts are inline SVG."""
+    last = card.starts[-1]
+    counts = card.parameters
+    share = counts["trainable"] / counts["total"] if counts["total"] else 0.0
+    parameters = [
+        ("parameters", f"{counts['total']:,}"),
+        ("trainable", f"{counts['trainable']:,} ({share:.2%})"),
+    ]
+    data = [
+        (name, f"{file.path}, {file.bytes:,} bytes, SHA-256 {file.sha256}")
+        for name, file in card.data.items()
+    ]
+    starts = [
+        (
+            start.time + ("" if start.resumed_at is None else f", from step {start.resumed_at}"),
+            " ".join(start.command),
+        )
+        for start in card.starts
+    ]
+    steps = sum(row["step"] > 0 for row in rows)
+    sections = [
+        f"<h1>{escape(title)}</h1>"
+        f'<p class="sub">Started {escape(card.starts[0].time)}, {steps:,} steps recorded</p>',
+        _tiles(_highlights(rows)),
+        "<h2>Curves</h2>",
+        f'<div class="grid">{"".join(_charts(rows))}</div>',
+        _samples(samples),
+        "<h2>Last values</h2>",
+        _table((name, _number(value)) for name, value in _last_values(rows).items()),
+        "<h2>Config</h2>",
+        _table((name, _text(value)) for name, value in flat(card.config).items()),
+        "<h2>Run card</h2>",
+        _table([*parameters, *data, *start_rows(last), *starts]),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{CSS}{svg_chart.CSS}</style></head>\n"
+        f"<body><main>{chr(10).join(sections)}</main></body></html>\n"
+    )
+
+
+def _charts(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    shown = {name for _, fields in CHARTS for name, _ in fields}
+    others = dict.fromkeys(name for row in rows for name in row if name.startswith("eval_"))
+    more = [
+        (f"Evaluation: {name.removeprefix('eval_')}", ((name, name),))
+        for name in others
+        if name not in shown
+    ]
+    for title, fields in (*CHARTS, *more):
+        found = [curve(rows, field, name) for field, name in fields]
+        curves = [c for c in found if c is not None]
+        if curves:
+            yield _chart(title, curves)
+
+
+def _chart(title: str, curves: Sequence[Curve]) -> str:
+    legend = ""
+    if len(curves) > 1:
+        keys = "".join(f'<i class="k{i}"></i>{escape(c.name)}' for i, c in enumerate(curves))
+        legend = f'<span class="legend">{keys}</span>'
+    noisy = title != LEARNING_RATE
+    drawn = svg_chart.line_chart(curves, label=f"{title} over the steps", noisy=noisy)
+    return f'<div class="card"><h3>{escape(title)}{legend}</h3>{drawn}</div>'
+
+
+def _highlights(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
+    """The few numbers that a reader looks for first."""
+    last = _last_values(rows)
+    if "loss" in last:
+        yield "last training loss", _number(last["loss"])
+    evaluated = curve(rows, "eval_loss")
+    if evaluated is not None and evaluated.points:
+        step, best = min(evaluated.points, key=lambda point: point[1])
+        yield f"best evaluation loss, step {step:,.0f}", _number(best)
+    for field, name in (("eval_perplexity", "perplexity"), ("eval_accuracy", "accuracy")):
+        if field in last:
+            yield f"last evaluation {name}", _number(last[field])
+    speeds = curve(rows, "tokens_per_second")
+    if speeds is not None and speeds.points:
+        ordered = sorted(y for _, y in speeds.points)
+        yield "tokens a second, median", f"{ordered[len(ordered) // 2]:,.0f}"
+    if rows:
+        yield "last step", f"{rows[-1]['step']:,}"
+
+
+def _last_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of every field the value of the last step that has one."""
+    last: dict[str, Any] = {}
+    for row in rows:
+        last |= {name: value for name, value in row.items() if value is not None}
+    return last
+
+
+def _tiles(highlights: Iterable[tuple[str, str]]) -> str:
+    tiles = [
+        f'<div class="card tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+        for name, value in highlights
+    ]
+    return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _samples(samples: Sequence[ReportSample]) -> str:
+    if not samples:
+        return ""
+    cards = []
+    for sample in samples:
+        parts = (
+            ("prompt", "Prompt", sample.prompt),
+            ("reference", "Reference", sample.reference),
+            ("before", "Before training", sample.before),
+            ("after", "After training", sample.after),
+        )
+        listed = "".join(
+            f'<dt>{name}</dt><dd class="{kind}"><pre>{escape(text)}</pre></dd>'
+            for kind, name, text in parts
+            if text is not None
+        )
+        cards.append(f'<div class="card sample"><dl>{listed}</dl></div>')
+    return f"<h2>Samples</h2>{''.join(cards)}"
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    lines = [f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows]
+    return f'<div class="card"><table>{"".join(lines)}</table></div>'
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,276 @@
+"""OUTPUT/run_card.json and run_card.md: what a run was made of, to know and to repeat it.
+
+Environment variables, host and user names are not recorded; secrets in the config and on the
+command line are replaced (see `secret_values`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllm.common.errors import MissingFileError, RunError
+from jaxllm.common.strict_json import read_json
+from jaxllm.training.monitor.secret_values import arguments_without_secrets, without_secrets
+from jaxllm.training.output_files import write_text, writing
+
+PACKAGES = ("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_MAX_CARD_BYTES = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFile:
+    """What identifies a file of data, or a folder of them."""
+
+    path: str
+    sha256: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """One start of the process: the first one, or a resume."""
+
+    time: str
+    """In UTC, ISO 8601."""
+    command: list[str]
+    resumed_at: int | None
+    """The step that it went on from; None: a new run."""
+    versions: dict[str, str]
+    devices: dict[str, Any]
+    git: dict[str, Any] | None
+    """Commit of the working directory's repository, and whether files differ from it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunCard:
+    config: dict[str, Any]
+    data: dict[str, DataFile]
+    parameters: dict[str, int]
+    """`total` and `trainable`."""
+    starts: list[Start]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON: numbers that are not finite are strings."""
+        return _plain(dataclasses.asdict(self))
+
+
+def make_run_card(
+    *,
+    config: Any,
+    data: Mapping[str, DataFile] | None = None,
+    total_parameters: int,
+    trainable_parameters: int,
+    resumed_at: int | None = None,
+    command: Sequence[str] | None = None,
+) -> RunCard:
+    """The card of a run that starts now.
+
+    Args:
+        config: a dataclass or a dict.
+        data: by its part in the run ("train", "eval"); see `data_file`.
+        total_parameters: of the model, adapters included.
+        trainable_parameters: those among them that are trained.
+        resumed_at: the step of the checkpoint that it goes on from.
+        command: the process's own command line by default.
+    """
+    return RunCard(
+        config=without_secrets(config),
+        data=dict(data or {}),
+        parameters={"total": total_parameters, "trainable": trainable_parameters},
+        starts=[
+            Start(
+                time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                command=arguments_without_secrets(sys.argv if command is None else command),
+                resumed_at=resumed_at,
+                versions=versions(),
+                devices=devices(),
+                git=git_commit(Path.cwd()),
+            )
+        ],
+    )
+
+
+def write_run_card(folder: str | PathLike[str], card: RunCard) -> RunCard:
+    """Writes both files, each at once or not at all; returns the card that they hold.
+
+    A run that resumes keeps the starts that its card lists already, before its own.
+
+    Raises:
+        RunError: The card that is there cannot be read, or the new one not written.
+    """
+    folder = Path(folder)
+    path = folder / "run_card.json"
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+    if card.starts[0].resumed_at is not None and path.exists():
+        card = dataclasses.replace(card, starts=[*_earlier_starts(path), *card.starts])
+    write_text(path, json.dumps(card.to_dict(), indent=2, allow_nan=False) + "\n")
+    write_text(folder / "run_card.md", to_markdown(card))
+    return card
+
+
+def to_markdown(card: RunCard) -> str:
+    """The card for people."""
+    first = card.starts[0]
+    total, trainable = card.parameters["total"], card.parameters["trainable"]
+    share = f" ({trainable / total:.2%})" if total else ""
+    counts = [("total", f"{total:,}"), ("trainable", f"{trainable:,}{share}")]
+    data = [(name, file.path, f"{file.bytes:,}", file.sha256) for name, file in card.data.items()]
+    config = [(name, json.dumps(value)) for name, value in flat(card.config).items()]
+    lines = [
+        "# Run card",
+        "",
+        f"Started {first.time} as `{_code(' '.join(first.command))}`.",
+        "",
+        *_table(("Parameters", ""), counts),
+        *_table(("Data", "File", "Bytes", "SHA-256"), data),
+        *_table(("Config", ""), config),
+        "## Starts",
+        "",
+    ]
+    for start in card.starts:
+        resumed = "new run" if start.resumed_at is None else f"resumed at step {start.resumed_at}"
+        lines += [f"{start.time}: {resumed}, `{_code(' '.join(start.command))}`", ""]
+        lines += _table(("What", ""), start_rows(start))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def start_rows(start: Start) -> list[tuple[str, str]]:
+    """Devices, versions and commit of a start, for a table."""
+    git = "none"
+    if start.git is not None:
+        git = start.git["commit"] + (" and uncommitted changes" if start.git["dirty"] else "")
+    found = start.devices
+    devices = f"{found['count']} x {found['kind']} ({found['platform']})"
+    if found["processes"] > 1:
+        devices += f", {found['processes']} processes"
+    return [("devices", devices), ("git commit", git), *start.versions.items()]
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields under dotted names.
+
+    >>> flat({"model": {"path": "x"}, "steps": 3})
+    {'model.path': 'x', 'steps': 3}
+    """
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def data_file(path: str | PathLike[str]) -> DataFile:
+    """Size and SHA-256 of a file; of a folder, those of all its files, with their names, in order.
+
+    Raises:
+        MissingFileError: There is nothing at `path`.
+    """
+    path = Path(path)
+    if path.is_file():
+        return DataFile(str(path), _sha256(path), path.stat().st_size)
+    if not path.is_dir():
+        raise MissingFileError(f"{path}: no such file or folder")
+    digest, size = hashlib.sha256(), 0
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        digest.update(f"{file.relative_to(path).as_posix()}\0{_sha256(file)}\n".encode())
+        size += file.stat().st_size
+    return DataFile(str(path), digest.hexdigest(), size)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that a run depends on, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def devices() -> dict[str, Any]:
+    first = jax.devices()[0]
+    return {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "count": jax.device_count(),
+        "processes": jax.process_count(),
+    }
+
+
+def git_commit(folder: Path) -> dict[str, Any] | None:
+    """The commit that a folder's repository is at; None without git, repository or commit."""
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    if commit is None:
+        return None
+    return {
+        "commit": commit.strip(),
+        "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # A repository's own settings can name programs to run; a status need not.
+    command = ["git", "-c", "core.fsmonitor=false", *arguments]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _earlier_starts(path: Path) -> list[Start]:
+    found = read_json(path, max_bytes=_MAX_CARD_BYTES, error=RunError)
+    try:
+        return [Start(**start) for start in found["starts"]]
+    except (KeyError, TypeError) as failure:
+        raise RunError(f"{path}: not a run card ({failure}); move the file away") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in (head, *rows)]
+    return [lines[0], "|" + " --- |" * len(head), *lines[1:], ""]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").split())
+
+
+def _code(text: str) -> str:
+    return " ".join(text.replace("`", "'").split())

@@ -1,0 +1,133 @@
+"""Where else metrics go, beside the run's own files: TensorBoard, Weights & Biases.
+
+metrics.jsonl is the record of a run; a sink is a view of it. Sinks are opened with the step that a
+run resumes at, as the log is, and show no step twice.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxllm.common.optional_deps import require
+from jaxllm.training.monitor.metrics_lines import is_number
+from jaxllm.training.monitor.metrics_log import iterate_metrics
+
+# W&B would send the command line as it is, with its secrets, and facts about the machine.
+QUIET = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True}
+
+
+class Sink(Protocol):
+    """What takes the metrics of steps; `MetricsLog` is one, too."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One step's metrics."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def tensorboard_package() -> Any:
+    return require("tensorboardX", extra="tensorboard", purpose="TensorBoard files")
+
+
+def wandb_package() -> Any:
+    return require("wandb", extra="wandb", purpose="Weights & Biases logs")
+
+
+class TensorBoardSink:
+    """Writes OUTPUT/tensorboard, for ``tensorboard --logdir OUTPUT``.
+
+    Numbers only, NaN and infinity among them. A run that resumes writes a further file, which
+    begins with the order to forget all earlier ones (`purge_step`) and with the steps that
+    metrics.jsonl has: what a kill left in a queue is there again, and no step is there twice.
+
+    Args:
+        folder: of the run, where metrics.jsonl is.
+        resume_at: the step that the run goes on from.
+
+    Raises:
+        MissingExtraError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | PathLike[str], *, resume_at: int | None = None) -> None:
+        module = tensorboard_package()
+        folder = Path(folder)
+        self._writer = module.SummaryWriter(
+            str(folder / "tensorboard"),
+            purge_step=None if resume_at is None else 0,
+            flush_secs=10,
+        )
+        record = folder / "metrics.jsonl"
+        if resume_at is not None and record.exists():
+            for row in iterate_metrics(record):
+                if row["step"] > resume_at:
+                    break
+                self.log(row.pop("step"), row)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if is_number(value):
+                self._writer.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Logs to Weights & Biases; ``mode="offline"`` (or WANDB_MODE=offline) needs no network.
+
+    The run's id is kept in OUTPUT/wandb_id, so that a run that resumes goes on in the same one. W&B
+    keeps the first value of a step and drops what comes again, so nothing is there twice. Offline,
+    each start has a folder of its own in OUTPUT/wandb, to be sent in order with
+    ``wandb sync --append``.
+
+    Neither the console, the code, the command line nor facts about the machine are sent.
+
+    Args:
+        folder: of the run.
+        config: of the run, as the run card has it: without secrets.
+        mode: "online", "offline" or "disabled"; None: what the environment says.
+        resume_at: the step that the run goes on from.
+
+    Raises:
+        MissingExtraError: wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        *,
+        config: Mapping[str, Any] | None = None,
+        project: str = "jaxllm",
+        mode: str | None = None,
+        resume_at: int | None = None,
+    ) -> None:
+        module = wandb_package()
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        known = folder / "wandb_id"
+        if resume_at is None or not known.exists():
+            known.write_text(secrets.token_hex(6), encoding="utf-8")
+        self._run = module.init(
+            project=project,
+            name=folder.resolve().name,
+            dir=str(folder),
+            id=known.read_text(encoding="utf-8").strip(),
+            resume=None if resume_at is None or mode == "offline" else "allow",
+            config=dict(config or {}),
+            mode=mode,
+            settings=module.Settings(
+                console="off", disable_git=True, save_code=False, silent=True, **QUIET
+            ),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        plain = {k: float(v) if is_number(v) else v for k, v in metrics.items() if v is not None}
+        self._run.log(plain, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,117 @@
+"""The model that a run begins with, and its tokenizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxllm.checkpoint.bundled import smollm2
+from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.checkpoint.hub import resolve
+from jaxllm.checkpoint.load import Progress
+from jaxllm.common.errors import ConfigError
+from jaxllm.loading import load
+from jaxllm.models.build_options import Options
+from jaxllm.models.heads import with_classifier
+from jaxllm.models.registry import model_spec
+from jaxllm.models.weights import parameters
+from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from jaxllm.tokenizers.byte_level import byte_tokenizer
+from jaxllm.training.lora import add_lora, is_trainable
+from jaxllm.training.run.recipe import BUNDLED, BYTES, ModelSource, Recipe
+
+
+def starting_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Any, Tokenizer]:
+    """The model as it is before the first step, with LoRA where the recipe has it.
+
+    The same recipe gives the same model, new weights included.
+
+    Raises:
+        ConfigError: the model has no tokenizer, or one that does not fit.
+        JaxLLMError: as `jaxllm.load` and `add_lora`.
+    """
+    source = recipe.model
+    model, tokenizer = (
+        new_model(source, recipe.seed) if source.path is None else loaded(source, progress)
+    )
+    if source.num_labels is not None:
+        model = with_classifier(
+            model,
+            num_labels=source.num_labels,
+            problem_type=source.problem_type,
+            key=recipe.seed,
+        )
+    if source.tokenizer is not None:
+        tokenizer = named_tokenizer(source.tokenizer)
+    if tokenizer is None:
+        raise ConfigError(f"model.tokenizer: {source.path} has none; name one")
+    if len(tokenizer) > model.config.vocab_size:
+        raise ConfigError(
+            f"model.tokenizer: {len(tokenizer)} tokens, but the model has vocab_size "
+            f"{model.config.vocab_size}"
+        )
+    if recipe.lora is not None:
+        model = add_lora(model, recipe.lora, key=recipe.seed)
+    return model, tokenizer
+
+
+def loaded(source: ModelSource, progress: Progress | None) -> tuple[Any, Tokenizer | None]:
+    """The checkpoint at `source.path`."""
+    assert source.path is not None
+    return load(
+        smollm2() if source.path == BUNDLED else source.path,
+        dtype=source.dtype,
+        architecture=source.architecture,
+        config=source.overrides,
+        remat=source.remat,
+        attn_implementation=source.attn_implementation,
+        progress=progress,
+    )
+
+
+def new_model(source: ModelSource, seed: int) -> tuple[Any, None]:
+    """A model of `source.config` with random weights, in float32."""
+    assert source.config is not None
+    spec = model_spec(source.config, source.architecture)
+    options = Options(
+        dtype=jnp.dtype(source.dtype or "float32"),
+        remat=source.remat,
+        attn_implementation=source.attn_implementation,
+    )
+    return jax.jit(lambda: spec.make(spec.config, options, rngs=nnx.Rngs(seed)))(), None
+
+
+def named_tokenizer(name: str) -> Tokenizer | None:
+    """A tokenizer of its own: bytes, the bundled model's, or that of a folder or Hub id."""
+    if name == BYTES:
+        return byte_tokenizer()
+    if name == BUNDLED:
+        with GGUFFile(smollm2()) as file:
+            return tokenizer_from_gguf(file.metadata)
+    return load_tokenizer(resolve(name, None))
+
+
+def trained(recipe: Recipe, model: Any) -> Callable[[str], bool] | None:
+    """Which paths the recipe trains: a predicate, or None for all.
+
+    Raises:
+        ConfigError: a pattern of `trainable` matches no parameter.
+    """
+    if recipe.lora is not None:
+        return lambda path: is_trainable(path, model.modules_to_save)
+    if not recipe.trainable:
+        return None
+    paths = parameters(model)
+    patterns = [re.compile(pattern) for pattern in recipe.trainable]
+    for pattern in patterns:
+        if not any(map(pattern.search, paths)):
+            raise ConfigError(
+                f"trainable: {pattern.pattern!r} matches no parameter; there are "
+                f"{', '.join(list(paths)[:4])}, ... {', '.join(list(paths)[-3:])}"
+            )
+    return lambda path: any(pattern.search(path) for pattern in patterns)

@@ -1,0 +1,280 @@
+"""Step after step: numbers are read a step late, so that the device never waits for the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxllm.checkpoint.orbax import RunCheckpoints
+from jaxllm.common.errors import RunError
+from jaxllm.parallel.placement import put_batch, row_share
+from jaxllm.parallel.sharding import use
+from jaxllm.training.evaluation.evaluate import (
+    GenerationResult,
+    Prompt,
+    Sample,
+    evaluate,
+    generate_and_score,
+)
+from jaxllm.training.monitor.flops import TokenCounts, count_tokens
+from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog
+from jaxllm.training.monitor.progress import TrainingProgress
+from jaxllm.training.monitor.sinks import Sink
+from jaxllm.training.run.recipe_file import to_plain
+from jaxllm.training.run.setup import Setup, predicted
+from jaxllm.training.state import TrainState
+from jaxllm.training.step import TRAINED, Metrics
+
+Row = dict[str, Any]
+Stop = Callable[[], int | None]
+"""Gives the number of the signal that ends the run, if one came."""
+
+
+class StoppedError(Exception):
+    """Ends an evaluation when the run is to end."""
+
+
+def agreed(stop: Stop) -> Stop:
+    """The signal that any process got, at the same question in all of them."""
+    if jax.process_count() == 1:
+        return stop
+
+    def ask() -> int | None:
+        received = multihost_utils.process_allgather(np.int32(stop() or 0))
+        return int(received.max()) or None
+
+    return ask
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A step that is under way on the device."""
+
+    step: int
+    metrics: Metrics
+    tokens: TokenCounts
+    """Of all processes, as this one estimates them: each has about as many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A step that has ended."""
+
+    step: int
+    row: Row
+    skipped_in_a_row: int
+
+
+class Loop:
+    """The steps of one run; the host's side of them.
+
+    Args:
+        base: what checkpoints leave out of the model, as `base_of` describes it.
+        sinks: get every step's metrics after `log`.
+        keep_samples: gets the first few answers of every evaluation.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        checkpoints: RunCheckpoints,
+        progress: TrainingProgress,
+        log: MetricsLog | NoLog,
+        sinks: Sequence[Sink],
+        base: Mapping[str, Any],
+        keep_samples: Callable[[Sequence[Sample]], None] = lambda samples: None,
+    ) -> None:
+        self.setup, self.recipe = setup, setup.recipe
+        self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks
+        self.base, self.keep_samples = base, keep_samples
+        self.last: Row = {}
+        # Each process that reads a part of a batch counts its own rows; the others have as many.
+        self._parts = row_share(setup.mesh)[1]
+        self._mesh = setup.mesh if setup.mesh.size > 1 else None
+        self._best: float | None = None
+        if (best := checkpoints.best()) is not None:
+            self._best = checkpoints.read(best).metric
+
+    def until(
+        self, last: int, state: TrainState, stop: Stop, *, evaluated: bool = False
+    ) -> tuple[TrainState, int | None]:
+        """Steps up to number `last`, or until `stop` gives a signal; what is done is saved.
+
+        Args:
+            evaluated: whether the state was evaluated already, if that was due.
+        """
+        pending: Pending | None = None
+        stop = agreed(stop)
+        number, signal = int(state.step), stop()
+        if signal is None and not evaluated and self.evaluates_at(number, last):
+            self.evaluate_at_start(number, state, stop)
+            signal = stop()
+        while number < last and signal is None:
+            batch = next(self.setup.batches)
+            seq2seq = self.setup.info.kind == "seq2seq"
+            tokens = count_tokens(batch, is_encoder_decoder=seq2seq).times(self._parts)
+            with use(self._mesh):
+                state, metrics = self.setup.step(state, put_batch(batch, self.setup.mesh))
+            if pending is not None:
+                self.write(self.measure(pending), {})
+            number, pending = number + 1, Pending(number + 1, metrics, tokens)
+            evaluates = self.evaluates_at(number, last)
+            # The device has ended the step before its evaluation begins, which is timed apart.
+            measured = self.measure(pending) if evaluates else None
+            found = self.evaluate(state, stop) if evaluates else {}
+            signal = stop()
+            metric = found.get(self.recipe.checkpoints.metric)
+            best = self.is_best(metric)
+            due = number % self.recipe.checkpoints.every == 0
+            saves = due or best or number == last or signal is not None
+            if evaluates or saves:
+                self.write(measured or self.measure(pending), found)
+                pending = None
+            if saves:
+                with self.progress.phase("saving", says=False):
+                    self.save(number, state, metric, evaluated=bool(found))
+        return state, signal
+
+    def evaluates_at(self, step: int, last: int) -> bool:
+        settings = self.recipe.evaluation
+        due = step == last or (settings.every is not None and step % settings.every == 0)
+        if step == 0:
+            due = settings.at_start
+        return due and self.setup.eval_batches is not None
+
+    def evaluate_at_start(self, step: int, state: TrainState, stop: Stop) -> None:
+        """Before the first step; or what a signal made the run give up at the step it goes on from.
+
+        The line of that step and its checkpoint are those of a run that was not stopped.
+        """
+        if not (found := self.evaluate(state, stop)):
+            return
+        self.log.amend(step, found)
+        for sink in self.sinks:
+            sink.log(step, found)
+        if step > 0:
+            metric = found.get(self.recipe.checkpoints.metric)
+            self.is_best(metric)
+            self.checkpoints.amend(step, {"evaluated": True}, metric=metric)
+
+    def measure(self, done: Pending) -> Measured:
+        """Waits for a step's numbers and shows them."""
+        numbers = {name: float(x) for name, x in jax.device_get(done.metrics).items()}
+        in_a_row, tokens = int(numbers.pop("skipped_in_a_row")), int(numbers.pop("real_tokens"))
+        speed = self.progress.step(
+            done.step,
+            loss=numbers["loss"],
+            tokens=tokens,
+            flops=self.setup.flops.of(done.tokens),
+            shown={"lr": numbers["lr"]},
+        )
+        labels, skipped = int(numbers.pop("tokens")), int(numbers.pop("skipped"))
+        row: Row = {
+            **numbers,
+            "labels": labels,
+            "tokens": tokens,
+            "skipped": skipped,
+            **speed.metrics(),
+        }
+        if predicted(self.setup.info) == "values":
+            row.pop("accuracy")
+        return Measured(done.step, row, in_a_row)
+
+    def write(self, done: Measured, found: Row) -> None:
+        """Writes the line of a step, with what its evaluation found.
+
+        Raises:
+            RunError: too many steps in a row were skipped.
+        """
+        row = done.row | found
+        self.log.log(done.step, row)
+        for sink in self.sinks:
+            sink.log(done.step, row)
+        self.last = row
+        if row["skipped"]:
+            self.progress.say(f"step {done.step}: no finite gradient; the batch is skipped")
+        if done.skipped_in_a_row >= self.recipe.skip_limit:
+            raise RunError(
+                f"step {done.step}: {done.skipped_in_a_row} batches in a row gave no finite "
+                "gradient; lower "
+                "optimizer.learning_rate, look at the data, or go on from an earlier checkpoint"
+            )
+
+    def evaluate(self, state: TrainState, stop: Stop) -> Row:
+        """Loss and scores of the full set, as fields of the step's line; none if it is stopped."""
+        setup = self.setup
+        assert setup.eval_batches is not None
+        model = state.model if state.ema is None else state.averaged_model
+
+        def go_on() -> None:
+            if stop() is not None:
+                raise StoppedError
+
+        def batches() -> Iterator[Any]:
+            assert setup.eval_batches is not None
+            for batch in setup.eval_batches:
+                go_on()
+                yield put_batch(batch, setup.mesh)
+
+        try:
+            with self.progress.phase("evaluating"):
+                with use(self._mesh):
+                    result = evaluate(model, batches(), setup.eval_loss)
+                found: Row = result.metrics(predicted(setup.info))
+            if setup.prompts:
+                with self.progress.phase("generating"):
+                    answers = self.generate(model, setup.prompts, go_on)
+                self.keep_samples(answers.samples)
+                found |= {f"eval_{name}": score for name, score in answers.scores.items()}
+        except StoppedError:
+            self.progress.say("the evaluation is given up; going on begins with it")
+            return {}
+        self.progress.say(", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+        return found
+
+    def generate(
+        self,
+        model: Any,
+        prompts: Sequence[Prompt],
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> GenerationResult:
+        """Answers to prompts of the evaluation set."""
+        settings = self.recipe.evaluation
+        return generate_and_score(
+            model,
+            self.setup.tokenizer,
+            prompts,
+            metrics=settings.metrics,
+            batch_size=settings.batch_size or self.recipe.batch_size // self.recipe.accumulation,
+            samples=settings.samples,
+            before_batch=before_batch,
+            **settings.fields,
+        )
+
+    def is_best(self, metric: float | None) -> bool:
+        """Whether a metric beats those before it, which it then replaces."""
+        if metric is None or not math.isfinite(metric):
+            return False
+        smaller = self.recipe.checkpoints.mode == "min"
+        best = self._best is None or (metric < self._best if smaller else metric > self._best)
+        if best:
+            self._best = metric
+        return best
+
+    def save(self, step: int, state: TrainState, metric: float | None, *, evaluated: bool) -> None:
+        """One checkpoint: the state, the data's position, and what they belong to."""
+        self.log.sync()  # a checkpoint's steps are in the log, whatever happens next
+        meta = {
+            "recipe": to_plain(self.recipe),
+            "data": self.setup.batches.state(),
+            "base": dict(self.base),
+            "evaluated": evaluated,
+        }
+        arrays = {name: getattr(state, name) for name in TRAINED}
+        self.checkpoints.save(step, arrays, meta, metric=metric)

@@ -1,0 +1,234 @@
+"""Recipes as YAML and as plain objects: strict, with the file and the field in every error."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError
+from jaxllm.training.run.recipe import Recipe
+
+MAX_FILE_BYTES = 1 << 20
+TAG = "tag:yaml.org,2002:"
+KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
+# PyYAML's own, and what Python makes of values that are not what their tags say.
+NOT_YAML = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError, TypeError)
+
+
+def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe from its file, with fields replaced under dotted names (``optimizer.name``).
+
+    Raises:
+        MissingFileError: there is no such file.
+        ConfigError: it is not YAML, or a field is unknown, missing or wrong.
+    """
+    raw = read_yaml(path)
+    for name, value in (overrides or {}).items():
+        put(raw, name, value)
+    try:
+        return build(Recipe, raw)
+    except ConfigError as error:
+        given = f" (with {', '.join(f'--{name}' for name in overrides)})" if overrides else ""
+        raise ConfigError(f"{path}{given}: {error}") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, names_beside(path), n=1)
+        hint = f"; is it {path.with_name(near[0])}?" if near else ""
+        raise MissingFileError(f"{path}: no such file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    try:
+        raw = yaml.load(text, Loader=StrictLoader)
+    except NOT_YAML as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected fields and their values")
+    return raw
+
+
+def names_beside(path: Path) -> list[str]:
+    try:
+        return [other.name for other in path.parent.iterdir()]
+    except OSError:
+        return []
+
+
+class StrictLoader(yaml.SafeLoader):
+    """SafeLoader for what JSON has, too: no dates, no aliases, no merging, no infinite number.
+
+    A field that is there twice is an error, and 1e-4 is a number.
+    """
+
+    def compose_node(self, parent, index):
+        # A few lines of aliases to aliases are a value of many gigabytes.
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            line = event.start_mark.line + 1
+            raise yaml.YAMLError(f"*{event.anchor}: aliases are not read (line {line})")
+        return super().compose_node(parent, index)
+
+    def construct_object(self, node, deep=False):
+        if node.tag.removeprefix(TAG) not in KINDS:
+            raise yaml.YAMLError(f"{node.tag}: not a value that JSON has (line {line_of(node)})")
+        value = super().construct_object(node, deep)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise yaml.YAMLError(f"{node.value}: expected a finite number (line {line_of(node)})")
+        return value
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if not isinstance(name, str):
+                raise yaml.YAMLError(f"field {name!r}: expected a name (line {line_of(key)})")
+            if name in seen:
+                raise yaml.YAMLError(f"field {name!r} is there twice (line {line_of(key)})")
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def line_of(node: yaml.Node) -> int:
+    return node.start_mark.line + 1
+
+
+def parse_value(text: str) -> Any:
+    """A value of the command line, as YAML has it.
+
+    >>> [parse_value(text) for text in ("3", "1e-4", "null", "[a, b]", "data/*.jsonl")]
+    [3, 0.0001, None, ['a', 'b'], 'data/*.jsonl']
+    """
+    try:
+        value = yaml.load(text, Loader=StrictLoader)
+    except NOT_YAML:
+        return text
+    return text if value is None and text.strip() not in ("null", "~", "none", "None") else value
+
+
+# YAML 1.1, which PyYAML follows, has no number "1e-4".
+StrictLoader.add_implicit_resolver(
+    TAG + "float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def put(raw: dict[str, Any], name: str, value: Any) -> None:
+    """Sets a field under a dotted name."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        inner = raw.get(parent)
+        raw[parent] = raw = dict(inner) if isinstance(inner, Mapping) else {}
+    raw[last] = value
+
+
+def build(cls: type[Any], raw: Any, where: str = "") -> Any:
+    """A dataclass of plain values, each of which must be of the field's type.
+
+    Raises:
+        ConfigError: naming the field; for an unknown one with the nearest that there is.
+
+    >>> from jaxllm.training.optimizers import OptimizerConfig
+    >>> build(OptimizerConfig, {"learning_rat": 1.0})
+    Traceback (most recent call last):
+        ...
+    jaxllm.common.errors.ConfigError: learning_rat: unknown; is it learning_rate?
+    """
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where.removesuffix('.')}: expected fields, found {raw!r}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name in raw:
+        if name not in fields:
+            near = difflib.get_close_matches(str(name), list(fields), n=1, cutoff=0.5)
+            known = f"is it {where}{near[0]}?" if near else f"known: {', '.join(fields)}"
+            raise ConfigError(f"{where}{name}: unknown; {known}")
+    for name, field in fields.items():
+        no_default = field.default is field.default_factory is dataclasses.MISSING
+        if no_default and name not in raw:
+            raise ConfigError(f"{where}{name}: missing")
+    hints = typing.get_type_hints(cls)
+    values = {name: convert(hints[name], value, where + name) for name, value in raw.items()}
+    try:
+        return cls(**values)
+    except JaxLLMError as error:
+        raise ConfigError(f"{where}{error}") from None
+
+
+def convert(hint: Any, value: Any, where: str) -> Any:
+    """A plain value as the type that a field has."""
+    options = typing.get_args(hint) if is_union(hint) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    options = [option for option in options if option is not type(None)]
+    for option in options:
+        if dataclasses.is_dataclass(option):
+            return build(typing.cast(type, option), value, f"{where}.")
+    for option in options:
+        fits, found = as_type(option, value, where)
+        if fits:
+            return found
+    named = typing.get_args(hint) if is_union(hint) else (hint,)
+    expected = " or ".join(map(spell, named))
+    raise ConfigError(f"{where}: expected {expected}, found {value!r}")
+
+
+def as_type(option: Any, value: Any, where: str) -> tuple[bool, Any]:
+    """Whether a value is of a type, and the value in it."""
+    origin, args = typing.get_origin(option), typing.get_args(option)
+    if is_union(option):
+        return True, convert(option, value, where)
+    if origin is Literal:
+        return any(type(value) is type(a) and value == a for a in args), value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            return False, None
+        items = [convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return True, tuple(items)
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping), value
+    if option is float and type(value) is int:
+        return True, float(value)
+    return type(value) is option, value
+
+
+def is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def spell(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return ", ".join(map(repr, args))
+    if origin is tuple:
+        return f"a list of {spell(args[0])}"
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        return "fields"
+    names = {type(None): "null", str: "a text", int: "an integer", float: "a number"}
+    return names.get(
+        hint, "true or false" if hint is bool else str(getattr(hint, "__name__", hint))
+    )
+
+
+def to_plain(value: Any) -> Any:
+    """A recipe as JSON has it; `build` makes the same recipe of it."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: to_plain(inner) for name, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [to_plain(inner) for inner in value]
+    return value

@@ -1,0 +1,242 @@
+"""Files of rows: order, bad rows, the journal, what is resumed and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conformance_runs import DATA
+
+import jaxllm
+from jaxllm import BatchGenerator
+from jaxllm.batch.counts import Counts
+from jaxllm.batch.job import process_notes as notes
+from jaxllm.batch.job.job import Input, Job, share
+from jaxllm.batch.job.journal import Journal, is_finished, whole_lines
+from jaxllm.batch.job.report import Run
+from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.errors import DataError, MissingFileError, RunError
+
+MODEL, TOKENIZER = jaxllm.load(DATA / "models" / "s_llama_tok")
+SETTINGS = {"--model": "s_llama_tok", "--temperature": 0.5}
+
+
+def job(folder: Path, rows: list[Any], *, resume=False, settings=SETTINGS, **fields) -> Job:
+    source = folder / "rows.jsonl"
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    source.write_text("\n".join(lines) + "\n")
+    engine = BatchGenerator(MODEL, TOKENIZER, slots=4, **{"max_new_tokens": 6, **fields})
+    return Job(engine, Input.read(source), folder / "out.jsonl", settings, resume=resume)
+
+
+def run(work: Job, *, until: int | None = None) -> list[dict[str, Any]]:
+    """Runs a job; `until` leaves it after so many rows, as a crash would."""
+    with contextlib.closing(CompileClock()) as clock:
+        outputs = work.run(clock)
+        for done, _ in enumerate(outputs, start=1):
+            if done == until:
+                outputs.close()  # as an exception in the caller would
+                return []
+    return [json.loads(line) for line in work.output.read_text().splitlines()]
+
+
+ROWS = [
+    {"id": f"r{i}", "prompt": "one two three"[: 3 + i], "max_new_tokens": 2 + i} for i in range(9)
+]
+
+
+def test_rows_keep_ids_and_order(tmp_path):
+    rows = [*ROWS, {"prompt": "x"}, "", {"input_ids": [5, 6], "num_return_sequences": 2}]
+    rows[-1] |= {"do_sample": True, "id": 7}
+    lines = run(job(tmp_path, rows))
+    assert [line["id"] for line in lines] == [*(row["id"] for row in ROWS), 10, 7]
+    assert lines[0].keys() == {"id", "text", "output_ids", "finish_reason"}
+    assert all(line["text"] == TOKENIZER.decode(line["output_ids"], True) for line in lines[:-1])
+    assert [len(ids) for ids in (lines[-1]["text"], lines[-1]["finish_reason"])] == [2, 2]
+    assert not (tmp_path / "out.jsonl.parts").exists()
+
+
+def test_bad_rows_are_records_and_the_others_go_on(tmp_path):
+    bad = {
+        "not JSON": "{",
+        "not an object": "[1]",
+        "exactly one of": {"id": "a", "prompt": "x", "input_ids": [1]},
+        "found none": {"id": "b"},
+        "unknown generation field": {"prompt": "x", "temprature": 1.0},
+        "not in the vocabulary": {"input_ids": [10**6]},
+        "a list of token ids": {"input_ids": []},
+        "a text": {"prompt": 5},
+        "a list of messages": {"messages": "hello"},
+        "no effect without `do_sample`": {"prompt": "x", "temperature": 0.3},
+        "`max_new_tokens` must be": {"prompt": "x", "max_new_tokens": 0},
+        "a string or an integer": {"id": [1], "prompt": "x"},
+        "seed: expected": {"prompt": "x", "seed": -1},
+        "not in a batch": {"prompt": "x", "output_scores": True},
+        "appears twice": '{"prompt": "x", "prompt": "y"}',
+        "no token of the vocabulary": {"prompt": "x", "stop_strings": ["東"]},
+        "forbid every token": {"prompt": "x", "suppress_tokens": list(range(len(TOKENIZER)))},
+    }
+    rows = [row for pair in zip(bad.values(), [ROWS[0]] * len(bad), strict=True) for row in pair]
+    work = job(tmp_path, rows)
+    lines = run(work)
+    assert len(lines) == len(rows)
+    for number, (why, line) in enumerate(zip(bad, lines[::2], strict=True)):
+        assert why in line["error"]
+        assert line["error"].startswith(f"line {2 * number + 1}: ")
+        assert line["line"] == 2 * number + 1
+    assert [line["id"] for line in lines[:8:2]] == [1, 3, "a", "b"]
+    assert all(line == lines[1] for line in lines[1::2])
+    assert "error" not in lines[1]
+    report = json.loads(work.report_path.read_text())
+    assert sum(report["errors"].values()) == len(bad)
+    assert report["errors"]["DataError"] == 3
+    assert report["errors"]["NonFiniteError"] == 1
+
+
+def test_a_stopped_job_goes_on(tmp_path):
+    fields = {"do_sample": True, "temperature": 0.9}
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    want = run(job(whole, ROWS, **fields))
+    for until in (2, 3):
+        run(job(tmp_path, ROWS, resume=True, **fields), until=until)
+        assert not (tmp_path / "out.jsonl").exists()
+    work = job(tmp_path, ROWS, resume=True, **fields)
+    assert run(work) == want
+    assert work.resumed == 5
+    report = json.loads(work.report_path.read_text())
+    assert (report["rows"], report["resumed"], report["run"]["rows"]) == (9, 5, 4)
+    assert report["new_lengths"]["total"] == sum(len(line["output_ids"]) for line in want)
+    assert ("rows", "9, 5 of them before") in work.report.table()
+
+
+def test_a_torn_last_line_is_repaired(tmp_path):
+    run(job(tmp_path, ROWS, resume=True), until=4)
+    part = tmp_path / "out.jsonl.parts" / "part-00000.jsonl"
+    data = part.read_bytes()
+    part.write_bytes(data[:-9])
+    work = job(tmp_path, ROWS, resume=True)
+    lines = run(work)
+    assert work.resumed == 3
+    assert [line["id"] for line in lines] == [row["id"] for row in ROWS]
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    part = tmp_path / "part-00000.jsonl"
+    part.write_bytes(b'{"index": 0, "line": {}}\n{"index"\n{"index": 1, "line": {}}\n')
+    with pytest.raises(DataError, match="line 2"):
+        whole_lines(part, repair=True)
+
+
+def test_merging_is_repeated_after_a_crash_in_it(tmp_path):
+    run(job(tmp_path, ROWS, resume=True), until=9)
+    (tmp_path / "out.jsonl.parts" / "merged").write_bytes(b"half")
+    (tmp_path / "out.jsonl").write_bytes(b"of a crash between the new name and the clean-up\n")
+    lines = run(job(tmp_path, ROWS, resume=True))
+    assert [line["id"] for line in lines] == [row["id"] for row in ROWS]
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(MissingFileError, match=r"none\.jsonl"):
+        Input.read(tmp_path / "none.jsonl")
+    run(job(tmp_path, ROWS), until=2)
+    for changes, name in (
+        ({"settings": {**SETTINGS, "--temperature": 0.6}}, "--temperature: was 0.5"),
+        ({"settings": {**SETTINGS, "--top-k": 6}}, "--top-k: was None"),
+        ({"rows": ROWS[:-1]}, "input: was "),
+    ):
+        with pytest.raises(RunError, match=name):
+            run(job(tmp_path, **{"rows": ROWS, "resume": True, **changes}))
+    with pytest.raises(RunError, match="not finished"):
+        run(job(tmp_path, ROWS))
+    assert len(run(job(tmp_path, ROWS, resume=True))) == len(ROWS)
+    with pytest.raises(RunError, match="exists already"):
+        run(job(tmp_path, ROWS))
+    finished = job(tmp_path, ROWS)
+    assert is_finished(finished.output, finished.settings, resume=True)
+    with pytest.raises(RunError, match="--top-k: was None"):
+        is_finished(finished.output, {**finished.settings, "--top-k": 6}, resume=True)
+    finished.report_path.unlink()
+    with pytest.raises(RunError, match="no output of a job"):
+        is_finished(finished.output, finished.settings, resume=True)
+
+
+def test_one_process_a_job(tmp_path):
+    with (
+        Journal(tmp_path / "out", {}, resume=False),
+        pytest.raises(RunError, match="is writing here"),
+    ):
+        Journal(tmp_path / "out", {}, resume=True)
+
+
+def test_parts_of_several_processes_are_one_journal(tmp_path):
+    """Each writes its own; what a crash tore from another's is neither read nor touched."""
+    output = tmp_path / "out"
+    with Journal(output, {}, resume=False) as first:
+        with Journal(output, {}, resume=True, process=1) as second:
+            second.add(1, {"id": "b"}, 2)
+            first.add(0, {"id": "a"}, 2)
+        assert (first.done.keys(), second.done.keys()) == ({0}, {1})
+    torn = first.folder / "part-00001.jsonl"
+    torn.write_bytes(torn.read_bytes() + b'{"index": 2, "li')
+    with Journal(output, {}, resume=True) as first:
+        assert first.done.keys() == {0, 1}
+        assert torn.read_bytes().endswith(b'"li')
+        first.add(2, {"id": "c"}, 2)
+        assert [record["line"]["id"] for record in first.merge(3)] == ["a", "b", "c"]
+    with Journal(output, {}, resume=True, process=1) as second:  # it repairs its own
+        assert second.done.keys() == {0, 1, 2}
+        assert torn.read_bytes().endswith(b"}\n")
+
+
+def test_a_process_of_an_earlier_run_is_waited_for(tmp_path):
+    Journal(tmp_path / "out", {}, resume=False).__exit__()
+    with (
+        Journal(tmp_path / "out", {}, resume=True, process=3),
+        pytest.raises(RunError, match=r"process-00003: .* is writing here"),
+    ):
+        Journal(tmp_path / "out", {}, resume=True)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 20])
+def test_shares_are_all_rows_once(processes):
+    rows = [0, 1, 2, 5, 6, 7, 9, 11]
+    shares = [share(rows, process, processes) for process in range(processes)]
+    assert sorted(row for each in shares for row in each) == rows
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_notes_of_processes(tmp_path):
+    notes.leave(tmp_path, 1, {"seconds": 1.0})
+    notes.leave(tmp_path, 2, {"seconds": 2.0})
+    assert notes.wait_for_others(tmp_path, 3) == [{"seconds": 1.0}, {"seconds": 2.0}]
+    assert notes.wait_for_others(tmp_path, 1) == []
+    with pytest.raises(OSError, match="disk"), notes.failure_left(tmp_path, 2):
+        raise OSError("the disk is full")
+    with pytest.raises(RunError, match=r"process 2 failed \(the disk is full\)"):
+        notes.wait_for_others(tmp_path, 4)  # although process 3 has left no note
+    (tmp_path / "job.json").touch()
+    notes.leave(tmp_path, 0, {"error": "no space"})
+    with pytest.raises(RunError, match=r"process 0 failed \(no space\)"):
+        notes.wait_for_merge(tmp_path)
+    (tmp_path / "job.json").unlink()
+    notes.wait_for_merge(tmp_path)
+    notes.forget(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_processes_add_up(tmp_path):
+    work = job(tmp_path, ROWS)
+    run(work)
+    one = work.report.run.to_note()
+    total = Run.total([one, {**one, "seconds": 99.0, "compile_seconds": 9.0}])
+    mine, both = Counts.total([one["counts"]]), total.counts
+    assert mine.rows == 9
+    assert (both.rows, both.new_tokens) == (18, 2 * mine.new_tokens)
+    assert both.reasons == mine.reasons + mine.reasons
+    assert both.buckets.keys() == mine.buckets.keys()
+    assert (total.seconds, total.speed(180)) == (99.0, 2.0)
+    assert json.dumps(one)

@@ -1,0 +1,80 @@
+"""A row that is wrong, or whose numbers break, is an error of its own: the others do not suffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxllm import BatchGenerator
+from jaxllm.batch.rows import Given, Reader
+
+MODEL = tiny.make("llama", num_hidden_layers=1)
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("input_ids", {"input_ids": [1, [2]]}),
+        ("input_ids", {"input_ids": [[1], [2, 3]]}),
+        ("length_penalty", {"num_beams": 2, "length_penalty": HUGE}),
+        ("repetition_penalty", {"repetition_penalty": HUGE}),
+        ("sequence_bias", {"sequence_bias": [[[1], -HUGE]]}),
+        ("num_return_sequences", {"do_sample": True, "num_return_sequences": 2**31 - 1}),
+        ("fields have names", {"temperature": 1.0, 5: 6}),
+        ("suppress_tokens", {"suppress_tokens": [50]}),
+        ("bad_words_ids", {"bad_words_ids": [[5, 50]], "num_beams": 2}),
+        ("forced_eos_token_id", {"forced_eos_token_id": 50}),
+    ],
+)
+def test_wrong_values_are_errors_of_their_row(name, fields):
+    (output,) = BatchGenerator(MODEL).generate([{"input_ids": [5], **fields}])
+    assert output.error_kind == "InputError"
+    assert name in (output.error or "")
+
+
+def test_settings_are_told_apart_by_all_their_values():
+    """Rows share what was read of equal fields. Of a long array, numpy's `repr` shows the ends."""
+    first, second = np.full((2, 2000), 3)
+    second[1000] = 4
+    reader = Reader(MODEL, None, {}, 0)
+    rows = [
+        reader.read(Given(0, 0, {"input_ids": [5], "suppress_tokens": tokens}), 0)
+        for tokens in (first, second)
+    ]
+    assert [set(row.config.suppress_tokens) for row in rows] == [{3}, {3, 4}]
+    row = reader.read(Given(0, 0, {"input_ids": [5], "sequence_bias": {(5,): 2.0}}), 0)
+    assert row.config.sequence_bias == (((5,), 2.0),)
+
+
+def test_a_neutral_value_asks_for_nothing():
+    rows = [{"input_ids": [5], "max_new_tokens": 3} for _ in range(3)]
+    rows[1] |= {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": None}
+    engine = BatchGenerator(MODEL, slots=2)
+    first, second, _ = engine.generate(rows)
+    assert second.output_ids == first.output_ids
+    assert len(engine.counts.buckets) == 2
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_what_a_broken_row_leaves_in_its_slot_is_gone(beams):
+    """0 * NaN is NaN, so values behind the mask matter, too."""
+
+    def broken(path: tuple, x: Any) -> Any:
+        return x.at[7].set(np.nan) if "embed" in jax.tree_util.keystr(path) else x
+
+    model = jax.tree_util.tree_map_with_path(broken, MODEL)
+    rows: list[dict[str, Any]] = [
+        {"input_ids": [*[9] * 20, *[7] * 8], "max_new_tokens": 20},
+        {"input_ids": [9, 10, 11], "max_new_tokens": 19, "eos_token_id": [49]},
+    ]
+    fields = {"num_beams": beams, "suppress_tokens": [7]}
+    first, second = BatchGenerator(model, slots=1, **fields).generate(rows)
+    assert first.error_kind == "NonFiniteError"
+    assert second.error is None
+    (alone,) = BatchGenerator(model, slots=1, **fields).generate(rows[1:])
+    assert second.output_ids == alone.output_ids

@@ -1,0 +1,131 @@
+"""Predicted bytes, slots that fit, and what happens when memory runs out after all."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+import tiny
+from batch_tools import uneven_rows
+from compiling import compiled_as_users
+
+from jaxllm import BatchGenerator
+from jaxllm.batch import slot_pool as pools
+from jaxllm.batch.memory import budget, nbytes
+from jaxllm.common.errors import InputError
+
+MODEL = tiny.make("llama", num_hidden_layers=1, max_position_embeddings=4096)
+ROWS = [{"input_ids": [5, 6, 7], "max_new_tokens": 20 + i} for i in range(12)]
+
+
+def test_budget():
+    assert budget("1.5GB") == budget(" 1.5 g") == budget(1_500_000_000)
+    assert budget("20MiB") == 20_000_000
+    assert budget(None) > 10**8
+    for wrong in ("much", 0, -1, "0", 1.5):
+        with pytest.raises(InputError, match="memory"):
+            budget(wrong)
+
+
+def test_prediction_is_what_the_slots_take():
+    engine = BatchGenerator(MODEL, slots=8)
+    engine.generate(ROWS)
+    (found,) = engine.memory
+    assert found.weights == nbytes(MODEL)
+    layer = 2 * found.slots * found.capacity * 2 * 8 * 4  # keys and values of 2 heads of 8
+    assert layer < found.cache < 1.5 * layer
+    assert found.fits
+    assert str(found.slots) in str(found)
+
+
+@pytest.mark.parametrize("width", [64, 512])
+def test_activations_are_near_what_the_compiler_allocates(width, monkeypatch):
+    compiled = []
+    program = pools.admit_program
+
+    def spy(*arguments, **options):
+        lowered = program.lower(*arguments, **options)
+        compiled.append(compiled_as_users(lowered).memory_analysis().temp_size_in_bytes)
+        return program(*arguments, **options)
+
+    monkeypatch.setattr(pools, "admit_program", spy)
+    engine = BatchGenerator(MODEL, slots=2)
+    engine.generate([{"input_ids": [5] * width, "max_new_tokens": 3}])
+    assert 0.5 * compiled[0] < engine.memory[0].activations < 4 * compiled[0]
+
+
+def test_fewer_slots_where_memory_is_short():
+    whole = BatchGenerator(MODEL, slots=8)
+    want = whole.generate(ROWS)
+    (found,) = whole.memory
+    half = found.weights + (found.cache + found.activations) // 2
+    engine = BatchGenerator(MODEL, slots=8, memory=half)
+    assert engine.generate(ROWS) == want
+    assert 1 < engine.memory[0].slots <= 4
+
+
+def test_long_rows_have_a_pool_of_their_own():
+    """Not all rows pay for one that needs a large slot."""
+    rows = [*ROWS, {"input_ids": [5] * 100, "max_new_tokens": 3900}]
+    rows[-1]["eos_token_id"] = list(range(50))  # it ends at once
+    small = BatchGenerator(MODEL, slots=8)
+    small.generate(ROWS)
+    engine = BatchGenerator(MODEL, slots=8, memory=small.memory[0].total + 3 * 10**6)
+    outputs = engine.generate(rows)
+    assert all(output.error is None for output in outputs)
+    assert [found.capacity for found in engine.memory] == [4096, 64]
+    assert engine.memory[0].slots == 1
+    assert engine.memory[1].slots == 8
+
+
+def test_a_row_that_never_fits_says_which_number_to_change():
+    rows = [*ROWS, {"input_ids": [5, 6, 7], "max_new_tokens": 3900}]
+    small = BatchGenerator(MODEL, slots=1)
+    small.generate(ROWS)
+    memory = small.memory[0].total + 3 * 10**5
+    outputs = BatchGenerator(MODEL, slots=8, memory=memory).generate(rows)
+    assert [output.error is None for output in outputs] == [True] * 12 + [False]
+    assert outputs[-1].error.startswith("max_new_tokens: ")
+    most = int(outputs[-1].error.split("at most ")[1].split(",")[0])
+    rows[-1]["max_new_tokens"] = most
+    assert BatchGenerator(MODEL, slots=8, memory=memory).generate(rows)[-1].error is None
+    for memory, why in ((-1, "the weights alone"), (1, "shorten the prompt")):
+        tight = BatchGenerator(MODEL, slots=8, memory=nbytes(MODEL) + memory).generate(ROWS)
+        assert all(why in output.error for output in tight)
+
+
+def test_slots_are_halved_when_memory_runs_out(monkeypatch):
+    """A device that has less than it says, at any call."""
+    rows = uneven_rows(30, prompts=16, new=16)
+    want = BatchGenerator(MODEL, slots=8).generate(rows)
+    program, calls = pools.decode_program, []
+
+    def refuse(model, slots, *arguments, **options):
+        calls.append(slots.count)
+        if slots.count > 2 and calls.count(slots.count) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+        return program(model, slots, *arguments, **options)
+
+    # The prediction traces the program under its other name.
+    monkeypatch.setattr(pools, "decode_program", refuse)
+    engine = BatchGenerator(MODEL, slots=8)
+    assert engine.generate(rows) == want
+    assert engine.counts.halvings == 2
+    assert set(calls) == {8, 4, 2}
+
+
+def test_other_failures_of_the_device_are_not_hidden(monkeypatch):
+    def fail(*arguments, **options):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(pools, "decode_program", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        BatchGenerator(MODEL, slots=8).generate(ROWS)
+
+
+def test_out_of_memory_with_one_slot_is_the_rows_error(monkeypatch):
+    def fail(*arguments, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+
+    monkeypatch.setattr(pools, "decode_program", fail)
+    outputs = BatchGenerator(MODEL, slots=2).generate(ROWS[:3])
+    assert all("ran out of memory with a single slot" in output.error for output in outputs)

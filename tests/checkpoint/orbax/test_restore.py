@@ -1,0 +1,93 @@
+"""What makes a step be passed over, what does not; and records that are amended."""
+
+from __future__ import annotations
+
+import errno
+import math
+from pathlib import Path
+
+import pytest
+from run_states import bits, like, meta, state
+
+from jaxllm.checkpoint.orbax import RunCheckpoints
+from jaxllm.checkpoint.orbax.restore import tried
+from jaxllm.common.errors import CheckpointError, MissingFileError, RunError
+
+STEP = Path("run/7")
+
+
+def raising(failure: BaseException, cause: BaseException | None = None):
+    def act():
+        raise failure from cause
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        MissingFileError("no such file"),
+        CheckpointError("not what was saved"),
+        ValueError("DATA_LOSS: Error opening"),
+        ValueError('NOT_FOUND: Error opening "zarr" driver'),
+    ],
+)
+def test_damage(failure):
+    assert tried(raising(failure), STEP) == (None, failure)
+
+
+def test_a_disk_that_gives_no_answer_is_damage():
+    failure = CheckpointError("cannot be read")
+    assert tried(raising(failure, OSError(errno.EIO, "")), STEP) == (None, failure)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ENOMEM])
+def test_what_cannot_be_read_now_may_be_sound(number):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        tried(raising(CheckpointError("cannot be read"), OSError(number, "")), STEP)
+
+
+@pytest.mark.parametrize("code", ["PERMISSION_DENIED", "RESOURCE_EXHAUSTED"])
+def test_what_tensorstore_cannot_read_now_may_be_sound(code):
+    with pytest.raises(CheckpointError, match=rf"run/7: cannot be read \({code}: Error"):
+        tried(raising(ValueError(f"{code}: Error [tensorstore_spec='...']")), STEP)
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), RuntimeError("a device"), KeyError("a bug")])
+def test_what_files_do_not_cause_is_no_damage(failure):
+    with pytest.raises(type(failure)):
+        tried(raising(failure), STEP)
+
+
+def test_the_best_step_is_none_that_was_found_damaged(tmp_path):
+    problems: list[str] = []
+    with RunCheckpoints(tmp_path, on_problem=problems.append) as checkpoints:
+        for step, metric in ((1, 0.5), (2, 0.25)):
+            checkpoints.save(step, state(step), meta(step), metric=metric)
+        checkpoints.wait()
+        assert checkpoints.best() == 2
+        for path in (tmp_path / "2" / "arrays" / "d").iterdir():
+            path.write_bytes(b"")
+        assert checkpoints.restore(target=like(state(0))).step == 1
+        assert checkpoints.best() == 1
+    assert len(problems) == 1
+
+
+def test_a_record_is_amended(tmp_path):
+    with RunCheckpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state(step), meta(step), metric=2.0 if step == 1 else None)
+        checkpoints.amend(2, {"evaluated": True}, metric=1.0)
+        assert checkpoints.best() == 2
+        restored = checkpoints.restore(2, like(state(0)))
+        assert restored.meta == meta(2) | {"evaluated": True}
+        assert bits(restored.arrays) == bits(state(2))
+        checkpoints.amend(2, {}, metric=math.nan)
+        assert checkpoints.best() == 1
+        with pytest.raises(MissingFileError):
+            checkpoints.amend(3, {}, metric=1.0)
+    with (
+        RunCheckpoints(tmp_path, writable=False) as reading,
+        pytest.raises(RunError, match="opened for reading"),
+    ):
+        reading.amend(2, {}, metric=1.0)

@@ -1,0 +1,371 @@
+"""PEFT's adapter files: what PEFT computes with them, and files that lie."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from compiling import compiled_as_users
+from flax import nnx
+from paths import DATA
+
+import jaxllm
+from jaxllm.checkpoint.peft import load_adapter, save_adapter
+from jaxllm.checkpoint.peft.config import parse_peft_config
+from jaxllm.checkpoint.peft.names import MAGNITUDE, PREFIX, A, B, paths_of, weight_entries
+from jaxllm.checkpoint.safetensors.reader import SafetensorsFile
+from jaxllm.checkpoint.safetensors.writer import write_safetensors
+from jaxllm.common.errors import (
+    CheckpointError,
+    ConfigError,
+    InputError,
+    JaxLLMError,
+    MissingFileError,
+    NonFiniteError,
+    UnsupportedError,
+)
+from jaxllm.models.llama import LlamaForSequenceClassification
+from jaxllm.models.lora import LoraConfig, add_lora, lora_layers, merge_lora
+from jaxllm.models.weights import parameters, with_parameters
+
+CASES = sorted(path.name for path in (DATA / "peft").iterdir() if path.is_dir())
+
+
+@functools.cache
+def base_of(case: str) -> Any:
+    config = json.loads((DATA / "peft" / case / "adapter_config.json").read_text())
+    model, _ = jaxllm.load(DATA / "conformance/models" / config["base_model_name_or_path"])
+    if config["task_type"] != "SEQ_CLS":
+        return model
+    settings = type(model.config).from_dict({**json.loads(model.origin.config), "num_labels": 3})
+    classifier = LlamaForSequenceClassification(settings, rngs=nnx.Rngs(0))
+    body = {path: x for path, x in parameters(model).items() if path != "lm_head.weight"}
+    return with_parameters(classifier, body)
+
+
+@functools.cache
+def adapted(case: str) -> Any:
+    return load_adapter(base_of(case), DATA / "peft" / case)
+
+
+@functools.cache
+def reference(case: str) -> dict[str, np.ndarray]:
+    return dict(np.load(DATA / "peft" / f"{case}.npz"))
+
+
+def inputs(case: str) -> dict[str, np.ndarray]:
+    return {name: reference(case)[name] for name in ("input_ids", "labels")}
+
+
+@functools.cache
+def run(case: str) -> tuple[Any, Any]:
+    """Logits, and the gradient of the loss, from one program."""
+
+    def loss(model):
+        out = model(**inputs(case))
+        return out.loss, out.logits
+
+    lowered = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(adapted(case))
+    (_, logits), grads = compiled_as_users(lowered)(adapted(case))
+    return logits, grads
+
+
+plain_logits = jax.jit(lambda model, inputs: model(**inputs).logits)
+
+
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    with SafetensorsFile(folder / "adapter_model.safetensors") as file:
+        return {name: file.read(name) for name in file.names()}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+@pytest.mark.usefixtures("highest_precision")
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_peft(case):
+    logits, _ = run(case)
+    np.testing.assert_allclose(logits, reference(case)["logits"], atol=1e-4)
+
+
+@pytest.mark.usefixtures("highest_precision")
+@pytest.mark.parametrize("case", CASES)
+def test_merged_logits_are_those_of_peft(case):
+    logits = plain_logits(merge_lora(adapted(case)), inputs(case))
+    # On this T5 PEFT's own float32 is up to 1.1e-4 away from the float64 of the reference.
+    atol = 2e-4 if case.startswith("t5") else 1e-4
+    np.testing.assert_allclose(logits, reference(case)["merged"], atol=atol)
+
+
+def gradients(case: str) -> dict[str, np.ndarray]:
+    """The gradients of the loss, put together as PEFT's tensors."""
+    model = adapted(case)
+    _, grads = run(case)
+    found, entries, params = {}, weight_entries(model), parameters(grads)
+    for name, entry in entries.items():
+        paths = paths_of(entry)
+        if f"{paths[0]}.lora_a" in params:
+            # One A of PEFT's is copied to q, k and v: its gradient is the sum.
+            found[f"{name}.{A}"] = sum(params[f"{path}.lora_a"] for path in paths)
+            found[f"{name}.{B}"] = jnp.concatenate([params[f"{path}.lora_b"] for path in paths])
+            if f"{paths[0]}.lora_magnitude" in params:
+                rows = [params[f"{path}.lora_magnitude"] for path in paths]
+                found[f"{name}.{MAGNITUDE}"] = jnp.concatenate(rows)
+        elif paths[0] in model.modules_to_save:
+            found[entry.theirs] = params[entry.ours[0]]
+    return {PREFIX + name: np.asarray(x) for name, x in found.items()}
+
+
+@pytest.mark.usefixtures("highest_precision")
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_peft(case):
+    prefix = "grad:"
+    wanted = {k.removeprefix(prefix): x for k, x in reference(case).items() if prefix in k}
+    found = gradients(case)
+    assert wanted
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        np.testing.assert_allclose(
+            found[name], grad, atol=5e-4 * np.abs(grad).max(), rtol=1e-3, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_gives_the_same_files(case, tmp_path):
+    source = DATA / "peft" / case
+    save_adapter(tmp_path, adapted(case), base_model="base")
+    theirs, ours = tensors_of(source), tensors_of(tmp_path)
+    theirs = {name: x for name, x in theirs.items() if "base_layer" not in name}
+    assert ours.keys() == theirs.keys()
+    for name, x in theirs.items():
+        np.testing.assert_array_equal(ours[name], x, err_msg=name)
+    old, new = (parse_peft_config(config_of(path)) for path in (source, tmp_path))
+    for field in ("use_rslora", "use_dora", "lora_dropout", "task_type"):
+        assert getattr(old, field) == getattr(new, field)
+    for name in {name.removeprefix(PREFIX).split(".lora_")[0] for name in ours if "lora_" in name}:
+        assert old.rank_of(name) == new.rank_of(name)
+        assert old.alpha_of(name) == new.alpha_of(name)
+        assert new.targets(name)
+    assert config_of(tmp_path)["fan_in_fan_out"] == config_of(source)["fan_in_fan_out"]
+
+
+def trained(model: Any) -> Any:
+    rng = np.random.default_rng(0)
+    return with_parameters(
+        model,
+        {
+            path: x + 0.2 * rng.standard_normal(x.shape).astype(np.float32)
+            for path, x in parameters(model).items()
+            if "lora_" in path
+        },
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True, "rslora": True}], ids=str)
+@pytest.mark.parametrize("targets", ["all-linear", "attn.(q|v)"])
+def test_gpt2_q_k_v_trained_apart(options, targets, tmp_path):
+    """One c_attn of several times the rank, with the scale of before."""
+    base = tiny.cached("gpt2")
+    model = trained(add_lora(base, LoraConfig(rank=2, alpha=3, targets=targets, **options)))
+    save_adapter(tmp_path, model)
+    parts = 3 if targets == "all-linear" else 2
+    a = tensors_of(tmp_path)[f"{PREFIX}transformer.h.1.attn.c_attn.{A}"]
+    assert a.shape == (2 * parts, 32)
+    again = load_adapter(base, tmp_path)
+    path = "backbone.stack.blocks.1.attn.q"
+    assert lora_layers(again)[path].scale == pytest.approx(lora_layers(model)[path].scale)
+    np.testing.assert_allclose(tiny.logits(again), tiny.logits(model), atol=1e-4)
+
+
+def test_target_modules_are_named_as_short_as_can_be(tmp_path):
+    base = tiny.cached("gpt2")
+    whole, short = tmp_path / "whole", tmp_path / "short"
+    save_adapter(whole, add_lora(base, LoraConfig(targets="attn.c_proj")))
+    assert config_of(whole)["target_modules"] == [
+        f"transformer.h.{i}.attn.c_proj" for i in range(2)
+    ]
+    save_adapter(short, add_lora(base, LoraConfig(targets=("c_proj", "c_attn"))))
+    assert config_of(short)["target_modules"] == ["c_attn", "c_proj"]
+
+
+def test_nothing_to_save(tmp_path):
+    with pytest.raises(InputError, match="no LoRA"):
+        save_adapter(tmp_path, tiny.cached("llama"))
+
+
+@pytest.mark.parametrize(("family", "module"), [("gpt2", "wte"), ("t5", "shared")])
+def test_an_embedding_used_twice_is_not_written(family, module, tmp_path):
+    model = add_lora(tiny.cached(family), LoraConfig(modules_to_save=module))
+    with pytest.raises(UnsupportedError, match="merge_lora"):
+        save_adapter(tmp_path, model)
+
+
+def test_a_part_of_a_fused_layer_is_not_written(tmp_path):
+    model = add_lora(tiny.cached("gpt2"), LoraConfig(targets="mlp.up", modules_to_save="attn.q"))
+    with pytest.raises(UnsupportedError, match=r"c_attn.*only a part"):
+        save_adapter(tmp_path, model)
+
+
+GOOD = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4, "lora_alpha": 8}
+
+
+def test_config_acts():
+    config = parse_peft_config(
+        {**GOOD, "rank_pattern": {"^model.layers.1.q_proj": 2}, "alpha_pattern": {"q_proj": 0.5}}
+    )
+    assert config.rank_of("model.layers.1.q_proj") == 2
+    assert config.rank_of("base.model.layers.1.q_proj") == 4
+    assert config.alpha_of("model.layers.1.q_proj") == 0.5
+    assert config.alpha_of("model.layers.1.v_proj") == 8
+    assert not config.narrowed
+    assert parse_peft_config({**GOOD, "layers_to_transform": 0}).narrowed
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("peft_type", "IA3", UnsupportedError),
+        ("bias", "all", UnsupportedError),
+        ("init_lora_weights", "pissa", UnsupportedError),
+        ("lora_bias", True, UnsupportedError),
+        ("use_qalora", True, UnsupportedError),
+        ("layer_replication", [[0, 2]], UnsupportedError),
+        ("target_parameters", ["w"], UnsupportedError),
+        ("ensure_weight_tying", True, UnsupportedError),
+        ("a_field_of_tomorrow", {"on": 1}, UnsupportedError),
+        ("rank_pattern", {"(a+)+b": 2}, UnsupportedError),
+        ("rank_pattern", {"q": 0}, ConfigError),
+        ("rank_pattern", [1], ConfigError),
+        ("alpha_pattern", {"q": "8"}, ConfigError),
+        ("alpha_pattern", {"q\\": 8}, ConfigError),
+        ("r", 0, ConfigError),
+        ("r", 2.0, ConfigError),
+        ("r", True, ConfigError),
+        ("lora_alpha", "8", ConfigError),
+        ("lora_alpha", 10**400, ConfigError),
+        ("lora_dropout", 1.0, ConfigError),
+        ("use_dora", 1, ConfigError),
+        ("use_rslora", "true", ConfigError),
+        ("task_type", 3, ConfigError),
+        ("target_modules", [], ConfigError),
+        ("target_modules", None, ConfigError),
+        ("target_modules", [3], ConfigError),
+        ("modules_to_save", "score", ConfigError),
+        ("modules_to_save", [""], ConfigError),
+    ],
+)
+def test_config_errors_name_the_field(field, value, error):
+    with pytest.raises(error, match=f"^{field}"):
+        parse_peft_config({**GOOD, field: value})
+
+
+def test_fields_that_ask_for_nothing_pass():
+    off = {"a_field_of_tomorrow": None, "use_qalora": False, "loftq_config": {}, "eva_config": 1}
+    assert parse_peft_config({**GOOD, **off}) == parse_peft_config(GOOD)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    shutil.copytree(DATA / "peft" / "llama_lora", tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def change(folder: Path, tensors: dict[str, Any] | None = None, **config: Any) -> None:
+    """Other tensors (None takes one away) and other fields of the config."""
+    changed = {**tensors_of(folder), **(tensors or {})}
+    kept = {name: np.array(x) for name, x in changed.items() if x is not None}
+    write_safetensors(folder / "adapter_model.safetensors", kept)
+    (folder / "adapter_config.json").write_text(json.dumps({**config_of(folder), **config}))
+
+
+LAYER = f"{PREFIX}model.layers.0.self_attn.q_proj"
+ZEROS = np.zeros((2, 48), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "error", "words"),
+    [
+        ({f"{LAYER}.{A}": None}, {}, CheckpointError, r"q_proj\.lora_A\.weight is missing"),
+        (
+            {f"{LAYER}.{A}": None, f"{LAYER}.{B}": None},
+            {},
+            CheckpointError,
+            "target_modules names its module",
+        ),
+        ({f"{LAYER}.{A}": ZEROS.T}, {}, CheckpointError, r"shape \[48, 2\]"),
+        ({f"{LAYER}.{A}": ZEROS + np.nan}, {}, NonFiniteError, "q_proj"),
+        ({f"{LAYER}.{A}": ZEROS.astype(np.int32)}, {}, UnsupportedError, "int32"),
+        ({f"{LAYER}.{MAGNITUDE}": ZEROS[0]}, {}, CheckpointError, "unexpected"),
+        ({f"{PREFIX}model.norm.weight": ZEROS[0]}, {}, CheckpointError, "unexpected"),
+        ({f"{PREFIX}model.embed_tokens.lora_embedding_A": ZEROS}, {}, CheckpointError, "embedd"),
+        ({"model.x": ZEROS}, {}, CheckpointError, "names begin with"),
+        ({f"{LAYER}.base_layer.weight": ZEROS}, {}, CheckpointError, "another base"),
+        ({}, {"target_modules": ["v_proj", "down_proj"]}, CheckpointError, "does not name it"),
+        ({}, {"r": 3}, CheckpointError, r"imply \[3, 48\]"),
+        ({}, {"use_dora": True}, CheckpointError, "lora_magnitude_vector is missing"),
+        ({}, {"modules_to_save": ["norm"]}, CheckpointError, "is missing"),
+        ({}, {"modules_to_save": ["pooler"]}, CheckpointError, "no module"),
+        ({}, {"task_type": "SEQ_CLS"}, UnsupportedError, "task_type"),
+    ],
+)
+def test_files_that_lie(folder, tensors, config, error, words):
+    change(folder, tensors, **config)
+    with pytest.raises(error, match=words):
+        load_adapter(base_of("llama_lora"), folder)
+
+
+def test_a_regular_expression_of_a_file_is_not_run(folder):
+    change(folder, target_modules="(.*)*.*(.*)*x")
+    assert lora_layers(load_adapter(base_of("llama_lora"), folder))
+
+
+def test_narrowed_targets(folder):
+    gone = {name: None for name in tensors_of(folder) if "layers.1." in name}
+    change(folder, gone, layers_to_transform=0)
+    assert len(lora_layers(load_adapter(base_of("llama_lora"), folder))) == 3
+
+
+def test_missing_files(folder):
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(UnsupportedError, match="unpickling"):
+        load_adapter(base_of("llama_lora"), folder)
+    (folder / "adapter_model.bin").unlink()
+    with pytest.raises(MissingFileError):
+        load_adapter(base_of("llama_lora"), folder)
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(MissingFileError):
+        load_adapter(base_of("llama_lora"), folder)
+
+
+def test_torn_files(folder):
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        path = folder / name
+        whole = path.read_bytes()
+        for size in range(0, len(whole), len(whole) // 20):
+            path.write_bytes(whole[:size])
+            with pytest.raises(JaxLLMError):
+                load_adapter(base_of("llama_lora"), folder)
+        path.write_bytes(whole)
+    load_adapter(base_of("llama_lora"), folder)
+
+
+def test_the_model_has_lora_already():
+    with pytest.raises(InputError, match="already"):
+        load_adapter(adapted("llama_lora"), DATA / "peft" / "llama_lora")
+
+
+def test_half_precision_adapters_become_float32(folder):
+    change(folder, {name: x.astype(jnp.bfloat16) for name, x in tensors_of(folder).items()})
+    model = load_adapter(base_of("llama_lora"), folder)
+    assert {layer.lora_a[...].dtype for layer in lora_layers(model).values()} == {
+        np.dtype(np.float32)
+    }

@@ -1,0 +1,65 @@
+"""Random keys: a row's samples depend on its key and id alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conformance_runs import model
+from generation_tools import FAMILIES, prompts
+
+import jaxllm
+from jaxllm.common.errors import InputError
+
+
+def test_every_form_of_key():
+    fields = {"do_sample": True, "max_new_tokens": 6, "eos_token_id": None, "top_k": 0}
+    forms = [3, np.int64(3), jnp.int32(3), jax.random.key(3), jax.random.PRNGKey(3)]
+    runs = [jaxllm.generate(model("s_llama"), [[5, 6]], key=k, **fields).sequences for k in forms]
+    for other in runs[1:]:
+        np.testing.assert_array_equal(other, runs[0])
+    under_jit = jax.jit(
+        lambda key: jaxllm.generate(model("s_llama"), [[5, 6]], key=key, **fields).sequences
+    )
+    np.testing.assert_array_equal(under_jit(jax.random.key(3)), runs[0])
+    np.testing.assert_array_equal(under_jit(jnp.int32(3)), runs[0])
+
+
+def test_sampling_inside_jit_needs_a_key():
+    _, ids, _ = prompts("s_llama")
+    call = jax.jit(lambda net, ids: jaxllm.generate(net, ids, max_new_tokens=2, do_sample=True))
+    with pytest.raises(InputError, match="key"):
+        call(model("s_llama"), ids)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_rows_sample_depends_on_its_key_and_id_only(name):
+    net, fields = model(name), {"do_sample": True, "max_new_tokens": 10, "eos_token_id": None}
+    rows, ids, mask = prompts(name)
+    batch = jaxllm.generate(net, ids, mask, key=7, **fields).sequences[:, -10:]
+    for i, row in enumerate(rows):
+        alone = jaxllm.generate(net, row[None], key=7, row_ids=[i], **fields).sequences[0, -10:]
+        np.testing.assert_array_equal(alone, batch[i])
+    other = jaxllm.generate(net, ids, mask, key=8, **fields).sequences[:, -10:]
+    assert (other != batch).any()
+
+
+def test_samples_differ_by_default_and_repeat_by_key():
+    _, ids, _ = prompts("s_llama", (7,))
+    fields = {"do_sample": True, "max_new_tokens": 16, "eos_token_id": None, "top_k": 0}
+    first, second = (jaxllm.generate(model("s_llama"), ids, **fields).sequences for _ in range(2))
+    assert (first != second).any()
+    runs = [jaxllm.generate(model("s_llama"), ids, key=1, **fields).sequences for _ in range(2)]
+    np.testing.assert_array_equal(*runs)
+
+
+@pytest.mark.parametrize("name", ["s_llama", "s_t5_gated"])
+def test_num_return_sequences(name):
+    _, ids, mask = prompts(name)
+    fields = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None, "top_k": 0}
+    out = jaxllm.generate(model(name), ids, mask, key=2, num_return_sequences=3, **fields)
+    assert out.sequences.shape[0] == 9
+    one = jaxllm.generate(model(name), ids, mask, key=2, **fields).sequences
+    np.testing.assert_array_equal(out.sequences[::3], one)
+    assert (out.sequences[0] != out.sequences[1]).any()

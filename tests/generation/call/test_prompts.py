@@ -1,0 +1,74 @@
+"""Prompts of every kind: embeddings, encoder outputs, decoder prompts, cross-attention."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conformance_runs import model
+from generation_tools import (
+    prompts,
+)
+
+import jaxllm
+from jaxllm.common.errors import InputError
+
+
+def test_min_length_counts_the_embedded_prompt():
+    """As in transformers, which subtracts it from both lengths."""
+    net = model("s_llama")
+    embeds = np.asarray(net.backbone.embed.weight[...])[None, [5, 6, 7, 8]]
+    free = jaxllm.generate(net, inputs_embeds=embeds, max_new_tokens=8, eos_token_id=None)
+    stop = int(free.sequences[0, 4])
+    fields = {"max_new_tokens": 8, "eos_token_id": stop}
+    short = jaxllm.generate(net, inputs_embeds=embeds, min_length=5, **fields).sequences
+    first = int(np.flatnonzero(free.sequences[0] == stop)[0])
+    assert short.shape[1] == first + 1
+
+
+def test_gpt2_cross_attention():
+    net = model("s_gpt2_xattn")
+    rng = np.random.default_rng(0)
+    states = rng.normal(size=(2, 5, 32)).astype(np.float32)
+    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    ids = rng.integers(3, 90, (2, 4))
+    inputs = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+    out = jaxllm.generate(net, ids, max_new_tokens=6, eos_token_id=None, **inputs).sequences
+    logits = net(out, **inputs).logits
+    np.testing.assert_array_equal(np.argmax(logits, -1)[:, 3:-1], out[:, 4:])
+    other = net(out, encoder_hidden_states=states * 2, encoder_attention_mask=mask).logits
+    assert np.abs(other - logits).max() > 1e-2
+
+
+def test_t5_encoder_outputs_and_embeddings_stand_in_for_ids():
+    net = model("s_t5_gated")
+    _, ids, mask = prompts("s_t5_gated", side="right")
+    fields = {"max_new_tokens": 8, "eos_token_id": None}
+    want = jaxllm.generate(net, ids, mask, **fields).sequences
+    encoded = net(ids, mask, [[0]] * 3).encoder_last_hidden_state
+    got = jaxllm.generate(net, None, mask, encoder_outputs=encoded, **fields).sequences
+    np.testing.assert_array_equal(got, want)
+    embeds = net.shared(jnp.asarray(ids))
+    got = jaxllm.generate(net, None, mask, inputs_embeds=embeds, **fields).sequences
+    np.testing.assert_array_equal(got, want)
+
+
+def test_decoder_prompts_of_t5_do_not_depend_on_their_padding():
+    net = model("s_t5_gated")
+    fields = {"max_new_tokens": 6, "eos_token_id": None}
+    source = [[5, 6, 7]]
+    alone = jaxllm.generate(net, source, decoder_input_ids=[[9, 8]], **fields).sequences
+    assert alone[0, :3].tolist() == [0, 9, 8]
+    padded = jaxllm.generate(
+        net,
+        source * 2,
+        decoder_input_ids=[[0, 0, 9, 8], [11, 12, 13, 14]],
+        decoder_attention_mask=[[0, 0, 1, 1], [1, 1, 1, 1]],
+        **fields,
+    ).sequences
+    np.testing.assert_array_equal(padded[0, 2:], alone[0])
+    states = np.zeros((1, 3, net.config.d_model), np.float32)
+    with pytest.raises(InputError, match="inputs_embeds"):
+        jaxllm.generate(net, inputs_embeds=states, encoder_outputs=states, **fields)
+    with pytest.raises(InputError, match="token_type_ids"):
+        jaxllm.generate(net, source, token_type_ids=[[0, 0, 0]], **fields)

@@ -1,0 +1,57 @@
+"""compute_transition_scores() against that of the reference."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import paths
+import pytest
+import tiny
+
+import jaxllm
+from jaxllm.common.errors import InputError
+
+DATA = np.load(paths.DATA / "transition_scores" / "reference.npz")
+
+
+@pytest.mark.parametrize("case", ["greedy", "beams", "t5_beams"])
+@pytest.mark.parametrize("kind", ["plain", "normalized"])
+def test_equals_the_reference(case, kind):
+    beams = DATA.get(f"{case}/beam_indices")
+    scores = tuple(DATA[f"{case}/scores"])
+    got = jaxllm.compute_transition_scores(
+        DATA[f"{case}/sequences"], scores, beams, normalize_logits=kind == "normalized"
+    )
+    np.testing.assert_allclose(got, DATA[f"{case}/{kind}"], atol=1e-5)
+
+
+def test_the_data_have_beams_that_end_early():
+    for case in ("beams", "t5_beams"):
+        assert (DATA[f"{case}/beam_indices"] == -1).any()
+
+
+def test_cut_to_the_longest_beam():
+    sequences, scores = np.array([[9, 1, 0], [9, 1, 1]]), np.arange(12.0).reshape(3, 2, 2)
+    beams = np.array([[1, -1, -1], [0, 1, -1]])
+    got = jaxllm.compute_transition_scores(sequences, tuple(scores), beams)
+    np.testing.assert_array_equal(got, [[3.0, 0.0], [1.0, 7.0]])
+
+
+def test_of_generate():
+    """Greedy scores of generate() are the best of each step; the same inside jit."""
+    out = jaxllm.generate(tiny.cached("llama"), tiny.ids(), max_new_tokens=4, output_scores=True)
+    assert out.scores is not None
+    got = jaxllm.compute_transition_scores(out.sequences, out.scores)
+    np.testing.assert_array_equal(got, np.max(np.stack(out.scores, axis=1), axis=-1))
+    inside = jax.jit(jaxllm.compute_transition_scores)(out.sequences, out.scores)
+    np.testing.assert_array_equal(inside, got)
+
+
+def test_errors():
+    sequences, scores = np.zeros((2, 3), int), (np.zeros((4, 5)),) * 2
+    with pytest.raises(InputError, match="beam_indices: 4 rows for 2 sequences"):
+        jaxllm.compute_transition_scores(sequences, scores)
+    with pytest.raises(InputError, match="output_scores=True"):
+        jaxllm.compute_transition_scores(sequences, ())
+    with pytest.raises(InputError, match="3 tokens, but there are 2 steps"):
+        jaxllm.compute_transition_scores(sequences, scores, np.zeros((2, 3), int))

@@ -1,0 +1,214 @@
+"""Meshes, and where the table puts parameters, optimizer states and batches."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+from devices import on_devices, on_processes
+from jax.sharding import AbstractMesh
+
+from jaxllm.common.errors import InputError
+from jaxllm.models.weights import parameters
+from jaxllm.parallel.placement import mesh_of, put_batch, row_share
+from jaxllm.parallel.sharding import (
+    AXES,
+    RULES,
+    check_heads,
+    logical_axes,
+    make_mesh,
+    parameter_sharding,
+    tree_shardings,
+)
+
+
+def square(data: int = 1, fsdp: int = 2, tensor: int = 4):
+    """A mesh of sizes alone: enough to say where arrays would go."""
+    return AbstractMesh((data, fsdp, tensor), AXES)
+
+
+def spec(path: str, *shape: int, **sizes: int) -> tuple:
+    return tuple(parameter_sharding(path, shape, square(**sizes)).spec)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tensor": 2}, r"data=-1, fsdp=1, tensor=2: 1 devices cannot be divided by 2"),
+        ({"data": 3, "tensor": 2}, r"data=3, fsdp=1, tensor=2 makes 6 devices, but there are 1"),
+        ({"data": -1, "fsdp": -1}, r"only one axis can be -1"),
+        ({"data": 0}, r"data: expected an integer of 1 or more, or -1, found 0"),
+        ({"tensor": 1.0}, r"tensor: expected an integer"),
+        ({"fsdp": True}, r"fsdp: expected an integer"),
+    ],
+)
+def test_sizes_that_cannot_be(sizes, message):
+    with pytest.raises(InputError, match=message):
+        make_mesh(devices=jax.devices()[:1], **sizes)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_matrix_of_every_family_is_in_the_table(family):
+    """What is whole everywhere is one-dimensional: norms, and biases of what a sum ends."""
+    model = tiny.cached(family)
+    for path, leaf in parameters(model).items():
+        axes = logical_axes(path)
+        assert len(axes) == leaf.ndim or (axes == () and leaf.ndim == 1), path
+    mesh = square(1, 2, 2)
+    shardings = parameters(tree_shardings(model, mesh))
+    for path, sharding in shardings.items():
+        assert sharding == parameter_sharding(path, parameters(model)[path].shape, mesh)
+
+
+def test_every_rule_is_used():
+    from jaxllm.models.registry import model_spec
+
+    paths = {path for family in tiny.FAMILIES for path in parameters(tiny.cached(family))}
+    for family, name in (("llama", "LlamaForSequenceClassification"),):
+        spec = model_spec(tiny.CONFIGS[family], name)
+        paths |= set(
+            parameters(jax.eval_shape(lambda spec=spec: spec.make(spec.config, rngs=None)))
+        )
+    used = {logical_axes(path) for path in paths}
+    assert {axes for _, axes in RULES} <= used
+
+
+def test_optimizer_states_lie_where_their_parameters_do():
+    params = {path: np.zeros(x.shape) for path, x in parameters(tiny.cached("llama")).items()}
+    mesh = square(1, 2, 2)
+    state = jax.eval_shape(optax.adamw(1e-3).init, params)
+    for leaf, sharding in zip(
+        jax.tree.leaves(state), jax.tree.leaves(tree_shardings(state, mesh)), strict=True
+    ):
+        assert leaf.ndim == 2 or sharding.is_fully_replicated
+    moments = tree_shardings(state, mesh)[0].mu
+    for path, x in params.items():
+        assert moments[path] == parameter_sharding(path, x.shape, mesh), path
+    assert not moments["backbone.embed.weight"].is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "expected"),
+    [
+        ("backbone.embed.weight", (64, 32), ("tensor", "fsdp")),
+        ("0/mu/backbone.embed.weight", (64, 32), ("tensor", "fsdp")),
+        ("opt_state.0.mu.backbone.embed.weight", (64, 32), ("tensor", "fsdp")),
+        ("backbone.embed.weight", (50257, 32), (None, "fsdp")),
+        ("0/v_row/backbone.embed.weight", (64,), ()),
+        ("0/count", (), ()),
+        ("backbone.stack.blocks.3.attn.q.weight", (32, 32), ("tensor", "fsdp")),
+        ("backbone.stack.blocks.3.attn.q.bias", (32,), ("tensor",)),
+        ("backbone.stack.blocks.3.attn.o.weight", (32, 32), ("fsdp", "tensor")),
+        ("backbone.stack.blocks.3.attn.o.bias", (32,), ()),
+        ("backbone.stack.blocks.3.attn_norm.weight", (32,), ()),
+        ("backbone.stack.blocks.3.mlp.down.weight", (32, 48), ("fsdp", "tensor")),
+        ("backbone.stack.blocks.3.attn.q.lora_a", (4, 32), (None, "fsdp")),
+        ("0/nu/backbone.stack.blocks.3.attn.q.lora_b", (32, 4), ("tensor", None)),
+        ("backbone.stack.blocks.3.mlp.down.lora_a", (4, 48), (None, "tensor")),
+        ("backbone.stack.blocks.3.attn.q.lora_magnitude", (32,), ("tensor",)),
+        ("something.else.lora_a", (4, 32), ()),
+        ("encoder.position_bias.0.table.weight", (32, 4), (None, "tensor")),
+        ("notembed.weight", (64, 32), ()),
+    ],
+)
+def test_where_an_array_lies(path, shape, expected):
+    assert spec(path, *shape) == expected
+
+
+def test_heads_are_not_cut():
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    check_heads(heads, square(1, 1, 2))
+    with pytest.raises(
+        InputError, match=r"tensor=4 does not divide num_key_value_heads, 2; .* 1, 2"
+    ):
+        check_heads(heads, square())
+
+
+def test_one_device():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    assert row_share(mesh) == (0, 1)
+    assert mesh_of(put_batch({"x": np.zeros((2, 2))}, mesh)) is mesh
+    assert mesh_of(tiny.cached("gpt2")) is None
+
+
+EIGHT = """
+import jax, numpy as np, pytest
+from jaxllm.common.errors import InputError
+from jaxllm.parallel.sharding import make_mesh, batch_sharding
+from jaxllm.parallel.placement import put_batch, put_tree, mesh_of, row_share
+import tiny
+
+mesh = make_mesh(fsdp=2, tensor=2)
+assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+assert dict(make_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+assert dict(make_mesh(data=2, tensor=-1).shape) == {"data": 2, "fsdp": 1, "tensor": 4}
+assert make_mesh(data=2, devices=jax.devices()[:2]).size == 2
+for bad in (dict(tensor=3), dict(data=2, fsdp=2)):
+    with pytest.raises(InputError, match="8"):
+        make_mesh(**bad)
+
+rows = np.arange(24).reshape(8, 3)
+placed = put_batch({"x": rows, "mask": rows[:, 0] > 3}, mesh)
+assert placed["x"].sharding == batch_sharding(mesh) and placed["mask"].shape == (8,)
+assert {s.data.shape for s in placed["x"].addressable_shards} == {(2, 3)}
+np.testing.assert_array_equal(placed["x"], rows)
+with pytest.raises(InputError, match="x: 6 rows cannot be split over 4 devices"):
+    put_batch({"x": rows[:6]}, mesh)
+with pytest.raises(InputError, match="a scalar"):
+    put_batch({"x": np.float32(1)}, mesh)
+
+for family in tiny.FAMILIES:
+    model = tiny.make(family)
+    there = put_tree(model, mesh)
+    assert mesh_of(there) is mesh
+    for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(there), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    whole = sum(x.nbytes for x in jax.tree.leaves(model))
+    mine = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(there))
+    assert mine < 0.45 * whole, (family, mine, whole)
+print("done")
+"""
+
+
+def test_on_eight_devices():
+    assert on_devices(EIGHT) == "done\n"
+
+
+TWO_PROCESSES = """
+import sys, jax, numpy as np
+address, index = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(address, 2, index)
+from jaxllm.parallel.sharding import make_mesh
+from jaxllm.parallel.placement import put_batch, put_tree, row_share
+x = np.arange(8.0).reshape(4, 2)
+
+def check(sizes, share):
+    mesh = make_mesh(**sizes)
+    part, parts = row_share(mesh)
+    assert (part, parts) == share, (part, parts)
+    mine = x[part * len(x) // parts :][: len(x) // parts]
+    placed = put_batch({"x": mine}, mesh)["x"]
+    assert placed.shape == x.shape
+    for shard in placed.addressable_shards:
+        np.testing.assert_array_equal(shard.data, x[shard.index])
+    total = jax.jit(lambda x: x.sum())(placed)
+    assert float(total) == x.sum()
+    tree = put_tree({"embed.weight": x, "key": jax.random.key(3), "count": np.int32(2)}, mesh)
+    for shard in tree["embed.weight"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, x[shard.index])
+    words = jax.random.key_data(tree["key"]).addressable_shards[0].data
+    np.testing.assert_array_equal(words, jax.random.key_data(jax.random.key(3)))
+
+check(dict(), (index, 2))
+check(dict(fsdp=4), (index, 2))
+check(dict(tensor=2), (index, 2))
+check(dict(tensor=4), (0, 1))
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes():
+    assert on_processes(TWO_PROCESSES) == ["done"] * 2

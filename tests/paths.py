@@ -1,0 +1,10 @@
+"""Where things are in a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+DATA = TESTS / "data"
+DOCS = ROOT / "docs"

@@ -1,0 +1,168 @@
+"""Ids and texts of transformers 4.57's slow tokenizers, over small models and many settings."""
+
+import json
+from pathlib import Path
+
+import paths
+import pytest
+
+from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
+from jaxllm.tokenizers import LlamaTokenizer, T5Tokenizer, Tokenizer, load_tokenizer
+
+DATA = paths.DATA / "tokenizers"
+CASES = json.loads((DATA / "sentencepiece_cases.json").read_text(encoding="utf-8"))
+NAMES = [(family, name) for family in ("llama", "t5") for name in CASES[family]]
+MODEL_FILES = {"llama": "tokenizer.model", "t5": "spiece.model"}
+
+
+def load(folder: Path, family: str, files: dict) -> Tokenizer:
+    (folder / MODEL_FILES[family]).write_bytes((DATA / f"{family}.model").read_bytes())
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture(params=NAMES, ids=lambda case: f"{case[0]}-{case[1]}")
+def case(request, tmp_path):
+    family, name = request.param
+    expected = CASES[family][name]
+    return load(tmp_path, family, expected["files"]), expected
+
+
+def test_ids(case):
+    tokenizer, expected = case
+    ids = {text: tokenizer.encode(text) for text in expected["ids"]}
+    assert ids == expected["ids"]
+    for first, second, pair in expected["pairs"]:
+        assert tokenizer.encode(first, second) == pair
+
+
+def test_sizes_and_named_tokens(case):
+    tokenizer, expected = case
+    assert len(tokenizer) == expected["length"]
+    assert tokenizer.vocab_size == expected["vocab_size"]
+    assert sorted(tokenizer.special_ids) == expected["special_ids"]
+    for name, index in expected["named"].items():
+        assert getattr(tokenizer, name) == index, name
+
+
+def test_decode(case):
+    tokenizer, expected = case
+    for ids, shown, skipped in expected["decoded"]:
+        assert tokenizer.decode(ids) == shown, ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == skipped, ids
+
+
+def test_streamed_pieces_add_up(case):
+    tokenizer, expected = case
+    for ids, shown, skipped in expected["decoded"]:
+        for skip, text in ((False, shown), (True, skipped)):
+            stream = tokenizer.stream_decoder(skip_special_tokens=skip)
+            pieces = [stream.put(index) for index in ids]
+            assert "".join(pieces) + stream.end() == text, ids
+
+
+def test_saved_files_are_the_originals(case, tmp_path):
+    tokenizer, expected = case
+    tokenizer.save(tmp_path / "saved")
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    assert saved == {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+    again = load_tokenizer(tmp_path / "saved")
+    assert again is not None
+    assert {text: again.encode(text) for text in expected["ids"]} == expected["ids"]
+
+
+def test_the_rules_of_llama(tmp_path):
+    tokenizer = load(tmp_path, "llama", {"tokenizer_config.json": {"legacy": False}})
+    assert isinstance(tokenizer, LlamaTokenizer)
+    a = tokenizer.encode("Hello", add_special_tokens=False)
+    assert tokenizer.encode("Hello") == [1, *a]
+    assert tokenizer.encode("Hello", "Hello") == [1, *a, 1, *a]
+    assert tokenizer.padding_side == "left"
+    # Bytes of a character outside the vocabulary, behind the prefix space.
+    pieces = [tokenizer.id_to_token(index) for index in tokenizer.encode("见")]
+    assert pieces == ["<s>", "▁", "<0xE8>", "<0xA7>", "<0x81>"]
+
+
+def test_the_rules_of_t5(tmp_path):
+    tokenizer = load(tmp_path, "t5", {"tokenizer_config.json": {"legacy": False}})
+    assert isinstance(tokenizer, T5Tokenizer)
+    assert tokenizer.token_to_id("<extra_id_0>") == len(tokenizer) - 1
+    assert tokenizer.token_to_id("<extra_id_99>") == len(tokenizer) - 100
+    new = [tokenizer.id_to_token(i) for i in tokenizer.encode("<extra_id_0>. Hello")]
+    assert new[:3] == ["<extra_id_0>", ".", "▁Hello"]
+    assert new[-1] == "</s>"
+    (tmp_path / "legacy").mkdir()
+    legacy = load(tmp_path / "legacy", "t5", {"tokenizer_config.json": {"legacy": True}})
+    old = [legacy.id_to_token(i) for i in legacy.encode("Hello <extra_id_0>.")]
+    assert old == ["▁Hello", "<extra_id_0>", "▁", ".", "</s>"]
+
+
+def test_text_of_users_holds_no_special_token(case):
+    tokenizer, expected = case
+    for text in expected["ids"]:
+        ids = tokenizer.encode_user(text)
+        assert not tokenizer.special_ids.difference([tokenizer.unk_token_id]) & set(ids), text
+        if not any(special in text for special in tokenizer.special_tokens):
+            assert ids == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_split_text_keeps_its_characters(tmp_path):
+    tokenizer = load(tmp_path, "llama", {"tokenizer_config.json": {"legacy": False}})
+    assert tokenizer.decode(tokenizer.encode_user("a</s>b<s> c")) == "a</s>b<s> c"
+
+
+def test_a_stream_gives_no_half_character(tmp_path):
+    tokenizer = load(tmp_path, "llama", {})
+    stream = tokenizer.stream_decoder()
+    ids = tokenizer.encode("😀é")
+    pieces = [stream.put(index) for index in ids]
+    assert "".join(pieces) == "😀é"
+    assert all(piece in ("", "😀", "é") for piece in pieces)
+    # A character that never ends is one U+FFFD a byte, as in sentencepiece.
+    stream = tokenizer.stream_decoder()
+    assert stream.put(ids[:-1]) + stream.end() == "😀\ufffd"
+
+
+def test_ids_outside_the_vocabulary(tmp_path):
+    tokenizer = load(tmp_path, "t5", {})
+    assert tokenizer.decode([len(tokenizer), 10**6]) == ""
+    with pytest.raises(InputError, match="-100 is negative"):
+        tokenizer.decode([-100])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"legacy": "yes"}, TokenizerError, "legacy is 'yes'"),
+        ({"sp_model_kwargs": {"enable_sampling": True}}, UnsupportedError, "sp_model_kwargs"),
+        ({"do_lower_case": True}, UnsupportedError, "do_lower_case"),
+        ({"bos_token": 3}, TokenizerError, "bos_token: 3 is no token"),
+        ({"bos_token": None}, TokenizerError, "add_bos_token, but no bos_token"),
+        ({"added_tokens_decoder": {"x": "a"}}, TokenizerError, "'x', not an id"),
+        ({"added_tokens_decoder": {"900000": "a"}}, TokenizerError, "id 900000, beyond"),
+        ({"added_tokens_decoder": {"421": "a", "422": "a"}}, TokenizerError, "'a' appears under"),
+        ({"padding_side": "top"}, TokenizerError, "padding_side is 'top'"),
+        ({"chat_template": 7}, TokenizerError, "chat_template is neither"),
+    ],
+)
+def test_contradictions_name_the_field(tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        load(tmp_path, "llama", {"tokenizer_config.json": options})
+
+
+def test_t5_refuses_a_wrong_number_of_sentinels(tmp_path):
+    options = {"additional_special_tokens": ["<extra_id_0>"], "extra_ids": 2}
+    with pytest.raises(TokenizerError, match="lists 1 sentinels"):
+        load(tmp_path, "t5", {"tokenizer_config.json": options})
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00", b"not a model" * 10, b"\x0a\xff\xff\xff\xff\x0f"]
+)
+def test_a_broken_model_is_refused(tmp_path, content):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.model: "):
+        load_tokenizer(tmp_path)

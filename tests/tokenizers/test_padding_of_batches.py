@@ -1,0 +1,94 @@
+"""Padding, buckets, masks, and prompts that are refused."""
+
+import numpy as np
+import pytest
+
+from jaxllm.common.errors import InputError
+from jaxllm.tokenizers import bucket_length
+
+PROMPTS = ["Hello", "Nice to meet you.", "a"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(load_fast):
+    return load_fast("metaspace")  # has BOS, EOS and a pad token of its own
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("bucket", [None, 16, "power_of_two"])
+def test_rows_are_padded_and_masked(tokenizer, side, bucket):
+    batch = tokenizer(PROMPTS, padding_side=side, bucket=bucket)
+    rows = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    length = bucket_length(max(map(len, rows)), bucket)
+    assert batch.input_ids.shape == batch.attention_mask.shape == (3, length)
+    assert batch.input_ids.dtype == batch.attention_mask.dtype == np.int32
+    for row, ids, mask in zip(rows, batch.input_ids, batch.attention_mask, strict=True):
+        pads = length - len(row)
+        assert ids[mask == 1].tolist() == row
+        assert ids[mask == 0].tolist() == [tokenizer.pad_token_id] * pads
+        assert mask.tolist() == (
+            [0] * pads + [1] * len(row) if side == "left" else [1] * len(row) + [0] * pads
+        )
+
+
+@pytest.mark.parametrize(
+    ("length", "bucket", "expected"),
+    [(5, None, 5), (5, 8, 8), (8, 8, 8), (9, 8, 16), (1, 1, 1), (17, 20, 20)]
+    + [(n, "power_of_two", p) for n, p in ((1, 1), (2, 2), (3, 4), (8, 8), (9, 16))],
+)
+def test_bucket_length(length, bucket, expected):
+    assert bucket_length(length, bucket) == expected
+
+
+@pytest.mark.parametrize("bucket", [0, -8, 2.0, True, "big"])
+def test_buckets_that_are_none(tokenizer, bucket):
+    with pytest.raises(InputError, match="bucket is"):
+        tokenizer(PROMPTS, bucket=bucket)
+
+
+def test_one_string_is_a_batch_of_one(tokenizer):
+    batch = tokenizer("Hello")
+    assert batch.input_ids.tolist() == [tokenizer.encode("Hello")]
+
+
+def test_the_side_of_the_tokenizer_is_the_default(load_fast):
+    left = load_fast("metaspace", padding_side="left")
+    assert left(PROMPTS).attention_mask[2, 0] == 0
+    assert left(PROMPTS, padding_side="right").attention_mask[2, 0] == 1
+
+
+def test_eos_pads_where_there_is_no_pad(load_fast):
+    gpt2 = load_fast("gpt2")
+    assert gpt2.pad_token_id is None
+    batch = gpt2(["<|endoftext|>", "Hello there"])
+    assert batch.attention_mask[0].tolist() == [1] + [0] * (batch.input_ids.shape[1] - 1)
+    assert set(batch.input_ids[0].tolist()) == {gpt2.eos_token_id}
+
+
+def test_an_empty_prompt_is_bos(load_fast):
+    gpt2 = load_fast("gpt2")
+    assert gpt2.encode("") == []
+    assert gpt2("").input_ids.tolist() == [[gpt2.bos_token_id]]
+    t5 = load_fast("t5")
+    assert t5("").input_ids.tolist() == [[t5.eos_token_id]]
+    with pytest.raises(InputError, match="prompt 1 is empty, and the tokenizer has no BOS"):
+        t5(["a", ""], add_special_tokens=False)
+
+
+def test_refused_batches(tokenizer):
+    with pytest.raises(InputError, match="the batch is empty"):
+        tokenizer([])
+    assert len(tokenizer.encode("b c d")) == 7
+    tokenizer(["a", "b c d"], max_length=7)
+    with pytest.raises(InputError, match="prompt 1 has 7 tokens, but max_length is 6"):
+        tokenizer(["a", "b c d"], max_length=6)
+    with pytest.raises(InputError, match="padding_side is 'middle'"):
+        tokenizer(PROMPTS, padding_side="middle")
+    with pytest.raises(InputError, match="must be a str, not int"):
+        tokenizer(["a", 7])
+
+
+def test_special_tokens_of_strangers_can_be_switched_off(tokenizer):
+    ids = tokenizer("x</s>y", split_special_tokens=True, add_special_tokens=False).input_ids
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.eos_token_id in tokenizer("x</s>y", add_special_tokens=False).input_ids

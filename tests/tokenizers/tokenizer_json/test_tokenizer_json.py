@@ -1,0 +1,270 @@
+"""Tokenizers from tokenizer.json against transformers 5.23, and the checks before the parser."""
+
+import json
+import random
+
+import paths
+import pytest
+import tokenizers
+
+from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
+from jaxllm.tokenizers import FastTokenizer, GPT2Tokenizer, load_tokenizer
+from jaxllm.tokenizers.settings import TokenizerSettings
+from jaxllm.tokenizers.tokenizer_json.regex_check import check_regex
+
+DATA = paths.DATA / "tokenizers"
+NAMES = ("gpt2", "llama3", "smollm", "t5", "llama2", "metaspace")
+
+
+@pytest.fixture(params=NAMES)
+def case(request, load_fast, fast_cases):
+    return load_fast(request.param), fast_cases[request.param]
+
+
+def spec(name="gpt2") -> dict:
+    return json.loads((DATA / "fast" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_ids(case):
+    tokenizer, expected = case
+    assert {text: tokenizer.encode(text) for text in expected["ids"]} == expected["ids"]
+    for first, second, pair in expected["pairs"]:
+        assert tokenizer.encode(first, second) == pair
+
+
+def test_sizes_and_named_tokens(case):
+    tokenizer, expected = case
+    assert len(tokenizer) == expected["length"]
+    assert tokenizer.vocab_size == expected["vocab_size"]
+    # transformers lists the named tokens only; the library skips all that are marked as special.
+    assert tokenizer.special_ids >= set(expected["special_ids"])
+    for name, index in expected["named"].items():
+        assert getattr(tokenizer, name) == index, name
+
+
+def test_decode_and_stream(case):
+    tokenizer, expected = case
+    for ids, shown, skipped in expected["decoded"]:
+        for skip, text in ((False, shown), (True, skipped)):
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == text, ids
+            stream = tokenizer.stream_decoder(skip_special_tokens=skip)
+            assert "".join(stream.put(index) for index in ids) + stream.end() == text, ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_is_the_library_s(load_fast, name):
+    """Random ids, invalid UTF-8 and byte tokens included."""
+    tokenizer = load_fast(name, clean_up_tokenization_spaces=False)
+    backend = tokenizers.Tokenizer.from_file(str(DATA / "fast" / f"{name}.json"))
+    rng = random.Random(0)
+    for _ in range(300):
+        ids = [rng.randrange(backend.get_vocab_size()) for _ in range(rng.randint(0, 20))]
+        assert tokenizer.decode(ids) == backend.decode(ids, skip_special_tokens=False), ids
+
+
+def test_split_special_tokens_changes_nothing_else(case):
+    tokenizer, expected = case
+    for text in expected["ids"]:
+        ids = tokenizer.encode_user(text)
+        if any(special in text for special in tokenizer.special_tokens):
+            assert not (tokenizer.special_ids - {tokenizer.unk_token_id}) & set(ids), text
+        else:
+            assert ids == tokenizer.encode(text, add_special_tokens=False), text
+
+
+def test_streams_hold_back_half_characters(load_fast):
+    tokenizer = load_fast("gpt2")
+    ids = tokenizer.encode("né 😀")
+    stream = tokenizer.stream_decoder()
+    pieces = [stream.put(index) for index in ids]
+    assert "".join(pieces) == "né 😀"
+    assert "\ufffd" not in "".join(pieces)
+    assert stream.end() == ""
+
+
+def test_a_stream_costs_the_same_at_every_token(load_fast):
+    """The work for a token does not grow with the text: what is held stays small."""
+    tokenizer = load_fast("t5")
+    stream = tokenizer.stream_decoder()
+    ids = tokenizer.encode("Hello world. " * 500, add_special_tokens=False)
+    longest = max(len(stream.put(index)) for index in ids)
+    assert longest < 20
+
+
+def test_saved_files_are_the_originals(fast_folder, tmp_path):
+    folder = fast_folder("llama3")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    tokenizer.save(tmp_path)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == {
+        p.name: p.read_bytes() for p in tmp_path.iterdir()
+    }
+
+
+def test_gpt2_from_vocab_and_merges(tmp_path, fast_cases):
+    model = spec("gpt2")["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\r\n".join(" ".join(pair) for pair in model["merges"])
+    (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", newline="")
+    tokenizer = load_tokenizer(tmp_path)
+    assert isinstance(tokenizer, GPT2Tokenizer)
+    expected = fast_cases["gpt2"]["ids"]
+    assert {text: tokenizer.encode(text) for text in expected} == expected
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == 0
+    assert tokenizer.pad_token_id is None
+
+
+def test_a_folder_without_tokenizer_files(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_a_tokenizer_without_reader_names_its_files(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GemmaTokenizer"}')
+    with pytest.raises(UnsupportedError, match=r"GemmaTokenizer from tokenizer\.model"):
+        load_tokenizer(tmp_path)
+
+
+def test_padding_and_truncation_of_the_file_are_dropped():
+    changed = spec() | {
+        "padding": {"strategy": {"Fixed": 2**40}, "direction": "Left"},
+        "truncation": {"max_length": 1, "strategy": "LongestFirst", "stride": 0},
+    }
+    tokenizer = FastTokenizer(changed, TokenizerSettings())
+    assert tokenizer.encode("Hello world") == FastTokenizer(spec(), TokenizerSettings()).encode(
+        "Hello world"
+    )
+
+
+def test_flags_count_for_llama_only(load_fast):
+    plain = load_fast("llama2").encode("Hello")
+    flags = {"add_bos_token": False, "add_eos_token": True}
+    assert load_fast("llama2", **flags).encode("Hello") == plain
+    llama = load_fast("llama2", **flags, tokenizer_class="LlamaTokenizerFast")
+    assert llama.encode("Hello") == [*plain[1:], llama.eos_token_id]
+    assert llama.encode("Hello", "Hello") == [*plain[1:], 2, *plain[1:], 2]
+    assert llama.padding_side == "left"
+
+
+def test_named_tokens_beyond_the_vocabulary_get_new_ids(load_fast):
+    tokenizer = load_fast("gpt2", pad_token="<pad>")
+    assert tokenizer.pad_token_id == len(tokenizer) - 1 == tokenizer.vocab_size
+    assert tokenizer.encode("a<pad>")[-1] == tokenizer.pad_token_id
+
+
+def change(path: str, value):
+    def apply(tokenizer: dict) -> None:
+        *parents, last = path.split("/")
+        for key in parents:
+            tokenizer = tokenizer[int(key) if isinstance(tokenizer, list) else key]
+        tokenizer[int(last) if isinstance(tokenizer, list) else last] = value
+
+    return apply
+
+
+REGEX = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (change("model", None), "model: NoneType, not an object"),
+        (change("model/type", "WordPiece"), "type is 'WordPiece'"),
+        (change("model/extra", 1), r"unknown fields \['extra'\]"),
+        (change("surprise", 1), r"unknown fields \['surprise'\]"),
+        (change("model/dropout", 0.1), "dropout is 0.1"),
+        (change("model/unk_token", "nowhere"), "unk_token is 'nowhere'"),
+        (change("model/byte_fallback", 3), "byte_fallback is 3"),
+        (change("model/vocab/!", 5), "two tokens have the id 5"),
+        (change("model/vocab/new", 2**40), "is no id"),
+        (change("model/vocab/new", -1), "-1 is no id"),
+        (change("model/vocab/new", True), "True is no id"),
+        (change("model/vocab/new", 7000), "no token has the id 400"),
+        (change("model/merges/0", ["t", "nowhere"]), r"merges\[0\]"),
+        (change("model/merges/0", "a b c"), r"merges\[0\]"),
+        (change("model/merges", {}), "merges is dict"),
+        (change("added_tokens/0/id", 7), "'<|endoftext|>' has the id 7"),
+        (change("added_tokens/0/special", "yes"), "special is 'yes'"),
+        (change("added_tokens/0/content", ""), "content is empty"),
+        (change("added_tokens", {}), "added_tokens: dict, not a list"),
+        (change("pre_tokenizer/type", "UnicodeScripts"), "type is 'UnicodeScripts'"),
+        (change("pre_tokenizer/use_regex", 1), "use_regex is '1'"),
+        (change("pre_tokenizer", REGEX), "repeats a repetition"),
+        (change("decoder", {"type": "CTC"}), "decoder: type is 'CTC'"),
+        (
+            change("normalizer", {"type": "Replace", "content": ""}),
+            r"lacks the fields \['pattern'\]",
+        ),
+        (change("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAA"}), "charsmap"),
+        (
+            change(
+                "post_processor", TEMPLATE | {"single": [{"Sequence": {"id": "B", "type_id": 0}}]}
+            ),
+            "names no sequence",
+        ),
+    ],
+)
+def test_malformed_files_are_refused_before_the_parser(changes, message, monkeypatch):
+    broken = spec()
+    changes(broken)
+    monkeypatch.setattr(tokenizers.Tokenizer, "from_str", lambda text: pytest.fail("parsed"))
+    with pytest.raises((TokenizerError, UnsupportedError), match=message):
+        FastTokenizer(broken, TokenizerSettings())
+
+
+def test_a_panic_is_an_error_of_ours(load_fast, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    class Panicking:
+        def encode(self, text, add_special_tokens):
+            raise PanicException("index out of bounds")
+
+    tokenizer = load_fast("gpt2")
+    monkeypatch.setattr(tokenizer, "_backend", Panicking())
+    with pytest.raises(TokenizerError, match="index out of bounds"):
+        tokenizer.encode("a")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"bytes", "must be a str, not bytes"),
+        ("a\ud800", "unpaired surrogate at character 1"),
+        ("é" * 11, "22 bytes, but at most 20"),
+    ],
+)
+def test_texts_that_are_refused(load_fast, text, message):
+    with pytest.raises(InputError, match=message):
+        load_fast("gpt2").encode(text, max_bytes=20)
+
+
+def test_long_prompts_are_refused_unless_asked(load_fast):
+    tokenizer = load_fast("gpt2")
+    with pytest.raises(InputError, match="pass max_bytes"):
+        tokenizer.encode("a " * 500_001)
+    assert len(tokenizer.encode("a " * 500_001, max_bytes=2_000_000)) > 500_000
+
+
+def test_library_code_and_ours_agree_on_known_regexes():
+    """The regular expressions of Llama 3, Qwen 2, GPT-4o and Tekken pass the check."""
+    upper = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    tail = r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for pattern in (
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+" + tail,
+        upper + r"(?i:'s|'t|'re)?" + tail,
+    ):
+        check_regex(pattern, "known")
+
+
+EXPLOSIVE = ("(a*)*", "(a|b+)*", r"(\w+\s?)+", "(?:a{2,3}){4,}", "((a+))+", "(?>a+)", "a{99999}")
+FOREIGN = (r"(a)\1", "(?<=a+)b", "(?<n>a)", r"\k<n>", "[", "(", ")", "a" * 5000)
+
+
+@pytest.mark.parametrize("pattern", EXPLOSIVE + FOREIGN)
+def test_expressions_that_can_explode_are_refused(pattern):
+    with pytest.raises(UnsupportedError, match="regular expression"):
+        check_regex(pattern, "test")

@@ -1,0 +1,119 @@
+"""FLOPs of a step: counted by hand and by XLA; pads count nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxllm.models.input_checks import IGNORED
+from jaxllm.models.weights import parameters
+from jaxllm.training.monitor.flops import (
+    TokenCounts,
+    count_tokens,
+    known_peak,
+    model_flops,
+    peak_flops,
+)
+
+
+def test_pads_are_no_tokens() -> None:
+    mask = np.array([[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]])
+    batch = {"input_ids": np.ones((2, 5)), "attention_mask": mask, "labels": np.ones((2, 5))}
+    assert count_tokens(batch, is_encoder_decoder=False) == TokenCounts(5, 9 + 4)
+    del batch["attention_mask"]
+    assert count_tokens(batch, is_encoder_decoder=False) == TokenCounts(10, 50)
+
+
+def test_packed_documents_stay_apart() -> None:
+    packed = {"segment_ids": np.array([[1, 1, 1, 2, 2, 0], [1, 1, 2, 3, 3, 3]])}
+    assert count_tokens(packed, is_encoder_decoder=False) == TokenCounts(11, 9 + 4 + 4 + 1 + 9)
+
+
+def test_tokens_of_both_sides() -> None:
+    batch = {
+        "attention_mask": np.array([[1, 1, 1, 0], [1, 1, 0, 0]]),
+        "labels": np.array([[5, 1, IGNORED], [7, 8, 1]]),
+    }
+    counts = count_tokens(batch, is_encoder_decoder=True)
+    assert counts == TokenCounts(5, 4 + 9, 5, 9 + 4, cross_pairs=3 * 2 + 2 * 3)
+    assert counts.total == 10
+    packed = {
+        "segment_ids": np.array([[1, 1, 1, 2, 2]]),
+        "decoder_segment_ids": np.array([[1, 1, 2, 2, 2, 0]]),
+        "labels": np.zeros((1, 6)),
+    }
+    assert count_tokens(packed, is_encoder_decoder=True) == counts
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_forward_flops_are_those_that_xla_counts(family: str) -> None:
+    """A third of a step is the forward pass; XLA counts norms, softmax and the like on top."""
+    changes: dict[str, Any] = {} if family == "gpt2" else {"tie_word_embeddings": True}
+    model = tiny.make(family, **changes)
+    ids = jnp.asarray(tiny.ids(2, 24))
+    inputs = {"decoder_input_ids": ids} if family == "t5" else {}
+    compiled = jax.jit(lambda model: model(ids, **inputs).logits).lower(model).compile()
+    counted = compiled.cost_analysis()["flops"]
+    batch = {"input_ids": ids, "labels": ids}
+    counts = count_tokens(batch, is_encoder_decoder=family == "t5")
+    assert model_flops(model).of(counts) / 3 == pytest.approx(counted, rel=0.25)
+
+
+def test_embeddings_are_looked_up_and_tied_ones_multiplied_too() -> None:
+    untied, tied = (tiny.make("llama", tie_word_embeddings=tie) for tie in (False, True))
+    assert model_flops(untied) == model_flops(tied)
+    weights = parameters(untied)
+    matrices = sum(x.size for path, x in weights.items() if x.ndim == 2 and "embed" not in path)
+    assert model_flops(untied).per_token == 6 * matrices
+    assert model_flops(untied).per_pair == 12 * 2 * 32
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    model = tiny.cached("gpt2")
+    every = model_flops(model).per_token
+    assert model_flops(model, trainable=parameters(model)).per_token == every
+    assert model_flops(model, trainable=()).per_token == pytest.approx(every * 4 / 6)
+
+
+def test_each_side_of_t5_has_its_own_tokens() -> None:
+    model = tiny.cached("t5")
+    flops, weights = model_flops(model), parameters(model)
+    encoder = sum(
+        x.size
+        for path, x in weights.items()
+        if x.ndim == 2 and "bias" not in path and (path.startswith("encoder") or ".cross.k" in path)
+    )
+    values = sum(x.size for path, x in weights.items() if ".cross.v" in path)
+    assert flops.per_source_token == 6 * (encoder + values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flops"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A10G", 70e12),
+        ("Tesla T4", 65e12),
+        ("TPU v4", 275e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("TPU v6 lite", 918e12),
+        ("Radeon", None),
+    ],
+)
+def test_peaks(kind: str, flops: float | None) -> None:
+    assert known_peak(kind) == flops
+
+
+def test_a_cpu_is_measured() -> None:
+    peak = peak_flops()
+    assert peak is not None
+    assert peak.source.startswith("measured")
+    assert 1e8 < peak.flops < 1e14

@@ -1,0 +1,105 @@
+"""Sinks: what TensorBoard's files hold, and that no step is there twice."""
+
+from __future__ import annotations
+
+import math
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from jaxllm.common.errors import MissingExtraError
+from jaxllm.training.monitor.metrics_log import MetricsLog
+from jaxllm.training.monitor.sinks import Sink, TensorBoardSink, WandbSink
+
+
+def events(folder: Path) -> list[Event]:
+    """Of all files in the order of their names: length, checksum, event, checksum (TFRecord)."""
+    found = []
+    for file in sorted((folder / "tensorboard").iterdir()):
+        data = file.read_bytes()
+        while len(data) > 8:
+            (size,) = struct.unpack("<Q", data[:8])
+            if len(data) < 16 + size:  # torn, and passed over by TensorBoard, too
+                break
+            event = Event()
+            event.ParseFromString(data[12 : 12 + size])
+            found.append(event)
+            data = data[12 + size + 4 :]
+    return found
+
+
+def shown(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows: a start of a session purges the steps from its own on."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for event in events(folder):
+        if event.session_log.status == SessionLog.START:
+            for name, points in curves.items():
+                curves[name] = [point for point in points if point[0] < event.step]
+        for value in event.summary.value:
+            curves.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return curves
+
+
+def train(folder: Path, steps: range, resume_at: int | None = None) -> list[Sink]:
+    sinks = [MetricsLog(folder, resume_at=resume_at), TensorBoardSink(folder, resume_at=resume_at)]
+    for step in steps:
+        metrics = {"loss": np.float32(step), "note": "text", "eval_loss": None}
+        for sink in sinks:
+            sink.log(step, metrics)
+    return sinks
+
+
+def test_tensorboard_goes_on_without_duplicates(tmp_path: Path) -> None:
+    for sink in train(tmp_path, range(1, 6)):
+        sink.close()
+    assert shown(tmp_path) == {"loss": [(step, float(step)) for step in range(1, 6)]}
+    for sink in train(tmp_path, range(4, 8), resume_at=3):
+        sink.close()
+    assert shown(tmp_path) == {"loss": [(step, float(step)) for step in range(1, 8)]}
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from test_sinks import train
+train(Path(sys.argv[1]), range(1, 100))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_kill_left_in_a_queue_is_there_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    assert len(shown(tmp_path).get("loss", [])) < 99, "else this test shows nothing"
+    for sink in train(tmp_path, range(99, 103), resume_at=98):
+        sink.close()
+    assert shown(tmp_path) == {"loss": [(step, float(step)) for step in range(1, 103)]}
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.log(1, {"loss": float("nan"), "grad_norm": math.inf})
+    sink.close()
+    curves = shown(tmp_path)
+    assert math.isnan(curves["loss"][0][1])
+    assert curves["grad_norm"] == [(1, math.inf)]
+
+
+@pytest.mark.parametrize(
+    ("make", "module", "extra"),
+    [(TensorBoardSink, "tensorboardX", "tensorboard"), (WandbSink, "wandb", "wandb")],
+)
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make, module: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"{module}: pip install 'jaxllm\[{extra}\]'"):
+        make(tmp_path / "run")
+    assert not (tmp_path / "run").exists()

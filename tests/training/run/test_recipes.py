@@ -1,0 +1,128 @@
+"""The recipes in configs/ run as they stand, on what configs/make_data.py writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from paths import ROOT
+
+from jaxllm.cli.train import main
+from jaxllm.training.monitor.samples import BEFORE
+from jaxllm.training.run.recipe_file import read_recipe
+
+CONFIGS = ROOT / "configs"
+RECIPES = sorted(CONFIGS.glob("*.yaml"))
+FROM_SCRATCH = ("gpt2_bytes", "t5_task")
+ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_data", CONFIGS / "make_data.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def little_data(maker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the first rows of every set, to stand in as one does in the repository."""
+    folder = tmp_path / "configs" / "data"
+    folder.mkdir(parents=True)
+    for name, make in maker.SETS.items():
+        for part, rows in zip(("train", "eval"), make(), strict=True):
+            few = [{k: v[:2000] if k == "text" else v for k, v in r.items()} for r in rows[:ROWS]]
+            path = folder / f"{name}_{part}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in few))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_there_are_five():
+    assert len(RECIPES) == 5
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_each_is_read_and_names_data_that_is_made(path: Path, maker: ModuleType):
+    recipe = read_recipe(path)
+    assert recipe.eval_data is not None
+    made = {
+        f"configs/data/{name}_{part}.jsonl" for name in maker.SETS for part in ("train", "eval")
+    }
+    assert {recipe.data.path, recipe.eval_data.path} <= made
+    # A recipe ends where its schedule does.
+    assert recipe.optimizer.schedule_steps == recipe.max_steps
+
+
+def test_data_are_the_same_every_time_and_nothing_held_out_is_trained_on(maker: ModuleType):
+    for make in maker.SETS.values():
+        train, held_out = make()
+        assert (train, held_out) == make()
+        asked = [{spelled(row) for row in rows} for rows in (train, held_out)]
+        assert asked[0].isdisjoint(asked[1])
+        assert [len(found) for found in asked] == [len(train), len(held_out)]
+
+
+def spelled(row: dict) -> str:
+    """What a row asks, without the answer."""
+    return json.dumps(row.get("messages", [row.get("source", row.get("text"))])[0])
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (13, "thirteen"),
+        (90, "ninety"),
+        (700, "seven hundred"),
+        (4_021, "four thousand twenty-one"),
+        (9_999, "nine thousand nine hundred ninety-nine"),
+    ],
+)
+def test_numbers_in_words(maker: ModuleType, number: int, words: str):
+    assert maker.in_words(number) == words
+
+
+def test_labels_of_the_classifier_are_the_packages(maker: ModuleType):
+    recipe = read_recipe(CONFIGS / "llama_classification.yaml")
+    assert recipe.eval_data is not None
+    assert recipe.data.label_names == recipe.eval_data.label_names == maker.PACKAGES
+    assert recipe.model.num_labels == len(maker.PACKAGES)
+
+
+@pytest.mark.usefixtures("little_data")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=[] if path.stem in FROM_SCRATCH else pytest.mark.slow)
+        for path in RECIPES
+    ],
+)
+def test_each_runs(name: str, tmp_path: Path):
+    recipe, out = CONFIGS / f"{name}.yaml", tmp_path / "run"
+    command = [str(recipe), "--output-dir", str(out), "--max-steps", "2", "--quiet"]
+    assert main([*command, "--no-compile-cache"]) == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[-1]["eval_loss"] > 0
+    assert (out / "report.html").exists()
+    assert (out / "loss.png").exists()
+    asks = bool(read_recipe(recipe).evaluation.metrics)
+    assert ("eval_exact_match" in lines[-1]) == (out / BEFORE).exists() == asks
+
+
+def test_without_its_data_a_recipe_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copy(CONFIGS / "t5_task.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["t5_task.yaml", "--output-dir", "run", "--no-compile-cache"]) == 2
+    said = capsys.readouterr().err
+    assert "configs/data/numbers_train.jsonl: no such file" in said
+    assert len(said.splitlines()) == 1  # told before the model is made

@@ -1,0 +1,130 @@
+"""Two processes of two devices train one model through train.py; one is killed; both go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from devices import environment, free_port
+from paths import ROOT
+from tiny_runs import saved, write_recipe
+
+from jaxllm.training.monitor.metrics_log import read_metrics
+
+TRAIN = ROOT / "train.py"
+
+
+def start(recipe: Path, cache: Path, *options: str, processes: int = 2) -> list[subprocess.Popen]:
+    """The processes of one run."""
+    address = f"127.0.0.1:{free_port()}"
+    together = ["--coordinator", address, "--num-processes", str(processes)]
+    env = environment(4 // processes) | {"JAXLLM_CACHE_DIR": str(cache)}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(TRAIN), str(recipe), *options]
+            + ([*together, "--process-id", str(index)] if processes > 1 else []),
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(processes)
+    ]
+
+
+def finish(processes: list[subprocess.Popen]) -> list[str]:
+    """What each said on stdout; all have to succeed."""
+    outputs = [process.communicate(timeout=300) for process in processes]
+    for process, (out, err) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, out + err
+    return [out for out, _ in outputs]
+
+
+def numbers(folder: Path, field: str) -> list[float]:
+    """One field of every step."""
+    rows = list(read_metrics(folder / "run" / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row[field] for row in rows]
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_survives_the_death_of_one(tmp_path):
+    cache = tmp_path / "programs"
+    folders = {name: tmp_path / name for name in ("one", "two")}
+    recipes = {}
+    for name, folder in folders.items():
+        folder.mkdir()
+        every = {"every": 2, "keep": 100}
+        recipes[name] = write_recipe(folder, checkpoints=every, mesh={"data": 2, "fsdp": 2})
+    finish(start(recipes["one"], cache, "--max-steps", "8", processes=1))
+
+    running = start(recipes["two"], cache, "--max-steps", "1000")
+    deadline = time.monotonic() + 240
+    while not (folders["two"] / "run" / "checkpoints" / "4").is_dir():
+        assert time.monotonic() < deadline, "no checkpoint"
+        assert all(process.poll() is None for process in running)
+        time.sleep(0.05)
+    running[1].send_signal(signal.SIGKILL)
+    time.sleep(1)
+    running[0].kill()  # what a supervisor does with the others
+    for process in running:
+        process.communicate(timeout=60)
+
+    last = saved(folders["two"] / "run")[1]
+    target = str(max(8, last["epoch"] * 100 + last["batch"] + 2))
+    said = finish(start(recipes["two"], cache, "--max-steps", target, "--resume"))
+    assert "step" in said[0]
+    assert "step" not in said[1]  # one process speaks
+    finish(
+        start(recipes["two"], cache, "--max-steps", str(int(target) + 2), "--resume", processes=1)
+    )
+    ours, theirs = (numbers(folders[name], "loss") for name in ("two", "one"))
+    assert ours[:8] == pytest.approx(theirs[:8], rel=1e-5)
+    assert len(ours) == int(target) + 2
+    ours, theirs = (numbers(folders[name], "tokens") for name in ("two", "one"))
+    assert ours[:8] == theirs[:8]
+
+
+@pytest.mark.slow
+def test_a_supervisor_brings_the_run_to_its_end(tmp_path):
+    """Two processes of two devices; the one that writes is killed, and nobody else acts."""
+    recipe = write_recipe(
+        tmp_path, checkpoints={"every": 2, "keep": 100}, mesh={"data": 2, "fsdp": 2}
+    )
+    words = "import sys; from jaxllm.cli.supervise import main; sys.exit(main(sys.argv[1:]))"
+    watching = ("-c", words, "--processes", "2", "--restarts", "1", "--")
+    supervisor = subprocess.Popen(
+        [sys.executable, *watching, sys.executable, str(TRAIN), str(recipe), "--max-steps", "60"],
+        env=environment(2) | {"JAXLLM_CACHE_DIR": str(tmp_path / "programs")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    checkpoints = tmp_path / "run" / "checkpoints"
+    while not (checkpoints / "4").is_dir():
+        assert supervisor.poll() is None, supervisor.communicate()
+        time.sleep(0.02)
+    holder = (checkpoints / "writer.lock").read_text()
+    os.kill(int(holder.split()[1]), signal.SIGKILL)
+    finish([supervisor])
+    assert len(numbers(tmp_path, "loss")) == 60
+    assert (checkpoints / "60").is_dir()
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path):
+    recipe = write_recipe(tmp_path, checkpoints={"every": 500, "keep": 1})
+    running = start(recipe, tmp_path / "programs", "--max-steps", "100000", "--log-every", "1")
+    while "step 3/" not in (running[0].stderr.readline() or "step 3/"):
+        pass
+    running[1].send_signal(signal.SIGTERM)
+    for process in running:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 143, out + err
+    steps = [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
+    assert steps == [len(numbers(tmp_path, "loss"))]

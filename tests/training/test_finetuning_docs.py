@@ -1,0 +1,40 @@
+"""docs/finetuning.md: its table is that of the code, its Python runs, its links lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+
+import pytest
+from paths import DOCS
+
+DOC = DOCS / "finetuning.md"
+TEXT = DOC.read_text(encoding="utf-8")
+
+
+def test_the_tables_are_those_of_the_code():
+    spec = importlib.util.spec_from_file_location("maker", DOCS / "make_finetuning_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    assert "`schedule_steps`" in TEXT
+    assert maker.rewritten(TEXT) == TEXT, "run python docs/make_finetuning_table.py"
+
+
+@pytest.mark.usefixtures("smollm2_gguf")
+def test_the_notebook_runs():
+    (block,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block, str(DOC), "exec"), {"__name__": "notebook"})
+    losses = [float(line) for line in printed.getvalue().splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)\)", TEXT))))
+def test_links_lead_somewhere(link: str):
+    assert link.startswith("https://") or (DOCS / link).exists()
