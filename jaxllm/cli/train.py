@@ -15,7 +15,6 @@ from jaxllm.cli import compile_cache
 from jaxllm.cli.devices import add_process_flags, join_processes, leads
 from jaxllm.cli.exits import Parser, guard, one_line
 from jaxllm.common.errors import InputError
-from jaxllm.common.optional_deps import require
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help", "--distributed")
@@ -50,8 +49,6 @@ def run(argv: list[str], program: str) -> int:
     """The command proper; raises JaxLLMError for what the user can mend."""
     own, overrides = split(argv)
     options = parser(program).parse_args(own)
-    for module in ("optax", "orbax.checkpoint", "grain", "yaml"):
-        require(module, extra="train", purpose="training runs")
     # What follows takes seconds to import, and a wrong option should not.
     from jaxllm.training.run.recipe_file import parse_value, read_recipe
     from jaxllm.training.run.run import train

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.common.errors import CheckpointError, UnsupportedError
+from jaxllm.common.errors import CheckpointError
 
 ARRAYS = "arrays"
 READERS = 8
@@ -18,13 +18,8 @@ CACHE_BYTES = 10**8  # for the index of OCDBT, which every array looks into
 
 
 def orbax() -> Any:
-    try:
-        return importlib.import_module("orbax.checkpoint")
-    except ImportError as failure:
-        raise UnsupportedError(
-            f"checkpoints need orbax-checkpoint, which cannot be imported ({failure}): "
-            "pip install 'jaxllm[train]'"
-        ) from failure
+    """`orbax.checkpoint`, imported at its first use: that takes a second."""
+    return importlib.import_module("orbax.checkpoint")
 
 
 def async_checkpointer() -> Any:

@@ -76,7 +76,6 @@ class RunCheckpoints:
         self._reader = StepReader(self.folder, self._on_problem)
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
         self._lock: RunLock | None = None
-        orbax_files.orbax()
         if writable:
             together(self._take, RunError)
             self._orbax = orbax_files.async_checkpointer()
