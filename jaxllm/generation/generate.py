@@ -26,6 +26,7 @@ from jaxllm.generation.loop import (
     prefill_program,
 )
 from jaxllm.generation.processors.host.errors import reraised
+from jaxllm.generation.registration import register_prompt_transform
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_size
@@ -220,7 +221,6 @@ def prepare_call(
         shared_key(key, mesh),
         keywords.settings,
         keywords.arguments,
-        heal=heal,
         **keywords.inputs,
     )
     return request if mesh is None or request.traced else placed(request, mesh)
@@ -248,6 +248,9 @@ def heal(model: Any, tokenizer: Any, input_ids: Any, attention_mask: Any) -> tup
     if attention_mask is None:
         attention_mask = np.ones(np.shape(input_ids), bool)
     return heal_tokens(np.asarray(input_ids), np.asarray(attention_mask), tokenizer, one_more)
+
+
+register_prompt_transform("token_healing", heal)
 
 
 def start(bare: Any, request: Request, run: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,12 @@ from jaxllm.generation.call.keys import row_keys
 from jaxllm.generation.call.layout import PreparedInputs, lay_out
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.call.past_key_values import PastKeyValues, checked_past, continued_sides
-from jaxllm.generation.call.prompts import decoder_only_sides, seq2seq_sides
-from jaxllm.generation.inputs.arguments import needed_tokenizer, processor_list, refuse
+from jaxllm.generation.call.prompts import (
+    decoder_only_sides,
+    seq2seq_sides,
+    transformed_prompt,
+)
+from jaxllm.generation.inputs.arguments import processor_list, refuse
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, check_room, checked_types
 from jaxllm.generation.inputs.values import any_traced, bucket, id_table
 from jaxllm.generation.processors.build import build_processors
@@ -78,23 +82,19 @@ def prepare(
     token_type_ids: Any = None,
     past_key_values: PastKeyValues | None = None,
     return_past_key_values: bool = False,
-    heal: Callable[..., tuple[Any, Any]],
     **inputs: Any,
 ) -> Request:
-    """Checks everything that can be checked before jit, and lays the call out in buckets.
-
-    `heal(model, tokenizer, input_ids, attention_mask)` mends prompts (`token_healing`).
-    """
+    """Checks everything that can be checked before jit, and lays the call out in buckets."""
     assistant = arguments.get("assistant_model")
     config, eos = merged_config(model, generation_config, fields, assistant)
     pad = checked_pad(model, config, eos)
     if model.is_encoder_decoder:
         refuse({"token_type_ids": token_type_ids}, "not an input of an encoder-decoder")
-    if config.token_healing:
-        tokenizer = needed_tokenizer(arguments, "token_healing")
-        fixed = {"token_type_ids": token_type_ids, "past_key_values": past_key_values, **inputs}
-        refuse(fixed, "not together with token_healing, which changes the prompt")
-        input_ids, attention_mask = heal(model, tokenizer, input_ids, attention_mask)
+    fixed = {"token_type_ids": token_type_ids, "past_key_values": past_key_values, **inputs}
+    tokenizer = arguments.get("tokenizer")
+    input_ids, attention_mask = transformed_prompt(
+        model, config, tokenizer, input_ids, attention_mask, fixed
+    )
 
     past = checked_past(past_key_values)
     sides: Any = seq2seq_sides if model.is_encoder_decoder else decoder_only_sides

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +24,36 @@ from jaxllm.models import input_checks as check
 
 Sides = tuple[PaddedBatch, PaddedBatch | None, dict[str, Any]]
 """The decoder's prompt, the encoder's input, and the arguments of `model.start`."""
+
+PromptTransform = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+"""`(model, tokenizer, input_ids, attention_mask) -> (input_ids, attention_mask)`, on the host."""
+
+PROMPT_TRANSFORMS: dict[str, PromptTransform] = {}
+"""By the boolean setting that asks for it (`registration.register_prompt_transform`)."""
+
+
+def transformed_prompt(
+    model: Any,
+    config: GenerationConfig,
+    tokenizer: Any,
+    input_ids: Any,
+    attention_mask: Any,
+    others: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """`input_ids` and `attention_mask` after the registered transforms that the settings ask for.
+
+    Args:
+        tokenizer: of the call, or None.
+        others: other inputs of the model, by name; a transformed prompt goes with none of them.
+    """
+    for field, transform in PROMPT_TRANSFORMS.items():
+        if not getattr(config, field):
+            continue
+        if tokenizer is None:
+            raise InputError(f"{field}: needs tokenizer=, the tokenizer of this model")
+        refuse(others, f"not together with {field}, which changes the prompt")
+        input_ids, attention_mask = transform(model, tokenizer, input_ids, attention_mask)
+    return input_ids, attention_mask
 
 
 def seq2seq_sides(

@@ -42,6 +42,20 @@ class Call:
     """Arguments of generate() that a strategy reads, such as `assistant_model`."""
 
 
+@dataclasses.dataclass(frozen=True)
+class RegisteredStrategy:
+    """A strategy that another module adds (`registration.register_strategy`)."""
+
+    name: str
+    selects: Callable[[Call], bool]
+    """Whether the settings of a call ask for it."""
+    build: Callable[[Call], Strategy[Any]]
+
+
+REGISTERED_STRATEGIES: dict[str, RegisteredStrategy] = {}
+"""By name; asked in this order, before the built-in strategies."""
+
+
 def _sample(call: Call) -> Strategy[Any]:
     config = call.config
     return Sample(sampling=bool(config.do_sample), count=config.num_return_sequences)
@@ -166,7 +180,11 @@ MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
 
 
 def choose_strategy(call: Call) -> Strategy[Any]:
-    """The strategy of a call, by the rule of transformers (`generation_mode`)."""
+    """The strategy of a call: a registered one that its settings select, or else the one that
+    transformers would take (`generation_mode`)."""
+    for registered in REGISTERED_STRATEGIES.values():
+        if registered.selects(call):
+            return registered.build(call)
     assistant = call.arguments.get("assistant_model")
     mode = generation_mode(call.config, assistant)
     asked = drafts_asked_for(call.config, assistant)
