@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, whatever ends the program that writes them."""
+"""Atomic file writes: readers see the old file or the new one, also after a crash."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; what is there in the end, and on the disk, takes its place.
+    """Gives a temporary path to write to, and renames it to `path` on success, after fsync.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written; `path` is unchanged.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -21,23 +21,23 @@ def replacing(path: Path) -> Iterator[Path]:
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
-    finally:  # half a file would take the room that a full disk lacks
+    finally:  # frees the space of a partial file, which a full disk needs
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a whole file at once.
+    """Writes a file atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written; `path` is unchanged.
     """
     with replacing(path) as partial:
         partial.write_bytes(data)
 
 
 def sync_folder(folder: Path) -> None:
-    """Forces names in a folder onto the disk (POSIX; Windows cannot open a folder)."""
+    """Flushes a folder's entries to disk (POSIX only: Windows cannot open a folder)."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:

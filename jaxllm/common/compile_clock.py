@@ -1,4 +1,4 @@
-"""How long JAX compiles, and how often."""
+"""Counts JAX compilations and their seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import jax.monitoring
 
 
 class CompileClock:
-    """Counts what JAX compiles, through the events that it reports."""
+    """Listens to JAX's compilation events until `close`.
+
+    Attributes:
+        seconds: Time spent compiling.
+        programs: Programs compiled or taken from the persistent cache.
+        cached: Programs taken from the persistent cache.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -32,6 +38,6 @@ class CompileClock:
         )
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stops listening."""
         jax.monitoring.unregister_event_duration_listener(self._duration)
         jax.monitoring.unregister_event_listener(self._event)

@@ -1,7 +1,8 @@
-"""The one tree of errors: each names the file or field, what was found, and what to do.
+"""All error classes. Messages name the file or field, what was found, and what to do.
 
 Every class also derives from the built-in that a caller would expect to catch
-(``ValueError``, ``FileNotFoundError``, ...), so plain Python code needs nothing from here.
+(``ValueError``, ``FileNotFoundError``, ...), so callers need not import them.
+`jaxllm.errors` exports them.
 Command lines print the message on one line and exit with code 2.
 """
 
@@ -13,7 +14,7 @@ class JaxLLMError(Exception):
 
 
 class ConfigError(JaxLLMError, ValueError):
-    """A config.json or generation_config.json says something impossible or contradictory."""
+    """A config.json or generation_config.json holds invalid or contradictory values."""
 
 
 class UnsupportedError(JaxLLMError, ValueError):
@@ -25,7 +26,7 @@ class CheckpointError(JaxLLMError, ValueError):
 
 
 class TokenizerError(JaxLLMError, ValueError):
-    """A tokenizer file is malformed or unsupported, or a text cannot be encoded."""
+    """A tokenizer file is malformed, or a text cannot be encoded."""
 
 
 class TemplateError(TokenizerError):
@@ -33,7 +34,7 @@ class TemplateError(TokenizerError):
 
 
 class InputError(JaxLLMError, ValueError):
-    """Arguments of a call: token ids, masks, lengths, generation fields."""
+    """An invalid argument of a call: token ids, masks, lengths, generation fields."""
 
 
 class NonFiniteError(JaxLLMError, FloatingPointError):
@@ -45,11 +46,11 @@ class MissingFileError(JaxLLMError, FileNotFoundError):
 
 
 class DataError(JaxLLMError, ValueError):
-    """A file or row of training data is malformed, or does not fit the format it is read in."""
+    """A file or row of training data is malformed or does not match its format."""
 
 
 class RunError(JaxLLMError, RuntimeError):
-    """A training run cannot start or go on: its folder is in use, or does not fit what is asked."""
+    """A run cannot start or resume: its folder is in use, or holds another run."""
 
 
 class MissingExtraError(JaxLLMError, ImportError):

@@ -1,4 +1,4 @@
-"""Optional packages: imported where they are used; a missing one is named with its extra."""
+"""Imports optional packages; the error for a missing one names its extra."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxllm.common.errors import MissingExtraError
 
 
 def require(module: str, *, extra: str, purpose: str) -> Any:
-    """The imported module.
+    """Imports an optional module.
 
     Raises:
         MissingExtraError: It is not installed.
@@ -24,7 +24,7 @@ pip install 'jaxllm[plot]'
     except ModuleNotFoundError as failure:
         package = module.split(".")[0]
         if failure.name is None or failure.name.split(".")[0] != package:
-            raise  # installed, but broken: what it lacks is the news
+            raise  # installed, but one of its own dependencies is missing
         raise MissingExtraError(
             f"{purpose} need the package {package}: pip install 'jaxllm[{extra}]'"
         ) from None

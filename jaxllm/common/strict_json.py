@@ -1,8 +1,8 @@
-"""Strict JSON reading for files that may come from a stranger.
+"""Strict JSON parsing for untrusted files.
 
 Python's ``json`` takes duplicate keys (the last one wins), ``NaN``, ``Infinity`` and numbers that
-overflow to infinity, and lone surrogates that no other library can encode. A checkpoint that holds
-any of these is broken or made to mislead, so this reader refuses it and names the file.
+overflow to infinity, and lone surrogates that cannot be encoded as UTF-8. A checkpoint with any of
+these is damaged or malicious, so this reader refuses it and names the file.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def read_json(
     max_depth: int = 64,
     error: type[JaxLLMError] = ConfigError,
 ) -> Any:
-    """Read one JSON file, refusing whatever two readers could understand differently.
+    """Reads one JSON file; refuses what two JSON parsers could read differently.
 
     Args:
         path: The file.
-        max_bytes: Largest size that is read; nothing is read of a larger file.
-        max_depth: How deep lists and objects may nest; ``{}`` has depth 1.
-        error: The class of error that a malformed file raises.
+        max_bytes: Largest file size that is read.
+        max_depth: Deepest nesting of lists and objects; ``{}`` has depth 1.
+        error: Error class for a malformed file.
 
     Raises:
         MissingFileError: There is no such file.
@@ -59,7 +59,7 @@ def parse_json(
     max_depth: int = 64,
     error: type[JaxLLMError] = ConfigError,
 ) -> Any:
-    """:func:`read_json` for bytes already in memory; ``source`` names them in errors.
+    """Parses JSON bytes as `read_json` does; ``source`` names them in errors.
 
     >>> parse_json(b'{"a": [1, 2.5]}', source="example")
     {'a': [1, 2.5]}

@@ -1,4 +1,4 @@
-"""One writer a folder, and no lock that outlives its holder."""
+"""Run lock: one writer per folder, freed when its holder dies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jaxllm.common.run_lock import RunLock
 lock = RunLock(pathlib.Path(sys.argv[1]))
 if len(sys.argv) > 2:
     started, start = os.pipe()
-    if os.fork() == 0:  # a worker that outlives the run
+    if os.fork() == 0:  # a forked child that outlives the run
         os.write(start, b".")
         os.close(1)
         time.sleep(60)
         os._exit(0)
-    os.read(started, 1)  # it has let go of the lock
+    os.read(started, 1)  # the child has started
 print("held", os.getpid(), flush=True)
 time.sleep(60)
 """
@@ -39,7 +39,7 @@ def holder(folder, *options: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_writer_in_the_same_process(tmp_path):
+def test_second_writer_in_same_process_is_refused(tmp_path):
     lock = RunLock(tmp_path / "run")
     with pytest.raises(RunError, match=f"process {os.getpid()} on .* is writing here"):
         RunLock(tmp_path / "run")
@@ -48,8 +48,8 @@ def test_a_second_writer_in_the_same_process(tmp_path):
     RunLock(tmp_path / "run").release()
 
 
-def test_a_second_process_is_told_who_holds_it_and_a_dead_one_holds_nothing(tmp_path):
-    with holder(tmp_path, "with a worker") as process:
+def test_second_process_is_told_the_holder_and_a_dead_process_holds_nothing(tmp_path):
+    with holder(tmp_path, "with a forked child") as process:
         with pytest.raises(RunError, match=f"process {process.pid} on"):
             RunLock(tmp_path)
         process.send_signal(signal.SIGKILL)
@@ -57,10 +57,10 @@ def test_a_second_process_is_told_who_holds_it_and_a_dead_one_holds_nothing(tmp_
     assert str(process.pid) in (tmp_path / LOCK_FILE).read_text()
     started = time.monotonic()
     RunLock(tmp_path).release()
-    assert time.monotonic() - started < 5  # although the worker lives on
+    assert time.monotonic() - started < 5  # although the forked child lives on
 
 
-def test_a_folder_that_cannot_be(tmp_path):
+def test_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written to"):
         RunLock(tmp_path / "file")

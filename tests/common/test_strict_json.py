@@ -6,7 +6,7 @@ from jaxllm.common.errors import CheckpointError, ConfigError, MissingFileError
 from jaxllm.common.strict_json import parse_json, read_json
 
 
-def test_reads_what_json_reads(tmp_path):
+def test_reads_standard_json(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"a": [1, 2.5, true, null, "é\\u00e9\\ud83d\\ude00"], "b": {}}')
     assert read_json(path, max_bytes=1000) == {"a": [1, 2.5, True, None, "éé😀"], "b": {}}
@@ -32,7 +32,7 @@ def test_reads_what_json_reads(tmp_path):
         (b"[" + b"1," * 600 + b"1]", "1203 bytes, but at most 1000"),
     ],
 )
-def test_refuses_and_names_the_file(tmp_path, content, message):
+def test_malformed_json_is_refused_by_file_name(tmp_path, content, message):
     path = tmp_path / "x.json"
     path.write_bytes(content)
     limit = 1000 if content.startswith(b"[1,") else 10**6
@@ -42,14 +42,14 @@ def test_refuses_and_names_the_file(tmp_path, content, message):
         read_json(path, max_bytes=limit, error=CheckpointError)
 
 
-def test_depth_is_counted_from_one():
+def test_nesting_depth_is_counted_from_one():
     assert parse_json(b"[" * 64 + b"]" * 64, source="x")
     assert parse_json(b"[[]]", source="x", max_depth=2) == [[]]
     with pytest.raises(ConfigError, match="deeper than 1 levels"):
         parse_json(b"[[]]", source="x", max_depth=1)
 
 
-def test_a_missing_file(tmp_path):
+def test_missing_file(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(MissingFileError, match="no such file"):
             read_json(path, max_bytes=10)
