@@ -1,17 +1,17 @@
-"""Writes the table of docs/generation.md from the table of fields in the code."""
+"""Writes the table of fields in docs/generation.md from the declarations of GenerationConfig."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from jaxllm.generation.settings.fields import FIELDS
+from jaxllm.generation.settings.config import FIELDS
 
 DOC = Path(__file__).with_name("generation.md")
 START, END = "<!-- fields -->\n", "<!-- /fields -->\n"
 
 
 def table() -> str:
-    """One row a field: default, meaning, and what raises."""
+    """One row per field: default, meaning, and values that raise."""
     rows = ["| field | default | what it does | values that raise |", "|---|---|---|---|"]
     for name, field in FIELDS.items():
         if field.only is None:
@@ -19,12 +19,12 @@ def table() -> str:
         else:
             raises = "all but " + ", ".join(f"`{value!r}`" for value in field.only)
         needs = f" (needs {field.needs})" if field.needs else ""
-        rows.append(f"| `{name}` | `{field.default!r}` | {field.note}{needs} | {raises} |")
+        rows.append(f"| `{name}` | `{field.default!r}` | {field.doc}{needs} | {raises} |")
     return "\n".join(rows) + "\n"
 
 
 def rewritten(text: str) -> str:
-    """The document with today's table."""
+    """The document with the current table."""
     before, rest = text.split(START)
     after = rest.split(END)[1]
     return before + START + table() + END + after

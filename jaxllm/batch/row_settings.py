@@ -18,51 +18,19 @@ from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.processors.per_row import signature, stacked
-from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.fields import FIELDS
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.lengths import MOST_COLUMNS
 from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
 
 NEUTRAL: Mapping[str, Any] = {
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_new_tokens": 0,
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
+    name: field.per_row for name, field in FIELDS.items() if field.per_row is not None
 }
 """Numbers that may be another in each row of a program, with the value that changes nothing: where
 one row asks for such a field, all rows have it."""
-_WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_ALWAYS_SAMPLED = ("temperature", "top_k", "top_p")
-_OTHERS = frozenset(
-    {
-        *("max_length", "max_new_tokens", "min_length", "do_sample", "num_return_sequences"),
-        *("stop_strings", "top_h", "bad_words_ids", "sequence_bias", "renormalize_logits"),
-        *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
-        *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
-        *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"),
-    }
-)
-"""Fields of rows in slots besides those: they are part of what rows of one program share, or arrays
-of a shape that they share."""
-_IDLE = frozenset(
-    {
-        *("num_beams", "num_beam_groups", "early_stopping", "length_penalty", "diversity_penalty"),
-        *("low_memory", "penalty_alpha", "num_assistant_tokens", "num_assistant_tokens_schedule"),
-        *("assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind"),
-        *("target_lookbehind", "is_assistant", "use_cache", "return_dict_in_generate"),
-        *("output_scores", "output_logits", "transformers_version", "generation_kwargs"),
-        *("_from_model_config", "_commit_hash"),
-    }
-)
-"""Fields that a strategy of slots reads, that mean nothing to it, or that were looked at before."""
-_NO_SLOTS = ("encoder_repetition_penalty", "encoder_no_repeat_ngram_size")
-"""Fields of processors that look at the prompt apart; rows in slots may have neutral values."""
+_WARPERS = frozenset(name for name in NEUTRAL if FIELDS[name].only_sampling)
+_ALWAYS_SAMPLED = frozenset(name for name in NEUTRAL if FIELDS[name].always)
+_NO_SLOTS = frozenset(name for name, field in FIELDS.items() if not field.slots)
+"""Fields of rows that run in static batches; rows in slots may have neutral values."""
 _SINGLE, _BEAMS = ("greedy_search", "sample"), ("beam_search", "beam_sample")
 _CACHES = (None, "static", "dynamic")
 MOST_STOPS = 8
@@ -112,15 +80,14 @@ class Group:
 
 
 def fits_slots(row: Row) -> bool:
-    """Whether a row can run in a slot: greedy search, sampling and their like with beams, by the
-    fields listed above."""
+    """Whether a row can run in a slot: greedy search or sampling, with or without beams, and no
+    field that needs a static batch (`Field.slots`)."""
     if row.mode not in _SINGLE and not (row.mode in _BEAMS and _beams_fit(row)):
         return False
-    known = _OTHERS | NEUTRAL.keys() | _IDLE
     values = row.config.to_dict()
     if values.pop("cache_implementation", None) not in _CACHES:
         return False
-    return not any(_acts(name, value) for name, value in values.items() if name not in known)
+    return not any(_acts(name, value) for name, value in values.items() if name in _NO_SLOTS)
 
 
 def check_processors(row: Row, vocab_size: int) -> None:
@@ -185,7 +152,7 @@ def _by_processors(
 def _group(
     number: int, strategy: SlotStrategy, shared: tuple[str, ...], rows: Sequence[Row]
 ) -> Group:
-    lists = {row.config.stop_strings for row in rows} - {None}
+    lists = {strings for row in rows if (strings := row.config.stop_strings) is not None}
     return Group(
         number=number,
         rows=tuple(rows),

@@ -1,4 +1,4 @@
-"""One command line option for every field of a generation config, from the table of fields."""
+"""Command line options: one for every field of a generation config."""
 
 from __future__ import annotations
 
@@ -6,40 +6,36 @@ import argparse
 import json
 from typing import Any
 
+from jaxllm.generation.settings.config import FIELDS
 from jaxllm.generation.settings.field_checks import boolean
-from jaxllm.generation.settings.fields import FIELDS, Field
+from jaxllm.generation.settings.fields import Field
 
 
 def add_field_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--max-new-tokens`` and all others; yes-or-no fields also get ``--no-...``.
 
     Values are only parsed here: the library checks them. Fields that jaxllm does not implement are
-    accepted, so that the library's error names them, but not listed by ``--help``.
+    accepted, so that the library's error names them, but ``--help`` does not list them.
     """
     group = parser.add_argument_group(
         "generation fields",
         "Hugging Face's names. Lists are JSON or comma separated; `none` switches a field off.",
     )
-    for name, field in FIELDS.items():
-        if not is_metadata(name, field):
-            _add_flag(group, name, field)
+    for field in FIELDS.values():
+        if not field.metadata:
+            _add_flag(group, field)
 
 
 def given_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The generation fields that stood on the command line."""
+    """The generation fields that the command line sets."""
     return {name: value for name, value in vars(arguments).items() if name in FIELDS}
 
 
-def is_metadata(name: str, field: Field) -> bool:
-    """Whether a field only says where a file came from."""
-    return name.startswith("_") or field.note == "metadata"
-
-
-def _add_flag(group: argparse._ArgumentGroup, name: str, field: Field) -> None:
-    flag = "--" + name.replace("_", "-")
-    text = field.note if field.default in (None, False) else f"{field.note} ({field.default})"
+def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    text = field.doc if field.default in (None, False) else f"{field.doc} ({field.default})"
     options: dict[str, Any] = {
-        "dest": name,
+        "dest": field.name,
         "default": argparse.SUPPRESS,
         "help": argparse.SUPPRESS if field.only is not None else text.replace("%", "%%"),
     }
@@ -50,7 +46,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: Field) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """A value as one types it: JSON, comma separated integers, ``none``, or else a string.
+    """A value from its text: JSON, comma separated integers, ``none``, or else a string.
 
     >>> [parse_value(text) for text in ("0.7", "2,32000", "[[5, 6]]", "none", "never")]
     [0.7, [2, 32000], [[5, 6]], None, 'never']
@@ -68,7 +64,7 @@ def parse_value(text: str) -> Any:
 
 
 def int_list(text: str) -> list[int]:
-    """Comma separated integers; spaces and brackets around them do no harm.
+    """Comma separated integers, with or without spaces and brackets around them.
 
     >>> int_list("[1, 2]"), int_list("7")
     ([1, 2], [7])

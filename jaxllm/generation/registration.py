@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.generation.call.prompts import PROMPT_TRANSFORMS, PromptTransform
-from jaxllm.generation.settings.fields import FIELDS
+from jaxllm.generation.settings.config import FIELDS
 from jaxllm.generation.strategies.select_strategy import (
     REGISTERED_STRATEGIES,
     Call,

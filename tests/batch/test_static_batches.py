@@ -15,7 +15,7 @@ from jaxllm.batch import static_batches as rooms
 from jaxllm.batch.row_settings import fits_slots
 from jaxllm.batch.rows import Given
 from jaxllm.common.errors import InputError
-from jaxllm.generation.settings.fields import FIELDS
+from jaxllm.generation.settings.config import FIELDS
 
 SMALL = {"llama": {"num_hidden_layers": 1}, "t5": {"num_layers": 1, "num_decoder_layers": 1}}
 BEAMS = {"num_beams": 3, "encoder_repetition_penalty": 1.2}

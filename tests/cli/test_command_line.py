@@ -10,11 +10,10 @@ import pytest
 import jaxllm
 from jaxllm.cli.compile_cache import default_folder
 from jaxllm.cli.exits import guard
-from jaxllm.cli.field_flags import add_field_flags, given_fields, is_metadata
+from jaxllm.cli.field_flags import add_field_flags, given_fields
 from jaxllm.cli.main import COMMANDS, main
-from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.field_checks import boolean
-from jaxllm.generation.settings.fields import FIELDS
 
 
 def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +50,7 @@ def test_no_field_is_given_unless_it_is(parser: argparse.ArgumentParser) -> None
     assert given_fields(parser.parse_args([])) == {}
 
 
-@pytest.mark.parametrize("name", [n for n, f in FIELDS.items() if not is_metadata(n, f)])
+@pytest.mark.parametrize("name", [n for n, f in FIELDS.items() if not f.metadata])
 def test_every_field_is_an_option(parser: argparse.ArgumentParser, name: str) -> None:
     flag = "--" + name.replace("_", "-")
     words = [flag] if FIELDS[name].check is boolean else [flag, "none"]

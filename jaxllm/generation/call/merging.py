@@ -8,18 +8,9 @@ from typing import Any
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import any_traced
-from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import check_consistent, check_supported
 from jaxllm.generation.settings.special_tokens import resolve_eos
-
-# Settings that shape the program or the host's checks; all other numbers may be tracers.
-STATIC = (
-    *("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
-    *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
-    *("bad_words_ids", "sequence_bias", "num_return_sequences", "do_sample", "num_beams"),
-    *("num_beam_groups", "dola_layers", "cache_config", "max_cache_len"),
-    *("num_assistant_tokens", "prompt_lookup_num_tokens", "assistant_early_exit"),
-)
 
 
 def merged_config(
@@ -39,8 +30,8 @@ def merged_config(
             f"generation_config: expected a GenerationConfig, found {type(generation_config)}"
         )
     explicit = generation_config.merge(GenerationConfig(**fields))
-    for name in STATIC:
-        if any_traced(explicit.to_dict().get(name)):
+    for name, value in explicit.to_dict().items():
+        if FIELDS[name].static and any_traced(value):
             raise InputError(f"{name}: must be known outside jax.jit; found a tracer")
     own = getattr(model, "generation_config", None) or GenerationConfig()
     config = own.merge(explicit)

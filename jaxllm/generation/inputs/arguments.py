@@ -37,6 +37,9 @@ UNSUPPORTED = {
     "custom_generate": "custom_generate",
 }
 
+GENERATE_ARGUMENTS = INPUTS | ARGUMENTS | UNSUPPORTED.keys() | {"streamer"}
+"""Every keyword argument of generate() that is no field of a config."""
+
 
 class Keywords(NamedTuple):
     """Keyword arguments of a call, by who reads them."""

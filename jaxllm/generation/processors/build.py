@@ -1,7 +1,8 @@
-"""From generation settings to the list of logits processors."""
+"""Builds the list of logits processors that generation settings ask for, in transformers' order."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -52,8 +53,120 @@ from jaxllm.generation.processors.warpers import (
     TypicalLogitsWarper,
 )
 from jaxllm.generation.processors.watermark.config import watermarking_config
-from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.fields import FIELDS
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessorInputs:
+    """What a processor may be built from, beside the value of its own field."""
+
+    config: GenerationConfig
+    prompt_len: int | Int[Array, ""]
+    """Length of the prompt with its padding (for T5, of the decoder's)."""
+    max_length: int | Int[Array, ""]
+    """Length of a full row, in the same count."""
+    eos: tuple[int, ...]
+    """End-of-sequence tokens in force; may be empty."""
+    vocab_size: int
+    encoder_ids: Int[Array, "B S"] | None
+    """The encoder's input; of a decoder-only model, the prompt."""
+    encoder_mask: Bool[Array, "B S"] | None
+
+    @property
+    def min_tokens_to_keep(self) -> int:
+        """Tokens that a filter keeps: beams need one that does not end the sequence."""
+        return 1 if self.config.num_beams == 1 else max(2, len(self.eos) + 1)
+
+    def encoder(self, field: str) -> tuple[Any, Any]:
+        """Ids and mask of the encoder's input, for the processor of a field that needs them."""
+        if self.encoder_ids is None:
+            raise InputError(f"`{field}` needs token ids as the model's input")
+        return self.encoder_ids, self.encoder_mask
+
+
+Builder = Callable[[Any, ProcessorInputs], Callable[..., Scores] | None]
+"""From the value of a field to its processor; None: this value needs none."""
+
+
+def _guidance(scale: Any, inputs: ProcessorInputs) -> LogitsProcessor | None:
+    # A second context costs as much as the first: a scale known to be 1 builds nothing.
+    if not is_traced(scale) and scale == 1:
+        return None
+    return UnbatchedClassifierFreeGuidanceLogitsProcessor(scale)
+
+
+def _diversity(groups: int, inputs: ProcessorInputs) -> LogitsProcessor | None:
+    if groups == 1:
+        return None
+    config = inputs.config
+    return HammingDiversityLogitsProcessor(config.diversity_penalty, config.num_beams, groups)
+
+
+def _min_length(length: Any, inputs: ProcessorInputs) -> LogitsProcessor | None:
+    if _active(inputs.config, "min_new_tokens"):  # wins over min_length
+        return None
+    return MinLengthLogitsProcessor(length, inputs.eos)
+
+
+def _length_penalty(pair: Any, inputs: ProcessorInputs) -> LogitsProcessor:
+    if not inputs.eos:
+        raise InputError("`exponential_decay_length_penalty` needs an `eos_token_id`")
+    return ExponentialDecayLengthPenalty(pair, inputs.eos, inputs.prompt_len)
+
+
+def _suppressed_at_begin(tokens: Any, inputs: ProcessorInputs) -> LogitsProcessor:
+    begin = inputs.prompt_len
+    if inputs.config.forced_bos_token_id is not None:  # forced after a prompt of one token
+        begin = begin + jnp.where(jnp.asarray(begin) > 1, 0, 1)
+    return SuppressTokensAtBeginLogitsProcessor(tokens, begin)
+
+
+def _filter(warper: Callable[..., LogitsProcessor]) -> Builder:
+    return lambda value, inputs: warper(value, min_tokens_to_keep=inputs.min_tokens_to_keep)
+
+
+# The tables are in the order in which the processors apply.
+_PENALTIES: dict[str, Builder] = {
+    "guidance_scale": _guidance,
+    "sequence_bias": lambda bias, inputs: SequenceBiasLogitsProcessor(bias),
+    "num_beam_groups": _diversity,
+    "encoder_repetition_penalty": lambda penalty, inputs: EncoderRepetitionPenaltyLogitsProcessor(
+        penalty, *inputs.encoder("encoder_repetition_penalty")
+    ),
+    "repetition_penalty": lambda penalty, inputs: RepetitionPenaltyLogitsProcessor(penalty),
+    "no_repeat_ngram_size": lambda size, inputs: NoRepeatNGramLogitsProcessor(size),
+    "encoder_no_repeat_ngram_size": lambda size, inputs: EncoderNoRepeatNGramLogitsProcessor(
+        size, *inputs.encoder("encoder_no_repeat_ngram_size")
+    ),
+    "bad_words_ids": lambda words, inputs: NoBadWordsLogitsProcessor(words, inputs.eos),
+    "min_new_tokens": lambda count, inputs: MinNewTokensLengthLogitsProcessor(
+        inputs.prompt_len, count, inputs.eos
+    ),
+    "min_length": _min_length,
+}
+_FORCING: dict[str, Builder] = {
+    "forced_bos_token_id": lambda token, inputs: ForcedBOSTokenLogitsProcessor(token),
+    "forced_eos_token_id": lambda tokens, inputs: ForcedEOSTokenLogitsProcessor(
+        inputs.max_length, tokens
+    ),
+    "remove_invalid_values": lambda on, inputs: InfNanRemoveLogitsProcessor() if on else None,
+    "exponential_decay_length_penalty": _length_penalty,
+    "suppress_tokens": lambda tokens, inputs: SuppressTokensLogitsProcessor(tokens),
+    "begin_suppress_tokens": _suppressed_at_begin,
+}
+_WARPERS: dict[str, Builder] = {
+    "temperature": lambda value, inputs: TemperatureLogitsWarper(value),
+    "top_h": lambda value, inputs: TopHLogitsWarper(value),
+    "top_k": _filter(TopKLogitsWarper),
+    "top_p": _filter(TopPLogitsWarper),
+    "min_p": _filter(MinPLogitsWarper),
+    "typical_p": _filter(TypicalLogitsWarper),
+    "epsilon_cutoff": _filter(EpsilonLogitsWarper),
+    "eta_cutoff": _filter(EtaLogitsWarper),
+}
+REGISTERED: dict[str, dict[str, Builder]] = {"penalties": {}, "last": {}}
+"""By place: before the caller's processors and the warpers, or after them all; see
+`registration.register_processor`."""
 
 
 def build_processors(
@@ -96,20 +209,18 @@ def build_processors(
             that is not there.
     """
     _check_ids(config, eos_token_id, vocab_size)
-    inputs = (encoder_input_ids, encoder_mask)
+    encoder = (encoder_input_ids, encoder_mask)
     if encoder_input_ids is None:
-        inputs = (prompt_ids, prompt_mask)
-
-    built = [
-        *_on_tokens(config, eos_token_id, inputs),
-        *_on_minimum(config, eos_token_id, prompt_len),
-        *_on_prefixes(config, prefix_allowed_tokens_fn),
-        *_on_lengths(config, eos_token_id, prompt_len, max_length),
-    ]
-    # Beams need a token that does not end the text.
-    least = 1 if config.num_beams == 1 else max(2, len(eos_token_id) + 1)
-    warpers = _warpers(config, least) if config.do_sample else []
-    last: list[LogitsProcessor] = []
+        encoder = (prompt_ids, prompt_mask)
+    inputs = ProcessorInputs(config, prompt_len, max_length, eos_token_id, vocab_size, *encoder)
+    built = _build(_PENALTIES, inputs)
+    if prefix_allowed_tokens_fn is not None:
+        # Beam groups call it one at a time.
+        rows = config.num_beams // config.num_beam_groups
+        built.append(PrefixConstrainedLogitsProcessor(prefix_allowed_tokens_fn, rows))
+    built += _build(_FORCING | REGISTERED["penalties"], inputs)
+    warpers = _build(_WARPERS, inputs) if config.do_sample else []
+    last = _build(REGISTERED["last"], inputs)
     if config.watermarking_config is not None:
         last.append(watermarking_config(config.watermarking_config).construct_processor(vocab_size))
     if config.renormalize_logits:
@@ -117,125 +228,35 @@ def build_processors(
     return LogitsProcessorList([*_merged(built, list(extra)), *warpers, *last])
 
 
-def _wanted(config: GenerationConfig, name: str) -> bool:
+def _build(builders: dict[str, Builder], inputs: ProcessorInputs) -> list[Callable[..., Scores]]:
+    processors = []
+    for name, build in builders.items():
+        if _active(inputs.config, name):
+            processor = build(getattr(inputs.config, name), inputs)
+            if processor is not None:
+                processors.append(processor)
+    return processors
+
+
+def _active(config: GenerationConfig, name: str) -> bool:
+    """Whether a field asks for its processor."""
     value, field = getattr(config, name), FIELDS[name]
     if value is None:
         return False
-    return name in config.given or is_traced(value) or value != field.neutral
-
-
-def _on_tokens(
-    config: GenerationConfig, eos: tuple[int, ...], inputs: tuple[Any, Any]
-) -> list[LogitsProcessor]:
-    found: list[LogitsProcessor] = []
-    # Guidance costs a second context: a scale known to be 1 builds nothing, even if it was given.
-    scale = config.guidance_scale
-    if scale is not None and (is_traced(scale) or scale != 1):
-        found.append(UnbatchedClassifierFreeGuidanceLogitsProcessor(scale))
-    if _wanted(config, "sequence_bias"):
-        found.append(SequenceBiasLogitsProcessor(config.sequence_bias))
-    if config.num_beam_groups > 1:
-        groups = (config.num_beams, config.num_beam_groups)
-        found.append(HammingDiversityLogitsProcessor(config.diversity_penalty, *groups))
-    if _wanted(config, "encoder_repetition_penalty"):
-        encoder = _needed(inputs, "encoder_repetition_penalty")
-        penalty = config.encoder_repetition_penalty
-        found.append(EncoderRepetitionPenaltyLogitsProcessor(penalty, *encoder))
-    if _wanted(config, "repetition_penalty"):
-        found.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
-    if _wanted(config, "no_repeat_ngram_size"):
-        found.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
-    if _wanted(config, "encoder_no_repeat_ngram_size"):
-        encoder = _needed(inputs, "encoder_no_repeat_ngram_size")
-        size = config.encoder_no_repeat_ngram_size
-        found.append(EncoderNoRepeatNGramLogitsProcessor(size, *encoder))
-    if _wanted(config, "bad_words_ids"):
-        found.append(NoBadWordsLogitsProcessor(config.bad_words_ids, eos))
-    return found
-
-
-def _on_minimum(
-    config: GenerationConfig, eos: tuple[int, ...], prompt_len: int | Int[Array, ""]
-) -> list[LogitsProcessor]:
-    if _wanted(config, "min_new_tokens"):
-        minimum = config.min_new_tokens  # wins over min_length
-        return [MinNewTokensLengthLogitsProcessor(prompt_len, minimum, eos)]
-    if _wanted(config, "min_length"):
-        return [MinLengthLogitsProcessor(config.min_length, eos)]
-    return []
-
-
-def _on_prefixes(
-    config: GenerationConfig, function: Callable[..., Iterable[int]] | None
-) -> list[LogitsProcessor]:
-    if function is None:
-        return []
-    # Groups are asked one at a time.
-    rows = config.num_beams // config.num_beam_groups
-    return [PrefixConstrainedLogitsProcessor(function, rows)]
-
-
-def _on_lengths(
-    config: GenerationConfig,
-    eos: tuple[int, ...],
-    prompt_len: int | Int[Array, ""],
-    max_length: int | Int[Array, ""],
-) -> list[LogitsProcessor]:
-    found: list[LogitsProcessor] = []
-    if _wanted(config, "forced_bos_token_id"):
-        found.append(ForcedBOSTokenLogitsProcessor(config.forced_bos_token_id))
-    if _wanted(config, "forced_eos_token_id"):
-        found.append(ForcedEOSTokenLogitsProcessor(max_length, config.forced_eos_token_id))
-    if config.remove_invalid_values:
-        found.append(InfNanRemoveLogitsProcessor())
-    if _wanted(config, "exponential_decay_length_penalty"):
-        if not eos:
-            raise InputError("`exponential_decay_length_penalty` needs an `eos_token_id`")
-        pair = config.exponential_decay_length_penalty
-        found.append(ExponentialDecayLengthPenalty(pair, eos, prompt_len))
-    if _wanted(config, "suppress_tokens"):
-        found.append(SuppressTokensLogitsProcessor(config.suppress_tokens))
-    if _wanted(config, "begin_suppress_tokens"):
-        begin = prompt_len
-        if config.forced_bos_token_id is not None:  # forced after a prompt of one token
-            begin = prompt_len + jnp.where(jnp.asarray(prompt_len) > 1, 0, 1)
-        tokens = config.begin_suppress_tokens
-        found.append(SuppressTokensAtBeginLogitsProcessor(tokens, begin))
-    return found
-
-
-def _warpers(config: GenerationConfig, least: int) -> list[LogitsProcessor]:
-    found: list[LogitsProcessor] = [TemperatureLogitsWarper(config.temperature)]
-    if _wanted(config, "top_h"):
-        found.append(TopHLogitsWarper(config.top_h))
-    found.append(TopKLogitsWarper(config.top_k, min_tokens_to_keep=least))
-    found.append(TopPLogitsWarper(config.top_p, min_tokens_to_keep=least))
-    if _wanted(config, "min_p"):
-        found.append(MinPLogitsWarper(config.min_p, min_tokens_to_keep=least))
-    if _wanted(config, "typical_p"):
-        found.append(TypicalLogitsWarper(config.typical_p, min_tokens_to_keep=least))
-    if _wanted(config, "epsilon_cutoff"):
-        found.append(EpsilonLogitsWarper(config.epsilon_cutoff, min_tokens_to_keep=least))
-    if _wanted(config, "eta_cutoff"):
-        found.append(EtaLogitsWarper(config.eta_cutoff, min_tokens_to_keep=least))
-    return found
+    return field.always or name in config.given or is_traced(value) or value != field.neutral
 
 
 def _merged(
-    built: Sequence[LogitsProcessor], extra: Sequence[Callable[..., Scores]]
+    built: Sequence[Callable[..., Scores]], extra: Sequence[Callable[..., Scores]]
 ) -> list[Callable[..., Scores]]:
     for processor in extra:
         if not callable(processor):
             raise InputError(f"`logits_processor` must hold callables, but holds {processor!r}")
-    replacing = {type(p): p for p in reversed(extra) if isinstance(p, LogitsProcessor)}
+    replacing: dict[type, Any] = {
+        type(p): p for p in reversed(extra) if isinstance(p, LogitsProcessor)
+    }
     merged = [replacing.get(type(processor), processor) for processor in built]
     return [*merged, *(p for p in extra if not any(p is m for m in merged))]
-
-
-def _needed(inputs: tuple[Any, Any], name: str) -> tuple[Any, Any]:
-    if inputs[0] is None:
-        raise InputError(f"`{name}` needs token ids as the model's input")
-    return inputs
 
 
 def _check_ids(config: GenerationConfig, eos: tuple[int, ...], vocab_size: int) -> None:

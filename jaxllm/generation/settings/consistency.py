@@ -7,8 +7,7 @@ from typing import Any
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.inputs.values import is_traced
-from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.fields import FIELDS
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.mode import contrasts, drafts_asked_for, generation_mode
 from jaxllm.generation.settings.special_tokens import token_tuple
 
@@ -24,7 +23,7 @@ def check_supported(config: GenerationConfig) -> None:
         if field.only is not None and (is_traced(value) or value not in field.only):
             possible = " or ".join(repr(allowed) for allowed in field.only)
             raise UnsupportedError(
-                f"`{name}`={value!r} ({field.note}) is not supported: it must be {possible}"
+                f"`{name}`={value!r} ({field.doc}) is not supported: it must be {possible}"
             )
 
 

@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Array
 
-from jaxllm.generation.inputs.values import id_list, inside, is_integer, is_traced, plain
-
-Check = Callable[[Any], Any]
+from jaxllm.generation.inputs.values import Number, id_list, inside, is_integer, is_traced, plain
 
 
 class BadValueError(ValueError):
     """What a value should have been; the caller adds the field's name and the value."""
 
 
-def number(interval: str) -> Check:
+def number(interval: str) -> Callable[[Number | None], float]:
     """A real number of the interval, stored as a float; a tracer is let through."""
 
     def check(value: Any) -> Any:
@@ -33,7 +32,7 @@ def number(interval: str) -> Check:
     return check
 
 
-def integer(least: int) -> Check:
+def integer(least: int) -> Callable[[int | np.integer | Array | None], int]:
     """An integer of at least ``least``; a tracer is let through."""
 
     def check(value: Any) -> Any:
@@ -55,7 +54,7 @@ def boolean(value: Any) -> bool:
     return value
 
 
-def choice(*values: Any) -> Check:
+def choice(*values: Any) -> Callable[[Any], Any]:
     """One of a few values."""
 
     def check(value: Any) -> Any:
@@ -80,7 +79,7 @@ def token_id_or_ids(value: Any) -> Any:
     """A token id, or a list of them stored as a tuple; a tracer is let through."""
     if is_traced(value):
         return value
-    ids = id_list(value) if isinstance(value, np.ndarray) else value
+    ids: Any = id_list(value) if isinstance(value, np.ndarray) else value
     if isinstance(plain(ids), int):
         return integer(0)(ids)
     result = token_ids(ids)

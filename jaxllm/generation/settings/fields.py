@@ -1,32 +1,27 @@
-"""Every field of a generation config: its default, what it may hold, and what it does.
+"""Declaration of generation settings: `setting()` states every fact about one field, once.
 
-``FIELDS`` is the one table behind validation, the errors for options that are not implemented, the
-warnings for options without effect, and the documentation. Names and defaults are those of
-transformers: all fields of 4.47 and those that 5.x added.
+The fields of :class:`~jaxllm.generation.settings.config.GenerationConfig` are declared with it, and
+all that depends on a field reads its facts there: validation, the errors for values that are not
+implemented, the warnings for fields without effect, which rows of a batch share a program, the
+command line's options, and the table in docs/generation.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
 
-from jaxllm.generation.settings.field_checks import (
-    Check,
-    anything,
-    biases,
-    boolean,
-    choice,
-    decay,
-    integer,
-    layers,
-    number,
-    options,
-    strings,
-    token_id_or_ids,
-    token_ids,
-    words,
-)
+from jaxllm.common.errors import ConfigError, InputError, JaxLLMError
+from jaxllm.common.strict_json import read_json
+from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
+from jaxllm.generation.settings.field_checks import BadValueError
+
+C = TypeVar("C", bound=type)
+
+_MAX_FILE_BYTES = 1 << 20
 
 
 class _Unset:
@@ -35,154 +30,208 @@ class _Unset:
 
 
 UNSET = _Unset()
-"""As ``Field.off``: None means that the field was not given."""
+"""As ``Field.off``: None means that the field is not set."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Field:
-    """One field of a generation config.
+    """One field of a generation config; as a class attribute, it reads the value of an instance.
 
     Attributes:
-        default: The value while nobody has given one.
+        default: The value where nobody sets one.
         check: Returns the value in its stored form (lists as tuples), or raises BadValueError.
-        note: What the field does, for the documentation.
-        off: What None means when it is given in a call: a neutral value, None itself, or UNSET.
+        doc: What the field does, for the documentation and the command line.
+        off: What None means in a call: a neutral value, None itself, or UNSET.
         needs: The option without which the field has no effect (``check_consistent``).
         only: The values that are implemented; None means all.
+        static: The value shapes the program or the host's checks, so it is never a tracer.
+        per_row: The value that changes nothing, of a number that may differ between the rows of one
+            batch program. None: all rows of a program share the value.
+        always: Its processor is part of every program that samples.
+        slots: Rows that set it can run in the batch engine's slots; the others run in static
+            batches.
+        unset: A value that means unset in a file, as null does.
+        metadata: It says where a file came from, and has no effect.
+        name: The field's name.
     """
 
     default: Any
-    check: Check
-    note: str
+    check: Callable[[Any], Any]
+    doc: str
     off: Any = None
     needs: str | None = None
     only: tuple[Any, ...] | None = None
+    static: bool = False
+    per_row: float | None = None
+    always: bool = False
+    slots: bool = True
+    unset: Any = None
+    metadata: bool = False
+    name: str = ""
 
     @property
     def neutral(self) -> Any:
         """The value that changes nothing."""
         return self.default if self.off is UNSET else self.off
 
+    @property
+    def only_sampling(self) -> bool:
+        """Whether the field has no effect on greedy search."""
+        return self.needs is not None and self.needs.startswith("do_sample")
 
-_EOS = "one end-of-sequence token or several; None in a call switches them off"
-_ASSISTED = "assisted generation"
-_UNIVERSAL = "assistants of another vocabulary"
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
-FIELDS: Mapping[str, Field] = {
-    # Length
-    "max_length": Field(20, integer(1), "total length, prompt included", UNSET),
-    "max_new_tokens": Field(None, integer(1), "new tokens; wins over max_length"),
-    "min_length": Field(0, integer(0), "no end token before this total length", 0),
-    "min_new_tokens": Field(None, integer(0), "no end token before as many new ones"),
-    "early_stopping": Field(
-        False, choice(True, False, "never"), "when beam search stops", UNSET, needs="num_beams"
-    ),
-    "max_time": Field(None, number("(0, inf)"), "seconds, looked at after each token"),
-    "stop_strings": Field(None, strings, "texts that end a row; needs tokenizer="),
-    # Mode
-    "do_sample": Field(False, boolean, "sample instead of taking the best token", UNSET),
-    "num_beams": Field(1, integer(1), "beam search above 1", UNSET),
-    "num_beam_groups": Field(1, integer(1), "diverse beam search above 1", UNSET),
-    "diversity_penalty": Field(0.0, number("[0, inf)"), "between groups", 0.0, "num_beam_groups"),
-    "penalty_alpha": Field(
-        None, number("[0, 1]"), "contrastive search", 0.0, "top_k > 1 and greedy search"
-    ),
-    "dola_layers": Field(
-        None, layers, 'DoLa: "low", "high" or a list', None, "greedy search or sampling"
-    ),
-    "constraints": Field(None, anything, "constrained beam search"),
-    "force_words_ids": Field(None, anything, "phrases that must occur"),
-    "num_return_sequences": Field(1, integer(1), "results per prompt", UNSET),
-    "use_mtp": Field(None, boolean, "multi-token prediction", only=(None, False)),
-    # Cache and execution
-    "use_cache": Field(True, boolean, "the key-value cache is always used", UNSET, only=(True,)),
-    "cache_implementation": Field(
-        None,
-        anything,
-        "dynamic is static too",
-        only=(None, "static", "dynamic", "quantized", "sliding_window"),
-    ),
-    "cache_config": Field(None, options, 'of a cache: {"nbits": 8} or {"sliding_window": W}'),
-    "max_cache_len": Field(None, integer(1), "slots to allocate, or more"),
-    "return_legacy_cache": Field(None, boolean, "tuple caches", only=(None, False)),
-    "low_memory": Field(
-        None, boolean, "candidates are read one after the other", False, "penalty_alpha"
-    ),
-    "prefill_chunk_size": Field(None, integer(1), "prefill in chunks", only=(None,)),
-    "compile_config": Field(None, anything, "options of torch.compile", only=(None,)),
-    "disable_compile": Field(False, boolean, "generation is always compiled", UNSET, only=(False,)),
-    "continuous_batching_config": Field(None, anything, "serving", only=(None,)),
-    # Scores
-    "temperature": Field(1.0, number("[1e-30, 1e30]"), "divides the scores", 1.0, "do_sample"),
-    "top_k": Field(50, integer(0), "keeps the k best; 0 is off", 0, "do_sample or penalty_alpha"),
-    "top_p": Field(1.0, number("[0, 1]"), "nucleus; 1 is off", 1.0, "do_sample"),
-    "min_p": Field(None, number("[0, 1]"), "relative to the best", needs="do_sample"),
-    "top_h": Field(None, number("(0, 1]"), "share of the entropy", needs="do_sample"),
-    "typical_p": Field(1.0, number("(0, 1]"), "locally typical; 1 is off", 1.0, "do_sample"),
-    "epsilon_cutoff": Field(0.0, number("[0, 1)"), "least probability", 0.0, "do_sample"),
-    "eta_cutoff": Field(0.0, number("[0, 1)"), "adaptive epsilon", 0.0, "do_sample"),
-    "repetition_penalty": Field(1.0, number("(0, inf)"), "on used tokens; 1 is off", 1.0),
-    "encoder_repetition_penalty": Field(1.0, number("(0, inf)"), "favours the input", 1.0),
-    "length_penalty": Field(
-        1.0, number("(-inf, inf)"), "exponent of the length in beam scores", 1.0, "num_beams"
-    ),
-    "no_repeat_ngram_size": Field(0, integer(0), "no n-gram twice; 0 is off", 0),
-    "encoder_no_repeat_ngram_size": Field(0, integer(0), "no n-gram of the input", 0),
-    "bad_words_ids": Field(None, words, "forbidden sequences"),
-    "sequence_bias": Field(None, biases, "bias on sequences"),
-    "renormalize_logits": Field(False, boolean, "log-softmax last", False),
-    "forced_bos_token_id": Field(None, integer(0), "the token after a single one"),
-    "forced_eos_token_id": Field(None, token_id_or_ids, "the token at max_length"),
-    "forced_decoder_ids": Field(None, anything, "removed in transformers 4.47", only=(None,)),
-    "remove_invalid_values": Field(False, boolean, "mends NaN and infinities", False),
-    "exponential_decay_length_penalty": Field(None, decay, "(start, factor) on end tokens"),
-    "suppress_tokens": Field(None, token_ids, "forbidden tokens"),
-    "begin_suppress_tokens": Field(None, token_ids, "forbidden as the first new token"),
-    "token_healing": Field(False, boolean, "mends the prompt's tail; needs tokenizer=", False),
-    "guidance_scale": Field(None, number("(-inf, inf)"), "classifier-free guidance; 1 is off"),
-    "watermarking_config": Field(None, anything, "green lists or SynthID"),
-    # Outputs
-    "output_attentions": Field(False, boolean, "returns attentions of each step", False),
-    "output_hidden_states": Field(False, boolean, "returns hidden states of each step", False),
-    "output_scores": Field(False, boolean, "returns processed scores", False),
-    "output_logits": Field(None, boolean, "returns raw logits"),
-    "return_dict_in_generate": Field(False, boolean, "there is one form of result", UNSET),
-    # Tokens
-    "pad_token_id": Field(None, integer(0), "fills finished rows; the first end token if unset"),
-    "bos_token_id": Field(None, integer(0), "starts an empty prompt"),
-    "eos_token_id": Field(None, token_id_or_ids, _EOS),
-    "decoder_start_token_id": Field(None, token_id_or_ids, "starts the decoder; bos if unset"),
-    # Assisted generation
-    "is_assistant": Field(None, anything, "metadata"),
-    "num_assistant_tokens": Field(20, integer(1), "tokens of a draft", UNSET, "an assistant"),
-    "num_assistant_tokens_schedule": Field(
-        "constant",
-        choice("constant", "heuristic", "heuristic_transient"),
-        "heuristic: 2 more after a draft accepted whole, else 1 less",
-        UNSET,
-        "an assistant",
-    ),
-    "assistant_confidence_threshold": Field(
-        0.4, number("[0, 1]"), "a draft ends with a less probable token", 0.0, "an assistant"
-    ),
-    "assistant_lookbehind": Field(10, integer(0), _UNIVERSAL, UNSET, "assistant_tokenizer"),
-    "target_lookbehind": Field(10, integer(0), _UNIVERSAL, UNSET, "assistant_tokenizer"),
-    "max_matching_ngram_size": Field(
-        None, integer(1), "longest n-gram to look up; 2 if unset", needs="prompt_lookup_num_tokens"
-    ),
-    "prompt_lookup_num_tokens": Field(None, integer(1), "drafts of so many tokens of the text"),
-    "assistant_early_exit": Field(None, integer(1), "drafts by so many of the model's layers"),
-    "assistant_ensemble_weight": Field(
-        None,
-        number("(0, 1)"),
-        "drafts are judged by w * model + (1 - w) * draft",
-        None,
-        "a draft",
-    ),
-    "speculation_type": Field(None, anything, _ASSISTED, only=(None,)),
-    # Written by transformers, without meaning here
-    "generation_kwargs": Field(None, anything, "of old versions", only=(None, {})),
-    "transformers_version": Field(None, anything, "metadata"),
-    "_from_model_config": Field(None, anything, "metadata"),
-    "_commit_hash": Field(None, anything, "metadata"),
-}
+    def __get__(self, config: Any, owner: type) -> Any:
+        return self if config is None else config._values.get(self.name, self.default)
+
+
+def setting(*, default: Any, converter: Callable[[Any], Any], doc: str, **facts: Any) -> Any:
+    """Declares a field in the body of a class: a :class:`Field`, of any type to a type checker.
+
+    ``converter`` is the name by which type checkers find what a call may pass (PEP 712's idea, as
+    ``dataclass_transform`` knows it); it becomes ``Field.check``.
+    """
+    return Field(default, converter, doc, **facts)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(setting,))
+def with_fields(cls: C) -> C:
+    """Tells type checkers that the class has a keyword argument for each field that it declares."""
+    return cls
+
+
+class Settings:
+    """Base class of GenerationConfig: how it is made, copied and compared.
+
+    Attributes:
+        fields: The declared fields by name.
+        given: Names of the fields set in code, as opposed to read from a file.
+    """
+
+    fields: ClassVar[dict[str, Field]]
+    given: frozenset[str]
+    _values: dict[str, Any]
+
+    def __init_subclass__(cls) -> None:
+        cls.fields = {name: field for name, field in vars(cls).items() if isinstance(field, Field)}
+
+    def __init__(self, **fields: Any) -> None:
+        values = {}
+        for name, value in fields.items():
+            field = self._field(name, "generate()", InputError)
+            if value is None:
+                value = field.off
+            if value is not UNSET:
+                values[name] = _checked(field, value, "generate()", InputError)
+        self._store(values, frozenset(values))
+
+    def _store(self, values: dict[str, Any], given: frozenset[str]) -> None:
+        object.__setattr__(self, "_values", values)
+        object.__setattr__(self, "given", given)
+
+    @classmethod
+    def _make(cls, values: dict[str, Any], given: frozenset[str]) -> Self:
+        config = object.__new__(cls)
+        config._store(values, given)
+        return config
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], where: str = "generation_config.json") -> Self:
+        """The settings that a file holds.
+
+        null means unset, and so does -1 as a special token. Nothing read here is in ``given``.
+
+        Raises:
+            ConfigError: It is not a map, a field is unknown, or holds something impossible; the
+                message starts with ``where``.
+        """
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"{where}: must hold an object, but holds {type(fields).__name__}")
+        values = {}
+        for name, value in fields.items():
+            field = cls._field(name, where, ConfigError)
+            if value is not None and (field.unset is None or value != field.unset):
+                values[name] = _checked(field, value, where, ConfigError)
+        return cls._make(values, frozenset())
+
+    @classmethod
+    def from_file(cls, path: str | PathLike[str]) -> Self:
+        """:meth:`from_dict` on a ``generation_config.json``.
+
+        Raises:
+            MissingFileError: There is no such file.
+            ConfigError: It is not a strict JSON object of known fields.
+        """
+        return cls.from_dict(read_json(path, max_bytes=_MAX_FILE_BYTES), where=str(path))
+
+    def replace(self, **fields: Any) -> Self:
+        """A copy with other values for some fields, which then count as given."""
+        return self.merge(type(self)(**fields))
+
+    def merge(self, other: Self) -> Self:
+        """A copy in which every field that ``other`` sets, from code or file, has its value."""
+        given = (self.given - other._values.keys()) | other.given
+        return self._make({**self._values, **other._values}, given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that were given or read, in their stored form (lists as tuples)."""
+        return dict(self._values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        owner = type(self).__name__
+        raise AttributeError(f"{owner} is immutable: use config.replace({name}=...)")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash(_hashable(self._values))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._values.items())
+        return f"{type(self).__name__}({fields})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._make, (self._values, self.given)
+
+    if not TYPE_CHECKING:  # type checkers would take every name for a field
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"{type(self).__name__} has no field {name!r}{self._nearest(name)}"
+            )
+
+    @classmethod
+    def _field(cls, name: str, where: str, error: type[JaxLLMError]) -> Field:
+        if name in cls.fields:
+            return cls.fields[name]
+        if name in GENERATE_ARGUMENTS:
+            raise error(f"{where}: `{name}` is an argument of generate(), not a generation field")
+        raise error(f"{where}: unknown generation field `{name}`{cls._nearest(name)}")
+
+    @classmethod
+    def _nearest(cls, name: str) -> str:
+        close = difflib.get_close_matches(str(name), cls.fields, n=1)
+        return f"; did you mean `{close[0]}`?" if close else ""
+
+
+def _checked(field: Field, value: Any, where: str, error: type[JaxLLMError]) -> Any:
+    if value is None:
+        return None
+    try:
+        return field.check(value)
+    except BadValueError as bad:
+        hint = "; for greedy decoding set do_sample=False" if field.name == "temperature" else ""
+        raise error(f"{where}: `{field.name}` must be {bad}, but is {value!r}{hint}") from None
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return frozenset((key, _hashable(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(item) for item in value)
+    return value

@@ -74,6 +74,7 @@ def _contrastive(call: Call) -> Strategy[Any]:
         raise InputError("top_k: contrastive search runs so many candidates; found a tracer")
     if k > vocabulary:
         raise InputError(f"top_k: {k} candidates of a vocabulary of {vocabulary}")
+    assert call.config.penalty_alpha is not None
     alpha = float_leaf("generate()", "penalty_alpha", call.config.penalty_alpha, "[0, 1]")
     return Contrastive(alpha=alpha, k=k, low_memory=bool(call.config.low_memory))
 
@@ -82,6 +83,7 @@ def _dola(call: Call) -> Strategy[Any]:
     if call.model.is_encoder_decoder:
         raise InputError("dola_layers: DoLa decoding is only available for decoder-only models")
     config = call.config
+    assert config.dola_layers is not None
     return DoLa(
         sampling=bool(config.do_sample),
         count=config.num_return_sequences,

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from jaxllm.common.errors import ConfigError, InputError, MissingFileError, UnsupportedError
-from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import check_consistent, check_supported
-from jaxllm.generation.settings.fields import FIELDS
 from jaxllm.generation.settings.lengths import resolve_lengths
 from jaxllm.generation.settings.mode import generation_mode
 from jaxllm.generation.settings.special_tokens import resolve_eos, resolve_pad

@@ -54,6 +54,7 @@ def assisted(
                 "assistant_ensemble_weight: mixes the model with its draft's distribution, which a "
                 "prompt lookup does not have; drop one of the two"
             )
+        assert config.prompt_lookup_num_tokens is not None
         most = config.prompt_lookup_num_tokens
         draft: Draft = prompt_lookup(config)
     else:
@@ -66,6 +67,7 @@ def assisted(
             "[0, 1]",
         )
         if assistant_model is None:
+            assert config.assistant_early_exit is not None
             model.early_exit(config.assistant_early_exit)  # raises if there are not as many
             draft = EarlyExit(config.assistant_early_exit, threshold)
         else:
