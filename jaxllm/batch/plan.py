@@ -18,7 +18,7 @@ from jaxllm.batch.queue import Task
 from jaxllm.batch.row_settings import Group
 from jaxllm.batch.rows import Row
 from jaxllm.batch.sizes import Sizes, size_of
-from jaxllm.batch.slots import slot_shapes
+from jaxllm.batch.slot_placement import slot_shapes
 from jaxllm.common.errors import InputError
 from jaxllm.parallel.sharding import FSDP, row_shards, use
 

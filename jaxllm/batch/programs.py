@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slot_placement import settled
-from jaxllm.batch.slots import Arrivals, SlotCache, SlotOutputs, Slots, SlotStrategy, put
+from jaxllm.batch.slot_placement import put, settled
+from jaxllm.batch.slot_strategies import SlotStrategy
+from jaxllm.batch.slots import Arrivals, SlotCache, SlotOutputs, Slots
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.parallel.sharding import constrain
 
@@ -18,7 +19,7 @@ from jaxllm.parallel.sharding import constrain
 class Seen(NamedTuple):
     """What the host looks at after a while of decoding."""
 
-    texts: SlotOutputs
+    outputs: SlotOutputs
     live: Bool[Array, " B"]
     """The row goes on."""
     steps: Int[Array, ""]
@@ -46,10 +47,10 @@ def admit(
     rows, width = arrivals.tokens.shape
     mask = jnp.arange(width) < arrivals.start[:, None]
     fresh = SlotCache.of(model.start(rows, width, **arrivals.encoder))
-    read = model.decode(arrivals.tokens, mask, fresh, fresh=True, at=arrivals.start - 1)
+    out = model.decode(arrivals.tokens, mask, fresh, fresh=True, at=arrivals.start - 1)
     # New tokens overwrite the columns that only fill the bucket.
-    read = read.replace(cache=read.cache.replace(length=arrivals.start))
-    return put(slots, strategy.first(arrivals, read, stops, sizes), at)
+    out = out.replace(cache=out.cache.replace(length=arrivals.start))
+    return put(slots, strategy.first(model, arrivals, out, stops, sizes), at)
 
 
 def decode(
@@ -79,7 +80,7 @@ def decode(
 
     slots, steps, busy = jax.lax.while_loop(going, step, (slots, jnp.int32(0), jnp.int32(0)))
     slots = settled(slots)
-    return slots, Seen(strategy.texts(slots), slots.live, steps, busy)
+    return slots, Seen(strategy.outputs(slots), slots.live, steps, busy)
 
 
 # The slots are donated: cache and texts are updated where they are.

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.batch.beam_slots import BeamGroup
 from jaxllm.batch.queue import Task
 from jaxllm.batch.rows import Row
-from jaxllm.batch.sequence_slots import Single
-from jaxllm.batch.slots import RowSettings, SlotStrategy
+from jaxllm.batch.slot_strategies import BeamSlots, SampleSlots, SlotStrategy
+from jaxllm.batch.slots import RowSettings
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessorList
@@ -70,10 +69,9 @@ class Group:
                 watched[i, self.stop_lists.index(row.config.stop_strings)] = True
         arrays = {
             "eos": eos,
-            "limit": np.array([row.most for row in rows], np.int32),
+            "max_length": np.array([row.most for row in rows], np.int32),
             "sampled": np.array([bool(row.config.do_sample) for row in rows]),
             "watched": watched,
-            "allow_nonfinite": np.array([bool(row.config.remove_invalid_values) for row in rows]),
             "length_penalty": np.array([row.config.length_penalty for row in rows], np.float32),
         }
         return RowSettings(stacked(lists), **arrays)
@@ -111,28 +109,29 @@ def _acts(name: str, value: Any) -> bool:
 
 def groups(rows: Iterable[Row], vocab_size: int) -> list[Group]:
     """Rows by the programs that they need; most batches are one group."""
-    kinds: dict[BeamGroup | None, list[Row]] = {}
+    strategies: dict[SlotStrategy, list[Row]] = {}
     for row in rows:
-        kinds.setdefault(_beam_group(row), []).append(row)
+        strategies.setdefault(_strategy(row), []).append(row)
     parts: list[tuple[SlotStrategy, tuple[str, ...], list[Row]]] = []
-    for beams, members in kinds.items():
+    for strategy, members in strategies.items():
         shared, sampling = _shared(members)
-        strategy = Single(sampling) if beams is None else beams
+        strategy = dataclasses.replace(strategy, sampling=sampling)
         for alike in _by_processors(members, shared, vocab_size):
             parts.extend((strategy, shared, part) for part in _by_stops(alike))
     return [_group(number, *part) for number, part in enumerate(parts)]
 
 
-def _beam_group(row: Row) -> BeamGroup | None:
-    """What only rows of the same have in common; None: it has no beams."""
-    config = row.config
+def _strategy(row: Row) -> SlotStrategy:
+    """The strategy that the rows of a group share. Greedy and sampled rows share one, but not those
+    with beams."""
+    config, allow_nonfinite = row.config, bool(row.config.remove_invalid_values)
     if row.mode not in _BEAMS:
-        return None
-    return BeamGroup(
+        return SampleSlots(sampling=False, allow_nonfinite=allow_nonfinite)
+    return BeamSlots(
         beams=config.num_beams,
         early_stopping=config.early_stopping,
         sampling=bool(config.do_sample),
-        allow_nonfinite=bool(config.remove_invalid_values),
+        allow_nonfinite=allow_nonfinite,
     )
 
 

@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
-from jaxllm.parallel.sharding import ROWS, constrain, context_mesh, partition
+from jaxllm.batch.sizes import Sizes
+from jaxllm.batch.slot_strategies import SlotStrategy
+from jaxllm.batch.slots import Arrivals, RowSettings, SlotCache, Slots, of_layers
+from jaxllm.parallel.sharding import ROWS, constrain, context_mesh, partition, use
 
 T = TypeVar("T")
-
-
-def of_layers(path: tuple) -> bool:
-    """Whether an array of slots is keys or values of a layer."""
-    return any(getattr(key, "name", None) in ("layers", "cross") for key in path)
 
 
 def axes_of(path: tuple, x: Any) -> tuple[str, ...]:
@@ -80,3 +80,94 @@ def set_rows(
     return jax.shard_map(put_part, in_specs=(split, whole_rows, PartitionSpec()), out_specs=split)(
         old, new, at
     )
+
+
+def put(old: T, new: T, at: Int[Array, " R"]) -> T:
+    """New rows in the slots `at`; one beyond the last slot is left out.
+
+    Arrays of the new rows may be shorter than those of the slots on any other axis. The rest is
+    zeros then: also of keys and values, which are masked, since a NaN that the row before has left
+    there would not stay behind the mask (0 * NaN is NaN).
+    """
+
+    def one(path, old: Shaped[Array, "B ..."], new: Any):
+        return put_layer(old, new, at) if of_layers(path) else put_rows(old, new, at)
+
+    return jax.tree_util.tree_map_with_path(one, old, new)
+
+
+def put_rows(
+    old: Shaped[Array, "B ..."], new: Any, at: Int[Array, " R"], axes: tuple[str, ...] = ("rows",)
+) -> Shaped[Array, "B ..."]:
+    """Rows of `old` replaced; what they lack in columns is zeros. `axes`: as of `set_rows`."""
+    rest = [(0, have - got) for have, got in zip(old.shape[1:], new.shape[1:], strict=True)]
+    return set_rows(old, jnp.pad(jnp.asarray(new, old.dtype), [(0, 0), *rest]), at, axes)
+
+
+def put_layer(
+    old: Shaped[Array, "*BK S H"], new: Shaped[Array, "*RK P H"], at: Int[Array, " R"]
+) -> Shaped[Array, "*BK S H"]:
+    """Keys or values of some rows replaced."""
+    if old.ndim == 4:
+        return put_rows(old, new, at, ("rows", "heads"))
+    heads = new.shape[0] // at.shape[0]
+    return put_rows(old, new, (at[:, None] * heads + jnp.arange(heads)).reshape(-1))
+
+
+def slot_shapes(
+    model: Any,
+    strategy: SlotStrategy,
+    sizes: Sizes,
+    settings: RowSettings,
+    mesh: Mesh | None = None,
+) -> Slots:
+    """The shapes and dtypes of slots, and where they lie on a mesh.
+
+    Args:
+        settings: of some rows, on the host.
+    """
+    count = sizes.slots
+    arrays: dict[str, Any] = {
+        "tokens": np.zeros((count, 1), np.int32),
+        "start": np.zeros(count, np.int32),
+        "draws": np.zeros((count, 3), np.uint32),
+    }
+    repeated = jax.tree.map(lambda x: np.repeat(x[:1], count, axis=0), settings)
+    arrivals = Arrivals(**arrays, settings=repeated, encoder={})
+
+    def blank(model: Any, arrivals: Arrivals) -> Slots:
+        cache = start_cache(model, count, sizes.capacity, sizes.source)
+        return strategy.before(arrivals, cache, sizes)
+
+    with use(mesh):
+        shapes = jax.eval_shape(blank, model, arrivals)
+    return with_places(shapes, mesh)
+
+
+def empty_slots(shapes: Any, settings: RowSettings) -> Any:
+    """Slots without rows. No program is compiled for them.
+
+    Args:
+        settings: of some row, [1]: what stands in a slot before its first row. (Zeros would ask
+            for the slow way of a filter.)
+    """
+
+    def zeros(shape: Any) -> jax.Array:
+        return place(np.zeros(shape.shape, shape.dtype), shape.sharding)
+
+    def repeated(shape: Any, value: np.ndarray) -> jax.Array:
+        return place(np.repeat(value, shape.shape[0], axis=0), shape.sharding)
+
+    stated = jax.tree.map(repeated, shapes.settings, settings)
+    rest = jax.tree.map(zeros, dataclasses.replace(shapes, settings=None))
+    return dataclasses.replace(rest, settings=stated)
+
+
+def start_cache(model: Any, count: int, capacity: int, source: int | None) -> SlotCache:
+    """The cache of `count` slots. Traced for its shapes alone."""
+    encoder = {}
+    if source is not None:
+        shape = (count, source)
+        encoder = {"input_ids": jnp.zeros(shape, jnp.int32)}
+        encoder["attention_mask"] = jnp.zeros(shape, bool)
+    return SlotCache.of(model.start(count, capacity, **encoder))

@@ -21,8 +21,8 @@ from jaxllm.batch.queue import Queue, Task
 from jaxllm.batch.results import Done, not_finite
 from jaxllm.batch.row_settings import Group
 from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slot_placement import place
-from jaxllm.batch.slots import Arrivals, SlotOutputs, empty_slots, slot_shapes
+from jaxllm.batch.slot_placement import empty_slots, place, slot_shapes
+from jaxllm.batch.slots import Arrivals, SlotOutputs
 from jaxllm.generation.strategies.strategy import NEVER
 from jaxllm.parallel.sharding import use
 
@@ -136,7 +136,7 @@ class Pool:
             if task is None or seen.live[slot]:
                 continue
             self._holds[slot] = None
-            self._ended.extend(_results(task, seen.texts, slot))
+            self._ended.extend(_results(task, seen.outputs, slot))
 
     def _next(self) -> _Ready | None:
         tasks = self._queue.take(self._sizes.arrivals)
@@ -145,16 +145,16 @@ class Pool:
         return _Ready(tasks, lay_out(tasks, self._group, self._sizes, self._vocab))
 
 
-def _results(task: Task, texts: SlotOutputs, slot: int) -> list[Done]:
-    """What the task of a slot ends with."""
-    broken = int(texts.first_nonfinite_step[slot])
-    if broken != NEVER:
-        return Done.failed(task, not_finite(broken))
+def _results(task: Task, outputs: SlotOutputs, slot: int) -> list[Done]:
+    """The finished sequences of a slot."""
+    step = int(outputs.first_nonfinite_step[slot])
+    if step != NEVER:
+        return Done.failed(task, not_finite(step))
     found = []
     for number, text in enumerate(task.texts):
-        new = slice(texts.start[slot], texts.length[slot, number])
-        tokens = texts.tokens[slot, number, new].tolist()
-        reason = "stop" if texts.stopped[slot, number] else "length"
+        new = slice(outputs.start[slot], outputs.length[slot, number])
+        tokens = outputs.tokens[slot, number, new].tolist()
+        reason = "stop" if outputs.stopped[slot, number] else "length"
         if tokens and tokens[-1] in task.row.eos:
             reason = "eos"
         found.append(Done(text, tokens, reason))

@@ -20,7 +20,7 @@ from jaxllm.models.outputs import DecodeOutput
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class State(sample.State):
+class State(sample.SampleState):
     """Here the newest token is in the cache already, and the model has been asked what follows."""
 
     next_logits: Float[Array, "B V"]

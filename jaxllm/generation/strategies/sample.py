@@ -26,24 +26,29 @@ from jaxllm.models.outputs import DecodeOutput
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class State:
-    """Carried by the loop and donated to it, so that cache and sequences are updated in place."""
+class SampleState:
+    """Carried by the loop and donated to it, so that cache and sequences are updated in place.
+
+    The rows of a call go step by step together: `cur_len` and `step` are one number each. In batch
+    slots every row has its own.
+    """
 
     sequences: Int[Array, "B L"]
     """Prompt and generated tokens, pad beyond `cur_len`. L is a bucket."""
     mask: Bool[Array, "B L"]
-    """Which columns hold real tokens: not the prompt's padding, nor pads after a row's end."""
-    cur_len: Int[Array, ""]
+    """Real tokens: neither the prompt's padding nor pads after a row's end."""
+    cur_len: Int[Array, ""] | Int[Array, " B"]
     """Columns in use, prompt included."""
     token: Int[Array, " B"]
     """The newest token of each row; not in the cache yet."""
     done: Bool[Array, " B"]
-    """The row has ended."""
+    """The row has ended, by an end token or a stopping criterion."""
     keys: Key[Array, " B"]
     """One key a row; step t draws with fold_in(key, t), whatever the batch around the row."""
-    step: Int[Array, ""]
+    step: Int[Array, ""] | Int[Array, " B"]
     """New tokens so far."""
     first_nonfinite_step: Int[Array, " B"]
+    """The first step without finite logits, or -1."""
     cache: Cache
     scores: Float[Array, "N B V"] | None = None
     """Processed scores of every step (`output_scores`)."""
@@ -56,28 +61,31 @@ class State:
         return dataclasses.replace(self, **changes)
 
 
-AnyState = TypeVar("AnyState", bound=State)
+AnyState = TypeVar("AnyState", bound=SampleState)
 
 
 class Prediction(NamedTuple):
-    """What the model says of each row's next token."""
+    """Logits of each row's next token."""
 
     logits: Float[Array, "B V"]
     """Raw."""
     basis: Float[Array, "B V"]
-    """What the processors start from."""
+    """Input of the processors."""
     unconditional: Float[Array, "B V"] | None
     """Logits after the negative prompt (guidance)."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Sample(Strategy[State]):
-    """The best token, or one drawn from the processed scores."""
+class Sample(Strategy[SampleState]):
+    """Greedy search and sampling: the best token, or one drawn from the processed scores."""
 
     sampling: bool = dataclasses.field(metadata={"static": True})
+    """Some rows draw their tokens."""
     count: int = dataclasses.field(default=1, metadata={"static": True})
     """Results a row: the prompt is prefilled once for all of them."""
+    sampled: Bool[Array, " B"] | None = None
+    """Rows that draw, where `sampling`; None: all."""
     slides = True
 
     @property
@@ -87,10 +95,14 @@ class Sample(Strategy[State]):
     def init(self, model, prompt, read, settings, room):
         predicted = self.prediction(model, read, prompt.at, jnp.ones(prompt.at.shape, bool))
         predicted = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), predicted)
-        state = first_state(prompt, read.cache.repeat(self.count), self.count)
+        state = self.before(prompt, read.cache, room)
         state = with_records(state, predicted.logits, settings, room)
         kept = first_records(read, self.count, room, **settings.decode_options)
         return self.emit(state.replace(records=kept), predicted, settings)
+
+    def before(self, prompt: Prompt, cache: Cache, room: int) -> SampleState:
+        """The state before the first token, with a cache that holds the prompt."""
+        return first_state(prompt, cache.repeat(self.count), self.count)
 
     def step(self, model, state, settings):
         live = ~state.done
@@ -108,12 +120,14 @@ class Sample(Strategy[State]):
         at: Int[Array, " B"] | None,
         live: Bool[Array, " B"],
     ) -> Prediction:
-        """What counts of the model's output: the newest column, or column `at` of the prompt."""
+        """Logits of the newest column, or of column `at` of the prompt."""
         logits = read.logits[:, 0]
         return Prediction(logits, logits, unconditional(read))
 
-    def emit(self, state: State, predicted: Prediction, settings: DecodeSettings) -> State:
-        """From the logits of a step to its tokens."""
+    def emit(
+        self, state: SampleState, predicted: Prediction, settings: DecodeSettings
+    ) -> SampleState:
+        """Processes the logits of a step, chooses its tokens and appends them."""
         scores = settings.processors(
             state.sequences,
             predicted.basis,
@@ -122,28 +136,34 @@ class Sample(Strategy[State]):
             prompt_len=state.cur_len - state.step,
             unconditional_logits=predicted.unconditional,
         )
-        if self.sampling:
-            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
-            token = choose_sample(keys, scores)
-        else:
-            token = choose_greedy(scores)
+        token = self.choose(state, scores)
         return append(state, token, predicted.logits, scores, settings)
+
+    def choose(self, state: SampleState, scores: Float[Array, "B V"]) -> Int[Array, " B"]:
+        """Each row's next token."""
+        if not self.sampling:
+            return choose_greedy(scores)
+        step = jnp.broadcast_to(state.step, state.keys.shape)
+        token = choose_sample(jax.vmap(jax.random.fold_in)(state.keys, step), scores)
+        if self.sampled is None:
+            return token
+        return jnp.where(self.sampled, token, choose_greedy(scores))
 
     def finish(self, state, settings):
         return result(state)
 
 
-def first_state(prompt: Prompt, cache: Cache, samples: int) -> State:
-    """Before the first token, with each row `samples` times."""
+def first_state(prompt: Prompt, cache: Cache, samples: int) -> SampleState:
+    """State before the first token, with each row `samples` times."""
     batch = prompt.sequences.shape[0] * samples
-    return State(
+    return SampleState(
         sequences=jnp.repeat(prompt.sequences, samples, axis=0),
         mask=jnp.repeat(prompt.mask, samples, axis=0),
-        cur_len=prompt.start_len,
+        cur_len=jnp.asarray(prompt.start_len),
         token=jnp.zeros((batch,), jnp.int32),
         done=jnp.zeros((batch,), bool),
         keys=prompt.keys,
-        step=jnp.zeros((), jnp.int32),
+        step=jnp.zeros_like(prompt.start_len, jnp.int32),
         first_nonfinite_step=jnp.full((batch,), NEVER, jnp.int32),
         cache=cache,
     )
@@ -152,7 +172,7 @@ def first_state(prompt: Prompt, cache: Cache, samples: int) -> State:
 def with_records(
     state: Any, logits: Float[Array, "B V"], settings: DecodeSettings, room: int
 ) -> Any:
-    """The state with room for the scores and logits of every step, where they are kept."""
+    """Adds buffers for the scores and logits of every step, where they are kept."""
     if settings.keep_scores:
         state = state.replace(scores=jnp.zeros((room, *logits.shape), logits.dtype))
     if settings.keep_logits:
@@ -167,8 +187,8 @@ def record(kept: Float[Array, "N B V"] | None, values: Float[Array, "B V"], step
     return jax.lax.dynamic_update_slice_in_dim(kept, values[None], step, axis=0)
 
 
-def result(state: State) -> Result:
-    """The rows of a state in which each is a result."""
+def result(state: SampleState) -> Result:
+    """Result of a state of which every row is returned."""
     return Result(
         sequences=state.sequences,
         length=state.cur_len,
@@ -197,6 +217,7 @@ def append(
         )
     sequences = put_columns(state.sequences, token[:, None], state.cur_len)
     mask = put_columns(state.mask, live[:, None], state.cur_len)
+    ended = jnp.any(token[:, None] == settings.eos, axis=1)
     stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=mask)
     return state.replace(
         scores=record(state.scores, scores, state.step),
@@ -205,7 +226,7 @@ def append(
         mask=mask,
         cur_len=state.cur_len + 1,
         token=token,
-        done=state.done | jnp.isin(token, settings.eos) | stopped,
+        done=state.done | ended | stopped,
         step=state.step + 1,
         first_nonfinite_step=first_nonfinite_step,
     )

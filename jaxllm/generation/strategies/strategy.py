@@ -129,7 +129,7 @@ S = TypeVar("S")
 
 class Strategy(Generic[S]):
     """One way of choosing tokens. S is the state that its loop carries; `cur_len`, `step`,
-    `first_nonfinite_step` and `cache` are in every state, and `done` where `alive` is not
+    `first_nonfinite_step` and `cache` are in every state, and `done` where `open_rows` is not
     overridden."""
 
     streams: ClassVar[bool] = True
@@ -168,9 +168,13 @@ class Strategy(Generic[S]):
         """One more token for every live row."""
         raise NotImplementedError
 
+    def open_rows(self, state: Any) -> Bool[Array, " B"]:
+        """Rows that have not ended."""
+        return ~state.done
+
     def alive(self, state: Any, until: Int[Array, ""]) -> Bool[Array, ""]:
         """Whether to go on: some row has not ended, and has fewer than `until` columns."""
-        return jnp.any(~state.done & (state.cur_len < until))
+        return jnp.any(self.open_rows(state) & (state.cur_len < until))
 
     def finish(self, state: S, settings: DecodeSettings) -> Result:
         """The rows to return."""

@@ -73,7 +73,8 @@ S = TypeVar("S", bound=BeamState)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Beams(Strategy[S]):
-    """Base of the beam strategies, which define `choose` and `open_rows`."""
+    """Base of the beam strategies, which define `choose`; their open rows are those whose pool may
+    still change."""
 
     length_penalty: Float[Array, ""] | Float[Array, " B"]
     beams: int = dataclasses.field(metadata={"static": True})
@@ -94,10 +95,6 @@ class Beams(Strategy[S]):
     ) -> S:
         """From the logits of all beams (with guidance, of both contexts) to the next beams and the
         pool."""
-        raise NotImplementedError
-
-    def open_rows(self, state: S) -> Bool[Array, " B"]:
-        """Rows whose pool may still change."""
         raise NotImplementedError
 
     def first(
@@ -135,9 +132,6 @@ class Beams(Strategy[S]):
         both = (read.logits, read.unconditional_logits)
         logits, other = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), both)
         return self.choose(state.replace(tree=tree), logits, other, settings)
-
-    def alive(self, state, until):
-        return (state.cur_len < until) & self.open_rows(state).any()
 
     def ranked(self, state: S) -> Hypotheses:
         """Sequences to return, the best first."""

@@ -165,9 +165,6 @@ class ConstrainedBeamSearch(Beams[ConstrainedState]):
         order = jnp.where(open_.any(axis=(1, 2))[:, None], order, plain_order)
         return jax.tree.map(lambda x: take(x, order), everything)
 
-    def open_rows(self, state):
-        return ~state.done
-
     def ranked(self, state):
         """Running texts count if they fulfil all constraints; the others only if too few do."""
         complete = state.progress.complete
