@@ -29,6 +29,23 @@ class AttentionView:
     """The slot of the first query in the cache, or of each; None without a cache."""
     used: Int[Array, ""] | None = None
     """The slots before this one hold all that there is; None: look at all of them."""
+    query_index: Int[Array, "B T"] | None = None
+    """Index of each query among the real tokens of its row; None where nothing has a window."""
+    key_index: Int[Array, "B S"] | None = None
+    """Index of each key among the real tokens of its row."""
+
+    def for_layer(self, window: int | None) -> AttentionView:
+        """The view of a layer that attends to the last `window` tokens, or to all (None)."""
+        view = self if window is None else self.within(window)
+        return dataclasses.replace(view, query_index=None, key_index=None)
+
+    def within(self, window: int | Int[Array, ""]) -> AttentionView:
+        """The view with each query's keys limited to the last `window` real tokens, its own
+        included. Padding does not count."""
+        assert self.query_index is not None
+        assert self.key_index is not None
+        near = self.key_index[:, None, :] > self.query_index[..., None] - window
+        return dataclasses.replace(self, visible=self.visible & near[:, None])
 
 
 def make_view(
@@ -52,13 +69,16 @@ def make_view(
         visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
         before = jnp.where(document_starts(segments), counts - mask, 0)
         counts = counts - jax.lax.cummax(before, axis=1)
+    positions = jnp.maximum(counts - 1, 0)
     return AttentionView(
-        positions=jnp.maximum(counts - 1, 0),
+        positions=positions,
         query_slots=slots,
         key_slots=slots,
         visible=jnp.broadcast_to(visible, (mask.shape[0], 1, T, T)),
         horizon=jnp.max(counts),
         write_at=None,
+        query_index=positions,
+        key_index=positions,
     )
 
 

@@ -154,14 +154,27 @@ class Cache:
     cross_mask: Bool[Array, "B E"] | None = None
     token_type: Int[Array, " B"] | None = None
     """Token type that new tokens take (GPT-2 with `token_type_ids`)."""
+    positions: Int[Array, "B S"] | None = None
+    """Position of the token in each slot, arbitrary in a free one. Kept for attention windows."""
 
     @staticmethod
-    def empty(layers: int, batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> Cache:
+    def empty(
+        layers: int,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype,
+        *,
+        windows: bool = False,
+    ) -> Cache:
+        """A cache without tokens. `windows`: some layers attend to the last tokens only."""
         return Cache(
             layers=tuple(KV.zeros(batch, length, kv_heads, head_dim, dtype) for _ in range(layers)),
             mask=constrain(jnp.zeros((batch, length), bool), "rows"),
             length=jnp.zeros((), jnp.int32),
             next_position=constrain(jnp.zeros((batch,), jnp.int32), "rows"),
+            positions=constrain(jnp.zeros((batch, length), jnp.int32), "rows") if windows else None,
         )
 
     @property
@@ -184,10 +197,15 @@ class Cache:
         def gather(x):
             return jnp.take_along_axis(x, per_head(order, x)[..., None], axis=-2)
 
+        mask = jnp.arange(capacity) < self.next_position[:, None]
+        positions = self.positions
+        if positions is not None:
+            positions = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), mask.shape)
         return self.replace(
             layers=jax.tree.map(gather, self.layers),
-            mask=jnp.arange(capacity) < self.next_position[:, None],
+            mask=mask,
             length=self.next_position,
+            positions=positions,
         )
 
     def repeat(self, n: int) -> Self:
@@ -254,6 +272,10 @@ class Cache:
         counts = self.next_position[:, None] + steps.astype(jnp.int32)
         known = put_columns(self.mask, mask, self.length)
         reserved = self.replace(mask=known, length=self.length + T, next_position=counts[:, -1])
+        positions, held = jnp.maximum(counts - 1, 0), self.positions
+        if held is not None:
+            held = put_columns(held, positions, self.length)
+            reserved = reserved.replace(positions=held)
         if fresh:
             return dataclasses.replace(make_view(mask), write_at=self.length), reserved
         key_slots = jnp.arange(self.capacity, dtype=jnp.int32)
@@ -264,12 +286,14 @@ class Cache:
             visible = known[:, None, :] & branches.seen
             key_slots, query_slots = branches.columns, branches.columns_of(query_slots)
         view = AttentionView(
-            positions=jnp.maximum(counts - 1, 0),
+            positions=positions,
             query_slots=query_slots,
             key_slots=key_slots,
             visible=visible[:, None],
             horizon=jnp.max(counts[:, -1]),
             write_at=self.length,
             used=jnp.max(self.length) + T,
+            query_index=None if held is None else positions,
+            key_index=held,
         )
         return view, reserved

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from jaxllm.cache.attention_view import AttentionView, Slots, make_view
-from jaxllm.cache.kv_cache import KV, Cache, put_columns, put_heads
+from jaxllm.cache.kv_cache import KV, Cache, put_heads
 
 
 @jax.tree_util.register_dataclass
@@ -84,23 +84,11 @@ class WindowCache(Cache):
 
     window: Int[Array, ""]
     """Tokens that a query sees, its own included."""
-    positions: Int[Array, "B S"]
-    """Of the token in each slot; what a free slot says has no meaning."""
 
     def make_view(self, mask, *, fresh=False, branches=None):
         """As `Cache.make_view`; pads push nothing out of sight."""
         view, reserved = super().make_view(mask, fresh=fresh, branches=branches)
-        positions = put_columns(self.positions, view.positions, self.length)
-        of_keys = view.positions if fresh else positions
-        near = of_keys[:, None, :] > view.positions[..., None] - self.window
-        visible = view.visible & near[:, None]
-        return dataclasses.replace(view, visible=visible), reserved.replace(positions=positions)
-
-    def compact(self, capacity):
-        rows = super().compact(capacity)
-        # A row's real tokens fill its first slots.
-        positions = jnp.arange(capacity, dtype=jnp.int32)
-        return rows.replace(positions=jnp.broadcast_to(positions, rows.mask.shape))
+        return view.within(self.window), reserved
 
 
 @jax.tree_util.register_dataclass
@@ -127,11 +115,8 @@ class RingCache(Cache):
         reserved = self.replace(mask=held >= 0, length=self.length + T, next_position=counts[:, -1])
         write_at = jnp.where(mask & (positions > last - size), positions % size, size)
         if fresh:
-            view = make_view(mask)
-            near = positions[:, None, :] > positions[..., None] - self.window
-            return dataclasses.replace(
-                view, visible=view.visible & near[:, None], write_at=write_at
-            ), reserved
+            view = make_view(mask).within(self.window)
+            return dataclasses.replace(view, write_at=write_at), reserved
         visible = (held >= 0) & (held <= positions) & (held > positions - self.window)
         view = AttentionView(
             positions=positions,
@@ -140,6 +125,8 @@ class RingCache(Cache):
             visible=visible[:, None, None, :],
             horizon=jnp.max(counts[:, -1]),
             write_at=write_at,
+            query_index=positions,
+            key_index=jnp.broadcast_to(held, (mask.shape[0], size)),
         )
         return view, reserved
 
@@ -172,8 +159,8 @@ class CacheKind:
             return empty.replace(layers=layers)
         fields = {**vars(empty), "layers": layers, "window": self.window}
         if self.ring:
-            return RingCache(**fields)
-        return WindowCache(**fields, positions=jnp.zeros(empty.mask.shape, jnp.int32))
+            return RingCache(**{**fields, "positions": None})
+        return WindowCache(**{**fields, "positions": jnp.zeros(empty.mask.shape, jnp.int32)})
 
 
 PLAIN = CacheKind()

@@ -264,6 +264,7 @@ class CausalLM(DecoderOnly):
             attn.kv_heads,
             attn.head_dim,
             attn.k.dtype,
+            windows=self.backbone.stack.has_windows,
         )
         if encoder_hidden_states is None:
             return cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -118,7 +119,11 @@ def attend_used(
 
 
 class Attention(nnx.Module):
-    """Projections around `attend`. Position comes from outside: rotary angles, bias, or neither."""
+    """Projections around `attend`. Position comes from outside: rotary angles, bias, or neither.
+
+    `q_norm` and `k_norm` normalise each head's query and key before they are rotated (Qwen3). With
+    a `window` a query attends to the last `window` tokens only, its own included (Mistral).
+    """
 
     def __init__(
         self,
@@ -133,6 +138,9 @@ class Attention(nnx.Module):
         scale: float,
         dropout_rate: float = 0.0,
         implementation: str = "eager",
+        q_norm: Callable[[Array], Array] | None = None,
+        k_norm: Callable[[Array], Array] | None = None,
+        window: int | None = None,
     ):
         if implementation not in IMPLEMENTATIONS:
             raise UnsupportedError(
@@ -140,6 +148,7 @@ class Attention(nnx.Module):
                 f"known: {', '.join(IMPLEMENTATIONS)}"
             )
         self.q, self.k, self.v, self.o = q, k, v, o
+        self.q_norm, self.k_norm, self.window = q_norm, k_norm, window
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.scale, self.dropout_rate, self.implementation = scale, dropout_rate, implementation
 
@@ -149,6 +158,7 @@ class Attention(nnx.Module):
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
         k_key, v_key = split(key, 2)
         k, v = self.k(x, k_key).reshape(shape), self.v(x, v_key).reshape(shape)
+        k = k if self.k_norm is None else self.k_norm(k)
         k, v = constrain((k, v), "rows", None, "heads")
         return (k if rotary is None else rotate(k, *rotary)), v
 
@@ -172,7 +182,7 @@ class Attention(nnx.Module):
         B, T, _ = x.shape
         key, q_key, o_key = split(key, 3)
         q = self.q(x, q_key).reshape(B, T, self.heads, self.head_dim)
-        q = constrain(q, "rows", None, "heads")
+        q = constrain(q if self.q_norm is None else self.q_norm(q), "rows", None, "heads")
         if rotary is not None:
             q = rotate(q, *rotary)
         weights = None

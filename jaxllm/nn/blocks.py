@@ -201,6 +201,11 @@ class Stack(nnx.Module):
         self.embedding_dropout, self.output_dropout = embedding_dropout, output_dropout
         self.remat = remat
 
+    @property
+    def has_windows(self) -> bool:
+        """Some blocks attend to the last tokens only."""
+        return any(block.attn.window is not None for block in self.blocks)
+
     def first(self, count: int) -> Stack:
         """The first blocks and the final norm, sharing their parameters with this stack.
 
@@ -246,11 +251,14 @@ class Stack(nnx.Module):
         keys = split(key, depth + 2)
         x = constrain(dropout(x, self.embedding_dropout, keys[depth]), "rows")
         view = context.view
+        windows = dict.fromkeys(block.attn.window for block in self.blocks)
+        views = {window: view.for_layer(window) for window in windows}
         biases = [bias(view.query_slots, view.key_slots) for bias in self.position_bias]
         hidden, new, attentions, crosses = [], [], [], []
         for i, block in enumerate(self.blocks):
             if output_hidden_states:
                 hidden.append(x)
+            context = dataclasses.replace(context, view=views[block.attn.window])
             if biases:
                 context = dataclasses.replace(context, bias=biases[min(i, len(biases) - 1)])
             extras = BlockOptions(

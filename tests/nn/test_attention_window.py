@@ -1,0 +1,52 @@
+"""Windows of layers: uncached, cached, packed and padded, each as a band in the mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+from generation_tools import banded
+
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+WINDOW = 3
+
+
+@pytest.fixture
+def windowed():
+    model = tiny.make("llama")
+    for block in model.backbone.stack.blocks:
+        block.attn.window = WINDOW
+    return model
+
+
+def test_a_window_is_a_band_of_the_mask(windowed):
+    tokens = tiny.ids(1, 10)
+    expected = banded(tiny.cached("llama"), tokens[0].tolist(), WINDOW)
+    np.testing.assert_allclose(tiny.logits(windowed, tokens)[0], expected, atol=1e-5)
+    assert np.abs(tiny.logits(tiny.cached("llama"), tokens)[0] - expected).max() > 1e-2
+
+
+def test_windows_count_real_tokens_cached_and_uncached(windowed):
+    """Pads on the left, on the right and between: every row is as the row alone."""
+    tokens, mask = tiny.ids(3, 12), np.ones((3, 12), bool)
+    mask[0, :4] = mask[1, 7:] = mask[2, 4:8] = False
+    alone = [tiny.logits(windowed, tokens[i : i + 1, mask[i]])[0] for i in range(3)]
+    whole = tiny.logits(windowed, tokens, attention_mask=mask)
+    cache, parts = windowed.start(3, 12), []
+    for columns in (slice(0, 5), slice(5, 6), slice(6, 12)):
+        out = windowed(tokens[:, columns], mask[:, columns], cache=cache)
+        cache = out.cache
+        parts.append(out.logits)
+    for i, expected in enumerate(alone):
+        np.testing.assert_allclose(whole[i, mask[i]], expected, atol=2e-5)
+        np.testing.assert_allclose(np.hstack(parts)[i, mask[i]], expected, atol=2e-5)
+
+
+def test_documents_of_a_packed_row_have_windows_of_their_own(windowed):
+    tokens, segments = tiny.ids(1, 11), np.repeat([1, 2, 0], [4, 6, 1])[None]
+    packed = tiny.logits(windowed, tokens, segment_ids=segments)
+    for number in (1, 2):
+        own = segments[0] == number
+        alone = tiny.logits(windowed, tokens[:, own])
+        np.testing.assert_allclose(packed[0, own], alone[0], atol=2e-5)
