@@ -27,9 +27,9 @@ class BaseOutput:
 class DecodeOutput:
     """What a strategy of generation gets to see of new columns."""
 
-    logits: Float[Array, "B T V"] | Float[Array, "B 1 V"]
-    """Float32; of every new column, or of the one that was asked for."""
-    unconditional_logits: Float[Array, "B T V"] | Float[Array, "B 1 V"] | None = None
+    logits: Float[Array, "B N V"]
+    """Float32; of every new column (N = T), or of the one that was asked for (N = 1)."""
+    unconditional_logits: Float[Array, "B N V"] | None = None
     """Those after the negative prompt, where there is guidance."""
     cache: Cache
     last_hidden_state: Float[Array, "B T D"]

@@ -83,7 +83,7 @@ class Rope:
         scale = self.attention_scaling
         return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
-    def frequencies(self, horizon: Int[Array, " ..."]) -> Float[Array, "... H/2"]:
+    def frequencies(self, horizon: Int[Array, " ..."]) -> Float[Array, "... F"]:
         """Radians per position. Only the types that depend on the length so far are traced."""
         match self.rope_type:
             case "dynamic":
@@ -122,7 +122,7 @@ class Rope:
         exponent = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         return np.float32(self.theta) ** exponent
 
-    def _dynamic(self, horizon: Int[Array, " ..."]) -> Float[Array, "... H/2"]:
+    def _dynamic(self, horizon: Int[Array, " ..."]) -> Float[Array, "... F"]:
         """NTK-aware scaling: the base grows once the text is longer than the training's."""
         length = jnp.maximum(horizon, self.max_positions).astype(jnp.float32)
         growth = self.factor * length / self.max_positions - (self.factor - 1)

@@ -74,7 +74,7 @@ class Filter(LogitsProcessor):
     filter_value: Float[Array, "*B"]
     min_tokens_to_keep: int
 
-    def _set(self, filter_value: Number, min_tokens_to_keep: int, **values: Array) -> None:
+    def __init__(self, filter_value: Number, min_tokens_to_keep: int, **values: Array) -> None:
         owner = type(self).__name__
         if not is_integer(min_tokens_to_keep) or min_tokens_to_keep < 1:
             raise InputError(
@@ -110,7 +110,7 @@ class TopKLogitsWarper(Filter):
         self, top_k: int | Array, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
         leaf = int_leaf(type(self).__name__, "top_k", top_k)
-        self._set(filter_value, min_tokens_to_keep, top_k=leaf)
+        super().__init__(filter_value, min_tokens_to_keep, top_k=leaf)
 
     def off(self, scores: Scores) -> Bool[Array, "*B"]:
         return (self.top_k <= 0) | (self.top_k >= scores.shape[1])
@@ -135,7 +135,7 @@ class TopPLogitsWarper(Filter):
         self, top_p: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
         leaf = float_leaf(type(self).__name__, "top_p", top_p, "[0, 1]")
-        self._set(filter_value, min_tokens_to_keep, top_p=leaf)
+        super().__init__(filter_value, min_tokens_to_keep, top_p=leaf)
 
     def off(self, scores: Scores) -> Bool[Array, "*B"]:
         return self.top_p >= 1.0
@@ -155,7 +155,7 @@ class MinPLogitsWarper(Filter):
         self, min_p: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
         leaf = float_leaf(type(self).__name__, "min_p", min_p, "[0, 1]")
-        self._set(filter_value, min_tokens_to_keep, min_p=leaf)
+        super().__init__(filter_value, min_tokens_to_keep, min_p=leaf)
 
     def off(self, scores: Scores) -> Bool[Array, "*B"]:
         return self.min_p <= 0.0
@@ -176,7 +176,7 @@ class TopHLogitsWarper(Filter):
 
     def __init__(self, top_h: Number, filter_value: Number = NEG_INF) -> None:
         leaf = float_leaf(type(self).__name__, "top_h", top_h, "(0, 1]")
-        self._set(filter_value, 1, top_h=leaf)
+        super().__init__(filter_value, 1, top_h=leaf)
 
     def off(self, scores: Scores) -> Bool[Array, "*B"]:
         return jnp.zeros_like(self.top_h, bool)
@@ -198,7 +198,7 @@ class TypicalLogitsWarper(Filter):
         self, mass: Number = 0.9, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
         leaf = float_leaf(type(self).__name__, "mass", mass, "(0, 1]")
-        self._set(filter_value, min_tokens_to_keep, mass=leaf)
+        super().__init__(filter_value, min_tokens_to_keep, mass=leaf)
 
     def off(self, scores: Scores) -> Bool[Array, "*B"]:
         return self.mass >= 1.0
@@ -221,7 +221,7 @@ class EpsilonLogitsWarper(Filter):
         self, epsilon: Number, filter_value: Number = NEG_INF, min_tokens_to_keep: int = 1
     ) -> None:
         leaf = float_leaf(type(self).__name__, "epsilon", epsilon, "[0, 1)")
-        self._set(filter_value, min_tokens_to_keep, epsilon=leaf)
+        super().__init__(filter_value, min_tokens_to_keep, epsilon=leaf)
 
     def off(self, scores: Scores) -> Bool[Array, "*B"]:
         return self.epsilon <= 0.0

@@ -1,0 +1,58 @@
+"""Runtime check of the shapes and dtypes that jaxtyping annotations state.
+
+pyproject.toml hooks the packages of jaxllm with ``--jaxtyping-packages=...,shape_checks.check``:
+jaxtyping decorates each of their functions and dataclasses while it imports them, with
+:func:`check` as the type checker. ``pytest --jaxtyping-packages=jaxllm.cache,shape_checks.check``
+checks another list of packages, ``--jaxtyping-packages=`` none.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, get_args
+
+import beartype
+import jax
+import jaxtyping
+import numpy as np
+
+
+def check(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with beartype's check of its shaped arguments and result.
+
+    Other annotations are pyright's to check: functions without a shape stay as they are. NumPy
+    arrays pass where jax arrays are declared, since JAX's functions take both.
+    """
+    shaped = {name: hint for name, hint in function.__annotations__.items() if _is_shaped(hint)}
+    if not shaped:
+        return function
+    function.__annotations__.update(
+        {name: Any for name in function.__annotations__ if name not in shaped}
+    )
+    checked = beartype.beartype(function)
+    return _unless_jax_calls(checked) if function.__name__ == "__init__" else checked
+
+
+def _is_shaped(hint: Any) -> bool:
+    if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
+        if hint.array_type is jax.Array:
+            hint.array_type = (jax.Array, np.ndarray)
+        return True
+    return any(_is_shaped(part) for part in get_args(hint))
+
+
+def _unless_jax_calls(checked: Callable[..., Any]) -> Callable[..., Any]:
+    """``checked`` for what jaxllm constructs. JAX constructs pytree dataclasses, too, from whatever
+    its transforms put in place of the arrays: shardings, axis numbers, stacked arrays."""
+
+    @functools.wraps(checked)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_globals["__name__"].startswith("jaxtyping."):
+            frame = frame.f_back
+        caller = frame.f_globals["__name__"].partition(".")[0]
+        return checked(*args, **kwargs) if caller in ("jaxllm", "dataclasses") else None
+
+    return init
