@@ -1,9 +1,14 @@
-"""Writes the tables of docs/finetuning.md from the recipe's dataclasses and their docstrings."""
+"""Writes what follows from the recipe's dataclasses and their docstrings.
+
+The tables of docs/finetuning.md, and configs/recipe.schema.json, by which editors check and
+complete recipes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +24,9 @@ from jaxllm.training.run.recipe import (
     ModelSource,
     Recipe,
 )
+from jaxllm.training.validation import adapter
 
+SCHEMA = Path(__file__).parents[1] / "configs" / "recipe.schema.json"
 DOC = Path(__file__).with_name("finetuning.md")
 START, END = "<!-- fields -->\n", "<!-- /fields -->\n"
 # By the field of the recipe that holds them; "" is the recipe itself.
@@ -97,5 +104,28 @@ def rewritten(text: str) -> str:
     return before + START + tables() + END + after
 
 
+def schema() -> str:
+    """The JSON Schema of a recipe, with a description of each field."""
+    made = adapter(Recipe).json_schema()
+    for cls in SECTIONS.values():
+        section = made if cls is Recipe else made["$defs"][cls.__name__]
+        section["additionalProperties"] = False
+        section["description"] = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
+        for names, meaning in entries(cls).items():
+            for name in names:
+                section["properties"][name]["description"] = meaning
+    made = without_titles(made)
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Recipe of a run"}
+    return json.dumps({**made, **head}, indent=1, sort_keys=True) + "\n"
+
+
+def without_titles(part: Any) -> Any:
+    """A schema without the titles that pydantic makes of the names."""
+    if isinstance(part, dict):
+        return {name: without_titles(inner) for name, inner in part.items() if name != "title"}
+    return [without_titles(inner) for inner in part] if isinstance(part, list) else part
+
+
 if __name__ == "__main__":
+    SCHEMA.write_text(schema())
     DOC.write_text(rewritten(DOC.read_text()))

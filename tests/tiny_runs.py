@@ -18,8 +18,8 @@ import yaml
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.training.monitor.metrics_log import read_metrics
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.run.recipe_file import build
 from jaxllm.training.run.run import train
+from jaxllm.training.validation import from_plain
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -105,7 +105,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def recipe(folder: Path, family: str = "llama", **changes: Any) -> Recipe:
-    return build(Recipe, plain(folder, family, **changes))
+    return from_plain(Recipe, plain(folder, family, **changes))
 
 
 def write_recipe(folder: Path, family: str = "llama", **changes: Any) -> Path:

@@ -145,7 +145,7 @@ def test_options_go_anywhere(tmp_path: Path, call: Any):
         (["--max-steps"], "--max-steps: no value follows"),
         (["--max-steps", "--resume"], "--max-steps: no value follows"),
         (["--max-steps", "3", "--max_steps=4"], "--max_steps: given twice"),
-        (["--trainable", "[a"], "trainable: expected a list of a text, found '[a'"),
+        (["--trainable", "[a"], "trainable: expected a list of strings, found '[a'"),
         (["--model", "null"], "model: expected"),
         (["--lora.rank", "-1"], "lora.rank: expected an integer from 1 on"),
         (["more.yaml"], "unrecognized arguments: more.yaml"),

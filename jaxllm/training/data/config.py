@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.rows import FileType
+from jaxllm.training.validation import check_types
 
 FormatName = Literal["text", "prompt_completion", "chat", "seq2seq", "classification"]
 ModelKind = Literal["causal", "seq2seq", "classification"]
@@ -107,15 +107,11 @@ class DataConfig:
             object.__setattr__(self, "path", tuple(self.path))
         if isinstance(self.label_names, list):
             object.__setattr__(self, "label_names", tuple(self.label_names))
-        hints = typing.get_type_hints(type(self))
+        check_types(self)
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not _fits(value, hints[field.name]):
-                raise ConfigError(
-                    f"{field.name}: expected {_spell(hints[field.name])}, found {value!r}"
-                )
             formats = _READ_BY.get(field.name)
-            if formats and self.format not in formats and value != field.default:
+            used = getattr(self, field.name) != field.default
+            if formats and self.format not in formats and used:
                 raise ConfigError(
                     f"{field.name}: has no effect with format {self.format!r}; it is read by "
                     f"{', '.join(formats)}"
@@ -253,25 +249,3 @@ def eos_of(tokenizer: Tokenizer, model: ModelInfo) -> int:
     if model.eos_token_ids:
         return model.eos_token_ids[0]
     raise ConfigError("eos_token_id: neither the tokenizer nor the model's config has one")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return any(type(value) is type(option) and value == option for option in args)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
-    if args:
-        return any(_fits(value, option) for option in args)
-    return type(value) is hint
-
-
-def _spell(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return ", ".join(repr(option) for option in args)
-    if origin is tuple:
-        return f"a list of {_spell(args[0])}"
-    if args:
-        return " or ".join(_spell(option) for option in args)
-    return "null" if hint is type(None) else hint.__name__

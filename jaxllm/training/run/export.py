@@ -22,8 +22,8 @@ from jaxllm.training.lora import merge_lora
 from jaxllm.training.output_files import write_text
 from jaxllm.training.run.initial_model import starting_model, trained
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.run.recipe_file import build
 from jaxllm.training.run.run_folder import CHECKPOINTS, base_of, check_base
+from jaxllm.training.validation import from_plain
 
 MAX_JSON_BYTES = 1 << 26
 Which = int | Literal["best", "last"] | None
@@ -93,7 +93,7 @@ def load_run(
 
 def recipe_of(meta: Mapping[str, Any], folder: Path) -> Recipe:
     try:
-        return build(Recipe, meta["recipe"])
+        return from_plain(Recipe, meta["recipe"])
     except (KeyError, ConfigError) as error:
         raise RunError(f"{folder}: its checkpoint's recipe cannot be read ({error})") from None
 

@@ -26,10 +26,10 @@ from jaxllm.training.monitor.flops import TokenCounts, count_tokens
 from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.sinks import Sink
-from jaxllm.training.run.recipe_file import to_plain
 from jaxllm.training.run.setup import Setup, predicted
 from jaxllm.training.state import TrainState
 from jaxllm.training.step import TRAINED, Metrics
+from jaxllm.training.validation import to_plain
 
 Row = dict[str, Any]
 Stop = Callable[[], int | None]

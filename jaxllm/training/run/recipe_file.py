@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 import re
-import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
-from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError
+from jaxllm.common.errors import ConfigError, MissingFileError
 from jaxllm.training.run.recipe import Recipe
+from jaxllm.training.validation import from_plain
 
 MAX_FILE_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"
@@ -35,7 +33,7 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
     for name, value in (overrides or {}).items():
         put(raw, name, value)
     try:
-        return build(Recipe, raw)
+        return from_plain(Recipe, raw)
     except ConfigError as error:
         given = f" (with {', '.join(f'--{name}' for name in overrides)})" if overrides else ""
         raise ConfigError(f"{path}{given}: {error}") from None
@@ -134,101 +132,3 @@ def put(raw: dict[str, Any], name: str, value: Any) -> None:
         inner = raw.get(parent)
         raw[parent] = raw = dict(inner) if isinstance(inner, Mapping) else {}
     raw[last] = value
-
-
-def build(cls: type[Any], raw: Any, where: str = "") -> Any:
-    """A dataclass of plain values, each of which must be of the field's type.
-
-    Raises:
-        ConfigError: naming the field; for an unknown one with the nearest that there is.
-
-    >>> from jaxllm.training.optimizers import OptimizerConfig
-    >>> build(OptimizerConfig, {"learning_rat": 1.0})
-    Traceback (most recent call last):
-        ...
-    jaxllm.common.errors.ConfigError: learning_rat: unknown; is it learning_rate?
-    """
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"{where.removesuffix('.')}: expected fields, found {raw!r}")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    for name in raw:
-        if name not in fields:
-            near = difflib.get_close_matches(str(name), list(fields), n=1, cutoff=0.5)
-            known = f"is it {where}{near[0]}?" if near else f"known: {', '.join(fields)}"
-            raise ConfigError(f"{where}{name}: unknown; {known}")
-    for name, field in fields.items():
-        no_default = field.default is field.default_factory is dataclasses.MISSING
-        if no_default and name not in raw:
-            raise ConfigError(f"{where}{name}: missing")
-    hints = typing.get_type_hints(cls)
-    values = {name: convert(hints[name], value, where + name) for name, value in raw.items()}
-    try:
-        return cls(**values)
-    except JaxLLMError as error:
-        raise ConfigError(f"{where}{error}") from None
-
-
-def convert(hint: Any, value: Any, where: str) -> Any:
-    """A plain value as the type that a field has."""
-    options = typing.get_args(hint) if is_union(hint) else (hint,)
-    if value is None and type(None) in options:
-        return None
-    options = [option for option in options if option is not type(None)]
-    for option in options:
-        if dataclasses.is_dataclass(option):
-            return build(typing.cast(type, option), value, f"{where}.")
-    for option in options:
-        fits, found = as_type(option, value, where)
-        if fits:
-            return found
-    named = typing.get_args(hint) if is_union(hint) else (hint,)
-    expected = " or ".join(map(spell, named))
-    raise ConfigError(f"{where}: expected {expected}, found {value!r}")
-
-
-def as_type(option: Any, value: Any, where: str) -> tuple[bool, Any]:
-    """Whether a value is of a type, and the value in it."""
-    origin, args = typing.get_origin(option), typing.get_args(option)
-    if is_union(option):
-        return True, convert(option, value, where)
-    if origin is Literal:
-        return any(type(value) is type(a) and value == a for a in args), value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            return False, None
-        items = [convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
-        return True, tuple(items)
-    if origin is not None and issubclass(origin, Mapping):
-        return isinstance(value, Mapping), value
-    if option is float and type(value) is int:
-        return True, float(value)
-    return type(value) is option, value
-
-
-def is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
-
-
-def spell(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return ", ".join(map(repr, args))
-    if origin is tuple:
-        return f"a list of {spell(args[0])}"
-    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        return "fields"
-    names = {type(None): "null", str: "a text", int: "an integer", float: "a number"}
-    return names.get(
-        hint, "true or false" if hint is bool else str(getattr(hint, "__name__", hint))
-    )
-
-
-def to_plain(value: Any) -> Any:
-    """A recipe as JSON has it; `build` makes the same recipe of it."""
-    if dataclasses.is_dataclass(value):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {name: to_plain(inner) for name, inner in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [to_plain(inner) for inner in value]
-    return value

@@ -26,7 +26,6 @@ from jaxllm.training.monitor.sinks import Sink, TensorBoardSink, WandbSink
 from jaxllm.training.output_files import writing
 from jaxllm.training.run.loop import Loop
 from jaxllm.training.run.recipe import DataConfig, Recipe
-from jaxllm.training.run.recipe_file import to_plain
 from jaxllm.training.run.run_folder import (
     CHECKPOINTS,
     abstract,
@@ -41,6 +40,7 @@ from jaxllm.training.run.run_folder import (
 from jaxllm.training.run.setup import Setup, set_up
 from jaxllm.training.state import TrainState, parameter_count
 from jaxllm.training.step import TRAINED
+from jaxllm.training.validation import to_plain
 
 
 @dataclasses.dataclass(frozen=True)

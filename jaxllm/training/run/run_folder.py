@@ -16,8 +16,8 @@ from jaxllm.models.config_export import config_to_json
 from jaxllm.models.registry import architecture_of
 from jaxllm.training.monitor.run_card import flat
 from jaxllm.training.run.recipe import CHANGEABLE, Recipe
-from jaxllm.training.run.recipe_file import to_plain
 from jaxllm.training.state import Params
+from jaxllm.training.validation import to_plain
 
 CHECKPOINTS = "checkpoints"
 

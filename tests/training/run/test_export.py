@@ -19,8 +19,8 @@ from jaxllm.training.monitor.metrics_log import read_metrics
 from jaxllm.training.run.export import export, load_run, save_label_names
 from jaxllm.training.run.initial_model import starting_model
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.run.recipe_file import build
 from jaxllm.training.run.run import RunResult, train
+from jaxllm.training.validation import from_plain
 
 MODELS = {
     "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32},
@@ -63,7 +63,7 @@ def run(folder, family: str = "llama", **changes) -> RunResult:
         "checkpoints": {"every": 1, "keep": 3},
         **changes,
     }
-    return train(build(Recipe, recipe), quiet=True)
+    return train(from_plain(Recipe, recipe), quiet=True)
 
 
 def same(a, b) -> None:
@@ -153,7 +153,9 @@ def test_names_of_classes_go_out(tmp_path):
 
 def test_a_base_that_has_moved(tmp_path):
     new = {"config": {"model_type": "llama", **ENDS, **MODELS["llama"]}, "tokenizer": "bytes"}
-    jaxllm.save_hf(tmp_path / "base", *starting_model(build(Recipe, {"model": new, "data": DATA})))
+    jaxllm.save_hf(
+        tmp_path / "base", *starting_model(from_plain(Recipe, {"model": new, "data": DATA}))
+    )
     result = run(tmp_path, model={"path": str(tmp_path / "base")}, lora={"rank": 2}, max_steps=1)
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     with pytest.raises(MissingFileError, match="base"):

@@ -14,7 +14,8 @@ from tiny_runs import plain, recipe, write_recipe
 from jaxllm.common.errors import ConfigError, MissingFileError
 from jaxllm.training.lora import LoraConfig
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.run.recipe_file import build, parse_value, read_recipe, to_plain
+from jaxllm.training.run.recipe_file import parse_value, read_recipe
+from jaxllm.training.validation import from_plain, to_plain
 
 
 def read(path: Path, text: str | bytes, **overrides: Any) -> Recipe:
@@ -33,7 +34,7 @@ def test_a_file_is_the_recipe_that_it_says(tmp_path: Path):
 
 def test_a_recipe_survives_json(tmp_path: Path):
     made = recipe(tmp_path, lora={"rank": 2}, trainable=[], evaluation={"samples": 5})
-    assert build(Recipe, json.loads(json.dumps(to_plain(made)))) == made
+    assert from_plain(Recipe, json.loads(json.dumps(to_plain(made)))) == made
 
 
 @pytest.mark.parametrize(
@@ -114,9 +115,9 @@ def test_values_of_the_command_line(text: str, value: Any):
         ({"seed": -1}, "seed: expected 0 to 4294967295, found -1"),
         ({"seed": 2**32}, "seed: expected 0 to 4294967295"),
         ({"ema_decay": 1}, "ema_decay: expected 0 to 1"),
-        ({"trainable": "attn"}, "trainable: expected a list of a text"),
+        ({"trainable": "attn"}, "trainable: expected a list of strings"),
         ({"trainable": ["("]}, "trainable: '(' is not a regex"),
-        ({"trainable": [3]}, "trainable[0]: expected a text, found 3"),
+        ({"trainable": [3]}, "trainable[0]: expected a string, found 3"),
         ({"lora": {"rank": 0}}, "lora.rank: expected an integer from 1 on"),
         ({"lora": {}, "trainable": ["a"]}, "trainable: LoRA trains its adapters"),
         ({"optimizer": {"name": "adam"}}, "optimizer.name: unknown 'adam'; known: adamw"),
@@ -124,7 +125,7 @@ def test_values_of_the_command_line(text: str, value: Any):
         ({"checkpoints": {"metric": "eval_accuracy"}}, "checkpoints.metric, mode: have no effect"),
         ({"checkpoints": {"mode": "least"}}, "checkpoints.mode: expected 'min', 'max'"),
         ({"mesh": {"data": "all"}}, "mesh.data: expected an integer, found 'all'"),
-        ({"wandb": True}, "wandb: expected a text or null, found True"),
+        ({"wandb": True}, "wandb: expected a string or null, found True"),
         ({"ema_decay": "0,9"}, "ema_decay: expected a number or null, found '0,9'"),
     ],
 )

@@ -1,0 +1,147 @@
+"""Checks plain values (from YAML, JSON, a command line) against the types of a dataclass.
+
+pydantic does the checking, strictly: no conversion but an integer for a float and a list for a
+tuple. What is wrong becomes one line that names the field, as do the checks of the dataclasses
+themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from jaxllm.common.errors import ConfigError
+
+T = TypeVar("T")
+NAMES = {
+    type(None): "null",
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+}
+
+
+@functools.cache
+def adapter(cls: type[T]) -> TypeAdapter[T]:
+    """The validator of a type."""
+    return TypeAdapter(cls)
+
+
+def from_plain(cls: type[T], raw: Any) -> T:
+    """A dataclass from plain values: those that JSON has.
+
+    Raises:
+        ConfigError: a field is unknown (the nearest one is named), missing or of the wrong type,
+            or the dataclass refuses its value. The first such field is named, dotted.
+
+    >>> from jaxllm.training.optimizers import OptimizerConfig
+    >>> from_plain(OptimizerConfig, {"learning_rat": 1.0})
+    Traceback (most recent call last):
+        ...
+    jaxllm.common.errors.ConfigError: learning_rat: unknown; is it learning_rate?
+    """
+    try:
+        content = json.dumps(raw)
+    except TypeError as error:
+        raise ConfigError(f"expected values that JSON has ({error})") from None
+    try:
+        return adapter(cls).validate_json(content, strict=True, extra="forbid")
+    except ValidationError as error:
+        raise ConfigError(_message(cls, raw, error.errors(include_url=False))) from None
+
+
+def to_plain(value: Any) -> Any:
+    """A dataclass as JSON has it; `from_plain` makes an equal one of it."""
+    return adapter(type(value)).dump_python(value, mode="json", warnings=False)
+
+
+def check_types(value: Any) -> None:
+    """Checks the fields of a dataclass, for one that is also made by Python code.
+
+    Raises:
+        ConfigError: a field has a value of the wrong type.
+    """
+    for name, hint in _hints(type(value)).items():
+        found = getattr(value, name)
+        try:
+            adapter(hint).validate_python(found, strict=True)
+        except ValidationError:
+            raise ConfigError(f"{name}: expected {_spelled(hint)}, found {found!r}") from None
+
+
+def _message(cls: Any, raw: Any, errors: Sequence[ErrorDetails]) -> str:
+    """One line about the first error; a misspelt field before the one that it leaves missing."""
+    unknown = [error for error in errors if error["type"] == "unexpected_keyword_argument"]
+    error = (unknown or errors)[0]
+    where, hint, found = "", cls, raw
+    for part in error["loc"]:
+        fields, item = _fields(hint), _item(hint)
+        if isinstance(part, str) and part in fields and isinstance(found, Mapping):
+            if part not in found:
+                return f"{_dotted(where, part)}: missing"
+            where, hint, found = _dotted(where, part), fields[part], found[part]
+        elif isinstance(part, int) and item is not None:
+            where, hint, found = f"{where}[{part}]", item, found[part]
+        elif unknown:
+            near = difflib.get_close_matches(str(part), fields, n=1, cutoff=0.5)
+            known = f"is it {_dotted(where, near[0])}?" if near else f"known: {', '.join(fields)}"
+            return f"{_dotted(where, part)}: unknown; {known}"
+    if error["type"] == "value_error":
+        return _dotted(where, error["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
+    if not where and not isinstance(found, Mapping):
+        return f"expected fields, found {found!r}"
+    if not where:
+        return error["msg"]
+    return f"{where}: expected {_spelled(hint)}, found {found!r}"
+
+
+def _dotted(where: str, name: object) -> str:
+    return f"{where}.{name}" if where else str(name)
+
+
+def _hints(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; a type that is none is its only one."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _fields(hint: Any) -> dict[str, Any]:
+    """Types by field, of the dataclass that a type is or allows; none otherwise."""
+    found = (option for option in _options(hint) if dataclasses.is_dataclass(option))
+    return next(map(_hints, found), {})
+
+
+def _item(hint: Any) -> Any:
+    """The type of a list's items; None where the type is no list or also something else."""
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+
+
+def _spelled(hint: Any) -> str:
+    """A type in words.
+
+    >>> _spelled(tuple[str, ...] | Literal["a", "b"] | None)
+    "a list of strings or 'a', 'b' or null"
+    """
+    options, origin, args = _options(hint), typing.get_origin(hint), typing.get_args(hint)
+    if len(options) > 1:
+        return " or ".join(map(_spelled, options))
+    if origin is Literal:
+        return ", ".join(map(repr, args))
+    if origin is tuple:
+        return f"a list of {_spelled(args[0]).split(maxsplit=1)[1]}s"
+    return NAMES.get(hint, "fields")
