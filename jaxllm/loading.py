@@ -102,7 +102,7 @@ def settle_generation(model: Any, config: GenerationConfig, tokenizer: Tokenizer
     model.generation_config = config
     eos = None if tokenizer is None else tokenizer.eos_token_id
     # A chat model's tokenizer may end its turns with a token that config.json does not name.
-    model.extra_eos = () if eos is None or eos >= model.config.vocab_size else (eos,)
+    model.extra_eos_token_ids = () if eos is None or eos >= model.config.vocab_size else (eos,)
 
 
 def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
@@ -149,7 +149,7 @@ def save_hf(
 
 
 def save_settings(folder: Path, model: Any, tokenizer: Tokenizer | None) -> None:
-    settings = getattr(model, "generation_config", None)
+    settings = model.generation_config
     if settings is not None:
         write_json(folder / "generation_config.json", settings.to_dict())
     if tokenizer is not None:

@@ -18,7 +18,7 @@ from jaxllm.batch.static_batches import batches, run_batch
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.strategies.strategy import without_notes
+from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards
 
@@ -86,7 +86,7 @@ class BatchGenerator:
             raise InputError(f"slots: expected an integer of 1 or more, found {slots!r}")
         GenerationConfig(**fields)
         self.model, self.tokenizer = model, tokenizer
-        self._bare = without_notes(model)
+        self._bare = without_metadata(model)
         self._reader = Reader(
             model, tokenizer, fields, seed, default_new_tokens, chat=chat, system=system
         )

@@ -46,8 +46,10 @@ def admit(
     arrivals = constrain(arrivals, "rows")
     rows, width = arrivals.tokens.shape
     mask = jnp.arange(width) < arrivals.start[:, None]
-    fresh = SlotCache.of(model.start(rows, width, **arrivals.encoder))
-    out = model.decode(arrivals.tokens, mask, fresh, fresh=True, at=arrivals.start - 1)
+    empty = SlotCache.of(model.init_cache(rows, width, **arrivals.encoder))
+    out = model.decode(
+        arrivals.tokens, mask, empty, cache_is_empty=True, logits_column=arrivals.start - 1
+    )
     # New tokens overwrite the columns that only fill the bucket.
     out = out.replace(cache=out.cache.replace(length=arrivals.start))
     return put(slots, strategy.first(model, arrivals, out, stops, sizes), at)

@@ -170,4 +170,4 @@ def start_cache(model: Any, count: int, capacity: int, source: int | None) -> Sl
         shape = (count, source)
         encoder = {"input_ids": jnp.zeros(shape, jnp.int32)}
         encoder["attention_mask"] = jnp.zeros(shape, bool)
-    return SlotCache.of(model.start(count, capacity, **encoder))
+    return SlotCache.of(model.init_cache(count, capacity, **encoder))

@@ -42,7 +42,7 @@ class Pool:
     """Runs the tasks of one group in one set of slots.
 
     Args:
-        model: without what only the host reads (`without_notes`).
+        model: without what only the host reads (`without_metadata`).
         tasks: all fit `sizes`.
         mesh: where the model lies.
     """

@@ -51,8 +51,8 @@ class SlotCache(Cache):
     def aligned(self) -> Self:
         return self
 
-    def make_view(self, mask, *, fresh=False, branches=None):
-        view, reserved = super().make_view(mask, fresh=fresh, branches=branches)
+    def make_view(self, mask, *, cache_is_empty=False, branches=None):
+        view, reserved = super().make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
         return dataclasses.replace(view, horizon=reserved.next_position), reserved
 
 

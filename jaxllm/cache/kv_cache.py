@@ -257,13 +257,16 @@ class Cache:
         return self.replace(length=jnp.max(self.length))
 
     def make_view(
-        self, mask: Bool[Array, "B T"], *, fresh: bool = False, branches: Branches | None = None
+        self,
+        mask: Bool[Array, "B T"],
+        *,
+        cache_is_empty: bool = False,
+        branches: Branches | None = None,
     ) -> tuple[AttentionView, Self]:
         """The view of T new columns on top of the cache, and the cache with these columns reserved.
 
-        `fresh` says that the cache holds nothing yet: the queries then see only each other, so that
-        prefill does not attend over the free slots. With `branches` the new columns stand side by
-        side rather than one after the other.
+        With `cache_is_empty` (prefill) the queries see only each other, not the free slots. With
+        `branches` the new columns are alternatives side by side, not one after the other.
         """
         mask, T = jnp.asarray(mask), mask.shape[1]
         steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
@@ -276,7 +279,7 @@ class Cache:
         if held is not None:
             held = put_columns(held, positions, self.length)
             reserved = reserved.replace(positions=held)
-        if fresh:
+        if cache_is_empty:
             return dataclasses.replace(make_view(mask), write_at=self.length), reserved
         key_slots = jnp.arange(self.capacity, dtype=jnp.int32)
         query_slots = jnp.asarray(self.length)[..., None] + jnp.arange(T, dtype=jnp.int32)

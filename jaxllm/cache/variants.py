@@ -85,9 +85,9 @@ class WindowCache(Cache):
     window: Int[Array, ""]
     """Tokens that a query sees, its own included."""
 
-    def make_view(self, mask, *, fresh=False, branches=None):
+    def make_view(self, mask, *, cache_is_empty=False, branches=None):
         """As `Cache.make_view`; pads push nothing out of sight."""
-        view, reserved = super().make_view(mask, fresh=fresh, branches=branches)
+        view, reserved = super().make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
         return view.within(self.window), reserved
 
 
@@ -99,13 +99,13 @@ class RingCache(Cache):
     window: Int[Array, ""]
     """Tokens that a query sees, its own included. There are as many slots, or more."""
 
-    def make_view(self, mask, *, fresh=False, branches=None):
-        """As `Cache.make_view`, of one new column, or of a whole prompt (`fresh`).
+    def make_view(self, mask, *, cache_is_empty=False, branches=None):
+        """As `Cache.make_view`, of one new column, or of a whole prompt (`cache_is_empty`).
 
         A query sees the last `window` real tokens, so pads push nothing out of sight.
         """
         mask, T, size = jnp.asarray(mask), mask.shape[1], self.capacity
-        if T > 1 and not fresh:
+        if T > 1 and not cache_is_empty:
             raise ValueError("a ring takes its new columns one at a time")
         steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
         counts = self.next_position[:, None] + steps
@@ -114,7 +114,7 @@ class RingCache(Cache):
         held = last - (last - jnp.arange(size, dtype=jnp.int32)) % size
         reserved = self.replace(mask=held >= 0, length=self.length + T, next_position=counts[:, -1])
         write_at = jnp.where(mask & (positions > last - size), positions % size, size)
-        if fresh:
+        if cache_is_empty:
             view = make_view(mask).within(self.window)
             return dataclasses.replace(view, write_at=write_at), reserved
         visible = (held >= 0) & (held <= positions) & (held > positions - self.window)

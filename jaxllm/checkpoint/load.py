@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load_parameters import Progress, fill
-from jaxllm.checkpoint.origin import Origin
 from jaxllm.checkpoint.safetensors.reader import open_safetensors
 from jaxllm.checkpoint.source import BFLOAT16, WeightSource
 from jaxllm.common.errors import (
@@ -30,6 +29,7 @@ from jaxllm.common.errors import (
 )
 from jaxllm.common.strict_json import read_json
 from jaxllm.models.build_options import Options
+from jaxllm.models.model import Origin
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.weights import Entry, Table, parameter_path, parameters
 from jaxllm.parallel.sharding import check_heads

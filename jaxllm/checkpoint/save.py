@@ -13,11 +13,11 @@ import numpy as np
 from jaxllm.checkpoint.host_arrays import HostArray
 from jaxllm.checkpoint.load import float_dtype, tensor_name
 from jaxllm.checkpoint.load_parameters import check_range
-from jaxllm.checkpoint.origin import Origin
 from jaxllm.checkpoint.safetensors.writer import write_sharded
 from jaxllm.common.atomic_file import write_whole
 from jaxllm.common.errors import CheckpointError, InputError
 from jaxllm.models.config_export import config_to_json
+from jaxllm.models.model import Origin
 from jaxllm.models.registry import FAMILIES, architecture_of
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -60,7 +60,7 @@ def hf_tensors(model: Any, arrays: Mapping[str, HostArray]) -> Iterator[tuple[st
     """The model's parameters as Hugging Face tensors, in their own dtype."""
     model_type, _ = architecture_of(model)
     table = FAMILIES[model_type].table(model.config)
-    origin: Origin | None = getattr(model, "origin", None)
+    origin: Origin | None = model.origin
     if any(path.endswith(".lora_a") for path in arrays):
         raise InputError(
             "save_hf: the model has LoRA; write merge_lora(model), or the adapter with save_adapter"
@@ -89,7 +89,7 @@ def original_dtypes(model: Any, tensors: Mapping[str, HostArray]) -> dict[str, A
     A half-precision checkpoint that was widened at load goes back to its bytes; one that was
     trained further in float32 keeps its float32.
     """
-    origin: Origin | None = getattr(model, "origin", None)
+    origin: Origin | None = model.origin
     if origin is None or origin.quantised:
         return {}
     dtypes = {name: jnp.dtype(dtype) for name, dtype in origin.dtypes}
@@ -109,7 +109,7 @@ def survives(x: np.ndarray, dtype: Any) -> bool:
 
 def saved_config(model: Any, dtypes: dict[str, str]) -> dict[str, Any]:
     """The checkpoint's own config.json, but for what the caller has changed; `dtypes` as saved."""
-    origin: Origin | None = getattr(model, "origin", None)
+    origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)
     now = config_to_json(model.config, model_type, architecture)
     if origin is None:

@@ -214,7 +214,7 @@ def _prompts(texts: list[str] | None, model: Any, tokenizer: Any) -> list[list[i
 def _inputs(ids: list[int], model: Any) -> dict[str, np.ndarray]:
     """Arguments of a forward call, under the names that both sides use."""
     inputs = {"input_ids": np.asarray([ids]), "attention_mask": np.ones((1, len(ids)), int)}
-    if getattr(model, "is_encoder_decoder", False):
+    if model.is_encoder_decoder:
         start = model.config.decoder_start_token_id
         inputs["decoder_input_ids"] = np.asarray([[start, *ids[:-1]]])
     elif getattr(model.config, "add_cross_attention", False):

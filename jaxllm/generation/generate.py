@@ -30,7 +30,8 @@ from jaxllm.generation.registration import register_prompt_transform
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_size
-from jaxllm.generation.strategies.strategy import Result, without_notes
+from jaxllm.generation.strategies.strategy import Result
+from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import use
 
@@ -266,5 +267,5 @@ def start(bare: Any, request: Request, run: Any) -> Any:
 
 def runnable(model: Any, request: Request) -> Any:
     """What the compiled programs run: the model, followed by its unconditional contexts if any."""
-    bare = without_notes(model)
+    bare = without_metadata(model)
     return bare if request.negative is None else Guided(bare, request.negative)

@@ -35,11 +35,11 @@ def prefill(
     encoded = None
     if prompt.past is None:
         encoder, encoded = read_source(model, prompt.encoder, wanted)
-        cache = prompt.kind.of(model.start(prompt.mask.shape[0], capacity, **encoder))
+        cache = prompt.kind.of(model.init_cache(prompt.mask.shape[0], capacity, **encoder))
     else:
         cache = prompt.past.compact(capacity)
-    options = {**wanted, **strategy.read_options, "fresh": prompt.past is None}
-    read = model.decode(cache=cache, at=prompt.at, **prompt.inputs, **options)
+    options = {**wanted, **strategy.read_options, "cache_is_empty": prompt.past is None}
+    read = model.decode(cache=cache, logits_column=prompt.at, **prompt.inputs, **options)
     if encoded is not None:
         read = read.replace(
             encoder_hidden_states=encoded.hidden_states, encoder_attentions=encoded.attentions

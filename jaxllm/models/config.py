@@ -67,12 +67,22 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int | None:
-        """A hard limit of the architecture on positions, or None."""
+        """Positions that the architecture has, a hard limit; None: no limit."""
         return None
 
     @property
+    def context_length(self) -> int | None:
+        """Positions of pretraining, `generate()`'s default limit; None: no limit."""
+        return None
+
+    @property
+    def width(self) -> int:
+        """Size of the hidden states."""
+        raise NotImplementedError
+
+    @property
     def head_counts(self) -> dict[str, int]:
-        """Attention heads of each kind, by the field that says how many there are."""
+        """Attention heads by the field of config.json that gives their number."""
         return {}
 
 

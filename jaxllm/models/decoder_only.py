@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,10 +14,11 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError
 from jaxllm.models import input_checks as check
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder import decoded, last_column
+from jaxllm.models.decoder import Decoder, decode_output
 from jaxllm.models.losses import causal_loss
+from jaxllm.models.model import Model
 from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput
-from jaxllm.nn.blocks import Context, Stack, StackOutput
+from jaxllm.nn.blocks import Context, Stack, StackOutput, shallow_copy
 from jaxllm.nn.dropout import split
 from jaxllm.nn.linear import Embedding, Linear
 
@@ -76,11 +76,9 @@ class Prepared:
     segments: Int[Array, "B T"] | None = None
 
 
-class DecoderOnly(nnx.Module):
+class DecoderOnly(Model[ModelConfig]):
     """What the heads of Llama and GPT-2 share: input checks, the forward pass, the cache."""
 
-    is_encoder_decoder = False
-    config: Any
     backbone: Backbone
 
     def prepare(self, input_ids, inputs_embeds, attention_mask, segment_ids=None) -> Prepared:
@@ -248,7 +246,7 @@ class CausalLM(DecoderOnly):
             cache=out.cache,
         )
 
-    def start(
+    def init_cache(
         self,
         batch: int,
         capacity: int,
@@ -277,20 +275,20 @@ class CausalLM(DecoderOnly):
         mask: Bool[Array, "B T"],
         cache: Cache,
         *,
-        fresh: bool = False,
-        at: Int[Array, " B"] | None = None,
+        cache_is_empty: bool = False,
+        logits_column: Int[Array, " B"] | None = None,
         branches: Branches | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
         inputs_embeds: Float[Array, "B T D"] | None = None,
         token_type_ids: Int[Array, "B T"] | None = None,
     ) -> DecodeOutput:
-        view, cache = cache.make_view(mask, fresh=fresh, branches=branches)
+        view, cache = cache.make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
         if token_type_ids is None and cache.token_type is not None:
             token_type_ids = jnp.broadcast_to(cache.token_type[:, None], mask.shape)
         elif token_type_ids is not None:
             # New tokens take the type of the prompt's last column, as in transformers.
-            cache = cache.replace(token_type=last_column(token_type_ids, at))
+            cache = cache.replace(token_type=column_of(token_type_ids, logits_column))
         out = self.backbone.run(
             tokens,
             view,
@@ -299,25 +297,34 @@ class CausalLM(DecoderOnly):
             cache=cache,
             memory=cache.cross,
             memory_mask=cache.cross_mask,
-            fresh=fresh,
+            cache_is_empty=cache_is_empty,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        return decoded(out, self.logits, cache, at)
+        return decode_output(out, self.logits, cache, logits_column)
 
     @property
     def depth(self) -> int:
         return len(self.backbone.stack.blocks)
 
     @property
-    def ties_embedding(self) -> bool:
+    def tied_embedding(self) -> bool:
         return self.lm_head is None
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         return self.backbone.embed(tokens)
 
-    def early_exit(self, layers: int) -> CausalLM:
-        part, backbone = copy.copy(self), copy.copy(self.backbone)
-        object.__setattr__(backbone, "stack", self.backbone.stack.first(layers))
-        object.__setattr__(part, "backbone", backbone)
-        return part
+    def early_exit(self, layers: int) -> Self:
+        first = shallow_copy(self.backbone, stack=self.backbone.stack.first(layers))
+        return shallow_copy(self, backbone=first)
+
+
+def column_of(x: Int[Array, "B T"], column: Int[Array, " B"] | None) -> Int[Array, " B"]:
+    """x[b, column[b]] of each row b; None: the last column."""
+    if column is None:
+        return x[:, -1]
+    return jnp.take_along_axis(x, column[:, None], axis=1)[:, 0]
+
+
+if TYPE_CHECKING:
+    _: type[Decoder] = CausalLM

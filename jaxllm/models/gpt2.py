@@ -167,7 +167,7 @@ class GPT2Model(Backbone):
 
 class GPT2LMHeadModel(CausalLM):
     def __init__(self, config: GPT2Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
-        self.config = config
+        super().__init__(config)
         self.backbone = GPT2Model(config, options, rngs=rngs)
         head = (config.n_embd, config.vocab_size)
         self.lm_head = (
@@ -179,7 +179,7 @@ class GPT2LMHeadModel(CausalLM):
 
 class GPT2ForSequenceClassification(SequenceClassifier):
     def __init__(self, config: GPT2Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
-        self.config = config
+        super().__init__(config)
         self.backbone = GPT2Model(config, options, rngs=rngs)
         self.score = Linear(
             config.n_embd,

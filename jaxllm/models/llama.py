@@ -182,7 +182,7 @@ class LlamaModel(Backbone):
 
 class LlamaForCausalLM(CausalLM):
     def __init__(self, config: LlamaConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
-        self.config = config
+        super().__init__(config)
         self.backbone = LlamaModel(config, options, rngs=rngs)
         head = (config.hidden_size, config.vocab_size)
         self.lm_head = (
@@ -194,7 +194,7 @@ class LlamaForCausalLM(CausalLM):
 
 class LlamaForSequenceClassification(SequenceClassifier):
     def __init__(self, config: LlamaConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
-        self.config = config
+        super().__init__(config)
         self.backbone = LlamaModel(config, options, rngs=rngs)
         self.score = Linear(
             config.hidden_size,

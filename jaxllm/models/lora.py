@@ -167,7 +167,7 @@ def merge_lora(model: Any) -> Any:
     if not layers:
         raise InputError("merge_lora: the model has no LoRA")
     model = replace_modules(model, {path: layer.merged() for path, layer in layers.items()})
-    del model.modules_to_save
+    model.modules_to_save = ()
     return model
 
 

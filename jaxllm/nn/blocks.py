@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,17 @@ from jaxllm.common.errors import InputError
 from jaxllm.nn.attention import Attention
 from jaxllm.nn.dropout import dropout, split
 from jaxllm.parallel.sharding import constrain
+
+M = TypeVar("M")
+
+
+def shallow_copy(module: M, **attributes: Any) -> M:
+    """A copy with some attributes replaced; all others are shared."""
+    copied = copy.copy(module)
+    for name, value in attributes.items():
+        # nnx's own setter refuses while a caller's jit traces.
+        object.__setattr__(copied, name, value)
+    return copied
 
 
 @jax.tree_util.register_dataclass
@@ -85,7 +97,7 @@ class Block(nnx.Module):
         memory: KV | None,
         extras: BlockOptions,
         *,
-        fresh: bool,
+        cache_is_empty: bool,
         want_weights: bool,
     ):
         """Returns x, the updated cache of this layer, and the attention weights (self, cross)."""
@@ -96,7 +108,7 @@ class Block(nnx.Module):
         if cache is not None and context.view.write_at is not None:
             cache = kv = cache.write(k, v, context.view.write_at)
             used = context.view.used
-        if kv is None or fresh:  # nothing older to see than what this call brings
+        if kv is None or cache_is_empty:  # nothing older to see than what this call brings
             kv, used = KV.of(k, v), None
         y, weights = self.attn(
             y,
@@ -131,27 +143,29 @@ class Block(nnx.Module):
         return x if self.limit is None else self.limit(x)
 
 
-def _run(block, x, context, cache, memory, extras, fresh, want_weights):
-    return block(x, context, cache, memory, extras, fresh=fresh, want_weights=want_weights)
+def _run(block, x, context, cache, memory, extras, cache_is_empty, want_weights):
+    return block(
+        x, context, cache, memory, extras, cache_is_empty=cache_is_empty, want_weights=want_weights
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _run_twice(block, x, context, cache, memory, extras, fresh, want_weights):
+def _run_twice(block, x, context, cache, memory, extras, cache_is_empty, want_weights):
     """`_run`, whose activations are computed again in the backward pass.
 
     `jax.checkpoint`, whose second run depends on the block's inputs alone, lets XLA on a CPU do all
     of them before the first is needed, and so saves next to nothing there. This one waits for the
     gradient that asks for it. It has no forward-mode derivative (`jax.jvp`).
     """
-    return _run(block, x, context, cache, memory, extras, fresh, want_weights)
+    return _run(block, x, context, cache, memory, extras, cache_is_empty, want_weights)
 
 
 def _keep_inputs(*args):
     return _run(*args), args[:6]
 
 
-def _run_again(fresh, want_weights, inputs, gradients):
-    run = functools.partial(_run, fresh=fresh, want_weights=want_weights)
+def _run_again(cache_is_empty, want_weights, inputs, gradients):
+    run = functools.partial(_run, cache_is_empty=cache_is_empty, want_weights=want_weights)
     # All inputs wait, weights that devices gather among them.
     (block, x, *rest), gradients = jax.lax.optimization_barrier((inputs, gradients))
     x = jax.lax.platform_dependent(x, gradients[0], cpu=_after, default=lambda x, gradient: x)
@@ -217,10 +231,7 @@ class Stack(nnx.Module):
                 f"assistant_early_exit: the model has {len(self.blocks)} layers, "
                 f"so there are no {count}"
             )
-        part = copy.copy(self)
-        # Past nnx's own setter, which refuses while a jit traces.
-        object.__setattr__(part, "blocks", tuple(self.blocks)[:count])
-        return part
+        return shallow_copy(self, blocks=tuple(self.blocks)[:count])
 
     def project_memory(
         self, memory: Float[Array, "B E D"], key: Array | None = None
@@ -239,7 +250,7 @@ class Stack(nnx.Module):
         *,
         layers: tuple[KV, ...] | None = None,
         memory: tuple[KV, ...] | None = None,
-        fresh: bool = False,
+        cache_is_empty: bool = False,
         head_mask: Float[Array, "L N"] | Float[Array, " N"] | None = None,
         cross_head_mask: Float[Array, "L N"] | Float[Array, " N"] | None = None,
         key: Array | None = None,
@@ -273,7 +284,7 @@ class Stack(nnx.Module):
                 None if layers is None else layers[i],
                 None if memory is None else memory[i],
                 extras,
-                fresh,
+                cache_is_empty,
                 output_attentions,
             )
             new.append(kv)

@@ -156,7 +156,7 @@ def real_tokens(model: Any, batch: Batch) -> Array | None:
         return None
     ones = name == "input_ids"
     count = jnp.asarray(jnp.size(batch[name]) if ones else jnp.count_nonzero(batch[name]))
-    if getattr(model, "is_encoder_decoder", False):
+    if model.is_encoder_decoder:
         target = batch.get("decoder_segment_ids")
         count += jnp.count_nonzero(batch["labels"] != IGNORED if target is None else target)
     return count

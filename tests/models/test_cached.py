@@ -25,7 +25,7 @@ MASK[1, 4:6] = False  # pads in the middle: the end of a shorter prompt, and a f
 def test_forward_with_a_cache(family):
     model, ids = tiny.cached(family), tiny.ids(2, 10)
     whole = tiny.logits(model, ids, attention_mask=MASK)
-    cache = model.start(2, 12)
+    cache = model.init_cache(2, 12)
     for columns in CHUNKS:
         out = model(ids[:, columns], MASK[:, columns], cache=cache)
         cache, real = out.cache, MASK[:, columns]
@@ -38,10 +38,10 @@ def test_forward_with_a_cache(family):
         model(ids[:1, :1], cache=cache)
 
 
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("cache_is_empty", [False, True])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_decode(family, fresh):
-    """The protocol of generation. `fresh` prefill looks at its own columns only."""
+def test_decode(family, cache_is_empty):
+    """The protocol of generation. `cache_is_empty` prefill looks at its own columns only."""
     model, ids = tiny.cached(family), tiny.ids(2, 10)
     if family == "t5":
         source, source_mask = tiny.ids(2, 6, seed=1), np.arange(6)[None] < [[6], [4]]
@@ -52,22 +52,22 @@ def test_decode(family, fresh):
             decoder_input_ids=ids,
             decoder_attention_mask=MASK,
         )
-        cache = model.start(2, 12, input_ids=source, attention_mask=source_mask)
+        cache = model.init_cache(2, 12, input_ids=source, attention_mask=source_mask)
     else:
         whole = tiny.logits(model, ids, attention_mask=MASK)
-        cache = model.start(2, 12)
-    decode = jax.jit(model.decode, static_argnames="fresh")
+        cache = model.init_cache(2, 12)
+    decode = jax.jit(model.decode, static_argnames="cache_is_empty")
     for columns in CHUNKS:
         real = MASK[:, columns]
-        first = fresh and columns.start == 0
-        read = decode(jnp.asarray(ids[:, columns]), real, cache, fresh=first)
+        first = cache_is_empty and columns.start == 0
+        read = decode(jnp.asarray(ids[:, columns]), real, cache, cache_is_empty=first)
         cache = read.cache
         np.testing.assert_allclose(read.logits[real], whole[:, columns][real], atol=2e-5)
 
 
 def test_gpt2_positions_end_with_the_cache_too():
     model = tiny.make("gpt2", n_positions=8)
-    cache = model(tiny.ids(1, 6), cache=model.start(1, 16)).cache
+    cache = model(tiny.ids(1, 6), cache=model.init_cache(1, 16)).cache
     with pytest.raises(InputError, match="9 tokens, but this model has 8 positions"):
         model(tiny.ids(1, 3), cache=cache)
 
@@ -78,7 +78,7 @@ def test_cross_attention_and_token_types_stay_in_the_cache():
     ids, types = tiny.ids(len(states), 6, vocab=20), tiny.ids(len(states), 6, seed=1, vocab=20)
     types[:, 4:] = types[:, 3:4]  # new tokens take the type of the prompt's last
     whole = model(ids, token_type_ids=types, encoder_hidden_states=states).logits
-    cache = model.start(len(ids), 8, encoder_hidden_states=states)
+    cache = model.init_cache(len(ids), 8, encoder_hidden_states=states)
     mask = jnp.ones((len(ids), 4), bool)
     read = model.decode(
         jnp.asarray(ids[:, :4]), mask, cache, token_type_ids=jnp.asarray(types[:, :4])

@@ -119,4 +119,4 @@ def test_a_cache_cannot_hold_packed_rows():
     m = model("s_llama")
     ids = np.ones((1, 4), np.int32)
     with pytest.raises(InputError, match="cache: packed rows"):
-        m(ids, segment_ids=ids, cache=m.start(1, 8))
+        m(ids, segment_ids=ids, cache=m.init_cache(1, 8))

@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from jaxllm.checkpoint.load import FLOATS, HALVES, float_dtype
 from jaxllm.checkpoint.orbax.run_checkpoints import RunCheckpoints
 from jaxllm.checkpoint.orbax.step_record import Record
-from jaxllm.checkpoint.origin import Origin
 from jaxllm.common.errors import CheckpointError
 from jaxllm.models.build_options import Options
 from jaxllm.models.config_export import config_to_json
+from jaxllm.models.model import Origin
 from jaxllm.models.registry import architecture_of, model_spec
 from jaxllm.models.weights import parameter_path, parameters
 from jaxllm.parallel.sharding import check_heads, parameter_sharding
@@ -35,7 +35,7 @@ def save_weights(folder: Path, model: Any) -> None:
 
 def describe(model: Any) -> dict[str, Any]:
     """What `rebuild` needs beside the parameters, as JSON."""
-    origin: Origin | None = getattr(model, "origin", None)
+    origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)
     config = config_to_json(model.config, model_type, architecture)
     if "scale_decoder_outputs" in config:  # written out there for readers with another default

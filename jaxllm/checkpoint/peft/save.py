@@ -85,7 +85,7 @@ def save_adapter(folder: str | PathLike[str], model: Any, *, base_model: str | N
 
     rank, ranks = usual({name: x.rank for name, x in adapters.items()})
     alpha, alphas = usual({name: x.alpha for name, x in adapters.items()})
-    origin = getattr(model, "origin", None)
+    origin = model.origin
     config = {
         "peft_type": "LORA",
         "task_type": task_of(model),

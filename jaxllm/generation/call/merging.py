@@ -33,7 +33,7 @@ def merged_config(
     for name, value in explicit.to_dict().items():
         if FIELDS[name].static and any_traced(value):
             raise InputError(f"{name}: must be known outside jax.jit; found a tracer")
-    own = getattr(model, "generation_config", None) or GenerationConfig()
+    own = model.generation_config or GenerationConfig()
     config = own.merge(explicit)
     check_supported(config)
     check_consistent(config, assistant_model)
@@ -45,5 +45,5 @@ def merged_config(
         )
     if "eos_token_id" in explicit.to_dict():
         return config, resolve_eos(config)
-    named = (*resolve_eos(own), *model.config.eos_token_ids, *getattr(model, "extra_eos", ()))
+    named = (*resolve_eos(own), *model.config.eos_token_ids, *model.extra_eos_token_ids)
     return config, tuple(dict.fromkeys(i for i in named if i >= 0))

@@ -16,8 +16,8 @@ from jaxllm.generation.call.prompts import decoder_prompt
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import any_traced, bucket, is_integer, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.strategies.strategy import without_notes
 from jaxllm.generation.strategies.token_choice import choose_greedy
+from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of, put_rows
 from jaxllm.parallel.sharding import constrain, use
 
@@ -89,7 +89,7 @@ def score(
     if len(before) != len(after):
         raise InputError(f"completions: {len(after)} for {len(before)} prompts")
     pairs = [laid_out(model, i, *pair) for i, pair in enumerate(zip(before, after, strict=True))]
-    bare, mesh = without_notes(model), mesh_of(model)
+    bare, mesh = without_metadata(model), mesh_of(model)
     log_probs: list[Any] = [None] * len(pairs)
     greedy = np.zeros(len(pairs), bool)
     # Longest first: neighbours are then of about one length, and memory is at its most at once.
@@ -137,7 +137,7 @@ def laid_out(model: Any, i: int, prompt: np.ndarray, completion: np.ndarray) -> 
     if model.is_encoder_decoder:
         if prompt.size == 0:
             raise InputError(f"prompts[{i}]: empty; the encoder needs one token or more")
-        settings = getattr(model, "generation_config", None) or GenerationConfig()
+        settings = model.generation_config or GenerationConfig()
         start = decoder_prompt(model, None, None, 1, settings).ids[0]
         return Pair(prompt, np.concatenate([start, completion[:-1]]), completion)
     if prompt.size == 0:
@@ -191,8 +191,8 @@ def _score_batch(
     Row b's first target is predicted by its column first[b].
     """
     B, T = tokens.shape
-    cache = model.start(B, T, **encoder)
-    x = model.decode(tokens, mask, cache, fresh=True).last_hidden_state
+    cache = model.init_cache(B, T, **encoder)
+    x = model.decode(tokens, mask, cache, cache_is_empty=True).last_hidden_state
     C = targets.shape[1]
     columns = jnp.minimum(first[:, None] + jnp.arange(C), T - 1)
     x = jnp.take_along_axis(x, columns[..., None], axis=1)

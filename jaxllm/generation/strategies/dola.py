@@ -88,7 +88,7 @@ def layers_to_contrast(model: Decoder, wanted: str | Sequence[int]) -> tuple[int
     """
     depth = model.depth
     if wanted == "low":
-        start = min(depth - 1, 2) if model.ties_embedding else 0
+        start = min(depth - 1, 2) if model.tied_embedding else 0
         end = depth // 2 if depth <= 40 else 20
         layers = (start,) if start == depth // 2 else tuple(range(start, end, 2))
     elif wanted == "high":

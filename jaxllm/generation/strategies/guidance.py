@@ -74,7 +74,7 @@ class Guided:
         return self.model.logits(x)
 
     def start(self, batch: int, capacity: int) -> Cache:
-        return self.model.start(2 * batch, capacity)
+        return self.model.init_cache(2 * batch, capacity)
 
     def decode(
         self,
@@ -82,22 +82,29 @@ class Guided:
         mask: Bool[Array, "B T"],
         cache: Cache,
         *,
-        fresh: bool = False,
-        at: Int[Array, " B"] | None = None,
+        cache_is_empty: bool = False,
+        logits_column: Int[Array, " B"] | None = None,
         branches: Branches | None = None,
         inputs_embeds: Float[Array, "B T D"] | None = None,
         **options: Any,
     ) -> DecodeOutput:
-        """As `Decoder.decode`. With `fresh` the unconditional rows read their own contexts, and so
+        """As `Decoder.decode`. In a prefill the unconditional rows read their own contexts, and so
         they do where the cache has no rows for them yet: it holds a conversation without them."""
         if cache.mask.shape[0] == mask.shape[0]:
-            return self.joined(tokens, mask, cache, at=at, inputs_embeds=inputs_embeds, **options)
+            return self.joined(
+                tokens,
+                mask,
+                cache,
+                logits_column=logits_column,
+                inputs_embeds=inputs_embeds,
+                **options,
+            )
         # What is chosen continues both contexts, in the same slots.
         length = cache.length
         if jnp.ndim(length) == 1:
             cache = cache.replace(length=stacked(length, length))
-        below = (tokens, mask, at)
-        if fresh:
+        below = (tokens, mask, logits_column)
+        if cache_is_empty:
             negative = self.negative.padded(mask.shape[1])
             below = (negative.tokens, negative.mask, negative.at)
         if inputs_embeds is not None:
@@ -113,8 +120,8 @@ class Guided:
             stacked(tokens, below[0]),
             stacked(mask, below[1]),
             cache,
-            fresh=fresh,
-            at=stacked(at, below[2]),
+            cache_is_empty=cache_is_empty,
+            logits_column=stacked(logits_column, below[2]),
             branches=branches,
             inputs_embeds=inputs_embeds,
             **options,
@@ -132,9 +139,11 @@ class Guided:
         """Reads the new part of a conversation, and the unconditional contexts in rows below."""
         negative, rows = self.negative, mask.shape[0]
         upper = self.model.decode(tokens, mask, cache, **options)
-        options.update(at=negative.at, inputs_embeds=None)
+        options.update(logits_column=negative.at, inputs_embeds=None)
         empty = cache.cut(jnp.zeros((rows,), jnp.int32))
-        lower = self.model.decode(negative.tokens, negative.mask, empty, fresh=True, **options)
+        lower = self.model.decode(
+            negative.tokens, negative.mask, empty, cache_is_empty=True, **options
+        )
         return upper.replace(
             cache=lower.cache.below(upper.cache), unconditional_logits=lower.logits
         )

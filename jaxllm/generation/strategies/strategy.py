@@ -6,7 +6,6 @@ static; its numbers (a length penalty) are leaves, so that another number compil
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
@@ -215,13 +214,3 @@ def unconditional(read: DecodeOutput) -> Float[Array, "B V"] | None:
     """The logits of the unconditional contexts, where there is guidance."""
     logits = read.unconditional_logits
     return None if logits is None else logits[:, 0]
-
-
-def without_notes(model: Any) -> Any:
-    """The model without what only the host reads: two models of one config share their programs."""
-    bare = copy.copy(model)
-    for name in ("generation_config", "origin", "extra_eos"):
-        if hasattr(bare, name):
-            # Past nnx's own setter, which refuses a model that the caller's jit closes over.
-            vars(bare)[name] = None
-    return bare

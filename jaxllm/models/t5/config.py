@@ -86,11 +86,6 @@ class T5Config(cfg.ModelConfig):
     def head_counts(self) -> dict[str, int]:
         return {"num_heads": self.num_heads}
 
-    @property
-    def context_length(self) -> None:
-        """Relative positions have no end."""
-        return None
-
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> T5Config:
         """Reads and checks a config.json object.

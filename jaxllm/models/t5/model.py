@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,26 +14,26 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
-from jaxllm.models.decoder import decoded
+from jaxllm.models.decoder import EncoderDecoder, decode_output
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.losses import token_loss
+from jaxllm.models.model import Model
 from jaxllm.models.outputs import BaseOutput, DecodeOutput, Seq2SeqLMOutput
 from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.stack import make_stack
-from jaxllm.nn.blocks import Context, Stack, StackOutput
+from jaxllm.nn.blocks import Context, Stack, StackOutput, shallow_copy
 from jaxllm.nn.dropout import split
 from jaxllm.nn.linear import Embedding, Linear
 
 
-class T5Encoder(nnx.Module):
+class T5Encoder(Model[T5Config]):
     """What every T5 has: the shared embedding and the encoder."""
 
-    config: T5Config
     shared: Embedding
     encoder: Stack
 
     def __init__(self, config: T5Config, options: Options, *, rngs: nnx.Rngs | None):
-        self.config = config
+        super().__init__(config)
         self.shared = Embedding(
             config.vocab_size,
             config.d_model,
@@ -298,7 +297,7 @@ class T5ForConditionalGeneration(T5Encoder):
             shifted = jnp.where(document_starts(jnp.asarray(segments)), start, shifted)
         return jnp.where(shifted == IGNORED, pad, shifted)
 
-    def start(
+    def init_cache(
         self,
         batch: int,
         capacity: int,
@@ -314,7 +313,7 @@ class T5ForConditionalGeneration(T5Encoder):
             len(self.decoder.blocks), batch, capacity, attn.kv_heads, attn.head_dim, attn.k.dtype
         )
         if attention_mask is None:
-            raise InputError("attention_mask: start() needs the encoder's mask")
+            raise InputError("attention_mask: init_cache() needs the encoder's mask")
         if encoder_states is None:
             encoder_states = self.encode(input_ids, attention_mask, inputs_embeds=inputs_embeds).x
         cross = self.decoder.project_memory(encoder_states)
@@ -326,40 +325,38 @@ class T5ForConditionalGeneration(T5Encoder):
         mask: Bool[Array, "B T"],
         cache: Cache,
         *,
-        fresh: bool = False,
-        at: Int[Array, " B"] | None = None,
+        cache_is_empty: bool = False,
+        logits_column: Int[Array, " B"] | None = None,
         branches: Branches | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> DecodeOutput:
-        view, cache = cache.make_view(mask, fresh=fresh, branches=branches)
+        view, cache = cache.make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
         assert cache.cross_mask is not None
         out = self.decoder(
             self.embed(tokens),
             Context(view=view, memory_visible=cache.cross_mask[:, None, None, :]),
             layers=cache.layers,
             memory=cache.cross,
-            fresh=fresh,
+            cache_is_empty=cache_is_empty,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        return decoded(out, self.logits, cache, at)
+        return decode_output(out, self.logits, cache, logits_column)
 
     @property
     def depth(self) -> int:
         return len(self.decoder.blocks)
 
     @property
-    def ties_embedding(self) -> bool:
+    def tied_embedding(self) -> bool:
         return self.lm_head is None
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         return self.shared(tokens)
 
-    def early_exit(self, layers: int) -> T5ForConditionalGeneration:
-        part = copy.copy(self)
-        object.__setattr__(part, "decoder", self.decoder.first(layers))
-        return part
+    def early_exit(self, layers: int) -> Self:
+        return shallow_copy(self, decoder=self.decoder.first(layers))
 
 
 def memory_visible(
@@ -373,3 +370,7 @@ def memory_visible(
         return visible
     same = jnp.asarray(decoder_segments)[:, :, None] == jnp.asarray(segments)[:, None, :]
     return visible & same[:, None]
+
+
+if TYPE_CHECKING:
+    _: type[EncoderDecoder] = T5ForConditionalGeneration

@@ -17,7 +17,7 @@ from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.padded_batch import PaddedBatch
 from jaxllm.generation.settings.lengths import checked_lengths
-from jaxllm.generation.strategies.strategy import without_notes
+from jaxllm.models.model import without_metadata
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.training.evaluation.generation_metrics import check_metrics, score_texts
 from jaxllm.training.losses import Batch, Loss, LossSums
@@ -78,7 +78,7 @@ def evaluate(model: Any, batches: Iterable[Batch], loss: Loss) -> EvalResult:
     Raises:
         InputError: no batch counts anything.
     """
-    bare = without_notes(model)
+    bare = without_metadata(model)
     total = np.zeros(3, np.float64)
     # The sums of a batch are fetched when the next one is under way: the device does not wait.
     pending: list[LossSums] = []

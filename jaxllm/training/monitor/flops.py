@@ -200,7 +200,7 @@ def model_flops(model: Any, trainable: Collection[str] | None = None) -> ModelFl
         if len(leaf.shape) == 2 and not _is_looked_up(path, model):
             cost = 6.0 if trainable is None or path in trainable else 4.0
             elements["source" if _reads_source(path) else "token"] += cost * float(leaf.size)
-    if getattr(model, "is_encoder_decoder", False):
+    if model.is_encoder_decoder:
         encoder, decoder = _attention(model.encoder), _attention(model.decoder)
         return ModelFlops(
             per_token=elements["token"],

@@ -214,7 +214,7 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
 def info_of(model: Any) -> ModelInfo:
     """What the data must know, with the end tokens of the model's generation config."""
     info = ModelInfo.of(model)
-    settings = getattr(model, "generation_config", None)
+    settings = model.generation_config
     ends = getattr(settings, "eos_token_id", None)
     if ends is None:
         return info

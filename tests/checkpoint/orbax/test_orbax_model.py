@@ -75,7 +75,7 @@ def test_tokenizer_and_generation_config_come_along(tmp_path):
     model, tokenizer = jaxllm.load(TOKENIZED)
     again, its_tokenizer = jaxllm.load_orbax(tmp_path / "orbax")
     assert again.generation_config == model.generation_config
-    assert again.extra_eos == model.extra_eos
+    assert again.extra_eos_token_ids == model.extra_eos_token_ids
     assert tokenizer is not None
     assert its_tokenizer is not None
     assert its_tokenizer.encode("to be") == tokenizer.encode("to be")

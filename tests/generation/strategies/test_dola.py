@@ -129,7 +129,7 @@ class Layers:
     """As much of a model as the choice of layers looks at."""
 
     depth: int
-    ties_embedding: bool
+    tied_embedding: bool
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from jaxllm.generation.strategies.assisted.drafts import (
     EarlyExit,
     PromptLookup,
 )
-from jaxllm.generation.strategies.strategy import without_notes
+from jaxllm.models.model import without_metadata
 
 SMALLEST_DRAFT = 8
 DEFAULT_NGRAM_SIZE = 2
@@ -72,7 +72,7 @@ def assisted(
             draft = EarlyExit(config.assistant_early_exit, threshold)
         else:
             check_assistant(model, assistant_model)
-            draft = AssistantModel(without_notes(assistant_model), threshold)
+            draft = AssistantModel(without_metadata(assistant_model), threshold)
     growing = schedule in ("heuristic", "heuristic_transient")
     # A heuristic needs room to grow in.
     room = bucket(2 * most if growing else most, SMALLEST_DRAFT)
@@ -100,7 +100,7 @@ def assistant_settings(config: GenerationConfig, assistant_model: Any) -> Genera
 
     transformers reads all three from the assistant's generation_config alone.
     """
-    own = getattr(assistant_model, "generation_config", None)
+    own = None if assistant_model is None else assistant_model.generation_config
     names = (
         "num_assistant_tokens",
         "num_assistant_tokens_schedule",

@@ -80,8 +80,10 @@ class AssistantModel(Draft):
             )
         network, (batch, width) = beside(model, self.model), prompt.mask.shape
         if prompt.past is None:
-            cache = prompt.kind.of(network.start(batch, capacity, **prompt.encoder))
-            cache = network.decode(cache=cache, fresh=True, at=prompt.at, **prompt.inputs).cache
+            cache = prompt.kind.of(network.init_cache(batch, capacity, **prompt.encoder))
+            cache = network.decode(
+                cache=cache, cache_is_empty=True, logits_column=prompt.at, **prompt.inputs
+            ).cache
         else:
             # The conversation is new to the assistant.
             unread = prompt.past.cross is not None and "input_ids" not in prompt.encoder
@@ -91,8 +93,8 @@ class AssistantModel(Draft):
                     "input, which the assistant reads as well, nor beside token_type_ids; "
                     "assistant_early_exit and prompt_lookup_num_tokens go on there"
                 )
-            cache = prompt.kind.of(network.start(batch, width, **prompt.encoder))
-            read = network.decode(prompt.sequences, prompt.mask, cache, fresh=True)
+            cache = prompt.kind.of(network.init_cache(batch, width, **prompt.encoder))
+            read = network.decode(prompt.sequences, prompt.mask, cache, cache_is_empty=True)
             cache = read.cache.compact(capacity)
         length = each_sample(prompt.columns, batch * samples)
         return cache.repeat(samples).replace(length=length)
