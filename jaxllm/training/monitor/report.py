@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import MissingExtraError
-from jaxllm.training.monitor import svg_chart
-from jaxllm.training.monitor.curves import Curve, curve
+from jaxllm.training.monitor.charts import LEARNING_RATES, Curve, curve, save_plot, svg_chart
 from jaxllm.training.monitor.metrics_log import read_metrics
-from jaxllm.training.monitor.plots import LEARNING_RATES, save_plot
 from jaxllm.training.monitor.run_card import RunCard, flat, start_rows
 from jaxllm.training.output_files import write_text
 
@@ -53,6 +51,7 @@ table{border-collapse:collapse;width:100%;font-size:14px}
 th,td{text-align:left;vertical-align:top;padding:5px 12px 5px 0;border-top:1px solid var(--line);
 overflow-wrap:anywhere}
 tr:first-child>*{border-top:0} th{font-weight:500;color:var(--muted);width:38%}
+svg.chart{width:100%;height:auto;display:block}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font:13px/1.5 ui-monospace,Menlo,monospace}
 .sample{margin-bottom:14px} .sample dl{margin:0}
 .sample dt{color:var(--muted);font-size:13px;margin-top:10px} .sample dd{margin:0}
@@ -80,9 +79,10 @@ def finish_report(
     samples: Sequence[ReportSample] = (),
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Writes report.html and, where matplotlib is installed, loss.png from metrics.jsonl.
+    """Writes report.html and loss.png from metrics.jsonl.
 
-    Without matplotlib `say` is told how to get it, and the report is written all the same.
+    Without matplotlib there is no loss.png and no chart in the report; both `say` and the report
+    tell how to get it.
 
     Returns:
         The files written.
@@ -133,7 +133,7 @@ def html_report(
         f'<p class="sub">Started {escape(card.starts[0].time)}, {steps:,} steps recorded</p>',
         _tiles(_highlights(rows)),
         "<h2>Curves</h2>",
-        f'<div class="grid">{"".join(_charts(rows))}</div>',
+        _charts(rows),
         _samples(samples),
         "<h2>Last values</h2>",
         _table((name, _number(value)) for name, value in _last_values(rows).items()),
@@ -146,12 +146,22 @@ def html_report(
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{CSS}{svg_chart.CSS}</style></head>\n"
+        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n"
         f"<body><main>{chr(10).join(sections)}</main></body></html>\n"
     )
 
 
-def _charts(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+def _charts(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The charts side by side; without matplotlib, how to get them."""
+    try:
+        charts = "".join(_chart(title, curves) for title, curves in _curves(rows))
+    except MissingExtraError as error:
+        return f'<p class="sub">{escape(str(error))}</p>'
+    return f'<div class="grid">{charts}</div>'
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, list[Curve]]]:
+    """Titles and curves of the charts that the rows have numbers for."""
     shown = {name for _, fields in CHARTS for name, _ in fields}
     others = dict.fromkeys(name for row in rows for name in row if name.startswith("eval_"))
     more = [
@@ -163,7 +173,7 @@ def _charts(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:
         found = [curve(rows, field, name) for field, name in fields]
         curves = [c for c in found if c is not None]
         if curves:
-            yield _chart(title, curves)
+            yield title, curves
 
 
 def _chart(title: str, curves: Sequence[Curve]) -> str:
@@ -172,7 +182,7 @@ def _chart(title: str, curves: Sequence[Curve]) -> str:
         keys = "".join(f'<i class="k{i}"></i>{escape(c.name)}' for i, c in enumerate(curves))
         legend = f'<span class="legend">{keys}</span>'
     noisy = title != LEARNING_RATE
-    drawn = svg_chart.line_chart(curves, label=f"{title} over the steps", noisy=noisy)
+    drawn = svg_chart(curves, label=f"{title} over the steps", noisy=noisy)
     return f'<div class="card"><h3>{escape(title)}{legend}</h3>{drawn}</div>'
 
 
