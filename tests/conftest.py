@@ -32,14 +32,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def keep_programs(pytestconfig: pytest.Config) -> None:
-    """Compiling takes most of the time, so programs stay in .pytest_cache from run to run. Each
-    worker has a folder of its own: JAX writes its files without a lock."""
+    """Compiling takes most of the time, so programs stay in .pytest_cache from run to run, in one
+    folder for all workers."""
     import jax
+    from jax._src.lru_cache import LRUCache
 
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-    jax.config.update("jax_compilation_cache_dir", str(pytestconfig.cache.mkdir(f"jax-{worker}")))
+    def put(self: LRUCache, key: str, value: bytes) -> None:
+        path = Path(str(self.path)) / f"{key}-cache"
+        whole = path.with_name(f"{path.name}.{os.getpid()}")
+        whole.write_bytes(value)
+        whole.replace(path)
+
+    LRUCache.put = put  # JAX's own lets other processes read a file that is half written
+    folder = pytestconfig.cache.mkdir("jax")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # XLA's own caches are for GPUs; with them the folder's path is a part of every key.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 @pytest.fixture(scope="session")

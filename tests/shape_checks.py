@@ -38,7 +38,7 @@ def check(function: Callable[..., Any]) -> Callable[..., Any]:
 def _is_shaped(hint: Any) -> bool:
     if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
         if hint.array_type is jax.Array:
-            hint.array_type = (jax.Array, np.ndarray)
+            hint.array_type = (jax.Array, np.ndarray, np.generic)
         return True
     return any(_is_shaped(part) for part in get_args(hint))
 
