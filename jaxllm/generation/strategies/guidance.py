@@ -73,7 +73,7 @@ class Guided:
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         return self.model.logits(x)
 
-    def start(self, batch: int, capacity: int) -> Cache:
+    def init_cache(self, batch: int, capacity: int) -> Cache:
         return self.model.init_cache(2 * batch, capacity)
 
     def decode(
