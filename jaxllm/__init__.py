@@ -1,5 +1,6 @@
 """T5, Llama and GPT-2 in JAX/Flax, with jit-compiled decoding."""
 
+import jaxllm.contrib  # noqa: F401  (registers its processors and prompt transforms)
 from jaxllm.batch import BatchGenerator, BatchOutput
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.call.output import GenerateOutput

@@ -25,6 +25,7 @@ LAYERS = [
     {"batch.job"},
     {"batch"},
     {"api"},
+    {"contrib"},
     {"generation"},
     {"generation.scoring"},
     {"generation.call"},
@@ -43,7 +44,8 @@ LAYERS = [
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 # The top of the package gathers what people call from the layers above the public functions too.
-GATHERS = {"jaxllm": {"jaxllm.batch"}}
+# jaxllm.generation has the names of the watermarks, which it imports on demand.
+GATHERS = {"jaxllm": {"jaxllm.batch"}, "jaxllm.generation": {"jaxllm.contrib.watermark"}}
 FOREIGN = {"torch", "transformers", "tensorflow", "keras"}
 # The one module that compares with the reference, and imports it inside a function.
 COMPARES = PACKAGE / "cli" / "verify.py"

@@ -1,22 +1,55 @@
-"""Text generation: settings, logits processors, token choice, and the decoding loop."""
+"""Generation of sequences: settings, strategies, logits processors, stopping criteria."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.generation import processors, stopping
 from jaxllm.generation.call.output import GenerateOutput
 from jaxllm.generation.generate import generate, stream
 from jaxllm.generation.processors import *  # noqa: F403
-from jaxllm.generation.processors.watermark.detector import WatermarkDetector
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.stopping import *  # noqa: F403
 from jaxllm.generation.strategies.beam.constraints import DisjunctiveConstraint, PhrasalConstraint
+
+if TYPE_CHECKING:
+    from jaxllm.contrib.watermark import (
+        SynthIDTextWatermarkingConfig,
+        SynthIDTextWatermarkLogitsProcessor,
+        WatermarkDetector,
+        WatermarkingConfig,
+        WatermarkLogitsProcessor,
+    )
+
+_WATERMARKS = (
+    "SynthIDTextWatermarkLogitsProcessor",
+    "SynthIDTextWatermarkingConfig",
+    "WatermarkDetector",
+    "WatermarkLogitsProcessor",
+    "WatermarkingConfig",
+)
 
 __all__ = [
     "DisjunctiveConstraint",
     "GenerateOutput",
     "GenerationConfig",
     "PhrasalConstraint",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "SynthIDTextWatermarkingConfig",
     "WatermarkDetector",
+    "WatermarkLogitsProcessor",
+    "WatermarkingConfig",
     "generate",
     "stream",
 ]
 __all__ += processors.__all__
 __all__ += stopping.__all__
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WATERMARKS:  # imported on demand: contrib stands above generation
+        return getattr(importlib.import_module("jaxllm.contrib.watermark"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,9 +14,8 @@ from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.call.output import GenerateOutput, leave, looked_at, on_host, output
 from jaxllm.generation.call.placement import placed, shared_key
 from jaxllm.generation.call.prepare import Request, prepare
-from jaxllm.generation.call.token_healing import heal_tokens
 from jaxllm.generation.inputs.arguments import sorted_keywords
-from jaxllm.generation.inputs.values import is_integer, is_traced
+from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import (
     decode,
     decode_program,
@@ -26,7 +25,6 @@ from jaxllm.generation.loop import (
     prefill_program,
 )
 from jaxllm.generation.processors.host.errors import reraised
-from jaxllm.generation.registration import register_prompt_transform
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_size
@@ -225,33 +223,6 @@ def prepare_call(
         **keywords.inputs,
     )
     return request if mesh is None or request.traced else placed(request, mesh)
-
-
-def heal(model: Any, tokenizer: Any, input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
-    """Prompts whose last tokens may be spelled in another way (`token_healing`), and their mask."""
-    if model.is_encoder_decoder:
-        raise UnsupportedError("token_healing: mends prompts of decoder-only models")
-
-    def one_more(row: np.ndarray, sequence_bias: Any) -> int:
-        out = generate(
-            model,
-            jnp.asarray(row[None]),
-            max_new_tokens=1,
-            pad_token_id=tokenizer.pad_token_id,
-            sequence_bias=sequence_bias,
-            token_healing=False,
-            do_sample=False,
-        )
-        return int(out.sequences[0, -1])
-
-    if input_ids is None or is_traced(input_ids) or is_traced(attention_mask):
-        raise InputError("token_healing: needs input_ids that are known outside jax.jit")
-    if attention_mask is None:
-        attention_mask = np.ones(np.shape(input_ids), bool)
-    return heal_tokens(np.asarray(input_ids), np.asarray(attention_mask), tokenizer, one_more)
-
-
-register_prompt_transform("token_healing", heal)
 
 
 def start(bare: Any, request: Request, run: Any) -> Any:

@@ -1,16 +1,19 @@
-"""Registration hooks: adds strategies and prompt transforms without a change to `generate()`.
+"""Registration hooks: add strategies, processors and prompt transforms to `generate()`.
 
-A module registers what it adds when it is imported. The tables stand beside the code that reads
-them: `strategies.select_strategy.REGISTERED_STRATEGIES` and `call.prompts.PROMPT_TRANSFORMS`.
+A module registers what it adds when it is imported; docs/extending.md has examples. The tables
+stand beside the code that reads them: `strategies.select_strategy.REGISTERED_STRATEGIES`,
+`processors.build.REGISTERED` and `call.prompts.PROMPT_TRANSFORMS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from jaxllm.generation.call.prompts import PROMPT_TRANSFORMS, PromptTransform
-from jaxllm.generation.settings.config import FIELDS
+from jaxllm.generation.processors.build import REGISTERED, Builder
+from jaxllm.generation.settings.config import FIELDS, declare_field
+from jaxllm.generation.settings.fields import Field
 from jaxllm.generation.strategies.select_strategy import (
     REGISTERED_STRATEGIES,
     Call,
@@ -39,6 +42,38 @@ def register_strategy(
     'typical'
     """
     REGISTERED_STRATEGIES[name] = RegisteredStrategy(name, selects, build)
+
+
+def register_processor(
+    name: str,
+    build: Builder,
+    *,
+    field: Field | None = None,
+    place: Literal["penalties", "last"] = "penalties",
+) -> None:
+    """Adds a logits processor that a generation field asks for.
+
+    It is part of every call in which the field has an effect or was given in code, whatever the
+    strategy. Rows with it run in the slots of the batch engine unless the field has `slots=False`.
+
+    Args:
+        name: the field; a second registration under the same name replaces the first.
+        build: `(value, inputs) -> processor`, from the field's value and
+            `processors.build.ProcessorInputs`; None if the value needs no processor.
+        field: declares a field of one's own. None: `GenerationConfig` has it already.
+        place: "penalties" is before the caller's own processors and the sampling filters, "last"
+            after them.
+
+    Raises:
+        ValueError: `GenerationConfig` has no such field, or `field` has the name of a built-in one.
+    """
+    if field is not None:
+        declare_field(name, field)
+    elif name not in FIELDS:
+        raise ValueError(f"register_processor: GenerationConfig has no field {name!r}; give field=")
+    for builders in REGISTERED.values():
+        builders.pop(name, None)
+    REGISTERED[place][name] = build
 
 
 def register_prompt_transform(field: str, transform: PromptTransform) -> None:

@@ -48,12 +48,6 @@ from jaxllm.generation.processors.warpers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-from jaxllm.generation.processors.watermark.config import (
-    SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
-)
-from jaxllm.generation.processors.watermark.green_list import WatermarkLogitsProcessor
-from jaxllm.generation.processors.watermark.synthid import SynthIDTextWatermarkLogitsProcessor
 
 __all__ = [
     "EncoderNoRepeatNGramLogitsProcessor",
@@ -79,15 +73,11 @@ __all__ = [
     "SequenceBiasLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",
     "SuppressTokensLogitsProcessor",
-    "SynthIDTextWatermarkLogitsProcessor",
-    "SynthIDTextWatermarkingConfig",
     "TemperatureLogitsWarper",
     "TopHLogitsWarper",
     "TopKLogitsWarper",
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    "WatermarkLogitsProcessor",
-    "WatermarkingConfig",
     "logits_processor",
 ]

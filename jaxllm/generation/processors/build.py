@@ -52,7 +52,6 @@ from jaxllm.generation.processors.warpers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-from jaxllm.generation.processors.watermark.config import watermarking_config
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 
 
@@ -221,8 +220,6 @@ def build_processors(
     built += _build(_FORCING | REGISTERED["penalties"], inputs)
     warpers = _build(_WARPERS, inputs) if config.do_sample else []
     last = _build(REGISTERED["last"], inputs)
-    if config.watermarking_config is not None:
-        last.append(watermarking_config(config.watermarking_config).construct_processor(vocab_size))
     if config.renormalize_logits:
         last.append(LogitNormalization())
     return LogitsProcessorList([*_merged(built, list(extra)), *warpers, *last])

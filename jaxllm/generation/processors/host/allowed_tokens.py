@@ -35,7 +35,7 @@ class HostRow(NamedTuple):
     Attributes:
         ids: int64 ``[cur_len]``.
         real: bool ``[cur_len]``; False at padding, and after the row's end.
-        prompt_len: PaddedBatch before the first new token; None where the call did not say.
+        prompt_len: Columns before the first new token; None where the call did not say.
     """
 
     ids: np.ndarray

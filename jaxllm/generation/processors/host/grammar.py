@@ -91,7 +91,7 @@ def json_schema(
         schema: The schema, or its JSON text; or a list with one for each prompt.
         tokenizer: The model's.
         eos_token_id: The tokens that end a text; None: the tokenizer's own.
-        prompt_len: PaddedBatch before the first new token, for calls that do not say.
+        prompt_len: Columns before the first new token, for calls that do not say.
 
     Raises:
         InputError: The schema is wrong, with llguidance's reason.

@@ -1,8 +1,8 @@
-"""Token healing: the last token of a prompt is chosen anew among the tokens that it begins.
+"""Token healing: replaces a prompt's last token by a longer one that begins with its text.
 
-A prompt that is cut in the middle of a word, or of ``https://``, ends in a token that the model has
-rarely seen there; the longer token that it wants to write is out of reach. The algorithm is that of
-``heal_tokens`` in transformers 5.23.0 (https://github.com/guidance-ai/guidance has the idea).
+A prompt that is cut in the middle of a word, or of ``https://``, ends in a token that rarely stands
+there in the training data, and the longer token that fits is out of reach. The algorithm is that of
+``heal_tokens`` in transformers 5.23.0 (the idea: https://github.com/guidance-ai/guidance).
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.values import is_traced
+from jaxllm.generation.registration import register_prompt_transform
 from jaxllm.tokenizers import Tokenizer
 
 SequenceBias = dict[tuple[int, ...], float]
@@ -137,3 +140,30 @@ def _tokenized_again(
         # Of a prompt without text one pad token is left, which the model begins from.
         kept[-1 if left else 0] = True
     return ids, real, pad
+
+
+def heal(model: Any, tokenizer: Any, input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
+    """The prompt transform of `token_healing`: :func:`heal_tokens` with the model itself."""
+    if model.is_encoder_decoder:
+        raise UnsupportedError("token_healing: is for prompts of decoder-only models")
+
+    def next_token(row: np.ndarray, sequence_bias: Any) -> int:
+        out = generate(
+            model,
+            jnp.asarray(row[None]),
+            max_new_tokens=1,
+            pad_token_id=tokenizer.pad_token_id,
+            sequence_bias=sequence_bias,
+            token_healing=False,
+            do_sample=False,
+        )
+        return int(out.sequences[0, -1])
+
+    if input_ids is None or is_traced(input_ids) or is_traced(attention_mask):
+        raise InputError("token_healing: needs input_ids that are known outside jax.jit")
+    if attention_mask is None:
+        attention_mask = np.ones(np.shape(input_ids), bool)
+    return heal_tokens(np.asarray(input_ids), np.asarray(attention_mask), tokenizer, next_token)
+
+
+register_prompt_transform("token_healing", heal)

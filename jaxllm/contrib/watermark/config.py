@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from jaxllm.common.errors import InputError
-from jaxllm.generation.processors.watermark.green_list import WatermarkLogitsProcessor
-from jaxllm.generation.processors.watermark.synthid import SynthIDTextWatermarkLogitsProcessor
+from jaxllm.contrib.watermark.green_list import WatermarkLogitsProcessor
+from jaxllm.contrib.watermark.synthid import SynthIDTextWatermarkLogitsProcessor
 
 
 class _Config:

@@ -13,20 +13,20 @@ from paths import DATA
 
 import jaxllm
 from jaxllm.common.errors import InputError
-from jaxllm.generation.processors.watermark.config import (
+from jaxllm.contrib.watermark.config import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
     watermarking_config,
 )
-from jaxllm.generation.processors.watermark.detector import WatermarkDetector
-from jaxllm.generation.processors.watermark.green_list import WatermarkLogitsProcessor
-from jaxllm.generation.processors.watermark.int64 import Int64, smallest
-from jaxllm.generation.processors.watermark.synthid import (
+from jaxllm.contrib.watermark.detector import WatermarkDetector
+from jaxllm.contrib.watermark.green_list import WatermarkLogitsProcessor
+from jaxllm.contrib.watermark.int64 import Int64, smallest
+from jaxllm.contrib.watermark.synthid import (
     SynthIDTextWatermarkLogitsProcessor,
     mean_score,
     weighted_mean_score,
 )
-from jaxllm.generation.processors.watermark.torch_random import first_of_permutation, permutation
+from jaxllm.contrib.watermark.torch_random import first_of_permutation, permutation
 
 CASES = json.loads((DATA / "watermark" / "reference.json").read_text())
 ARRAYS = np.load(DATA / "watermark" / "reference.npz")

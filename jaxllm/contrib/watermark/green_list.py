@@ -16,6 +16,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxllm.common.errors import InputError
+from jaxllm.contrib.watermark.int64 import Int64, smallest
+from jaxllm.contrib.watermark.torch_random import (
+    first_of_permutation,
+    first_of_permutations,
+    permutation,
+)
 from jaxllm.generation.inputs.values import Number, float_leaf, is_integer
 from jaxllm.generation.processors.base import (
     History,
@@ -23,12 +29,6 @@ from jaxllm.generation.processors.base import (
     Scores,
     logits_processor,
     store,
-)
-from jaxllm.generation.processors.watermark.int64 import Int64, smallest
-from jaxllm.generation.processors.watermark.torch_random import (
-    first_of_permutation,
-    first_of_permutations,
-    permutation,
 )
 
 SCHEMES = ("lefthash", "selfhash")

@@ -1,7 +1,7 @@
 """Finds the green-list watermark in a text, by the test of Kirchenbauer et al. 2023.
 
 SynthID's counterpart are the methods of ``SynthIDTextWatermarkLogitsProcessor`` that compute bits
-and masks, with the scores in ``jaxllm.generation.processors.watermark.synthid``.
+and masks, with the scores in ``jaxllm.contrib.watermark.synthid``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.contrib.watermark.config import WatermarkingConfig
+from jaxllm.contrib.watermark.green_list import WatermarkLogitsProcessor
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.generation.processors.watermark.config import WatermarkingConfig
-from jaxllm.generation.processors.watermark.green_list import WatermarkLogitsProcessor
 
 _AT_ONCE = 32  # permutations of the vocabulary in memory
 _SMALLEST_BUCKET = 32

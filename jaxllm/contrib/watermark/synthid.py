@@ -16,6 +16,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from jaxllm.common.errors import InputError
+from jaxllm.contrib.watermark.int64 import Int64
+from jaxllm.contrib.watermark.torch_random import random_bits
 from jaxllm.generation.inputs.values import int_leaf, is_integer
 from jaxllm.generation.processors.base import (
     History,
@@ -25,8 +27,6 @@ from jaxllm.generation.processors.base import (
     store,
 )
 from jaxllm.generation.processors.prompt_length import prompt_length
-from jaxllm.generation.processors.watermark.int64 import Int64
-from jaxllm.generation.processors.watermark.torch_random import random_bits
 
 _MULTIPLIER = Int64.of_ints(6364136223846793005)  # of Knuth's MMIX generator
 _ONE = Int64.of_ints(1)
@@ -55,7 +55,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         context_history_size: How far back contexts count as used.
         skip_first_ngram_calls: No watermark until the context holds ``ngram_len - 1`` new tokens.
         debug_mode: Makes the scores equal before they are tilted.
-        prompt_len: PaddedBatch before the first new token, for calls that do not say.
+        prompt_len: Columns before the first new token, for calls that do not say.
 
     Raises:
         InputError: An argument is out of its range.

@@ -13,7 +13,7 @@ from paths import DATA
 
 import jaxllm
 from jaxllm.common.errors import InputError
-from jaxllm.generation.call.token_healing import extension_bias, heal_tokens
+from jaxllm.contrib.token_healing import extension_bias, heal_tokens
 from jaxllm.tokenizers import Tokenizer, load_tokenizer
 
 MODEL = DATA / "conformance" / "models" / "s_llama_tok"
