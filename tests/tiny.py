@@ -58,6 +58,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(CONFIGS)
+"""Families that differ in kind; most tests run on these alone."""
+ROTARY: dict[str, dict[str, Any]] = {
+    "mistral": {**CONFIGS["llama"], "model_type": "mistral", "sliding_window": 4},
+    "qwen2": {
+        **CONFIGS["llama"],
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+    },
+}
+ROTARY["qwen3"] = {**ROTARY["qwen2"], "model_type": "qwen3", "head_dim": 8}
+"""Llama's relatives: windows in all layers, or in the last."""
+CONFIGS |= ROTARY
 
 
 def mostly(family: str) -> list[Any]:

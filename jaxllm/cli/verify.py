@@ -181,12 +181,12 @@ def _import_reference() -> tuple[Any, Any]:
 
 def _load_reference(path: Path, kind: str, transformers: Any) -> Any:
     """The same checkpoint as a torch module, in whatever dtype transformers chooses."""
-    auto = {
-        "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
-        "T5EncoderModel": "AutoModelForTextEncoding",
-        "LlamaForSequenceClassification": "AutoModelForSequenceClassification",
-        "GPT2ForSequenceClassification": "AutoModelForSequenceClassification",
-    }.get(kind, "AutoModelForCausalLM")
+    endings = {
+        "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+        "EncoderModel": "AutoModelForTextEncoding",
+        "ForSequenceClassification": "AutoModelForSequenceClassification",
+    }
+    auto = next((a for e, a in endings.items() if kind.endswith(e)), "AutoModelForCausalLM")
     where = {"pretrained_model_name_or_path": str(path)}
     if path.is_dir() and not (path / "config.json").exists():
         path = next(path.glob("*.gguf"))  # the only one, or jaxllm.load had refused the folder

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.decoder import take_column
-from jaxllm.models.decoder_only import DecoderOnly
+from jaxllm.models.decoder_only import Backbone, DecoderOnly
 from jaxllm.models.losses import classification_loss
 from jaxllm.models.outputs import SequenceClassifierOutput
 from jaxllm.nn.dropout import split
@@ -19,7 +22,15 @@ from jaxllm.nn.linear import Linear
 class SequenceClassifier(DecoderOnly):
     """The backbone and a score of each row's last real token (right under either padding)."""
 
+    body: ClassVar[Callable[..., Backbone]]
+    """The family's backbone."""
     score: Linear
+
+    def __init__(self, config: Any, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
+        super().__init__(config)
+        self.backbone = type(self).body(config, options, rngs=rngs)
+        sizes, std = (config.width, config.num_labels), config.initializer_range
+        self.score = Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
 
     def __call__(
         self,

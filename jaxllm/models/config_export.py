@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxllm.models.llama import LlamaConfig
+from jaxllm.models.rotary_decoder import RotaryConfig
 from jaxllm.models.t5.config import T5Config
 from jaxllm.nn.rope import Rope
 
@@ -30,7 +30,7 @@ def config_to_json(config: Any, model_type: str, architecture: str) -> dict[str,
         raw["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.num_labels)}
     if config.problem_type is not None:
         raw["problem_type"] = config.problem_type
-    if isinstance(config, LlamaConfig):
+    if isinstance(config, RotaryConfig):
         raw["rope_theta"] = config.rotary.theta
         raw["rope_scaling"] = _rope_scaling(config.rotary)
     if isinstance(config, T5Config):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +14,7 @@ from jaxllm.cache.attention_view import AttentionView, Branches, make_view
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError
 from jaxllm.models import input_checks as check
+from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import Decoder, decode_output
 from jaxllm.models.losses import causal_loss
@@ -192,7 +194,19 @@ class DecoderOnly(Model[ModelConfig]):
 class CausalLM(DecoderOnly):
     """A language model: the backbone and a head, tied to the embedding when `lm_head` is None."""
 
+    body: ClassVar[Callable[..., Backbone]]
+    """The family's backbone."""
     lm_head: Linear | None
+
+    def __init__(self, config: Any, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
+        super().__init__(config)
+        self.backbone = type(self).body(config, options, rngs=rngs)
+        sizes, std = (config.width, config.vocab_size), config.initializer_range
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
+        )
 
     def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
         """Float32 logits."""

@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from jaxllm.models import config as cfg
-from jaxllm.models.build_options import FLOAT32, Options
+from jaxllm.models.build_options import Options
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import Backbone, CausalLM
 from jaxllm.models.weights import Table, linear, norm, same
@@ -166,28 +166,11 @@ class GPT2Model(Backbone):
 
 
 class GPT2LMHeadModel(CausalLM):
-    def __init__(self, config: GPT2Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
-        super().__init__(config)
-        self.backbone = GPT2Model(config, options, rngs=rngs)
-        head = (config.n_embd, config.vocab_size)
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else Linear(*head, std=config.initializer_range, rngs=rngs, **options.dtypes)
-        )
+    body = GPT2Model
 
 
 class GPT2ForSequenceClassification(SequenceClassifier):
-    def __init__(self, config: GPT2Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
-        super().__init__(config)
-        self.backbone = GPT2Model(config, options, rngs=rngs)
-        self.score = Linear(
-            config.n_embd,
-            config.num_labels,
-            std=config.initializer_range,
-            rngs=rngs,
-            **options.dtypes,
-        )
+    body = GPT2Model
 
 
 LAYER, THEIRS = "backbone.stack.blocks.{i}", "transformer.h.{i}"

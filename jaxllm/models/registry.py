@@ -1,4 +1,4 @@
-"""Which config.json belongs to which code, by its `model_type`."""
+"""Registry of model families: config, classes and weight table of each `model_type`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.models import gpt2, llama, mistral, qwen2, qwen3
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.gpt2 import (
-    GPT2_TABLE,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
-)
-from jaxllm.models.llama import (
-    LLAMA_TABLE,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-)
 from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.model import T5EncoderModel, T5ForConditionalGeneration
 from jaxllm.models.t5.weights import t5_table
@@ -28,10 +17,10 @@ from jaxllm.models.weights import Table
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One model_type: its config, its classes by Hugging Face's names, its weight table.
+    """Config class, model classes and weight table of one `model_type`.
 
-    `parts` names classes that are a part of a bigger checkpoint: tensors beginning with the given
-    prefixes are then left unread.
+    `classes` are keyed by Hugging Face's names, the language model first. `parts` names classes
+    that are a part of a bigger checkpoint: tensors beginning with the given prefixes stay unread.
     """
 
     config: type[Any]
@@ -41,7 +30,23 @@ class Family:
     """The config's fields that decide which tensors there are."""
     headless_means_tied: bool = False
     """Without an lm_head.weight the head is tied, whatever the config says (T5)."""
+    base_models: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Classes without a head, and the one that reads their checkpoints: a tied head is no tensor
+    more."""
     parts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+
+def _decoder_only(
+    config: type[ModelConfig], table: Table, structure: tuple[str, ...], *classes: type[Any]
+) -> Family:
+    """A decoder-only family, whose classes have Hugging Face's names, the language model first."""
+    return Family(
+        config=config,
+        classes={cls.__name__: cls for cls in classes},
+        table=lambda config: table,
+        structure=(*structure, "tie_word_embeddings"),
+        base_models={classes[0].body.__name__: classes[0].__name__},
+    )
 
 
 def _t5(prefix: str) -> Family:
@@ -54,48 +59,58 @@ def _t5(prefix: str) -> Family:
         table=lambda config: t5_table(gated=config.gated),
         structure=("num_layers", "num_decoder_layers", "feed_forward_proj"),
         headless_means_tied=True,
+        base_models=dict.fromkeys(
+            (f"{prefix}Model", f"{prefix}WithLMHeadModel"), f"{prefix}ForConditionalGeneration"
+        ),
         parts={f"{prefix}EncoderModel": ("decoder.", "lm_head.")},
     )
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        config=LlamaConfig,
-        classes={
-            "LlamaForCausalLM": LlamaForCausalLM,
-            "LlamaForSequenceClassification": LlamaForSequenceClassification,
-        },
-        table=lambda config: LLAMA_TABLE,
-        structure=("num_hidden_layers", "attention_bias", "mlp_bias", "tie_word_embeddings"),
+    "llama": _decoder_only(
+        llama.LlamaConfig,
+        llama.LLAMA_TABLE,
+        ("num_hidden_layers", "attention_bias", "mlp_bias"),
+        llama.LlamaForCausalLM,
+        llama.LlamaForSequenceClassification,
     ),
-    "gpt2": Family(
-        config=GPT2Config,
-        classes={
-            "GPT2LMHeadModel": GPT2LMHeadModel,
-            "GPT2ForSequenceClassification": GPT2ForSequenceClassification,
-        },
-        table=lambda config: GPT2_TABLE,
-        structure=("n_layer", "add_cross_attention", "tie_word_embeddings"),
+    "mistral": _decoder_only(
+        mistral.MistralConfig,
+        mistral.MISTRAL_TABLE,
+        ("num_hidden_layers",),
+        mistral.MistralForCausalLM,
+        mistral.MistralForSequenceClassification,
+    ),
+    "qwen2": _decoder_only(
+        qwen2.Qwen2Config,
+        qwen2.QWEN2_TABLE,
+        ("num_hidden_layers",),
+        qwen2.Qwen2ForCausalLM,
+        qwen2.Qwen2ForSequenceClassification,
+    ),
+    "qwen3": _decoder_only(
+        qwen3.Qwen3Config,
+        qwen3.QWEN3_TABLE,
+        ("num_hidden_layers", "attention_bias"),
+        qwen3.Qwen3ForCausalLM,
+        qwen3.Qwen3ForSequenceClassification,
+    ),
+    "gpt2": _decoder_only(
+        gpt2.GPT2Config,
+        gpt2.GPT2_TABLE,
+        ("n_layer", "add_cross_attention"),
+        gpt2.GPT2LMHeadModel,
+        gpt2.GPT2ForSequenceClassification,
     ),
     "t5": _t5("T5"),
     "mt5": _t5("MT5"),
     "umt5": _t5("UMT5"),
 }
 
-# Checkpoints of the bare model load into the language model; tied heads need no tensor more.
-_BARE = {
-    "LlamaModel": "LlamaForCausalLM",
-    "GPT2Model": "GPT2LMHeadModel",
-    "T5Model": "T5ForConditionalGeneration",
-    "T5WithLMHeadModel": "T5ForConditionalGeneration",
-    "MT5Model": "MT5ForConditionalGeneration",
-    "UMT5Model": "UMT5ForConditionalGeneration",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """A config.json, understood."""
+    """Family, class and config of one config.json."""
 
     family: Family
     architecture: str
@@ -111,7 +126,7 @@ class ModelSpec:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Prefixes of tensors that this class leaves alone."""
+        """Prefixes of tensors that this class does not read."""
         return self.family.parts.get(self.architecture, ())
 
 
@@ -128,7 +143,7 @@ def model_spec(raw: Mapping[str, Any], architecture: str | None = None) -> Model
         raise UnsupportedError(f"model_type: {model_type!r}; jaxllm has {_names(FAMILIES)}")
     family = FAMILIES[model_type]
     name = architecture if architecture is not None else _listed(raw, family)
-    name = _BARE.get(name, name)
+    name = family.base_models.get(name, name)
     if name not in family.classes:
         raise UnsupportedError(
             f"architectures: {name!r}; for model_type {model_type!r} jaxllm has "

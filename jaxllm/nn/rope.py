@@ -283,7 +283,7 @@ def _parameters(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     part = merged.pop("partial_rotary_factor", 1)
     if part != 1:
         raise UnsupportedError(
-            f"partial_rotary_factor: found {part!r}; Llama turns all of a head's dimensions"
+            f"partial_rotary_factor: found {part!r}; all dimensions of a head are rotated here"
         )
     return present[0] if present else "rope_scaling", merged
 

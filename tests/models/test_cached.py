@@ -39,7 +39,14 @@ def test_forward_with_a_cache(family):
 
 
 @pytest.mark.parametrize("cache_is_empty", [False, True])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        *tiny.FAMILIES,
+        "qwen3",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "qwen2")),
+    ],
+)
 def test_decode(family, cache_is_empty):
     """The protocol of generation. `cache_is_empty` prefill looks at its own columns only."""
     model, ids = tiny.cached(family), tiny.ids(2, 10)

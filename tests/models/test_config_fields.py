@@ -18,22 +18,30 @@ from jaxllm.models.registry import FAMILIES, model_spec
 
 TOKEN_IDS = {"pad_token_id": 7, "bos_token_id": 8, "eos_token_id": [2, 9]}
 
+ROTARY = {
+    "vocab_size": 60,
+    "hidden_size": 64,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "hidden_act": "gelu",
+    "rms_norm_eps": 1e-2,
+    "tie_word_embeddings": True,
+}
+WINDOWS = {
+    "use_sliding_window": False,
+    "sliding_window": 6,
+    "max_window_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 # A change of each field that changes the logits.
 ACTS = {
-    "llama": {
-        "vocab_size": 60,
-        "hidden_size": 64,
-        "intermediate_size": 40,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "hidden_act": "gelu",
-        "rms_norm_eps": 1e-2,
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
+    "llama": {**ROTARY, "attention_bias": True, "mlp_bias": True},
+    "mistral": {**ROTARY, "sliding_window": 6},
+    "qwen2": {**ROTARY, **WINDOWS},
+    "qwen3": {**ROTARY, **WINDOWS, "attention_bias": True},
     "gpt2": {
         "vocab_size": 60,
         "n_embd": 64,
@@ -64,21 +72,22 @@ ACTS = {
 }
 # Dropout: no effect without a key (inference), an effect with one.
 DROPOUT = {
-    "llama": {"attention_dropout": 0.5},
+    **{family: {"attention_dropout": 0.5} for family in ("llama", *tiny.ROTARY)},
     "gpt2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
     "t5": {"dropout_rate": 0.5},
 }
 # No effect on the logits; each has a test of its own below, or is explained.
+ROTARY_OTHERS = {
+    **TOKEN_IDS,  # of generation, tokenizers, and pooling (pad)
+    "decoder_start_token_id": 5,  # decoder-only models have no decoder start
+    "max_position_embeddings": 128,  # acts through dynamic RoPE, and as a default length
+    "initializer_range": 0.5,
+    "num_labels": 3,
+    "problem_type": "regression",
+}
 OTHERS = {
-    "llama": {
-        **TOKEN_IDS,  # of generation, tokenizers, and pooling (pad)
-        "decoder_start_token_id": 5,  # Llama has no decoder start
-        "max_position_embeddings": 128,  # acts through dynamic RoPE, and as a default length
-        "pretraining_tp": 2,  # splits a product, with the same result
-        "initializer_range": 0.5,
-        "num_labels": 3,
-        "problem_type": "regression",
-    },
+    "llama": {**ROTARY_OTHERS, "pretraining_tp": 2},  # splits a product, with the same result
+    **dict.fromkeys(tiny.ROTARY, ROTARY_OTHERS),
     "gpt2": {
         **TOKEN_IDS,
         "decoder_start_token_id": 5,
@@ -97,7 +106,8 @@ OTHERS = {
         "problem_type": "regression",
     },
 }
-DERIVED = {"llama": {"rope"}, "gpt2": set(), "t5": {"bias_per_layer"}}
+DERIVED = {"gpt2": set(), "t5": {"bias_per_layer"}}
+DERIVED |= {family: {"rope"} for family in ("llama", *tiny.ROTARY)}
 
 
 @pytest.fixture
@@ -108,10 +118,21 @@ def op_by_op() -> Iterator[None]:
 
 
 def pairs(table):
-    return [(family, field) for family, fields in table.items() for field in fields]
+    """Each family's fields; what Llama's relatives share with it runs in test-all."""
+    return [
+        pytest.param(
+            family, field, marks=[pytest.mark.slow] if shared(table, family, field) else []
+        )
+        for family, fields in table.items()
+        for field in fields
+    ]
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+def shared(table, family, field):
+    return family in tiny.ROTARY and field in table["llama"] and field != "attention_bias"
+
+
+@pytest.mark.parametrize("family", tiny.CONFIGS)
 def test_the_lists_cover_every_field(family):
     tables = (ACTS[family], DROPOUT[family], OTHERS[family], DERIVED[family])
     listed = [field for table in tables for field in table]
@@ -187,6 +208,31 @@ ROPE = {
         for key, new in changes.items()
     },
 }
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window: expected 1 to"),
+        ("mistral", {"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide"),
+        ("qwen2", {"sliding_window": -1}, "sliding_window: expected 1 to"),
+        ("qwen2", {"max_window_layers": -1}, "max_window_layers: expected 0 or more, found -1"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types: 1 layers, but num_hidden"),
+        ("qwen3", {"layer_types": ["chunked", "full_attention"]}, "layer_types: .*'chunked'"),
+        (
+            "qwen3",
+            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False},
+            "layer_types: sliding_attention needs use_sliding_window",
+        ),
+        ("qwen3", {"head_dim": 7}, "head_dim: rotary embeddings need an even number"),
+        ("mistral", {"attention_bias": True}, "attention_bias: unknown field"),
+        ("qwen2", {"attention_bias": True}, "attention_bias: unknown field"),
+        ("qwen3", {"mlp_bias": True}, "mlp_bias: unknown field"),
+    ],
+)
+def test_impossible_values_of_windows_and_heads(family, change, message):
+    with pytest.raises((ConfigError, UnsupportedError), match=rf"^{message}"):
+        model_spec({**tiny.CONFIGS[family], **change})
 
 
 @pytest.mark.parametrize("name", ROPE)

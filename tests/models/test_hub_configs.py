@@ -42,5 +42,13 @@ def test_llama_rope_and_heads():
     assert config("llama-7b").pad_token_id is None  # -1 in the file
 
 
+def test_windows_of_mistral_and_qwen():
+    assert config("Mistral-7B-v0.1").sliding_window == 4096
+    assert config("Mistral-7B-Instruct-v0.2").sliding_window is None
+    assert config("Qwen2.5-7B-Instruct").window(27) is None
+    v4, v5 = config("Qwen3-0.6B"), config("Qwen3-0.6B, saved by transformers 5")
+    assert (v4.size_per_head, v4.rotary, v4.window(0)) == (128, v5.rotary, v5.window(0))
+
+
 def test_labels():
     assert (config("distilgpt2").num_labels, config("gpt2").num_labels) == (1, 2)

@@ -49,7 +49,7 @@ def test_sizes_that_cannot_be(sizes, message):
         make_mesh(devices=jax.devices()[:1], **sizes)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", tiny.CONFIGS)
 def test_every_matrix_of_every_family_is_in_the_table(family):
     """What is whole everywhere is one-dimensional: norms, and biases of what a sum ends."""
     model = tiny.cached(family)

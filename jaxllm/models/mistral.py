@@ -1,0 +1,48 @@
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with an attention window in every layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxllm.models import config as cfg
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.rotary_decoder import ROTARY_TABLE, Layers, RotaryConfig, RotaryModel
+from jaxllm.nn.blocks import Block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MistralConfig(RotaryConfig):
+    """Fields of config.json. `sliding_window` None: every token sees all before it (7B v0.2)."""
+
+    vocab_size: int = 32000
+    intermediate_size: int = 14336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131072
+    bos_token_id: int | None = 1
+    eos_token_id: int | tuple[int, ...] | None = 2
+    sliding_window: int | None = 4096
+
+    def check(self) -> None:
+        super().check()
+        if self.sliding_window is not None:
+            cfg.check_size(self, "sliding_window")
+
+
+class MistralModel(RotaryModel):
+    """Blocks: RMSNorm, rotary attention with grouped keys and a window, SwiGLU."""
+
+    def block(self, make: Layers, layer: int) -> Block:
+        attn = make.attention(window=self.config.sliding_window)
+        return Block(make.norm(), attn, make.norm(), make.mlp())
+
+
+class MistralForCausalLM(CausalLM):
+    body = MistralModel
+
+
+class MistralForSequenceClassification(SequenceClassifier):
+    body = MistralModel
+
+
+MISTRAL_TABLE = ROTARY_TABLE

@@ -1,0 +1,86 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671 and arXiv:2412.15115).
+
+Llama with biases in the query, key and value projections, and with windows in the upper layers
+where a config asks for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.models import config as cfg
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.rotary_decoder import ROTARY_TABLE, Layers, RotaryConfig, RotaryModel
+from jaxllm.nn.blocks import Block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen2Config(RotaryConfig):
+    """Fields of config.json.
+
+    With `use_sliding_window` the layers from `max_window_layers` on have the window
+    `sliding_window`, or those that `layer_types` calls "sliding_attention".
+    """
+
+    vocab_size: int = 151936
+    intermediate_size: int = 22016
+    num_key_value_heads: int | None = 32
+    max_position_embeddings: int = 32768
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: tuple[str, ...] | None = None
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of this layer sees, its own included; None: all."""
+        if not self.use_sliding_window:
+            return None
+        types = self.layer_types
+        sliding = layer >= self.max_window_layers if types is None else types[layer] == SLIDING
+        return self.sliding_window if sliding else None
+
+    def check(self) -> None:
+        super().check()
+        if self.sliding_window is not None:
+            cfg.check_size(self, "sliding_window")
+        if self.max_window_layers < 0:
+            found = self.max_window_layers
+            raise ConfigError(f"max_window_layers: expected 0 or more, found {found}")
+        if self.layer_types is None:
+            return
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ConfigError(
+                f"layer_types: {len(self.layer_types)} layers, but num_hidden_layers is "
+                f"{self.num_hidden_layers}"
+            )
+        for name in self.layer_types:
+            if name not in (FULL, SLIDING):
+                raise UnsupportedError(f"layer_types: expected {FULL} or {SLIDING}, found {name!r}")
+        if SLIDING in self.layer_types and not (self.use_sliding_window and self.sliding_window):
+            raise ConfigError(
+                f"layer_types: {SLIDING} needs use_sliding_window true and a sliding_window"
+            )
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Qwen2Model(RotaryModel):
+    """Blocks: RMSNorm, rotary attention with biases of q, k and v, SwiGLU."""
+
+    def block(self, make: Layers, layer: int) -> Block:
+        attn = make.attention(bias=True, window=self.config.window(layer))
+        return Block(make.norm(), attn, make.norm(), make.mlp())
+
+
+class Qwen2ForCausalLM(CausalLM):
+    body = Qwen2Model
+
+
+class Qwen2ForSequenceClassification(SequenceClassifier):
+    body = Qwen2Model
+
+
+QWEN2_TABLE = ROTARY_TABLE

@@ -1,0 +1,52 @@
+"""Qwen3, dense (Yang et al. 2025, arXiv:2505.09388): Qwen2 without biases, with normed heads."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.qwen2 import Qwen2Config
+from jaxllm.models.rotary_decoder import LAYER, ROTARY_TABLE, THEIRS, Layers, RotaryModel
+from jaxllm.models.weights import norm
+from jaxllm.nn.blocks import Block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Config(Qwen2Config):
+    """Fields of config.json: Qwen2's, and `attention_bias` of all four projections."""
+
+    head_dim: int | None = 128
+    attention_bias: bool = False
+
+
+class Qwen3Model(RotaryModel):
+    """Blocks: RMSNorm, rotary attention with a norm of each head's query and key, SwiGLU."""
+
+    def block(self, make: Layers, layer: int) -> Block:
+        c = self.config
+        attn = make.attention(
+            bias=c.attention_bias,
+            output_bias=c.attention_bias,
+            normed_heads=True,
+            window=c.window(layer),
+        )
+        return Block(make.norm(), attn, make.norm(), make.mlp())
+
+
+class Qwen3ForCausalLM(CausalLM):
+    body = Qwen3Model
+
+
+class Qwen3ForSequenceClassification(SequenceClassifier):
+    body = Qwen3Model
+
+
+QWEN3_TABLE = dataclasses.replace(
+    ROTARY_TABLE,
+    entries=(
+        *ROTARY_TABLE.entries,
+        *norm(f"{LAYER}.attn.q_norm", f"{THEIRS}.self_attn.q_norm"),
+        *norm(f"{LAYER}.attn.k_norm", f"{THEIRS}.self_attn.k_norm"),
+    ),
+)

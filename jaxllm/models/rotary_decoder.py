@@ -1,0 +1,245 @@
+"""Parts of Llama and its relatives: a config with RoPE, and a model of pre-norm blocks.
+
+A family adds its own config fields and says in `block` what one of its layers is made of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+from flax import nnx
+
+from jaxllm.common.errors import ConfigError, InputError
+from jaxllm.models import config as cfg
+from jaxllm.models.build_options import Options
+from jaxllm.models.decoder_only import Backbone
+from jaxllm.models.weights import Table, linear, norm, same
+from jaxllm.nn.activations import activation
+from jaxllm.nn.attention import Attention
+from jaxllm.nn.blocks import Block, Stack
+from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.mlp import GatedMLP
+from jaxllm.nn.norm import RMSNorm
+from jaxllm.nn.rope import Rope, rope_from_config
+
+ROPE_KEYS = frozenset(
+    {
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryConfig(cfg.ModelConfig):
+    """Fields of config.json under their own names; RoPE's two spellings end up in `rope`.
+
+    `max_position_embeddings` acts through RoPE (dynamic scaling) and as generate()'s default limit.
+    `rope` None is RoPE without scaling, base 10000.
+    """
+
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_dropout: float = 0.0
+    rope: Rope | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def size_per_head(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary(self) -> Rope:
+        rope = self.rope or Rope(
+            head_dim=self.size_per_head, max_positions=self.max_position_embeddings
+        )
+        if rope.head_dim != self.size_per_head:
+            raise ConfigError(f"rope: for head_dim {rope.head_dim}, not {self.size_per_head}")
+        return rope
+
+    @property
+    def width(self) -> int:
+        return self.hidden_size
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.kv_heads,
+        }
+
+    @property
+    def context_length(self) -> int:
+        return self.max_position_embeddings
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Reads and checks a config.json object.
+
+        Raises ConfigError or UnsupportedError, naming the field.
+        """
+        config = cfg.read_config(cls, raw, handled=ROPE_KEYS, derived=frozenset({"rope"}))
+        config.check()
+        rope = rope_from_config(
+            raw, head_dim=config.size_per_head, max_positions=config.max_position_embeddings
+        )
+        return dataclasses.replace(config, rope=rope)
+
+    def check(self) -> None:
+        """Raises ConfigError for a value that is out of range; a family adds its own fields."""
+        cfg.check_common(self)
+        cfg.check_size(self, "hidden_size", "intermediate_size", "num_attention_heads")
+        cfg.check_size(self, "max_position_embeddings")
+        cfg.check_size(self, "num_hidden_layers", limit=cfg.MAX_LAYERS)
+        for name in ("num_key_value_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                cfg.check_size(self, name)
+        if self.head_dim is None:
+            cfg.check_divides(self, "hidden_size", "num_attention_heads")
+        if self.num_attention_heads % self.kv_heads:
+            raise ConfigError(
+                f"num_key_value_heads: {self.kv_heads} does not divide num_attention_heads, "
+                f"{self.num_attention_heads}"
+            )
+        cfg.check_rate(self, "attention_dropout")
+        cfg.check_positive(self, "rms_norm_eps", "initializer_range")
+        activation(self.hidden_act, where="hidden_act")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """Makes the layers of a block in the sizes and dtypes of one model."""
+
+    config: RotaryConfig
+    options: Options
+    rngs: nnx.Rngs | None
+
+    def linear(self, inputs: int, outputs: int, *, bias: bool = False) -> Linear:
+        return Linear(
+            inputs,
+            outputs,
+            use_bias=bias,
+            std=self.config.initializer_range,
+            rngs=self.rngs,
+            **self.options.dtypes,
+        )
+
+    def embedding(self) -> Embedding:
+        c = self.config
+        return Embedding(
+            c.vocab_size,
+            c.hidden_size,
+            std=c.initializer_range,
+            rngs=self.rngs,
+            **self.options.dtypes,
+        )
+
+    def norm(self, size: int | None = None) -> RMSNorm:
+        """RMSNorm over `size` features, the model's width by default."""
+        c = self.config
+        return RMSNorm(size or c.hidden_size, eps=c.rms_norm_eps, **self.options.dtypes)
+
+    def attention(
+        self,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+        normed_heads: bool = False,
+        window: int | None = None,
+    ) -> Attention:
+        """Attention with grouped keys. `bias` is of q, k and v; `normed_heads`: RMSNorm of each
+        head's query and key; `window`: only the last tokens are seen."""
+        c, size = self.config, self.config.size_per_head
+        return Attention(
+            q=self.linear(c.hidden_size, c.num_attention_heads * size, bias=bias),
+            k=self.linear(c.hidden_size, c.kv_heads * size, bias=bias),
+            v=self.linear(c.hidden_size, c.kv_heads * size, bias=bias),
+            o=self.linear(c.num_attention_heads * size, c.hidden_size, bias=output_bias),
+            heads=c.num_attention_heads,
+            kv_heads=c.kv_heads,
+            head_dim=size,
+            scale=size**-0.5,
+            dropout_rate=c.attention_dropout,
+            implementation=self.options.attn_implementation,
+            q_norm=self.norm(size) if normed_heads else None,
+            k_norm=self.norm(size) if normed_heads else None,
+            window=window,
+        )
+
+    def mlp(self, *, bias: bool = False) -> GatedMLP:
+        c = self.config
+        return GatedMLP(
+            gate=self.linear(c.hidden_size, c.intermediate_size, bias=bias),
+            up=self.linear(c.hidden_size, c.intermediate_size, bias=bias),
+            down=self.linear(c.intermediate_size, c.hidden_size, bias=bias),
+            act=activation(c.hidden_act, where="hidden_act"),
+        )
+
+
+class RotaryModel(Backbone):
+    """Token embedding and blocks with rotary attention, then RMSNorm. A family defines `block`."""
+
+    config: Any
+
+    def __init__(self, config: Any, options: Options, *, rngs: nnx.Rngs | None):
+        make = Layers(config, options, rngs)
+        self.config, self.rope = config, config.rotary
+        self.embed = make.embedding()
+        blocks = [self.block(make, layer) for layer in range(config.num_hidden_layers)]
+        self.stack = Stack(blocks, make.norm(), remat=options.remat)
+
+    def block(self, make: Layers, layer: int) -> Block:
+        """Block number `layer`."""
+        raise NotImplementedError
+
+    def embed_tokens(self, input_ids, inputs_embeds, view, token_type_ids):
+        if token_type_ids is not None:
+            raise InputError("token_type_ids: only GPT-2 has token types")
+        return self.embed.of(input_ids, inputs_embeds)
+
+    def rotary(self, view):
+        return self.rope.angles(view.positions, view.horizon)
+
+
+LAYER, THEIRS = "backbone.stack.blocks.{i}", "model.layers.{i}"
+ROTARY_TABLE = Table(
+    prefix="model.",
+    entries=(
+        *same("backbone.embed.weight", "model.embed_tokens.weight"),
+        *norm(f"{LAYER}.attn_norm", f"{THEIRS}.input_layernorm"),
+        *linear(f"{LAYER}.attn.q", f"{THEIRS}.self_attn.q_proj"),
+        *linear(f"{LAYER}.attn.k", f"{THEIRS}.self_attn.k_proj"),
+        *linear(f"{LAYER}.attn.v", f"{THEIRS}.self_attn.v_proj"),
+        *linear(f"{LAYER}.attn.o", f"{THEIRS}.self_attn.o_proj"),
+        *norm(f"{LAYER}.mlp_norm", f"{THEIRS}.post_attention_layernorm"),
+        *linear(f"{LAYER}.mlp.gate", f"{THEIRS}.mlp.gate_proj"),
+        *linear(f"{LAYER}.mlp.up", f"{THEIRS}.mlp.up_proj"),
+        *linear(f"{LAYER}.mlp.down", f"{THEIRS}.mlp.down_proj"),
+        *norm("backbone.stack.norm", "model.norm"),
+        *same("lm_head.weight", "lm_head.weight"),
+        *same("score.weight", "score.weight"),
+    ),
+    buffers=(
+        r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        r"(model\.)?rotary_emb\.inv_freq",
+    ),
+    copies=((r"lm_head\.weight", "backbone.embed.weight"),),
+)
+"""Weights that all of these families have; biases only where the model has them."""

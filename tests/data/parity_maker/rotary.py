@@ -1,0 +1,116 @@
+"""Mistral, Qwen2 and Qwen3 cases: windows shorter than the rows, biases, normed heads."""
+
+from __future__ import annotations
+
+from parity_maker.inputs import (
+    TASKS,
+    Case,
+    Forward,
+    Grad,
+    classifier_calls,
+    decoder_calls,
+    decoder_only,
+    labels_of,
+    merged,
+    random_state,
+)
+from parity_maker.llama import LLAMA
+
+CASES: list[Case] = []
+
+NAMES = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+COMMON = {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias")}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+GRADS = (
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.1.self_attn.v_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.1.mlp.down_proj.weight",
+    "model.norm.weight",
+)
+BIASES = ("model.layers.1.self_attn.q_proj.bias", "model.layers.0.self_attn.v_proj.bias")
+NORMS = ("model.layers.1.self_attn.q_norm.weight", "model.layers.0.self_attn.k_norm.weight")
+
+
+def rotary(
+    name: str, covers: str, grads: tuple[str, ...] = (), task: str | None = None, **fields
+) -> None:
+    """With `grads` all calls of a decoder-only model; else one forward pass alone."""
+    family = name.partition("_")[0]
+    config = merged({**COMMON, "model_type": family}, fields)
+    if task is not None:
+        calls = classifier_calls(name, config, TASKS[task][3])
+    elif grads:
+        calls = decoder_calls(name, config, 20)
+        calls["grad"] = Grad(calls["labels"].inputs, grads)
+    else:
+        calls = {"plain": Forward(decoder_only(random_state(name), config))}
+    architecture = NAMES[family] + ("ForCausalLM" if task is None else "ForSequenceClassification")
+    absent = ("lm_head.weight",) if config["tie_word_embeddings"] and task is None else ()
+    CASES.append(
+        Case(name, family, covers, architecture, config, calls, ("model.norm.weight",), absent)
+    )
+
+
+rotary(
+    "mistral_window",
+    "window of 5, head_dim != hidden/heads, gelu, own head, v4 rope_theta, gradients",
+    GRADS,
+    sliding_window=5,
+    hidden_act="gelu",
+    tie_word_embeddings=False,
+    rope_theta=777.0,
+)
+rotary(
+    "mistral_full",
+    "sliding_window null, head_dim null, hidden_act silu",
+    sliding_window=None,
+    head_dim=None,
+    num_attention_heads=2,
+)
+rotary(
+    "qwen2_window",
+    "window of 4 in layers 1 and 2 (max_window_layers 1), gelu tanh, tied, v5 rope, gradients",
+    GRADS + BIASES,
+    **WINDOWS,
+    num_hidden_layers=3,
+    hidden_act="gelu_new",
+    rope_parameters={"rope_type": "default", "rope_theta": 50.0},
+)
+rotary(
+    "qwen2_layer_types",
+    "window of 3 in layer 0 (layer_types), own head, linear rope",
+    use_sliding_window=True,
+    sliding_window=3,
+    max_window_layers=2,
+    layer_types=["sliding_attention", "full_attention"],
+    tie_word_embeddings=False,
+    rope_scaling={"type": "linear", "factor": 2.5},
+)
+rotary(
+    "qwen2_cls_single",
+    f"sequence classification: {TASKS['single'][0]}; use_sliding_window false",
+    task="single",
+    **{**WINDOWS, "use_sliding_window": False},
+    **labels_of(3),
+)
+rotary(
+    "qwen3_window",
+    "normed heads, attention_bias, window of 4 in layer 1, own head, relu, gradients",
+    GRADS + BIASES + NORMS,
+    **WINDOWS,
+    attention_bias=True,
+    hidden_act="relu",
+    tie_word_embeddings=False,
+    rope_theta=90.0,
+)
+rotary(
+    "qwen3_yarn",
+    "normed heads, no biases, tied, MQA, yarn",
+    num_key_value_heads=1,
+    attention_bias=False,
+    max_position_embeddings=256,
+    rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+)
