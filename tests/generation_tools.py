@@ -12,7 +12,7 @@ from compiling import compiled_as_users
 from conformance_runs import model
 
 from jaxllm.cache.attention_view import make_view
-from jaxllm.generation.generate import prepare_call, runnable, start
+from jaxllm.generation.generate import prepare_call, program_model, run_prefill
 from jaxllm.generation.loop import decode_program, prefill_program
 from jaxllm.nn.blocks import Context
 
@@ -84,13 +84,15 @@ def compilations(call) -> list[str]:
 def started(name: str, ids, mask, **fields) -> tuple[Any, Any, Any]:
     """The model as the programs run it, the prepared call, and the state after prefill."""
     call = prepare_call(model(name), ids, mask, None, 0, fields)
-    bare = runnable(model(name), call)
-    return bare, call, start(bare, call, prefill_program)
+    bare = program_model(model(name), call)
+    return bare, call, run_prefill(bare, call, prefill_program)
 
 
 def compiled_loop(bare, call, state) -> str:
     """The loop as XLA runs it."""
-    lowered = decode_program.lower(call.strategy, bare, state, call.settings, np.int32(call.until))
+    lowered = decode_program.lower(
+        call.strategy, bare, state, call.settings, np.int32(call.max_length)
+    )
     return compiled_as_users(lowered).as_text()
 
 
@@ -112,7 +114,7 @@ def loop_is_in_place(bare, call, state) -> bool:
     """Runs the loop; whether the cache was donated and updated in its own buffer."""
     before = state.cache.layers[0].k
     address = before.unsafe_buffer_pointer()
-    after = decode_program(call.strategy, bare, state, call.settings, np.int32(call.until))
+    after = decode_program(call.strategy, bare, state, call.settings, np.int32(call.max_length))
     kept = not jax.tree.leaves(bare)[0].is_deleted()
     same = after.cache.layers[0].k.unsafe_buffer_pointer() == address
     return before.is_deleted() and same and kept

@@ -30,8 +30,8 @@ from jaxllm.cli.request import Decoder, IdDecoder, Request
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.contrib.token_healing import heal
+from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.call.merging import merged_config
-from jaxllm.generation.call.placement import shared_key
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.consistency import check_supported
 from jaxllm.tokenizers.tokenizer import MAX_TEXT_BYTES, Tokenizer

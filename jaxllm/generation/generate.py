@@ -1,20 +1,25 @@
-"""`generate()` and `stream()`: host checks, then the compiled programs, then the host again."""
+"""`generate()` and `stream()`: prepare a call on the host, run the compiled programs, fetch the
+result."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.generation.call.output import GenerateOutput, leave, looked_at, on_host, output
-from jaxllm.generation.call.placement import placed, shared_key
-from jaxllm.generation.call.prepare import Request, prepare
-from jaxllm.generation.inputs.arguments import sorted_keywords
+from jaxllm.generation.call.output import (
+    GenerateOutput,
+    fetched,
+    fetched_progress,
+    generate_output,
+    past_key_values,
+)
+from jaxllm.generation.call.prepare import Request, prepare_call
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import (
     decode,
@@ -29,50 +34,67 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_size
 from jaxllm.generation.strategies.strategy import Result
+from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.model import without_metadata
-from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import use
+
+Rows: TypeAlias = Array | np.ndarray | Sequence[Sequence[int]]
 
 
 def generate(
-    model: Any,
-    input_ids: Int[Array, "B T"] | None = None,
-    attention_mask: Int[Array, "B T"] | None = None,
-    generation_config: GenerationConfig | None = None,
+    model: GenerativeModel,
+    input_ids: Rows | None = None,
+    attention_mask: Rows | None = None,
+    generation_config: GenerationConfig | Mapping[str, Any] | None = None,
     key: Any = None,
     **fields: Any,
 ) -> GenerateOutput:
-    """Generates token ids; transformers' generate() for a model that `jaxllm.load` returned.
+    """Generates token ids, as transformers' `generate()`; also inside the caller's own `jax.jit`.
+
+    B is the batch, T columns of a prompt, E of an encoder's input, D the model's width, n
+    `num_return_sequences`. The chunk-wise `stream` takes the same arguments.
 
     Args:
-        model: a causal or encoder-decoder language model.
-        input_ids: the prompt (decoder-only) or the encoder's input, padded on either side. None
-            starts a decoder-only model from its BOS token.
-        attention_mask: 1 at real tokens. None: all are, but that a decoder-only model recognises
-            pads if the pad token ends no text.
-        generation_config: settings; `fields` win over it, and it over the model's own file.
-        key: `jax.random.key(...)` or an int seed, for sampling. None: a fresh one at each call.
-        fields: any field of `GenerationConfig`, and the inputs `inputs_embeds`, `token_type_ids`
-            (GPT-2), `decoder_input_ids` (inside jax.jit they must begin with the start token, which
-            is put before them otherwise), `decoder_attention_mask`, `encoder_outputs` (T5),
-            `encoder_hidden_states`, `encoder_attention_mask` (GPT-2 with cross-attention),
-            `negative_prompt_ids` [B, T] and `negative_prompt_attention_mask` (with guidance_scale),
-            `logits_processor` and `stopping_criteria` (lists of callables),
-            `prefix_allowed_tokens_fn` (`(batch_id, ids) -> token ids`), `tokenizer` (for
-            `stop_strings` and `token_healing`), `assistant_model` (a smaller model of the same
-            vocabulary, which drafts), `streamer` (an object with `put` and `end`, called on the
-            host) and `row_ids` [B], the numbers that a row's random draws depend on (default
-            0..B-1). `return_past_key_values=True` asks for the cache; given to a later call as
-            `past_key_values`, with the whole conversation as `input_ids` (T5: as
-            `decoder_input_ids`, and no encoder's input), it saves reading the old part again.
+        model: a decoder-only or encoder-decoder language model, as `jaxllm.load` returns it.
+        input_ids: int [B, T], the prompts (decoder-only) or the encoder's input (encoder-decoder),
+            padded on either side. None: a decoder-only model starts from its BOS token.
+        attention_mask: bool or 0/1 [B, T], 1 at real tokens. None: every token is real, except that
+            a decoder-only model masks `pad_token_id` where that is no end token.
+        generation_config: settings. `fields` win over them, and they over those of the model's own
+            file.
+        key: `jax.random.key(...)` or an int seed, for sampling. None: a fresh key at each call.
+        fields: any field of `GenerationConfig`, and these arguments:
+
+            - `inputs_embeds` float [B, T, D], in place of `input_ids` or beside them;
+              `token_type_ids` int [B, T] (GPT-2).
+            - `decoder_input_ids` int [B, T] and `decoder_attention_mask` (encoder-decoders): the
+              decoder's prompt. The start token is put before it, unless it is there; inside
+              jax.jit it must be there. `encoder_outputs` float [B, E, D] saves the encoder's run.
+            - `encoder_hidden_states` float [B, E, D] and `encoder_attention_mask` [B, E] (GPT-2
+              with cross-attention).
+            - `negative_prompt_ids` int [B, T] and `negative_prompt_attention_mask`, with
+              `guidance_scale`.
+            - `logits_processor`, `stopping_criteria`: lists of callables.
+              `prefix_allowed_tokens_fn`: `(batch_id, ids) -> token ids`.
+            - `tokenizer`, for `stop_strings` and `token_healing`.
+            - `assistant_model`: a smaller model of the same vocabulary, which drafts tokens.
+            - `streamer`: an object with `put` and `end`, called on the host after each token.
+            - `row_ids` int [B], default 0..B-1: a row's random draws depend on `key` and its id
+              alone.
+            - `return_past_key_values=True` returns the KV cache. A later call takes it as
+              `past_key_values`, with the whole conversation as `input_ids` (encoder-decoders:
+              `decoder_input_ids`, without the encoder's input), and runs the new part only.
 
     Returns:
-        GenerateOutput with `.sequences`, int32 [B * num_return_sequences, L].
+        GenerateOutput with `.sequences`, int32 [B * n, L]: numpy arrays, or inside jax.jit traced
+        ones. The n results of a row follow each other.
 
     Raises:
-        InputError: ids outside the vocabulary, lengths without room, contradictory settings.
+        InputError: ids outside the vocabulary, shapes that do not fit each other, more columns than
+            the model has positions, contradictory settings, unknown fields.
         UnsupportedError: a setting that jaxllm does not have, by its name.
-        NonFiniteError: the model gave NaN or infinite logits, with the step and row.
+        NonFiniteError: the model gave NaN or infinite logits, with the step and the row. Not inside
+            jax.jit.
     """
     streamer = fields.pop("streamer", None)
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -82,31 +104,94 @@ def generate(
         return run(model, request, streamer)
 
 
-def run(model: Any, request: Request, streamer: Any) -> GenerateOutput:
-    """Prefill, the loop, the end."""
-    bare, strategy, settings = runnable(model, request), request.strategy, request.settings
+def stream(
+    model: GenerativeModel,
+    input_ids: Any = None,
+    attention_mask: Any = None,
+    generation_config: GenerationConfig | Mapping[str, Any] | None = None,
+    key: Any = None,
+    *,
+    chunk_size: int = 1,
+    **fields: Any,
+) -> Iterator[np.ndarray]:
+    """Generates as `generate`, and yields the new tokens as they come.
+
+    The compiled programs are those of `generate`: after one of the two has run, the other compiles
+    nothing. The arguments are checked at once, before the first chunk is asked for.
+
+    Args:
+        model, input_ids, attention_mask, generation_config, key, fields: as `generate`.
+        chunk_size: columns of a chunk; the last one may have fewer.
+
+    Returns:
+        An iterator over chunks, int32 [B * num_return_sequences, chunk_size] on the host. Side by
+        side they are the new columns of `generate(...).sequences`.
+
+    Raises:
+        InputError: as `generate`, and for settings that ask for more than tokens (`output_scores`,
+            `return_past_key_values`, ...).
+        UnsupportedError: as `generate`, and for beams, which are final at the end only.
+        NonFiniteError: as `generate`, at the step where it happens.
+    """
+    if not is_integer(chunk_size) or chunk_size < 1:
+        raise InputError(f"chunk_size: expected an integer of 1 or more, found {chunk_size!r}")
+    request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     if request.traced:
-        for name, given in (("streamer", streamer), ("max_time", request.clocks)):
-            if given:
+        raise InputError("stream: runs on the host, outside jax.jit; use generate inside")
+    if not request.strategy.streams:
+        raise UnsupportedError(
+            "stream: the tokens of beams are final at the end only; use generate, or num_beams=1"
+        )
+    settings = request.settings
+    for name, asked_for in (
+        ("output_scores", settings.keep_scores),
+        ("output_logits", settings.keep_logits),
+        ("output_hidden_states", settings.keep_hidden_states),
+        ("output_attentions", settings.keep_attentions),
+        ("return_past_key_values", request.return_past_key_values),
+    ):
+        if asked_for:
+            raise InputError(f"{name}: stream yields tokens alone; use generate")
+    return _chunks(program_model(model, request), request, chunk_size)
+
+
+def _chunks(model: Decoder, request: Request, chunk_size: int) -> Iterator[np.ndarray]:
+    yielded = request.start_len
+    for result, _ in partial_results(model, request, chunk_size):
+        length = int(result.length)
+        if length - yielded >= chunk_size or result.over:
+            while length > yielded:
+                end = min(yielded + chunk_size, length)
+                yield np.asarray(result.sequences[:, yielded:end])
+                yielded = end
+
+
+def run(model: GenerativeModel, request: Request, streamer: Any) -> GenerateOutput:
+    """Runs the programs of a call: prefill, the decoding loop, and the end."""
+    bare, strategy, settings = program_model(model, request), request.strategy, request.settings
+    max_length = request.max_length
+    if request.traced:
+        for name, on_host in (("streamer", streamer), ("max_time", request.clocks)):
+            if on_host:
                 raise InputError(f"{name}: works on the host, outside jax.jit")
-        state = start(bare, request, prefill)
-        state = decode(strategy, bare, state, settings, jnp.int32(request.until))
+        state = run_prefill(bare, request, prefill)
+        state = decode(strategy, bare, state, settings, jnp.int32(max_length))
         result = finish(strategy, state, settings)
-        past = leave(model, request, state)
-        return output(request, result, past, request.until, request.until - request.start_len)
+        past = past_key_values(model, request, state)
+        return generate_output(request, result, past, max_length, max_length - request.start_len)
     if streamer is not None or request.clocks:
-        result, state = watched(bare, request, streamer)
+        result, state = run_by_token(bare, request, streamer)
     else:
         with reraised():
-            state = start(bare, request, prefill_program)
-            state = decode_program(strategy, bare, state, settings, np.int32(request.until))
-            result = on_host(finish_program(strategy, state, settings))
-    past = leave(model, request, state)
-    return output(request, result, past, int(result.length), int(result.steps))
+            state = run_prefill(bare, request, prefill_program)
+            state = decode_program(strategy, bare, state, settings, np.int32(max_length))
+            result = fetched(finish_program(strategy, state, settings))
+    past = past_key_values(model, request, state)
+    return generate_output(request, result, past, int(result.length), int(result.steps))
 
 
-def watched(bare: Any, request: Request, streamer: Any) -> tuple[Result, Any]:
-    """Runs token by token, since somebody looks at each: a streamer, or a clock.
+def run_by_token(model: Decoder, request: Request, streamer: Any) -> tuple[Result, Any]:
+    """Runs a call token by token, for a streamer or a time limit: the result and the last state.
 
     The streamer's `put` gets the prompt [B, T], then every step's tokens [B], then `end()` is
     called, as transformers' streamers are.
@@ -115,128 +200,70 @@ def watched(bare: Any, request: Request, streamer: Any) -> tuple[Result, Any]:
         if not request.strategy.streams:
             raise UnsupportedError("streamer: cannot be used with beams; set num_beams=1")
         streamer.put(np.asarray(request.prompt.sequences)[:, : request.start_len])
-    shown = request.start_len
+    streamed = request.start_len
     last = None
-    for last in results(bare, request, chunk=1):
+    for last in partial_results(model, request, chunk=1):
         result, _ = last
         if streamer is not None:
-            for column in range(shown, int(result.length)):
+            for column in range(streamed, int(result.length)):
                 streamer.put(np.asarray(result.sequences[:, column]))
-        shown = int(result.length)
+        streamed = int(result.length)
     if streamer is not None:
         streamer.end()
     assert last is not None
     result, state = last
-    return on_host(result), state
+    return fetched(result), state
 
 
-def stream(
-    model: Any,
-    input_ids: Int[Array, "B T"] | None = None,
-    attention_mask: Int[Array, "B T"] | None = None,
-    generation_config: GenerationConfig | None = None,
-    key: Any = None,
-    *,
-    chunk_size: int = 1,
-    **fields: Any,
-) -> Iterator[np.ndarray]:
-    """Like `generate`, but yields the new tokens as they come: int32 [B * n, chunk_size or fewer].
+def partial_results(model: Decoder, request: Request, chunk: int) -> Iterator[tuple[Result, Any]]:
+    """The result so far and the state, after the first token and then at every multiple of `chunk`
+    new tokens.
 
-    The chunks side by side are the new columns of `generate(...).sequences`. The programs are those
-    of `generate`: after one of the two has run, the other compiles nothing.
-    """
-    if not is_integer(chunk_size) or chunk_size < 1:
-        raise InputError(f"chunk_size: expected an integer of 1 or more, found {chunk_size!r}")
-    request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    if request.traced:
-        raise InputError("stream: runs on the host, outside jax.jit; use generate inside")
-    if not request.strategy.streams:
-        raise UnsupportedError("stream: beams change their minds; a token is final at the end only")
-    for name, kept in (
-        ("output_scores", request.settings.keep_scores),
-        ("output_logits", request.settings.keep_logits),
-        ("output_hidden_states", request.settings.keep_hidden_states),
-        ("output_attentions", request.settings.keep_attentions),
-        ("return_past_key_values", request.returns_past),
-    ):
-        if kept:
-            raise InputError(f"{name}: stream yields tokens alone; use generate")
-    return _chunks(runnable(model, request), request, chunk_size)
-
-
-def _chunks(bare: Any, request: Request, chunk_size: int) -> Iterator[np.ndarray]:
-    shown = request.start_len
-    for result, _ in results(bare, request, chunk_size):
-        length = int(result.length)
-        if length - shown >= chunk_size or result.over:
-            while length > shown:
-                upto = min(shown + chunk_size, length)
-                yield np.asarray(result.sequences[:, shown:upto])
-                shown = upto
-
-
-def results(bare: Any, request: Request, chunk: int) -> Iterator[tuple[Result, Any]]:
-    """The result so far, and the state, after the first token and then at every multiple of `chunk`
-    new ones. A state, and what of a result is still on the device, is good until the next is asked
-    for.
+    Only the fields of `PROGRESS_FIELDS` are on the host. The state and the other fields are valid
+    until the next result is asked for, since the loop donates them.
     """
     strategy, settings, beams = request.strategy, request.settings, not request.strategy.streams
-    state, until = None, 0
+    state, next_length = None, 0
     while True:
         with use(request.mesh), reraised():
             if state is None:
-                state = start(bare, request, prefill_program)
+                state = run_prefill(model, request, prefill_program)
             else:
-                state = decode_program(strategy, bare, state, settings, np.int32(until))
-            result = looked_at(finish_program(strategy, state, settings))
-        late = any(clock.expired() for clock in request.clocks)
-        if late and not beams:
+                state = decode_program(strategy, model, state, settings, np.int32(next_length))
+            result = fetched_progress(finish_program(strategy, state, settings))
+        expired = any(clock.expired() for clock in request.clocks)
+        if expired and not beams:
             longest = result.length if result.longest is None else result.longest
             steps = longest - request.start_len
             result = dataclasses.replace(result, over=True, length=longest, steps=steps)
         yield result, state
         if result.over:
             return
-        reached = request.start_len + int(result.steps) if beams else int(result.length)
-        chunks = (reached - request.start_len) // chunk + 1
-        until = min(request.start_len + chunks * chunk, request.until)
-        if late:  # the last step of beams: every candidate ends
-            until = reached + 1
-            settings = dataclasses.replace(settings, max_length=np.int32(until))
+        length = request.start_len + int(result.steps) if beams else int(result.length)
+        chunks = (length - request.start_len) // chunk + 1
+        next_length = min(request.start_len + chunks * chunk, request.max_length)
+        if expired:  # the last step of beams: every candidate ends
+            next_length = length + 1
+            settings = dataclasses.replace(settings, max_length=np.int32(next_length))
 
 
-def prepare_call(
-    model, input_ids, attention_mask, generation_config, key, fields: Mapping[str, Any]
-) -> Request:
-    """Sorts keyword arguments into inputs and settings; names what does not exist."""
-    if not hasattr(model, "decode"):
-        raise UnsupportedError(f"generate: {type(model).__name__} has no language-model head")
-    keywords, mesh = sorted_keywords(fields), mesh_of(model)
-    request = prepare(
-        model,
-        input_ids,
-        attention_mask,
-        generation_config,
-        shared_key(key, mesh),
-        keywords.settings,
-        keywords.arguments,
-        **keywords.inputs,
-    )
-    return request if mesh is None or request.traced else placed(request, mesh)
+def run_prefill(model: Decoder, request: Request, program: Callable[..., Any]) -> Any:
+    """The state after prefill and the first token.
 
-
-def start(bare: Any, request: Request, run: Any) -> Any:
-    """The state after prefill and the first token."""
+    Args:
+        program: `prefill_program`, or `prefill` inside the caller's jit.
+    """
     settings = request.settings
-    arguments = (request.strategy, bare, request.prompt, settings)
-    sizes = {"capacity": request.capacity, "room": request.room}
+    arguments = (request.strategy, model, request.prompt, settings)
+    sizes = {"capacity": request.capacity, "room": request.new_token_bucket}
     if settings.keep_hidden_states or settings.keep_attentions:
-        # Traced here, and found traced by the run.
+        # This traces the program; the run finds it traced.
         check_size(prefill_program.eval_shape(*arguments, **sizes).records)
-    return run(*arguments, **sizes)
+    return program(*arguments, **sizes)
 
 
-def runnable(model: Any, request: Request) -> Any:
-    """What the compiled programs run: the model, followed by its unconditional contexts if any."""
+def program_model(model: GenerativeModel, request: Request) -> Decoder:
+    """The model as the compiled programs run it: without metadata, and with its unconditional
+    contexts if there is guidance."""
     bare = without_metadata(model)
     return bare if request.negative is None else Guided(bare, request.negative)

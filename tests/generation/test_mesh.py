@@ -13,7 +13,7 @@ from compiling import compiled_as_users
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation import loop
-from jaxllm.generation.generate import prepare_call, runnable
+from jaxllm.generation.generate import prepare_call, program_model
 from jaxllm.parallel.sharding import make_mesh, use
 from jaxllm.parallel.placement import put_tree
 from tiny_meshes import make, mesh
@@ -77,11 +77,11 @@ COLLECTIVES = """
 def collectives(model, **fields):
     fields = {"max_new_tokens": 12, "pad_token_id": 0, **fields}
     request = prepare_call(model, ids, mask, None, None, fields)
-    bare = runnable(model, request)
+    bare = program_model(model, request)
     with use(request.mesh):
         state = loop.prefill_program(
             request.strategy, bare, request.prompt, request.settings,
-            capacity=request.capacity, room=request.room)
+            capacity=request.capacity, room=request.new_token_bucket)
         compiled = compiled_as_users(loop.decode_program.lower(
             request.strategy, bare, state, request.settings, np.int32(20)))
     found = re.findall(

@@ -1,4 +1,4 @@
-"""Random keys: one a sample, from the caller's key and the row's id alone.
+"""Random keys: one for each sample, from the caller's key and the row's id alone.
 
 So a row draws the same tokens whatever batch, bucket or device it runs in.
 """
@@ -11,28 +11,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jaxtyping import Array, Int, Key
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import is_traced
 
 
+def shared_key(key: Any, mesh: Mesh | None) -> Any:
+    """The caller's key, or where there is none a random seed that all processes of a mesh share.
+
+    Without a mesh of several processes None stays None.
+    """
+    if key is not None or mesh is None or not mesh.is_multi_process:
+        return key
+    return int(multihost_utils.broadcast_one_to_all(np.uint32(secrets.randbits(32))))
+
+
 def row_keys(
     key: Any, row_ids: Any, batch: int, samples: int, *, sampling: bool, under_jit: bool
 ) -> Key[Array, " Bn"]:
-    """A key for each of `samples` results of each row.
+    """Random keys for each of `samples` results of each row, the samples of a row side by side.
 
     Args:
         key: a PRNG key (typed or raw), an int seed, or None: a fresh one at every call, since a
-            constant would give the same text each time.
+            constant would give the same sequence each time.
         row_ids: int [B]; None means 0..B-1.
         sampling: whether the keys will be used; greedy search needs none.
         under_jit: the call is being traced, where a fresh key would be frozen into the program.
+
+    Raises:
+        InputError: something else than a key, ids of another shape, or sampling inside jax.jit
+            without a key.
     """
     if key is None:
         if sampling and under_jit:
             raise InputError("key: sampling inside jax.jit needs a key, as an argument")
         key = secrets.randbits(32) if sampling else 0
+    return _fold(_typed_key(key), _checked_row_ids(row_ids, batch), samples)
+
+
+def _typed_key(key: Any) -> Key[Array, ""]:
     if np.ndim(key) == 0 and jnp.issubdtype(getattr(key, "dtype", type(key)), jnp.integer):
         key = jax.random.key(key if is_traced(key) else int(key) % 2**32)
     elif not hasattr(key, "dtype"):
@@ -44,6 +64,10 @@ def row_keys(
             raise InputError(f"key: not the data of a PRNG key ({error})") from None
     if key.shape != ():
         raise InputError(f"key: expected one key, found {key.shape}; rows fold their ids into it")
+    return key
+
+
+def _checked_row_ids(row_ids: Any, batch: int) -> Int[Array, " B"]:
     if row_ids is None:
         row_ids = np.arange(batch, dtype=np.uint32)
     elif np.shape(row_ids) != (batch,):
@@ -53,7 +77,7 @@ def row_keys(
         if host.dtype.kind not in "iu" or (host < 0).any() or (host >= 2**32).any():
             raise InputError("row_ids: expected integers from 0 to 2**32 - 1")
         row_ids = host.astype(np.uint32)
-    return _fold(key, jnp.asarray(row_ids, jnp.uint32), samples)
+    return jnp.asarray(row_ids, jnp.uint32)
 
 
 @jax.jit(static_argnames=("samples",))

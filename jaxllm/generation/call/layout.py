@@ -1,4 +1,4 @@
-"""The texts of a call in buckets: the arrays that the compiled programs take.
+"""The arrays of a call in buckets, as the compiled programs take them, and the size of its cache.
 
 Whatever is rounded up here (prompt columns, new tokens, slots) only changes how much padding a
 program sees, never its result. The encoder's columns are rounded up where they are checked.
@@ -12,137 +12,189 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.variants import CacheKind
-from jaxllm.common.errors import InputError
-from jaxllm.generation.call.cache_settings import cache_kind, cache_slots
+from jaxllm.cache.variants import PLAIN, CacheKind
+from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.call.past_key_values import PastKeyValues, continuation
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, last_real, pad_right
-from jaxllm.generation.inputs.values import any_traced, bucket
+from jaxllm.generation.call.prompts import PreparedInputs
+from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, last_real
+from jaxllm.generation.inputs.values import any_traced, bucket, int_leaf
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.lengths import MOST_COLUMNS
 from jaxllm.generation.strategies.strategy import Prompt, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedInputs:
-    """What the model reads in a call, checked."""
+class Layout:
+    """A call in its buckets."""
 
-    given: PaddedBatch
-    """The decoder's prompt."""
-    source: PaddedBatch | None
-    """The encoder's input, of an encoder-decoder; in its bucket already."""
-    encoder: dict[str, Any]
-    """What `model.start` takes."""
-    negative: PaddedBatch | None
-    """The contexts that guidance leads away from."""
-    token_types: Any
-    """int32 [B, T], or None."""
-    pad: int
-    """Fills the buckets up."""
-
-    @property
-    def columns(self) -> int:
-        """Of the longer one of prompt and negative prompt."""
-        both = (self.given, self.negative)
-        return max(columns.length for columns in both if columns is not None)
-
-    @property
-    def width(self) -> int:
-        """`columns` in their bucket. A lone start token, T5's usual prompt, needs no padding."""
-        return 1 if self.columns == 1 else bucket(self.columns, SMALLEST_BUCKET)
-
-    def padded(self) -> PaddedBatch:
-        """The decoder's prompt in its bucket."""
-        return self.given.pad_to(self.width, self.pad)
-
-    def inputs(self) -> dict[str, Any]:
-        """What `model.decode` takes of the prompt in its bucket (`Prompt.inputs`)."""
-        padded = self.padded()
-        inputs: dict[str, Any] = {"tokens": padded.ids, "mask": padded.mask}
-        if padded.embeds is not None:
-            inputs["inputs_embeds"] = padded.embeds
-        if self.token_types is not None:
-            extra = self.width - self.given.length
-            inputs["token_type_ids"] = pad_right(self.token_types, extra, 0)
-        return inputs
+    prompt: Prompt
+    capacity: int
+    """Slots of the cache."""
+    new_token_bucket: int
+    """The limit of new tokens, rounded up."""
 
 
 def lay_out(
-    texts: PreparedInputs,
+    inputs: PreparedInputs,
     strategy: Strategy[Any],
     config: GenerationConfig,
     keys: Any,
     *,
-    new: int,
-    room: int,
+    max_new_tokens: int,
     past: PastKeyValues | None,
-    returns_past: bool,
-) -> tuple[Prompt, int]:
-    """The arrays of a call, and the slots of its cache.
+    keep_cache: bool,
+) -> Layout:
+    """The arrays of a call in buckets.
 
     Args:
-        new: most new tokens.
-        room: their bucket.
+        keys: random keys, one for each sample of each row.
+        past: the cache of an earlier call, which holds the beginning of the prompt.
+        keep_cache: the cache will be returned (`return_past_key_values`).
 
     Raises:
         InputError: too many beams for a cache, or a conversation that `past` does not belong to.
     """
-    sequences, mask, at = buffers(texts.padded(), room, texts.pad)
-    inputs, cache = texts.inputs(), None
-    used: Any = np.int32(texts.columns)
-    capacity = texts.width + strategy.slots(room)
+    new_token_bucket = bucket(max_new_tokens, SMALLEST_BUCKET)
+    new_slots = strategy.slots(new_token_bucket)
+    capacity = inputs.width + new_slots
     if capacity > MOST_COLUMNS:
         raise InputError(
-            f"num_beams: {config.num_beams} beams of {room} new tokens need {capacity} slots of "
-            f"the cache, which has at most {MOST_COLUMNS}: lower one of the two"
+            f"num_beams: {config.num_beams} beams of {new_token_bucket} new tokens need {capacity} "
+            f"slots of the cache, which has at most {MOST_COLUMNS}: lower one of the two"
         )
-    if past is not None:
-        name = "input_ids" if texts.source is None else "decoder_input_ids"
-        more = continuation(past, texts.given, texts.pad, texts.token_types, name)
-        if texts.negative is not None:  # new tokens stand behind both contexts
-            more = more.behind(texts.negative.length, texts.width)
-        inputs, at, used = more.inputs, more.at, more.columns
-        capacity = more.capacity(strategy.slots(room), past.cache.capacity)
-        for option in ("cache_implementation", "cache_config"):
-            # One that the model's own file names has been heeded by the first call.
-            if option in config.given and getattr(config, option) is not None:
-                raise InputError(
-                    f"{option}: past_key_values has a kind already; give one of the two"
-                )
-        # What a first call leaves has one length for all rows, what a later one does one for each.
+    sequences, mask, last_column = sequence_buffers(
+        inputs.padded_prompt(), new_token_bucket, inputs.pad
+    )
+    cache_len: Any = np.int32(inputs.columns)
+    past_cache = None
+    if past is None:
+        # A later call of any strategy, and attentions column by column, need the columns that have
+        # left the window.
+        ring = strategy.slides and not keep_cache and not config.output_attentions
+        kind = cache_kind(config, ring=ring)
+        decoder_inputs = inputs.decoder_inputs()
+        if keep_cache:
+            capacity = bucket(capacity, SMALLEST_BUCKET)  # the size that the next call will have
+    else:
+        _refuse_cache_settings(config)
+        new = continuation(past, inputs)
+        decoder_inputs, cache_len = new.inputs, new.cache_len
+        last_column: Any = new.last_column
+        capacity = new.capacity(new_slots, past.cache.capacity)
+        kind = CacheKind.like(past.cache)
+        # The cache of a first call has one length for all rows, that of a later call has one a row.
         # `compact` sets it anew; here they are made alike, so that one program reads both.
-        cache = past.cache.replace(length=past.cache.next_position)
-    elif returns_past:
-        capacity = bucket(capacity, SMALLEST_BUCKET)  # as the next call will have it
-    # A later call of any strategy, and attentions column by column, need what left the window.
-    ring = strategy.slides and not returns_past and not config.output_attentions
-    kind = cache_kind(config, ring=ring) if past is None else CacheKind.like(past.cache)
-    needed = int(np.max(used)) + strategy.slots(new)
+        past_cache = past.cache.replace(length=past.cache.next_position)
     prompt = Prompt(
-        inputs=inputs,
-        encoder=texts.encoder,
+        inputs=decoder_inputs,
+        encoder=inputs.encoder_arguments,
         sequences=sequences,
         mask=mask,
-        start_len=np.int32(texts.given.start_len),  # pyright: ignore[reportArgumentType]
-        columns=used,
-        at=at,
+        start_len=np.int32(inputs.prompt.start_len),  # pyright: ignore[reportArgumentType]
+        columns=cache_len,
+        at=last_column,
         keys=keys,
         kind=kind,
-        past=cache,
+        past=past_cache,
     )
-    return prompt, cache_slots(config, kind, capacity, needed)
+    needed = int(np.max(cache_len)) + strategy.slots(max_new_tokens)
+    return Layout(prompt, cache_slots(config, kind, capacity, needed), new_token_bucket)
 
 
-def buffers(padded: PaddedBatch, room: int, pad: int) -> tuple[Any, Any, Any]:
-    """`sequences` and `mask` [B, L] with room for the new tokens, and each row's last real column.
+def _refuse_cache_settings(config: GenerationConfig) -> None:
+    """Raises for a kind of cache that was asked for in code, beside a cache that has one. A kind
+    that the model's own file names was applied by the first call."""
+    for option in ("cache_implementation", "cache_config"):
+        if option in config.given and getattr(config, option) is not None:
+            raise InputError(f"{option}: past_key_values has a kind already; give one of the two")
+
+
+def sequence_buffers(padded: PaddedBatch, new_token_bucket: int, pad: int) -> tuple[Any, Any, Any]:
+    """Buffers in which the result grows, and the last real column of each row's prompt.
 
     Built on the host where the prompt is known, so that other lengths compile nothing.
+
+    Returns:
+        `sequences` int32 [B, L], `mask` bool [B, L] and the columns int32 [B]. L is the width of
+        the prompt's ids (0 for embeddings alone) and `new_token_bucket`.
     """
     host = jnp if any_traced(padded) else np
-    known, at = host.asarray(padded.mask), last_real(padded.mask)
+    known, last_column = host.asarray(padded.mask), last_real(padded.mask)
     if padded.ids is None:
-        shape = (known.shape[0], room)
-        return host.full(shape, pad, host.int32), host.zeros(shape, bool), at
-    rest = ((0, 0), (0, room))
-    sequences = host.pad(host.asarray(padded.ids), rest, constant_values=pad)
-    return sequences, host.pad(known, rest), at
+        shape = (known.shape[0], new_token_bucket)
+        return host.full(shape, pad, host.int32), host.zeros(shape, bool), last_column
+    extra = ((0, 0), (0, new_token_bucket))
+    sequences = host.pad(host.asarray(padded.ids), extra, constant_values=pad)
+    return sequences, host.pad(known, extra), last_column
+
+
+def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
+    """The kind of cache that `cache_implementation` and `cache_config` name.
+
+    "static" and "dynamic" are the plain cache: it has its full size from the start, as "static" in
+    transformers. "quantized" keeps 8 bits a number, and "sliding_window" attends to the newest
+    tokens only.
+
+    Args:
+        ring: columns that have left a window are not needed any more, and so are overwritten.
+
+    Raises:
+        UnsupportedError: another number of bits, or a backend's own option.
+        InputError: an option that is missing, impossible, or without effect.
+    """
+    name, options = config.cache_implementation, dict(config.cache_config or {})
+    kind = PLAIN
+    if name == "quantized":
+        bits = options.pop("nbits", None)
+        if bits != 8:
+            raise UnsupportedError(
+                f"cache_config: nbits={bits!r} is not supported; a quantized cache has 8 bits "
+                'here, so say cache_config={"nbits": 8}'
+            )
+        if options:
+            first = next(iter(options))
+            raise UnsupportedError(
+                f"cache_config: {first}={options[first]!r} is not supported; each head and slot "
+                "has a scale of its own, and there are no backends, groups or residual lengths"
+            )
+        kind = CacheKind(quantized=True)
+    elif name == "sliding_window":
+        if "sliding_window" not in options:
+            raise InputError(
+                'cache_config: cache_implementation="sliding_window" needs {"sliding_window": W}, '
+                "the number of tokens that are kept; the configs of T5, Llama and GPT-2 name none"
+            )
+        window = options.pop("sliding_window")
+        leaf = int_leaf("cache_config", "sliding_window", window, least=1)
+        kind = CacheKind(window=leaf, ring=ring)
+    if options:
+        raise InputError(
+            f"cache_config: {next(iter(options))!r} has no effect with "
+            f"cache_implementation={name!r}"
+        )
+    return kind
+
+
+def cache_slots(config: GenerationConfig, kind: CacheKind, slots: int, needed: int) -> int:
+    """Slots to allocate.
+
+    Args:
+        slots: slots that the call takes in its buckets.
+        needed: slots that it takes without rounding up, at most.
+
+    Raises:
+        InputError: `max_cache_len` is too small.
+    """
+    limit = config.max_cache_len
+    if kind.window is not None:
+        if limit is not None:
+            raise InputError("max_cache_len: a sliding window has a length of its own; drop it")
+        return min(bucket(int(kind.window), SMALLEST_BUCKET), slots) if kind.ring else slots
+    if limit is None:
+        return slots
+    if limit < needed:
+        raise InputError(
+            f"max_cache_len: {limit} slots, but this call needs {needed}; raise it, or lower "
+            "max_new_tokens"
+        )
+    return max(slots, limit)

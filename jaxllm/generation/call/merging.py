@@ -11,10 +11,14 @@ from jaxllm.generation.inputs.values import any_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import check_consistent, check_supported
 from jaxllm.generation.settings.special_tokens import resolve_eos
+from jaxllm.models.decoder import GenerativeModel
 
 
 def merged_config(
-    model: Any, generation_config: Any, fields: Mapping[str, Any], assistant_model: Any = None
+    model: GenerativeModel,
+    generation_config: GenerationConfig | Mapping[str, Any] | None,
+    fields: Mapping[str, Any],
+    assistant_model: GenerativeModel | None = None,
 ) -> tuple[GenerationConfig, tuple[int, ...]]:
     """Settings of this call and the end tokens in force.
 

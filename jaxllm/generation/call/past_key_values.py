@@ -1,4 +1,5 @@
-"""`past_key_values`: what one call of generate() leaves for the next one of a conversation."""
+"""`past_key_values`: the cache of a finished call, from which the next call of a conversation
+continues."""
 
 from __future__ import annotations
 
@@ -11,10 +12,17 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError
-from jaxllm.generation.call.prompts import Sides, decoder_only_prompt, decoder_prompt
-from jaxllm.generation.inputs.arguments import refuse
+from jaxllm.generation.call.prompts import (
+    PreparedInputs,
+    decoder_only_prompt,
+    decoder_prompt,
+    refuse_encoder_inputs,
+)
+from jaxllm.generation.inputs.arguments import ModelInputs, refuse
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch
 from jaxllm.generation.inputs.values import any_traced, bucket
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.decoder import GenerativeModel
 
 
 @jax.tree_util.register_dataclass
@@ -23,25 +31,26 @@ class PastKeyValues:
     """The cache of a finished call, and the tokens that it holds keys and values of.
 
     Given to another call as `past_key_values`, with the whole conversation as `input_ids`, it saves
-    reading the old part again. It is not used up: several conversations may branch off from it. A
-    call copies what it needs, so let go of a handle that is no longer needed.
+    the prefill of the old part. A call copies the cache and leaves this one unchanged: several
+    conversations may continue from it. Delete it when it is no longer needed, to free its memory.
     """
 
     cache: Cache
     sequences: Int[Array, "B L"]
+    """int32. Prompt and new tokens."""
     mask: Bool[Array, "B L"]
-    """Which of them are real tokens. The first ones of each row are in the cache, all but the
-    newest (after contrastive search, all)."""
+    """True at real tokens. The cache holds those of each row but the newest (after contrastive
+    search, all)."""
     encoder_ids: Int[Array, "B E"] | None = None
-    """The input of an encoder-decoder, which some logits processors read, and assistants."""
-    source_len: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """The encoder's input, which some logits processors read, and assistants."""
+    encoder_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     """Columns of that input, without padding to a bucket."""
     config: Any = dataclasses.field(default=None, metadata={"static": True})
-    """Of the model that it belongs to."""
+    """Config of the model that made it."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache takes."""
+        """Size of the cache in bytes."""
         return sum(x.nbytes for x in jax.tree.leaves(self.cache))
 
     def __repr__(self) -> str:
@@ -60,129 +69,139 @@ class Continuation:
 
     inputs: dict[str, Any]
     """As `Prompt.inputs`."""
-    at: Any
-    """int32 [B]. The last real new column of each row."""
-    columns: Int[np.ndarray, " B"]
-    """Real tokens of each row, old and new, behind which the next ones stand."""
-    slots: int
-    """Slots that prefill needs, and the longest row before it."""
+    last_column: Int[np.ndarray, " B"]
+    """int32. The last real new column of each row."""
+    cache_len: Int[np.ndarray, " B"]
+    """int32. Columns of each row before the first new token, old and new."""
+    prefill_slots: int
+    """Slots that prefill needs: the old tokens of the longest row, and the new columns' bucket."""
 
-    def behind(self, columns: int, slots: int) -> Continuation:
-        """With room before the new tokens for other contexts, of so many columns and slots."""
-        return dataclasses.replace(
-            self, columns=np.maximum(self.columns, columns), slots=max(self.slots, slots)
-        )
-
-    def capacity(self, new: int, held: int) -> int:
-        """Slots for `new` tokens more. A larger cache is allocated only if `held` slots are few."""
-        return max(bucket(max(self.slots, int(self.columns.max()) + new), SMALLEST_BUCKET), held)
+    def capacity(self, new_slots: int, held_slots: int) -> int:
+        """Slots for `new_slots` more; the cache keeps its `held_slots` if they are enough."""
+        needed = max(self.prefill_slots, int(self.cache_len.max()) + new_slots)
+        return max(bucket(needed, SMALLEST_BUCKET), held_slots)
 
 
-def continued_sides(
+def continued_inputs(
     past: PastKeyValues,
-    model: Any,
-    input_ids: Any,
-    attention_mask: Any,
-    *,
-    config: Any,
+    model: GenerativeModel,
+    inputs: ModelInputs,
+    config: GenerationConfig,
     eos: tuple[int, ...],
     pad: int | None,
-    decoder_input_ids: Any = None,
-    decoder_attention_mask: Any = None,
-    **others: Any,
-) -> Sides:
-    """The whole conversation, checked. An encoder is not run again, but that of an assistant."""
+) -> PreparedInputs:
+    """The inputs of a call that continues from `past`: the whole conversation, checked.
+
+    The encoder's output is in the cache; only an assistant encodes its input again.
+
+    Raises:
+        InputError: an input beside the conversation, or a cache of another model or batch.
+    """
+    conversation = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+    others = inputs.given(*conversation, "token_type_ids")
     refuse(others, "not beside past_key_values, which holds all that was read before")
     if past.config != model.config:
         raise InputError("past_key_values: comes from a model of another config")
     batch = past.cache.mask.shape[0]
     if not model.is_encoder_decoder:
-        refuse(
-            {
-                "decoder_input_ids": decoder_input_ids,
-                "decoder_attention_mask": decoder_attention_mask,
-            },
-            "this model has a decoder only",
-        )
-        if input_ids is None:
+        refuse_encoder_inputs(inputs)
+        if inputs.input_ids is None:
             raise InputError("input_ids: past_key_values needs the whole conversation")
-        given = decoder_only_prompt(model, input_ids, attention_mask, None, config, eos, pad)
-        _check_rows("input_ids", given, batch)
-        return given, None, {}
+        prompt = decoder_only_prompt(model, inputs, config, eos, pad)
+        if prompt.rows != batch:
+            raise InputError(f"input_ids: {prompt.rows} rows, but past_key_values has {batch}")
+        return PreparedInputs(prompt)
     refuse(
-        {"input_ids": input_ids, "attention_mask": attention_mask},
+        {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask},
         "past_key_values holds what the encoder made of it; leave it out",
     )
-    if decoder_input_ids is None:
+    refuse({"token_type_ids": inputs.token_type_ids}, "not an input of an encoder-decoder")
+    ids, mask = inputs.decoder_input_ids, inputs.decoder_attention_mask
+    if ids is None:
         raise InputError("decoder_input_ids: past_key_values needs the whole decoder's side")
-    given = decoder_prompt(model, decoder_input_ids, decoder_attention_mask, batch, config)
-    ids = None if past.encoder_ids is None else np.asarray(past.encoder_ids)
-    source = PaddedBatch(ids, np.asarray(past.cache.cross_mask), before=past.source_len)
-    return given, source, {} if ids is None else {"input_ids": ids, "attention_mask": source.mask}
+    prompt = decoder_prompt(model, ids, mask, batch, config)
+    encoder_ids = None if past.encoder_ids is None else np.asarray(past.encoder_ids)
+    encoder_mask = np.asarray(past.cache.cross_mask)
+    encoder_input = PaddedBatch(encoder_ids, encoder_mask, before=past.encoder_len)
+    if encoder_ids is None:
+        return PreparedInputs(prompt, encoder_input)
+    arguments = {"input_ids": encoder_ids, "attention_mask": encoder_mask}
+    return PreparedInputs(prompt, encoder_input, arguments)
 
 
-def continuation(
-    past: PastKeyValues, given: PaddedBatch, pad: int, token_types: Any, name: str
-) -> Continuation:
-    """The columns of `given` that come after what the cache holds.
+def continuation(past: PastKeyValues, inputs: PreparedInputs) -> Continuation:
+    """The columns of a conversation that come after those in the cache.
 
     Raises:
-        InputError: a row does not begin with what the cache holds, with the column; or has nothing
-            new.
+        InputError: a row does not begin with the tokens in the cache, with the column; or has no
+            new token.
     """
-    if any_traced(past, given):
+    prompt, types = inputs.prompt, inputs.token_type_ids
+    if any_traced(past, prompt):
         raise InputError(
             "past_key_values: tokens are compared on the host; call generate outside jax.jit"
         )
-    ids, mask = np.asarray(given.ids), np.asarray(given.mask)
-    new: list[np.ndarray] = []
-    for row, held in enumerate(past.tokens()):
-        columns = np.flatnonzero(mask[row])
-        text = ids[row, columns]
-        shared = min(len(text), len(held))
-        different = np.flatnonzero(text[:shared] != held[:shared])
-        if different.size:
-            first = different[0]
-            raise InputError(
-                f"{name}[{row}, {columns[first]}]: {text[first]}, but past_key_values holds "
-                f"{held[first]} as token {first} of this row; give the conversation as it was"
-            )
-        if len(text) <= len(held):
-            raise InputError(
-                f"{name}: row {row} has {len(text)} tokens, of which past_key_values holds "
-                f"{len(held)}; give the whole conversation, with one new token or more"
-            )
-        new.append(columns[len(held) :])
-    width = bucket(max(map(len, new)), SMALLEST_BUCKET)
-    fresh = np.arange(width) < np.array([[len(columns)] for columns in new])
+    ids, mask = np.asarray(prompt.ids), np.asarray(prompt.mask)
+    name = "input_ids" if inputs.encoder_input is None else "decoder_input_ids"
+    new_columns = _new_columns(past, ids, mask, name)
+    counts = np.array([len(columns) for columns in new_columns])
+    width = bucket(int(counts.max()), SMALLEST_BUCKET)
 
-    def pick(x: np.ndarray, filler: int) -> np.ndarray:
-        picked = np.full(fresh.shape, filler, np.int32)
-        for row, columns in enumerate(new):
-            picked[row, : len(columns)] = x[row, columns]
-        return picked
+    def take_new(x: np.ndarray, filler: int) -> np.ndarray:
+        taken = np.full((len(new_columns), width), filler, np.int32)
+        for row, columns in enumerate(new_columns):
+            taken[row, : len(columns)] = x[row, columns]
+        return taken
 
-    inputs: dict[str, Any] = {"tokens": pick(ids, pad), "mask": fresh}
-    if token_types is not None:
-        inputs["token_type_ids"] = pick(np.asarray(token_types), 0)
-    total, counts = mask.sum(axis=1), fresh.sum(axis=1)
+    decoder_inputs: dict[str, Any] = {
+        "tokens": take_new(ids, inputs.pad),
+        "mask": np.arange(width) < counts[:, None],
+    }
+    if types is not None:
+        decoder_inputs["token_type_ids"] = take_new(np.asarray(types), 0)
+    cache_len = mask.sum(axis=1)
+    prefill_slots = int((cache_len - counts).max()) + width
+    if inputs.negative is not None:  # new tokens come after both contexts
+        cache_len = np.maximum(cache_len, inputs.negative.length)
+        prefill_slots = max(prefill_slots, inputs.width)
     return Continuation(
-        inputs=inputs,
-        at=(counts - 1).astype(np.int32),
-        columns=total.astype(np.int32),
-        slots=int((total - counts).max()) + width,
+        inputs=decoder_inputs,
+        last_column=(counts - 1).astype(np.int32),
+        cache_len=cache_len.astype(np.int32),
+        prefill_slots=prefill_slots,
     )
 
 
+def _new_columns(
+    past: PastKeyValues, ids: np.ndarray, mask: np.ndarray, name: str
+) -> list[np.ndarray]:
+    """The columns of each row's tokens that are not in the cache; `name` is for messages."""
+    new_columns = []
+    for row, held in enumerate(past.tokens()):
+        columns = np.flatnonzero(mask[row])
+        tokens = ids[row, columns]
+        shared = min(len(tokens), len(held))
+        different = np.flatnonzero(tokens[:shared] != held[:shared])
+        if different.size:
+            first = different[0]
+            raise InputError(
+                f"{name}[{row}, {columns[first]}]: {tokens[first]}, but past_key_values holds "
+                f"{held[first]} as token {first} of this row; give the conversation as it was"
+            )
+        if len(tokens) <= len(held):
+            raise InputError(
+                f"{name}: row {row} has {len(tokens)} tokens, of which past_key_values holds "
+                f"{len(held)}; give the whole conversation, with one new token or more"
+            )
+        new_columns.append(columns[len(held) :])
+    return new_columns
+
+
 def checked_past(past: Any) -> PastKeyValues | None:
+    """`past_key_values` of a call; raises InputError for anything else than our own."""
     if past is not None and not isinstance(past, PastKeyValues):
         raise InputError(
             "past_key_values: expected what an earlier call returned as `past_key_values`, found "
             f"{type(past).__name__}"
         )
     return past
-
-
-def _check_rows(name: str, given: PaddedBatch, batch: int) -> None:
-    if given.mask.shape[0] != batch:
-        raise InputError(f"{name}: {given.mask.shape[0]} rows, but past_key_values has {batch}")

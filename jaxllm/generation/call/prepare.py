@@ -1,181 +1,258 @@
-"""The host's side of a call: arguments are checked and brought into buckets, once."""
+"""Prepares a call of `generate` on the host: checks its arguments and lays it out in buckets."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
-from jaxllm.generation.call.keys import row_keys
-from jaxllm.generation.call.layout import PreparedInputs, lay_out
+from jaxllm.common.errors import UnsupportedError
+from jaxllm.generation.call.keys import row_keys, shared_key
+from jaxllm.generation.call.layout import lay_out
 from jaxllm.generation.call.merging import merged_config
-from jaxllm.generation.call.past_key_values import PastKeyValues, checked_past, continued_sides
+from jaxllm.generation.call.past_key_values import PastKeyValues, checked_past, continued_inputs
 from jaxllm.generation.call.prompts import (
-    decoder_only_sides,
-    seq2seq_sides,
-    transformed_prompt,
+    PreparedInputs,
+    decoder_only_inputs,
+    seq2seq_inputs,
+    transformed_inputs,
 )
-from jaxllm.generation.inputs.arguments import processor_list, refuse
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, check_room, checked_types
-from jaxllm.generation.inputs.values import any_traced, bucket, id_table
+from jaxllm.generation.inputs.arguments import (
+    CallArguments,
+    ModelInputs,
+    processor_list,
+    sorted_keywords,
+)
+from jaxllm.generation.inputs.padded_batch import check_room, checked_types
+from jaxllm.generation.inputs.values import any_traced, id_table
 from jaxllm.generation.processors.build import build_processors
+from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.generation.settings.special_tokens import checked_pad
 from jaxllm.generation.stopping import MaxTimeCriteria
 from jaxllm.generation.stopping.build import build_criteria
-from jaxllm.generation.strategies.assisted.assistants import check_texts
-from jaxllm.generation.strategies.demands import check_strategy
+from jaxllm.generation.strategies.assisted.assistants import check_assistant_inputs
 from jaxllm.generation.strategies.guidance import Negative, negative_prompt
 from jaxllm.generation.strategies.select_strategy import Call, choose_strategy
 from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt, Strategy
+from jaxllm.models.decoder import GenerativeModel
+from jaxllm.parallel.placement import mesh_of, put_everywhere, put_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One call, ready for the compiled programs; all arrays have bucket sizes."""
+    """A checked call: arguments of the compiled programs, and what the host needs besides."""
 
     strategy: Strategy[Any]
     prompt: Prompt
     negative: Negative | None
-    """The contexts that guidance leads away from."""
+    """The unconditional contexts of classifier-free guidance."""
     settings: DecodeSettings
     start_len: int
     """Columns of `sequences` that the prompt fills."""
-    until: int
-    """`max_length`: columns of the longest result."""
+    max_length: int
+    """Columns of the longest result, prompt included."""
     capacity: int
     """Slots of the cache."""
-    room: int
-    """Bucket of the number of new tokens."""
+    new_token_bucket: int
+    """The limit of new tokens, rounded up."""
     clocks: tuple[MaxTimeCriteria, ...]
-    """What the host asks after each token."""
+    """Time limits, which the host checks after each token."""
     traced: bool
     """The caller's own jit is tracing this call."""
     prompt_columns: int
     """Columns of the decoder's prompt, tokens or embeddings, without padding to a bucket."""
-    source_len: int | None = None
-    """Columns of the encoder's input, of an encoder-decoder."""
-    encoder_ids: Any = None
-    """The encoder's input [B, E], where it was ids."""
-    returns_past: bool = False
-    """The cache is returned."""
+    encoder_len: int | None
+    """Columns of the encoder's input without padding to a bucket; None for decoder-only models."""
+    encoder_ids: Int[Array, "B E"] | None
+    """The encoder's input, where it was ids."""
+    return_past_key_values: bool
     mesh: Mesh | None = None
-    """Where the arrays are, if on several devices."""
+    """Mesh of the model, if it is on several devices."""
+
+    def on_mesh(self, mesh: Mesh) -> Request:
+        """The request with its arrays on the mesh: rows are sharded, settings replicated.
+
+        Raises:
+            UnsupportedError: max_time with several processes, whose clocks could disagree.
+        """
+        if mesh.is_multi_process and self.clocks:
+            raise UnsupportedError(
+                "max_time: the clocks of several processes differ; limit max_new_tokens instead"
+            )
+        kind = put_everywhere(self.prompt.kind, mesh)
+        return dataclasses.replace(
+            self,
+            mesh=mesh,
+            prompt=put_rows(dataclasses.replace(self.prompt, kind=kind), mesh),
+            negative=put_rows(self.negative, mesh),
+            settings=put_everywhere(self.settings, mesh),
+            strategy=put_everywhere(self.strategy, mesh),
+        )
 
 
-def prepare(
-    model: Any,
+def prepare_call(
+    model: GenerativeModel,
     input_ids: Any,
     attention_mask: Any,
-    generation_config: Any,
+    generation_config: GenerationConfig | Mapping[str, Any] | None,
     key: Any,
-    fields: Mapping[str, Any],
-    arguments: Mapping[str, Any],
-    *,
-    row_ids: Any = None,
-    logits_processor: Any = (),
-    token_type_ids: Any = None,
-    past_key_values: PastKeyValues | None = None,
-    return_past_key_values: bool = False,
-    **inputs: Any,
+    keywords: Mapping[str, Any],
 ) -> Request:
-    """Checks everything that can be checked before jit, and lays the call out in buckets."""
-    assistant = arguments.get("assistant_model")
-    config, eos = merged_config(model, generation_config, fields, assistant)
-    pad = checked_pad(model, config, eos)
-    if model.is_encoder_decoder:
-        refuse({"token_type_ids": token_type_ids}, "not an input of an encoder-decoder")
-    fixed = {"token_type_ids": token_type_ids, "past_key_values": past_key_values, **inputs}
-    tokenizer = arguments.get("tokenizer")
-    input_ids, attention_mask = transformed_prompt(
-        model, config, tokenizer, input_ids, attention_mask, fixed
-    )
+    """Checks everything that can be checked before jit, and lays the call out in buckets.
 
-    past = checked_past(past_key_values)
-    sides: Any = seq2seq_sides if model.is_encoder_decoder else decoder_only_sides
-    sides = sides if past is None else partial(continued_sides, past)
-    given, source, encoder = sides(
-        model, input_ids, attention_mask, config=config, eos=eos, pad=pad, **inputs
-    )
-    config, until = checked_lengths(model, config, given)
-    new = until - given.start_len
-    others = {"token_type_ids": token_type_ids, **inputs}
-    negative = negative_prompt(model, config, arguments, given, others)
-    if negative is not None:
-        check_room(model, negative, new)
-    types = checked_types(model, token_type_ids, given)
-    texts = PreparedInputs(given, source, encoder, negative, types, pad or 0)
+    Args:
+        keywords: the other keyword arguments of `generate`.
 
-    call = Call(model, config, eos, given.rows, given.start_len, until, arguments)
-    settings, clocks = settings_of(call, texts, processor_list(logits_processor))
+    Raises:
+        InputError, UnsupportedError: as `generate`.
+    """
+    if not hasattr(model, "decode"):
+        raise UnsupportedError(f"generate: {type(model).__name__} has no language-model head")
+    sorted_ = sorted_keywords(
+        {**keywords, "input_ids": input_ids, "attention_mask": attention_mask}
+    )
+    arguments, mesh = sorted_.arguments, mesh_of(model)
+    past = checked_past(arguments.past_key_values)
+    config, eos = merged_config(
+        model, generation_config, sorted_.settings, arguments.assistant_model
+    )
+    inputs = checked_inputs(model, sorted_.inputs, arguments, config, eos, past)
+    prompt = inputs.prompt
+    config, max_length = checked_lengths(model, config, prompt)
+    call = Call(model, config, eos, prompt.rows, prompt.start_len, max_length, arguments)
+    check_lengths(call, inputs, sorted_.inputs)
+    settings, clocks = decode_settings(call, inputs)
     strategy = choose_strategy(call)
-    if assistant is not None:
-        check_texts(assistant, model, given, others, new)
-    returns = return_past_key_values
-    check_strategy(strategy, given, past is not None, returns)
-    traced = any_traced(given, negative, source, settings, strategy, jax.tree.leaves(model)[0])
+    check_past_support(strategy, inputs, past, arguments)
+    leaves = (prompt, inputs.negative, inputs.encoder_input, settings, strategy)
+    traced = any_traced(*leaves, jax.tree.leaves(model)[0])
     keys = row_keys(
-        key,
-        row_ids,
-        given.rows,
+        shared_key(key, mesh),
+        arguments.row_ids,
+        prompt.rows,
         strategy.samples,
         sampling=bool(config.do_sample),
         under_jit=traced,
     )
-    room = bucket(new, SMALLEST_BUCKET)
-    prompt, capacity = lay_out(
-        texts, strategy, config, keys, new=new, room=room, past=past, returns_past=returns
+    layout = lay_out(
+        inputs,
+        strategy,
+        config,
+        keys,
+        max_new_tokens=call.max_new_tokens,
+        past=past,
+        keep_cache=arguments.return_past_key_values,
     )
-    return Request(
+    request = Request(
         strategy=strategy,
-        prompt=prompt,
-        negative=None if negative is None else Negative.of(negative.pad_to(texts.width, texts.pad)),
+        prompt=layout.prompt,
+        negative=negative_context(inputs),
         settings=settings,
-        start_len=given.start_len,
-        until=until,
-        capacity=capacity,
-        room=room,
+        start_len=prompt.start_len,
+        max_length=max_length,
+        capacity=layout.capacity,
+        new_token_bucket=layout.new_token_bucket,
         clocks=clocks,
         traced=traced or any_traced(keys),
-        prompt_columns=given.length,
-        source_len=None if source is None else source.unpadded,
-        encoder_ids=None if source is None else source.ids,
-        returns_past=returns,
+        prompt_columns=prompt.length,
+        encoder_len=None if inputs.encoder_input is None else inputs.encoder_input.unpadded,
+        encoder_ids=None if inputs.encoder_input is None else inputs.encoder_input.ids,
+        return_past_key_values=arguments.return_past_key_values,
+    )
+    return request if mesh is None or request.traced else request.on_mesh(mesh)
+
+
+def checked_inputs(
+    model: GenerativeModel,
+    inputs: ModelInputs,
+    arguments: CallArguments,
+    config: GenerationConfig,
+    eos: tuple[int, ...],
+    past: PastKeyValues | None,
+) -> PreparedInputs:
+    """The inputs of the model and the unconditional contexts of guidance, checked."""
+    pad = checked_pad(model, config, eos)
+    inputs = transformed_inputs(model, config, inputs, arguments)
+    if past is not None:
+        prepared = continued_inputs(past, model, inputs, config, eos, pad)
+    elif model.is_encoder_decoder:
+        prepared = seq2seq_inputs(model, inputs, config)
+    else:
+        prepared = decoder_only_inputs(model, inputs, config, eos, pad)
+    return dataclasses.replace(
+        prepared,
+        negative=negative_prompt(model, config, arguments, prepared.prompt, inputs),
+        token_type_ids=checked_types(model, inputs.token_type_ids, prepared.prompt),
+        pad=pad or 0,
     )
 
 
-def settings_of(
-    call: Call, texts: PreparedInputs, processors: tuple[Any, ...]
-) -> tuple[DecodeSettings, tuple[MaxTimeCriteria, ...]]:
-    """What all strategies read, and the clocks that the host looks at.
+def check_lengths(call: Call, inputs: PreparedInputs, given: ModelInputs) -> None:
+    """Raises InputError where the unconditional contexts are too long for the model, or the prompt
+    for the assistant model; `given` are the inputs before the checks."""
+    if inputs.negative is not None:
+        check_room(call.model, inputs.negative, call.max_new_tokens)
+    assistant = call.arguments.assistant_model
+    if assistant is not None:
+        check_assistant_inputs(assistant, call.model, inputs.prompt, given, call.max_new_tokens)
 
-    Args:
-        processors: the caller's own.
-    """
-    config, source, padded = call.config, texts.source, texts.padded()
+
+def check_past_support(
+    strategy: Strategy[Any],
+    inputs: PreparedInputs,
+    past: PastKeyValues | None,
+    arguments: CallArguments,
+) -> None:
+    """Raises UnsupportedError for a strategy that cannot continue from a cache, or a prompt that a
+    later call could not continue."""
+    if past is not None and not strategy.continues:
+        raise UnsupportedError(
+            "past_key_values: contrastive search compares hidden states of the whole sequence, "
+            "which a cache does not hold (transformers fails there, too)"
+        )
+    if arguments.return_past_key_values and inputs.prompt.ids is None:
+        raise UnsupportedError(
+            "return_past_key_values: a prompt of inputs_embeds has no tokens that a later call "
+            "could be compared with"
+        )
+
+
+def negative_context(inputs: PreparedInputs) -> Negative | None:
+    """The unconditional contexts in the prompt's bucket."""
+    if inputs.negative is None:
+        return None
+    return Negative.of(inputs.negative.pad_to(inputs.width, inputs.pad))
+
+
+def decode_settings(
+    call: Call, inputs: PreparedInputs
+) -> tuple[DecodeSettings, tuple[MaxTimeCriteria, ...]]:
+    """The settings that every strategy reads, and the time limits that the host checks."""
+    config, encoder_input, padded = call.config, inputs.encoder_input, inputs.padded_prompt()
     stops, clocks = build_criteria(config, call.arguments)
     settings = DecodeSettings(
         processors=build_processors(
             config,
             prompt_len=call.start_len,
-            max_length=call.until,
+            max_length=call.max_length,
             eos_token_id=call.eos,
             vocab_size=call.model.config.vocab_size,
-            encoder_input_ids=None if source is None else source.ids,
-            encoder_mask=None if source is None else source.mask,
+            encoder_input_ids=None if encoder_input is None else encoder_input.ids,
+            encoder_mask=None if encoder_input is None else encoder_input.mask,
             prompt_ids=padded.ids,
             prompt_mask=padded.mask,
-            prefix_allowed_tokens_fn=call.arguments.get("prefix_allowed_tokens_fn"),
-            extra=processors,
+            prefix_allowed_tokens_fn=call.arguments.prefix_allowed_tokens_fn,
+            extra=processor_list(call.arguments.logits_processor),
         ),
         eos=id_table("generate()", "eos_token_id", list(call.eos)),
-        pad=jnp.asarray(texts.pad, jnp.int32),
-        max_length=jnp.asarray(call.until, jnp.int32),
+        pad=jnp.asarray(inputs.pad, jnp.int32),
+        max_length=jnp.asarray(call.max_length, jnp.int32),
         stops=stops,
         allow_nonfinite=bool(config.remove_invalid_values),
         keep_scores=bool(config.output_scores),

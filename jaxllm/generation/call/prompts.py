@@ -1,7 +1,8 @@
-"""The two sides of a call: the decoder's prompt, and what an encoder reads; checked on the host."""
+"""The prompts of a call: what the decoder and the encoder read, checked on the host."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.common.errors import InputError
-from jaxllm.generation.inputs.arguments import refuse
+from jaxllm.generation.inputs.arguments import CallArguments, ModelInputs, needed_tokenizer, refuse
 from jaxllm.generation.inputs.padded_batch import (
     SMALLEST_BUCKET,
     PaddedBatch,
@@ -17,13 +18,12 @@ from jaxllm.generation.inputs.padded_batch import (
     checked_ids,
     checked_mask,
     floats,
+    pad_right,
 )
 from jaxllm.generation.inputs.values import bucket, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models import input_checks as check
-
-Sides = tuple[PaddedBatch, PaddedBatch | None, dict[str, Any]]
-"""The decoder's prompt, the encoder's input, and the arguments of `model.start`."""
+from jaxllm.models.decoder import GenerativeModel
 
 PromptTransform = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """`(model, tokenizer, input_ids, attention_mask) -> (input_ids, attention_mask)`, on the host."""
@@ -32,86 +32,145 @@ PROMPT_TRANSFORMS: dict[str, PromptTransform] = {}
 """By the boolean setting that asks for it (`registration.register_prompt_transform`)."""
 
 
-def transformed_prompt(
-    model: Any,
-    config: GenerationConfig,
-    tokenizer: Any,
-    input_ids: Any,
-    attention_mask: Any,
-    others: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    """`input_ids` and `attention_mask` after the registered transforms that the settings ask for.
+@dataclasses.dataclass(frozen=True)
+class PreparedInputs:
+    """Inputs of a call after the checks, and what they become in their bucket."""
 
-    Args:
-        tokenizer: of the call, or None.
-        others: other inputs of the model, by name; a transformed prompt goes with none of them.
+    prompt: PaddedBatch
+    """The decoder's prompt, not padded to a bucket yet."""
+    encoder_input: PaddedBatch | None = None
+    """The encoder's input, padded to its bucket; None for decoder-only models."""
+    encoder_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Encoder inputs as `Decoder.init_cache` takes them."""
+    negative: PaddedBatch | None = None
+    """The unconditional contexts of classifier-free guidance."""
+    token_type_ids: Any = None
+    """int32 [B, T], or None."""
+    pad: int = 0
+    """Token id in the columns that fill a bucket."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of the prompt, or of the negative prompt if that is longer."""
+        return max(self.prompt.length, 0 if self.negative is None else self.negative.length)
+
+    @property
+    def width(self) -> int:
+        """Bucket of `columns`. A lone start token, T5's usual prompt, needs no padding."""
+        return 1 if self.columns == 1 else bucket(self.columns, SMALLEST_BUCKET)
+
+    def padded_prompt(self) -> PaddedBatch:
+        """The decoder's prompt in its bucket."""
+        return self.prompt.pad_to(self.width, self.pad)
+
+    def decoder_inputs(self) -> dict[str, Any]:
+        """The prompt in its bucket as `Decoder.decode` takes it (`Prompt.decoder_inputs`)."""
+        padded = self.padded_prompt()
+        inputs: dict[str, Any] = {"tokens": padded.ids, "mask": padded.mask}
+        if padded.embeds is not None:
+            inputs["inputs_embeds"] = padded.embeds
+        if self.token_type_ids is not None:
+            extra = self.width - self.prompt.length
+            inputs["token_type_ids"] = pad_right(self.token_type_ids, extra, 0)
+        return inputs
+
+
+def transformed_inputs(
+    model: GenerativeModel,
+    config: GenerationConfig,
+    inputs: ModelInputs,
+    arguments: CallArguments,
+) -> ModelInputs:
+    """The inputs after the registered prompt transforms that the settings ask for.
+
+    Raises:
+        InputError: a transform is asked for without a tokenizer, or beside an input that is tied to
+            the prompt as it was.
     """
     for field, transform in PROMPT_TRANSFORMS.items():
         if not getattr(config, field):
             continue
-        if tokenizer is None:
-            raise InputError(f"{field}: needs tokenizer=, the tokenizer of this model")
+        tokenizer = needed_tokenizer(arguments.tokenizer, field)
+        others = inputs.given("input_ids", "attention_mask")
+        others["past_key_values"] = arguments.past_key_values
         refuse(others, f"not together with {field}, which changes the prompt")
-        input_ids, attention_mask = transform(model, tokenizer, input_ids, attention_mask)
-    return input_ids, attention_mask
+        ids, mask = transform(model, tokenizer, inputs.input_ids, inputs.attention_mask)
+        inputs = ModelInputs(input_ids=ids, attention_mask=mask)
+    return inputs
 
 
-def seq2seq_sides(
-    model: Any,
-    input_ids: Any,
-    attention_mask: Any,
-    *,
+def seq2seq_inputs(
+    model: GenerativeModel, inputs: ModelInputs, config: GenerationConfig
+) -> PreparedInputs:
+    """Inputs of an encoder-decoder: `input_ids` go to the encoder, `decoder_input_ids` are the
+    decoder's prompt."""
+    refuse(
+        {
+            "token_type_ids": inputs.token_type_ids,
+            "encoder_hidden_states": inputs.encoder_hidden_states,
+            "encoder_attention_mask": inputs.encoder_attention_mask,
+        },
+        "not an input of an encoder-decoder",
+    )
+    encoder_input, arguments = encoder_inputs(model, inputs)
+    prompt = decoder_prompt(
+        model,
+        inputs.decoder_input_ids,
+        inputs.decoder_attention_mask,
+        encoder_input.rows,
+        config,
+    )
+    return PreparedInputs(prompt, encoder_input, arguments)
+
+
+def decoder_only_inputs(
+    model: GenerativeModel,
+    inputs: ModelInputs,
     config: GenerationConfig,
     eos: tuple[int, ...],
     pad: int | None,
-    inputs_embeds: Any = None,
-    decoder_input_ids: Any = None,
-    decoder_attention_mask: Any = None,
-    encoder_outputs: Any = None,
-    **others: Any,
-) -> Sides:
-    """The inputs of an encoder-decoder, whose prompt goes to the encoder."""
-    refuse(others, "not an input of an encoder-decoder")
-    source, encoder = encoder_side(model, input_ids, attention_mask, inputs_embeds, encoder_outputs)
-    batch = source.mask.shape[0]
-    given = decoder_prompt(model, decoder_input_ids, decoder_attention_mask, batch, config)
-    return given, source, encoder
+) -> PreparedInputs:
+    """Inputs of a decoder-only model; GPT-2 may attend to an encoder's hidden states."""
+    refuse_encoder_inputs(inputs)
+    prompt = decoder_only_prompt(model, inputs, config, eos, pad)
+    states = inputs.encoder_hidden_states
+    if states is None:
+        mask = inputs.encoder_attention_mask
+        refuse({"encoder_attention_mask": mask}, "no encoder_hidden_states")
+        return PreparedInputs(prompt)
+    states = jnp.asarray(states)
+    if states.shape[0] != prompt.rows:
+        raise InputError(f"encoder_hidden_states: {states.shape[0]} rows for {prompt.rows} prompts")
+    mask = check.mask_of("encoder_attention_mask", inputs.encoder_attention_mask, states.shape[:2])
+    arguments = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+    return PreparedInputs(prompt, encoder_arguments=arguments)
 
 
-def decoder_only_sides(
-    model: Any,
-    input_ids: Any,
-    attention_mask: Any,
-    *,
-    config: GenerationConfig,
-    eos: tuple[int, ...],
-    pad: int | None,
-    inputs_embeds: Any = None,
-    encoder_hidden_states: Any = None,
-    encoder_attention_mask: Any = None,
-    **others: Any,
-) -> Sides:
-    """The inputs of a decoder-only model; GPT-2 may attend to an encoder's states."""
-    refuse(others, "this model has a decoder only")
-    given = decoder_only_prompt(model, input_ids, attention_mask, inputs_embeds, config, eos, pad)
-    if encoder_hidden_states is None:
-        refuse({"encoder_attention_mask": encoder_attention_mask}, "no encoder_hidden_states")
-        return given, None, {}
-    states, batch = jnp.asarray(encoder_hidden_states), given.mask.shape[0]
-    if states.shape[0] != batch:
-        raise InputError(f"encoder_hidden_states: {states.shape[0]} rows for {batch} prompts")
-    mask = check.mask_of("encoder_attention_mask", encoder_attention_mask, states.shape[:2])
-    return given, None, {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+def refuse_encoder_inputs(inputs: ModelInputs) -> None:
+    """Raises InputError for an input that only an encoder-decoder has."""
+    refuse(
+        {
+            "decoder_input_ids": inputs.decoder_input_ids,
+            "decoder_attention_mask": inputs.decoder_attention_mask,
+            "encoder_outputs": inputs.encoder_outputs,
+        },
+        "this model has a decoder only",
+    )
 
 
 def decoder_only_prompt(
-    model, input_ids, attention_mask, inputs_embeds, config, eos, pad
+    model: GenerativeModel,
+    inputs: ModelInputs,
+    config: GenerationConfig,
+    eos: tuple[int, ...],
+    pad: int | None,
 ) -> PaddedBatch:
-    """The prompt of a decoder-only model: ids, embeddings, or a lone BOS."""
-    embeds = None if inputs_embeds is None else floats(inputs_embeds)
+    """The prompt of a decoder-only model: ids, embeddings, or a lone BOS token."""
+    attention_mask = inputs.attention_mask
+    embeds = None if inputs.inputs_embeds is None else floats(inputs.inputs_embeds)
     if embeds is not None:
         check_width("inputs_embeds", embeds, model.config.width)
-    if input_ids is None and embeds is None:
+    if inputs.input_ids is None and embeds is None:
         bos = config.bos_token_id
         bos = model.config.bos_token_id if bos is None else bos
         if bos is None:
@@ -120,10 +179,10 @@ def decoder_only_prompt(
             )
         refuse({"attention_mask": attention_mask}, "given without input_ids")
         return PaddedBatch(np.full((1, 1), bos, np.int32), np.ones((1, 1), bool))
-    if input_ids is None:
+    if inputs.input_ids is None:
         assert embeds is not None
         return PaddedBatch(None, checked_mask(attention_mask, embeds.shape[:2]), embeds)
-    ids = checked_ids("input_ids", input_ids, model.config.vocab_size)
+    ids = checked_ids("input_ids", inputs.input_ids, model.config.vocab_size)
     if embeds is not None and embeds.shape[:2] != ids.shape:
         raise InputError(f"inputs_embeds: expected {ids.shape} positions, found {embeds.shape[:2]}")
     if attention_mask is None:
@@ -132,59 +191,61 @@ def decoder_only_prompt(
 
 
 def inferred_mask(ids: Any, pad: int | None, eos: tuple[int, ...]) -> Any:
-    """Without a mask: pads are masked if there is a pad token that ends no text (as transformers).
-
-    A pad that is also an end token cannot be told from a real one; every token is then real.
-    """
+    """The padding mask of ids that came without one, as transformers infers it: pads are masked if
+    there is a pad token that is not an end token. None: every token is real."""
     return None if pad is None or pad in eos else ids != pad
 
 
-def encoder_side(
-    model, input_ids, attention_mask, inputs_embeds, encoder_outputs
+def encoder_inputs(
+    model: GenerativeModel, inputs: ModelInputs
 ) -> tuple[PaddedBatch, dict[str, Any]]:
-    """The encoder's input in its bucket, and the arguments of `model.start`.
+    """The encoder's input in its bucket, and the arguments of `Decoder.init_cache`.
 
-    Without a mask every token is real, pads too, as in transformers 5.
+    Without a mask every token is real, pads too, as in transformers 5. Beside `encoder_outputs` the
+    ids are only for the processors that read them.
     """
-    given = [x is not None for x in (input_ids, inputs_embeds, encoder_outputs)]
-    if sum(given) == 0:
+    ids, outputs = inputs.input_ids, inputs.encoder_outputs
+    if ids is None and inputs.inputs_embeds is None and outputs is None:
         raise InputError("input_ids: an encoder-decoder needs the encoder's input")
-    if encoder_outputs is not None:
-        refuse({"inputs_embeds": inputs_embeds}, "has no effect beside encoder_outputs; drop it")
-        states = jnp.asarray(last_hidden_state(encoder_outputs))
-        check_width("encoder_outputs", states, model.config.width)
-        mask = checked_mask(attention_mask, states.shape[:2])
-        ids = (
-            None
-            if input_ids is None
-            else checked_ids("input_ids", input_ids, model.config.vocab_size)
+    if outputs is not None:
+        refuse(
+            {"inputs_embeds": inputs.inputs_embeds}, "has no effect beside encoder_outputs; drop it"
         )
-        if ids is not None and ids.shape != states.shape[:2]:
-            raise InputError(
-                f"encoder_outputs: of {list(states.shape[:2])} tokens, but input_ids has "
-                f"{list(ids.shape)}"
-            )
-        source = PaddedBatch(ids, mask, states)
-        return source, {"encoder_states": states, "attention_mask": jnp.asarray(mask)}
-    if given[0] and given[1]:
+        states = jnp.asarray(last_hidden_state(outputs))
+        check_width("encoder_outputs", states, model.config.width)
+        mask = checked_mask(inputs.attention_mask, states.shape[:2])
+        if ids is not None:
+            ids = checked_ids("input_ids", ids, model.config.vocab_size)
+            if ids.shape != states.shape[:2]:
+                raise InputError(
+                    f"encoder_outputs: of {list(states.shape[:2])} tokens, but input_ids has "
+                    f"{list(ids.shape)}"
+                )
+        encoder_input = PaddedBatch(ids, mask, states)
+        return encoder_input, {"encoder_states": states, "attention_mask": jnp.asarray(mask)}
+    if ids is not None and inputs.inputs_embeds is not None:
         raise InputError("input_ids, inputs_embeds: give exactly one of the two")
-    if inputs_embeds is not None:
-        embeds = floats(inputs_embeds)
+    if inputs.inputs_embeds is not None:
+        embeds = floats(inputs.inputs_embeds)
         check_width("inputs_embeds", embeds, model.config.width)
-        source = PaddedBatch(None, checked_mask(attention_mask, embeds.shape[:2]), embeds)
+        mask = checked_mask(inputs.attention_mask, embeds.shape[:2])
+        encoder_input = PaddedBatch(None, mask, embeds)
     else:
-        ids = checked_ids("input_ids", input_ids, model.config.vocab_size)
-        source = PaddedBatch(ids, checked_mask(attention_mask, ids.shape))
-    source = source.pad_to(bucket(source.length, SMALLEST_BUCKET), model.config.pad_token_id or 0)
-    arguments = {"attention_mask": source.mask}
-    arguments["input_ids" if source.embeds is None else "inputs_embeds"] = (
-        source.ids if source.embeds is None else source.embeds
-    )
-    return source, arguments
+        ids = checked_ids("input_ids", ids, model.config.vocab_size)
+        encoder_input = PaddedBatch(ids, checked_mask(inputs.attention_mask, ids.shape))
+    width = bucket(encoder_input.length, SMALLEST_BUCKET)
+    encoder_input = encoder_input.pad_to(width, model.config.pad_token_id or 0)
+    arguments = {"attention_mask": encoder_input.mask}
+    if encoder_input.embeds is None:
+        arguments["input_ids"] = encoder_input.ids
+    else:
+        arguments["inputs_embeds"] = encoder_input.embeds
+    return encoder_input, arguments
 
 
 def last_hidden_state(encoder_outputs: Any) -> Any:
-    """The encoder's result from an output of ours, a mapping, a tuple that it leads, or itself."""
+    """The encoder's last hidden state [B, E, D]: `encoder_outputs` itself, or the part of an output
+    object, a mapping or a tuple that holds it."""
     if isinstance(encoder_outputs, Mapping):
         if "last_hidden_state" not in encoder_outputs:
             raise InputError("encoder_outputs: the mapping has no last_hidden_state")
@@ -194,8 +255,16 @@ def last_hidden_state(encoder_outputs: Any) -> Any:
     return getattr(encoder_outputs, "last_hidden_state", encoder_outputs)
 
 
-def decoder_prompt(model, ids, mask, batch: int, config: GenerationConfig) -> PaddedBatch:
-    """What an encoder-decoder's decoder starts with: the start token, then the caller's ids."""
+def decoder_prompt(
+    model: GenerativeModel, ids: Any, mask: Any, batch: int, config: GenerationConfig
+) -> PaddedBatch:
+    """The decoder's prompt of an encoder-decoder: the start token, then the caller's ids.
+
+    Args:
+        ids: `decoder_input_ids` [B, T], or None.
+        mask: `decoder_attention_mask` [B, T], or None: every token is real.
+        batch: rows of the encoder's input.
+    """
     start = config.decoder_start_token_id
     start = model.config.decoder_start_token_id if start is None else start
     start = config.bos_token_id if start is None else start
@@ -223,7 +292,8 @@ def decoder_prompt(model, ids, mask, batch: int, config: GenerationConfig) -> Pa
 
 
 def with_start(ids: np.ndarray, mask: np.ndarray, start: np.ndarray) -> PaddedBatch:
-    """Decoder prompts, padded on the left, each behind its start token, unless some row has it."""
+    """Decoder prompts, padded on the left, with the start token [B, 1] put before each, unless some
+    row begins with it already."""
     rows, begin = np.arange(len(ids)), np.argmax(mask, axis=1)
     if (ids[rows, begin] == start[:, 0]).any():
         return PaddedBatch(ids, mask)

@@ -1,35 +1,73 @@
-"""Keyword arguments of `generate`: the model's inputs, what strategies read, and settings."""
+"""Keyword arguments of `generate`: the model's inputs, the call's own arguments, and settings."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxllm.common.errors import InputError, UnsupportedError
 
-# Arguments of transformers' generate() that are not fields of the config.
-INPUTS = frozenset(
-    {
-        "inputs_embeds",
-        "token_type_ids",
-        "decoder_input_ids",
-        "decoder_attention_mask",
-        "encoder_outputs",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "logits_processor",
-        "row_ids",
-        "past_key_values",
-        "return_past_key_values",
-    }
-)
-# And those that only a strategy, a criterion or guidance reads (`select_strategy.Call.arguments`).
-ARGUMENTS = frozenset(
-    {
-        *("assistant_model", "tokenizer", "stopping_criteria", "prefix_allowed_tokens_fn"),
-        *("negative_prompt_ids", "negative_prompt_attention_mask"),
-    }
-)
+
+@dataclasses.dataclass(frozen=True)
+class ModelInputs:
+    """Arrays or nested lists that the model reads, as the caller gave them: not checked yet.
+
+    B is the batch, T columns of the prompt, E of the encoder's input, D the model's width.
+    """
+
+    input_ids: Any = None
+    """int [B, T]: the prompt (decoder-only), or the encoder's input (encoder-decoder)."""
+    attention_mask: Any = None
+    """bool or 0/1 [B, T]: 1 at real tokens."""
+    inputs_embeds: Any = None
+    """float [B, T, D], in place of `input_ids`."""
+    token_type_ids: Any = None
+    """int [B, T] (GPT-2)."""
+    decoder_input_ids: Any = None
+    """int [B, T]: the decoder's prompt (encoder-decoder)."""
+    decoder_attention_mask: Any = None
+    """bool or 0/1 [B, T]."""
+    encoder_outputs: Any = None
+    """float [B, E, D], or an output or mapping that holds it as `last_hidden_state`."""
+    encoder_hidden_states: Any = None
+    """float [B, E, D] (GPT-2 with cross-attention)."""
+    encoder_attention_mask: Any = None
+    """bool or 0/1 [B, E]."""
+
+    def given(self, *but: str) -> dict[str, Any]:
+        """Those that are not None, by name, other than `but`."""
+        names = (field.name for field in dataclasses.fields(self))
+        every = {name: getattr(self, name) for name in names if name not in but}
+        return {name: value for name, value in every.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class CallArguments:
+    """Arguments of a call that are neither inputs of the model nor fields of a config."""
+
+    assistant_model: Any = None
+    """A smaller model of the same vocabulary, which drafts."""
+    tokenizer: Any = None
+    stopping_criteria: Any = None
+    """A list of callables."""
+    logits_processor: Any = None
+    """A list of callables."""
+    prefix_allowed_tokens_fn: Any = None
+    """`(batch_id, ids) -> token ids`."""
+    negative_prompt_ids: Any = None
+    """int [B, T]: the unconditional contexts of classifier-free guidance."""
+    negative_prompt_attention_mask: Any = None
+    """bool or 0/1 [B, T]."""
+    row_ids: Any = None
+    """int [B]: numbers that the random draws of a row depend on."""
+    past_key_values: Any = None
+    """What an earlier call returned under this name."""
+    return_past_key_values: bool = False
+
+
+INPUTS = frozenset(field.name for field in dataclasses.fields(ModelInputs))
+ARGUMENTS = frozenset(field.name for field in dataclasses.fields(CallArguments))
 UNSUPPORTED = {
     "assistant_tokenizer": "an assistant of another vocabulary",
     "synced_gpus": "synced devices",
@@ -41,49 +79,49 @@ GENERATE_ARGUMENTS = INPUTS | ARGUMENTS | UNSUPPORTED.keys() | {"streamer"}
 """Every keyword argument of generate() that is no field of a config."""
 
 
-class Keywords(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Keywords:
     """Keyword arguments of a call, by who reads them."""
 
-    inputs: dict[str, Any]
-    arguments: dict[str, Any]
+    inputs: ModelInputs
+    arguments: CallArguments
     settings: dict[str, Any]
     """All others: fields of `GenerationConfig`, which names those that it does not have."""
 
 
-def sorted_keywords(fields: Mapping[str, Any]) -> Keywords:
-    """Sorts them.
+def sorted_keywords(keywords: Mapping[str, Any]) -> Keywords:
+    """Sorts the keyword arguments of a call.
 
     Raises:
         UnsupportedError: an argument that only transformers has.
     """
     for name, feature in UNSUPPORTED.items():
-        if fields.get(name) is not None and fields[name] is not False:
+        if keywords.get(name) is not None and keywords[name] is not False:
             raise UnsupportedError(f"{name}: {feature} is not supported")
     elsewhere = INPUTS | ARGUMENTS | UNSUPPORTED.keys()
     return Keywords(
-        inputs={k: v for k, v in fields.items() if k in INPUTS},
-        arguments={k: v for k, v in fields.items() if k in ARGUMENTS},
-        settings={k: v for k, v in fields.items() if k not in elsewhere},
+        inputs=ModelInputs(**{k: v for k, v in keywords.items() if k in INPUTS}),
+        arguments=CallArguments(**{k: v for k, v in keywords.items() if k in ARGUMENTS}),
+        settings={k: v for k, v in keywords.items() if k not in elsewhere},
     )
 
 
 def refuse(inputs: Mapping[str, Any], why: str) -> None:
-    """Raises for the first input that was given, with the reason why it must not be."""
+    """Raises InputError for the first input that is not None, with the reason `why`."""
     for name, value in inputs.items():
         if value is not None:
             raise InputError(f"{name}: {why}")
 
 
-def needed_tokenizer(arguments: Mapping[str, Any], field: str) -> Any:
-    """The tokenizer of a call that has `field`, which does not work without one."""
-    tokenizer = arguments.get("tokenizer")
+def needed_tokenizer(tokenizer: Any, field: str) -> Any:
+    """The tokenizer of a call; raises InputError where `field` needs one and there is none."""
     if tokenizer is None:
         raise InputError(f"{field}: needs tokenizer=, the tokenizer of this model")
     return tokenizer
 
 
 def processor_list(processors: Any) -> tuple[Any, ...]:
-    """The caller's processors; transformers takes them as a list, and so do we."""
+    """The caller's logits processors, given as a list, as transformers takes them."""
     if processors is None:
         return ()
     if not isinstance(processors, list | tuple):

@@ -7,7 +7,6 @@ second half's logits to the processors, of which the first mixes the two.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.inputs.arguments import CallArguments, ModelInputs
 from jaxllm.generation.inputs.padded_batch import (
     PaddedBatch,
     checked_ids,
@@ -27,6 +27,7 @@ from jaxllm.generation.inputs.padded_batch import (
 )
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.outputs import DecodeOutput
 
 
@@ -70,11 +71,22 @@ class Guided:
     def config(self) -> Any:
         return self.model.config
 
+    @property
+    def depth(self) -> int:
+        return self.model.depth
+
+    @property
+    def tied_embedding(self) -> bool:
+        return self.model.tied_embedding
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return self.model.embed(tokens)
+
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         return self.model.logits(x)
 
-    def init_cache(self, batch: int, capacity: int) -> Cache:
-        return self.model.init_cache(2 * batch, capacity)
+    def init_cache(self, batch: int, capacity: int, **encoder_inputs: Any) -> Cache:
+        return self.model.init_cache(2 * batch, capacity, **encoder_inputs)
 
     def decode(
         self,
@@ -163,26 +175,24 @@ def stacked(above: Array | None, below: Array | None) -> Any:
 
 
 def negative_prompt(
-    model: Any,
+    model: GenerativeModel,
     config: GenerationConfig,
-    arguments: Mapping[str, Any],
-    given: PaddedBatch,
-    inputs: Mapping[str, Any],
+    arguments: CallArguments,
+    prompt: PaddedBatch,
+    inputs: ModelInputs,
 ) -> PaddedBatch | None:
     """The unconditional contexts, or None without guidance. By default each prompt's last token.
 
     Args:
-        arguments: `negative_prompt_ids` [B, T] and `negative_prompt_attention_mask` [B, T], 1 at
-            real tokens (None: all are).
-        given: the prompts.
-        inputs: other inputs of the model, by name.
+        arguments: `negative_prompt_ids` and `negative_prompt_attention_mask` are read.
+        prompt: the prompts, checked.
+        inputs: the inputs of the call, before the checks.
 
     Raises:
         InputError: ids and prompts do not fit each other, or there is no guidance to use them.
         UnsupportedError: an encoder-decoder, or an input that unconditional rows cannot share.
     """
-    ids = arguments.get("negative_prompt_ids")
-    mask = arguments.get("negative_prompt_attention_mask")
+    ids, mask = arguments.negative_prompt_ids, arguments.negative_prompt_attention_mask
     if mask is not None and ids is None:
         raise InputError("negative_prompt_attention_mask: given without negative_prompt_ids")
     scale = config.guidance_scale
@@ -196,25 +206,23 @@ def negative_prompt(
             "model on the decoder's tokens without an encoder's input)"
         )
     for name in ("token_type_ids", "encoder_hidden_states"):
-        if inputs.get(name) is not None:
+        if getattr(inputs, name) is not None:
             raise UnsupportedError(
                 f"guidance_scale: not together with {name}, which unconditional rows do not have"
             )
     if ids is None:
-        return last_tokens(given)
+        return last_tokens(prompt)
     ids = checked_ids("negative_prompt_ids", ids, model.config.vocab_size)
-    if ids.shape[0] != given.mask.shape[0]:
-        raise InputError(
-            f"negative_prompt_ids: {ids.shape[0]} rows for {given.mask.shape[0]} prompts"
-        )
+    if ids.shape[0] != prompt.rows:
+        raise InputError(f"negative_prompt_ids: {ids.shape[0]} rows for {prompt.rows} prompts")
     return PaddedBatch(ids, checked_mask(mask, ids.shape, "negative_prompt_attention_mask"))
 
 
-def last_tokens(given: PaddedBatch) -> PaddedBatch:
-    """Each row's last real token, as a context of one column."""
-    if given.ids is None:
+def last_tokens(prompt: PaddedBatch) -> PaddedBatch:
+    """Contexts of one column: the last real token of each prompt."""
+    if prompt.ids is None:
         raise InputError("negative_prompt_ids: needed where the prompt has no token ids")
-    column = last_real(given.mask)[:, None]
-    host = jnp if is_traced(given.ids) or is_traced(column) else np
-    ids = host.take_along_axis(host.asarray(given.ids), column, axis=1)
+    column = last_real(prompt.mask)[:, None]
+    host = jnp if is_traced(prompt.ids) or is_traced(column) else np
+    ids = host.take_along_axis(host.asarray(prompt.ids), column, axis=1)
     return PaddedBatch(ids, np.ones(ids.shape, bool))

@@ -8,6 +8,7 @@ step, so they are made only where they are asked for.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -166,79 +167,85 @@ def check_size(records: Records | None) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
-    """Where the columns of a result are among those that were recorded."""
+class RecordColumns:
+    """Where the columns of a result are in its records."""
 
-    prompt: int
+    prompt_len: int
     """Columns of the prompt."""
     first_new: Int[np.ndarray, ""] | Int[np.ndarray, " B"]
-    """Where new tokens begin: beyond `prompt` if a negative prompt is longer; with
-    `past_key_values` behind the real tokens of each row."""
-    source: int | None = None
+    """The column of the first new token: beyond `prompt_len` if a negative prompt is longer; with
+    `past_key_values` after the real tokens of each row."""
+    encoder_len: int | None = None
     """Columns of the encoder's input; None for decoder-only models."""
-    held: Bool[np.ndarray, "B C"] | None = None
-    """The real columns of a prompt of which a part was in `past_key_values`."""
-    read: int | None = None
-    """Of such a prompt the columns that were read, of the row with the most."""
+    prompt_mask: Bool[np.ndarray, "B T"] | None = None
+    """With `past_key_values`: the real columns of the prompt."""
+    prefilled: int | None = None
+    """With `past_key_values`: columns that prefill ran, in the row with the most."""
 
     @property
     def queries(self) -> int:
-        """Columns of the first entry."""
-        return self.prompt if self.read is None else self.read
+        """Columns of the first step."""
+        return self.prompt_len if self.prefilled is None else self.prefilled
 
-    def keys(self, x: Any, step: int) -> Any:
-        """Attention over the columns of the text up to new token `step`."""
-        x = x[:, :, : self.queries]
-        if self.held is None:
-            if self.first_new == self.prompt:
-                return x[..., : self.prompt + step]
+    def cut_keys(self, weights: Any, step: int) -> Any:
+        """Attention weights [B, heads, T, S] over the columns of the sequence up to new token
+        `step`, without padding."""
+        weights = weights[:, :, : self.queries]
+        if self.prompt_mask is None:
+            if self.first_new == self.prompt_len:
+                return weights[..., : self.prompt_len + step]
             first = int(self.first_new)
-            return x[..., [*range(self.prompt), *range(first, first + step)]]
-        # A cache that goes on holds the real tokens of each row, without gaps.
-        old = np.maximum(np.cumsum(self.held, axis=1) - 1, 0)
+            return weights[..., [*range(self.prompt_len), *range(first, first + step)]]
+        # A cache that continues holds the real tokens of each row, without gaps.
+        old = np.maximum(np.cumsum(self.prompt_mask, axis=1) - 1, 0)
         new = self.first_new[:, None] + np.arange(step)
         slots = np.concatenate([old, new], axis=1)
-        real = np.concatenate([self.held, np.ones(new.shape, bool)], axis=1)
-        slots, real = (np.repeat(part, len(x) // len(part), axis=0) for part in (slots, real))
-        weights = np.take_along_axis(np.asarray(x), slots[:, None, None], axis=-1)
+        real = np.concatenate([self.prompt_mask, np.ones(new.shape, bool)], axis=1)
+        samples = len(weights) // len(slots)
+        slots, real = np.repeat(slots, samples, axis=0), np.repeat(real, samples, axis=0)
+        weights = np.take_along_axis(np.asarray(weights), slots[:, None, None], axis=-1)
         return np.where(real[:, None, None], weights, 0)
 
 
-def as_tuples(records: Records, columns: Places, *, steps: int) -> dict[str, Any]:
+def as_tuples(records: Records, columns: RecordColumns, *, steps: int) -> dict[str, Any]:
     """The fields of `GenerateOutput`: tuples over steps of tuples over layers, without padding.
 
     Args:
-        columns: where those of the result are.
+        columns: where the columns of the result are in the records.
         steps: new tokens.
     """
     prompt, later, encoder = records.prompt, records.steps, records.encoder
-    source = columns.source
+    encoder_len = columns.encoder_len
 
-    def tuples(first: Layers, rest: Layers, cut) -> tuple[Layers, ...] | None:
+    def tuples(
+        first: Layers, rest: Layers, cut: Callable[[Any, int], Any]
+    ) -> tuple[Layers, ...] | None:
         if first is None or rest is None:
             return None
         host = jnp if is_traced(first[0]) else np
-        times = rest[0].shape[1] // first[0].shape[0]
-        head = tuple(cut(host.repeat(x, times, axis=0), 0) for x in first)
-        return (head, *(tuple(cut(x[i], i + 1) for x in rest) for i in range(steps - 1)))
+        samples = rest[0].shape[1] // first[0].shape[0]
+        prompt_step = tuple(cut(host.repeat(x, samples, axis=0), 0) for x in first)
+        return (prompt_step, *(tuple(cut(x[i], i + 1) for x in rest) for i in range(steps - 1)))
 
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "hidden_states": tuples(
             prompt.hidden_states, later.hidden_states, lambda x, step: x[:, : columns.queries]
         ),
-        "attentions": tuples(prompt.attentions, later.attentions, columns.keys),
+        "attentions": tuples(prompt.attentions, later.attentions, columns.cut_keys),
         "cross_attentions": tuples(
             prompt.cross_attentions,
             later.cross_attentions,
-            lambda x, step: x[:, :, : columns.queries, :source],
+            lambda x, step: x[:, :, : columns.queries, :encoder_len],
         ),
     }
-    if source is None:
-        return found
+    if encoder_len is None:
+        return fields
     for name in ("hidden_states", "attentions"):
-        found[f"decoder_{name}"] = found.pop(name)
+        fields[f"decoder_{name}"] = fields.pop(name)
     if encoder.hidden_states is not None:
-        found["encoder_hidden_states"] = tuple(x[:, :source] for x in encoder.hidden_states)
+        fields["encoder_hidden_states"] = tuple(x[:, :encoder_len] for x in encoder.hidden_states)
     if encoder.attentions is not None:
-        found["encoder_attentions"] = tuple(x[:, :, :source, :source] for x in encoder.attentions)
-    return found
+        fields["encoder_attentions"] = tuple(
+            x[:, :, :encoder_len, :encoder_len] for x in encoder.attentions
+        )
+    return fields

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.values import float_leaf, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.mode import drafts_asked_for, generation_mode
@@ -24,22 +25,29 @@ from jaxllm.generation.strategies.contrastive import Contrastive
 from jaxllm.generation.strategies.dola import DoLa, layers_to_contrast
 from jaxllm.generation.strategies.sample import Sample
 from jaxllm.generation.strategies.strategy import Strategy
+from jaxllm.models.decoder import GenerativeModel
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is known on the host when the strategy is chosen."""
+    """A checked call of `generate`, from which its strategy is chosen on the host."""
 
-    model: Any
+    model: GenerativeModel
     config: GenerationConfig
+    """The settings in force: of the call, its `generation_config` and the model's own file."""
     eos: tuple[int, ...]
+    """End tokens in force."""
     batch: int
+    """Prompts."""
     start_len: int
-    """Columns of the prompt, padding included."""
-    until: int
-    """`max_length`."""
-    arguments: Mapping[str, Any]
-    """Arguments of generate() that a strategy reads, such as `assistant_model`."""
+    """Columns of the prompt, padding included; 0 for embeddings alone."""
+    max_length: int
+    """Columns of the longest result, prompt included."""
+    arguments: CallArguments
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.max_length - self.start_len
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +70,12 @@ def _sample(call: Call) -> Strategy[Any]:
 
 
 def _assisted(call: Call) -> Strategy[Any]:
-    assistant = call.arguments.get("assistant_model")
     return assisted(
-        call.model, call.config, assistant, new=call.until - call.start_len, until=call.until
+        call.model,
+        call.config,
+        call.arguments.assistant_model,
+        max_new_tokens=call.max_new_tokens,
+        max_length=call.max_length,
     )
 
 
@@ -111,7 +122,7 @@ def _check_plain_end(call: Call) -> None:
     for name, value in (
         ("stop_strings", call.config.stop_strings),
         ("max_time", call.config.max_time),
-        ("stopping_criteria", call.arguments.get("stopping_criteria")),
+        ("stopping_criteria", call.arguments.stopping_criteria),
     ):
         if value:
             raise UnsupportedError(
@@ -187,7 +198,7 @@ def choose_strategy(call: Call) -> Strategy[Any]:
     for registered in REGISTERED_STRATEGIES.values():
         if registered.selects(call):
             return registered.build(call)
-    assistant = call.arguments.get("assistant_model")
+    assistant = call.arguments.assistant_model
     mode = generation_mode(call.config, assistant)
     asked = drafts_asked_for(call.config, assistant)
     if asked and mode != "assisted_generation":

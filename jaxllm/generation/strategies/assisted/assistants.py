@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.generation.inputs.arguments import refuse
+from jaxllm.generation.inputs.arguments import ModelInputs, refuse
 from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_room
 from jaxllm.generation.inputs.values import bucket, float_leaf, int_leaf
 from jaxllm.generation.settings.config import GenerationConfig
@@ -20,6 +19,7 @@ from jaxllm.generation.strategies.assisted.drafts import (
     EarlyExit,
     PromptLookup,
 )
+from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import without_metadata
 
 SMALLEST_DRAFT = 8
@@ -27,13 +27,17 @@ DEFAULT_NGRAM_SIZE = 2
 
 
 def assisted(
-    model: Any, config: GenerationConfig, assistant_model: Any, *, new: int, until: int
+    model: Any,
+    config: GenerationConfig,
+    assistant_model: Any,
+    *,
+    max_new_tokens: int,
+    max_length: int,
 ) -> Assisted:
     """The strategy of an assisted call.
 
     Args:
-        new: most new tokens.
-        until: columns of the longest result.
+        max_length: columns of the longest result, prompt included.
 
     Raises:
         InputError: Two drafts at once, or more layers than the model has.
@@ -46,7 +50,7 @@ def assisted(
         raise UnsupportedError(
             f"{asked[0]}: DoLa (dola_layers) takes no draft; drop one of the two"
         )
-    check_rotary(model, asked[0], until)
+    check_rotary(model, asked[0], max_length)
     schedule, weight = None, config.assistant_ensemble_weight
     if asked[0] == "prompt_lookup_num_tokens":
         if weight is not None:
@@ -81,7 +85,7 @@ def assisted(
         num_assistant_tokens=int_leaf("generate()", "num_assistant_tokens", most),
         growing=np.bool_(growing),  # pyright: ignore[reportArgumentType]
         sampling=bool(config.do_sample),
-        most=min(room, bucket(new, SMALLEST_DRAFT)),
+        most=min(room, bucket(max_new_tokens, SMALLEST_DRAFT)),
         count=config.num_return_sequences,
         ensemble_weight=None
         if weight is None
@@ -132,32 +136,38 @@ def check_assistant(model: Any, assistant: Any) -> None:
         )
 
 
-def check_texts(
-    assistant: Any, model: Any, given: PaddedBatch, others: Mapping[str, Any], new: int
+def check_assistant_inputs(
+    assistant: GenerativeModel,
+    model: GenerativeModel,
+    prompt: PaddedBatch,
+    inputs: ModelInputs,
+    new: int,
 ) -> None:
-    """Raises for a call whose texts the assistant cannot read as the model does.
+    """Raises InputError for a call that the assistant cannot read as the model does.
 
     Args:
-        given: the prompts.
-        others: other inputs of the model, by name.
-        new: most new tokens.
+        inputs: the inputs of the call, before the checks.
+        new: limit of new tokens.
     """
     if type(assistant) is not type(model):
-        only_ours = {k: v for k, v in others.items() if k.startswith(("token_t", "encoder_h"))}
-        refuse(only_ours, "not together with an assistant_model of another kind")
-    check_room(assistant, given, new, whose="assistant_model")
+        only_ours = {
+            "token_type_ids": inputs.token_type_ids,
+            "encoder_hidden_states": inputs.encoder_hidden_states,
+        }
+        refuse(only_ours, "not together with an assistant_model of another family")
+    check_room(assistant, prompt, new, whose="assistant_model")
 
 
-def check_rotary(model: Any, option: str, until: int) -> None:
+def check_rotary(model: Any, option: str, max_length: int) -> None:
     """RoPE that depends on the length so far would see drafts that are rejected later."""
     rope = getattr(model.config, "rotary", None)
     limits = {"dynamic": "max_positions", "longrope": "original_positions"}
     if rope is None or rope.rope_type not in limits:
         return
     limit = getattr(rope, limits[rope.rope_type])
-    if until > limit:
+    if max_length > limit:
         raise UnsupportedError(
             f"{option}: beyond {limit} positions this model's RoPE ({rope.rope_type}) depends on "
-            f"the length so far, rejected drafts included; lower max_length ({until}), or drop the "
-            "draft"
+            f"the length so far, rejected drafts included; lower max_length ({max_length}), or "
+            "drop the draft"
         )
