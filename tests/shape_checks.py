@@ -40,7 +40,8 @@ def _is_shaped(hint: Any) -> bool:
         if hint.array_type is jax.Array:
             hint.array_type = (jax.Array, np.ndarray, np.generic)
         return True
-    return any(_is_shaped(part) for part in get_args(hint))
+    shaped = [_is_shaped(part) for part in get_args(hint)]  # every part, also after the first True
+    return any(shaped)
 
 
 def _unless_jax_calls(checked: Callable[..., Any]) -> Callable[..., Any]:
