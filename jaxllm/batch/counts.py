@@ -96,6 +96,10 @@ class Counts:
         name += f", group {group.number}" if group.number else ""
         self.called(name)
 
+    def halved(self) -> None:
+        """Memory ran out."""
+        self.halvings += 1
+
     def called(self, bucket: str) -> None:
         """A compiled program ran."""
         self.buckets[bucket] += 1

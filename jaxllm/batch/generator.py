@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxllm.batch.counts import Counts
-from jaxllm.batch.memory import Prediction, budget, is_exhausted
+from jaxllm.batch.memory import Prediction, budget
 from jaxllm.batch.plan import Plan, plans, ran_out, too_large
 from jaxllm.batch.results import Done
 from jaxllm.batch.row_settings import Group, check_processors, fits_slots, groups
@@ -16,6 +16,7 @@ from jaxllm.batch.rows import BatchOutput, Given, Reader, Row, failed, row_id
 from jaxllm.batch.slot_pool import Pool
 from jaxllm.batch.static_batches import batches, run_batch
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
+from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.model import without_metadata
@@ -177,7 +178,7 @@ class BatchGenerator:
                     yield from Done.failed(task, ran_out(task, sizes))
                 return
             sizes = sizes.with_slots(sizes.slots // 2)
-            self.counts.halvings += 1
+            self.counts.halved()
 
     def _output(self, row: Row, found: Sequence[Done]) -> BatchOutput:
         found = sorted(found, key=lambda done: done.task.sample)

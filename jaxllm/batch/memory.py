@@ -106,11 +106,6 @@ def nbytes(tree: Any) -> int:
     return sum(map(one, jax.tree.leaves(tree)))
 
 
-def is_exhausted(error: BaseException) -> bool:
-    """Whether the device had too little memory for what it was asked."""
-    return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
-
-
 def most_slots(predict: Callable[[int], Prediction], wanted: int, shards: int) -> Prediction:
     """The prediction for as many slots as fit, up to `wanted`; for the fewest if none do.
 

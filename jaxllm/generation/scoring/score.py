@@ -1,4 +1,4 @@
-"""`score()`: how likely a model finds given texts, without generating any."""
+"""`score()`: log-likelihoods of given completions; nothing is generated."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.call.prompts import decoder_prompt
+from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import any_traced, bucket, is_integer, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
@@ -37,7 +38,7 @@ class ScoreOutput:
     """Whether every token of the completion is the most likely one at its place, which is what
     greedy search without further settings gives. Of equals, the first token counts."""
     token_log_probs: list[Float[np.ndarray, " T"]]
-    """float32; of each token of each completion."""
+    """float32. Log-probability of each token of each completion."""
 
 
 def score(
@@ -53,8 +54,8 @@ def score(
 
     The pair (log_likelihood, is_greedy) is what lm-evaluation-harness asks of a model with its
     request type ``loglikelihood``: prompts are its encoded contexts, completions its continuations.
-    A causal model reads prompt and completion as one text. An encoder-decoder reads the prompt with
-    its encoder, and the completion with its decoder, after the start token.
+    A causal model reads prompt and completion as one sequence. An encoder-decoder reads the prompt
+    with its encoder, and the completion with its decoder, after the start token.
 
     Args:
         model: a causal or encoder-decoder language model.
@@ -83,32 +84,26 @@ def score(
         raise InputError("score: sorts its pairs on the host; call it outside jax.jit")
     if not is_integer(batch_size) or batch_size < 1:
         raise InputError(f"batch_size: expected an integer of 1 or more, found {batch_size!r}")
-    vocab_size = model.config.vocab_size
-    before = token_rows("prompts", prompts, attention_mask, "attention_mask", vocab_size)
-    after = token_rows("completions", completions, completion_mask, "completion_mask", vocab_size)
-    if len(before) != len(after):
-        raise InputError(f"completions: {len(after)} for {len(before)} prompts")
-    pairs = [laid_out(model, i, *pair) for i, pair in enumerate(zip(before, after, strict=True))]
+    pairs = read_pairs(model, prompts, completions, attention_mask, completion_mask)
     bare, mesh = without_metadata(model), mesh_of(model)
+
+    def run(batch: list[Pair]) -> list[tuple[np.ndarray, ...]]:
+        arrays = stacked(batch)
+        if mesh is not None:
+            arrays = put_rows(arrays, mesh)
+        with use(mesh):
+            return list(zip(*jax.device_get(_score_batch(bare, *arrays)), strict=True))
+
     log_probs: list[Any] = [None] * len(pairs)
     greedy = np.zeros(len(pairs), bool)
-    # Longest first: neighbours are then of about one length, and memory is at its most at once.
-    order = sorted(range(len(pairs)), key=lambda i: pairs[i].size, reverse=True)
-    for first in range(0, len(order), batch_size):
-        chosen = order[first : first + batch_size]
-        batch = stacked([pairs[i] for i in chosen], rows=min(batch_size, bucket(len(chosen), 1)))
-        if mesh is not None:
-            batch = put_rows(batch, mesh)
-        with use(mesh):
-            found, best, fine = jax.device_get(_score_batch(bare, *batch))
-        for row, i in enumerate(chosen):
-            length = len(pairs[i].completion)
-            if not fine[row, :length].all():
-                raise NonFiniteError(
-                    f"score: the model's logits for pair {i} are NaN or infinite; check the "
-                    "weights, or compute in float32 (dtype='float32')"
-                )
-            log_probs[i], greedy[i] = found[row, :length], best[row, :length].all()
+    for i, scores in run_in_batches(run, pairs, batch_size, length=lambda pair: pair.size):
+        log_prob, is_best, is_finite = (x[: len(pairs[i].completion)] for x in scores)
+        if not is_finite.all():
+            raise NonFiniteError(
+                f"score: the model's logits for pair {i} are NaN or infinite; check the weights, "
+                "or compute in float32 (dtype='float32')"
+            )
+        log_probs[i], greedy[i] = log_prob, is_best.all()
     return ScoreOutput(
         log_likelihoods=np.array([x.sum() for x in log_probs], np.float32),
         is_greedy=greedy,
@@ -118,7 +113,7 @@ def score(
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One pair as the model reads it."""
+    """A prompt and its completion as the model's inputs and targets."""
 
     encoder: Int[np.ndarray, " E"] | None
     decoder: Int[np.ndarray, " T"]
@@ -130,7 +125,19 @@ class Pair:
         return len(self.decoder) + (0 if self.encoder is None else len(self.encoder))
 
 
-def laid_out(model: Any, i: int, prompt: np.ndarray, completion: np.ndarray) -> Pair:
+def read_pairs(
+    model: Any, prompts: Rows, completions: Rows, attention_mask: Any, completion_mask: Any
+) -> list[Pair]:
+    """The pairs, checked; the arguments are those of `score`."""
+    vocab_size = model.config.vocab_size
+    before = token_rows("prompts", prompts, attention_mask, "attention_mask", vocab_size)
+    after = token_rows("completions", completions, completion_mask, "completion_mask", vocab_size)
+    if len(before) != len(after):
+        raise InputError(f"completions: {len(after)} for {len(before)} prompts")
+    return [make_pair(model, i, *pair) for i, pair in enumerate(zip(before, after, strict=True))]
+
+
+def make_pair(model: Any, i: int, prompt: np.ndarray, completion: np.ndarray) -> Pair:
     """The columns of one pair. The last token predicts nothing, and is not read."""
     if completion.size == 0:
         raise InputError(f"completions[{i}]: empty; it must have one token or more")
@@ -155,9 +162,8 @@ def laid_out(model: Any, i: int, prompt: np.ndarray, completion: np.ndarray) -> 
     return Pair(None, decoder, completion)
 
 
-def stacked(pairs: list[Pair], rows: int) -> tuple[Any, ...]:
-    """The arguments of `_score_batch`, in buckets; missing rows repeat the first one."""
-    pairs = pairs + pairs[:1] * (rows - len(pairs))
+def stacked(pairs: list[Pair]) -> tuple[Any, ...]:
+    """The arguments of `_score_batch`, in buckets."""
     decoder, mask = padded([pair.decoder for pair in pairs])
     targets, _ = padded([pair.completion for pair in pairs])
     first = np.array([len(p.decoder) - len(p.completion) for p in pairs], np.int32)
@@ -186,7 +192,7 @@ def _score_batch(
     first: Int[Array, " B"],
     targets: Int[Array, "B C"],
 ) -> tuple[Float[Array, "B C"], Bool[Array, "B C"], Bool[Array, "B C"]]:
-    """Of each target: its log-probability, whether it is the best token, whether logits are finite.
+    """The log-probability of each target, whether it is the best token, whether logits are finite.
 
     Row b's first target is predicted by its column first[b].
     """
@@ -197,14 +203,15 @@ def _score_batch(
     columns = jnp.minimum(first[:, None] + jnp.arange(C), T - 1)
     x = jnp.take_along_axis(x, columns[..., None], axis=1)
 
-    def of_block(block):
-        logits = model.logits(block[0])
-        target = jnp.take_along_axis(logits, block[1][..., None], axis=-1)[..., 0]
-        log_prob = target - jax.nn.logsumexp(logits, axis=-1)
+    def score_block(block):
+        hidden, target = block
+        logits = model.logits(hidden)
+        value = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+        log_prob = value - jax.nn.logsumexp(logits, axis=-1)
         best = choose_greedy(logits.reshape(-1, logits.shape[-1])).reshape(target.shape)
-        return log_prob, best == block[1], jnp.isfinite(jnp.max(logits, axis=-1))
+        return log_prob, best == target, jnp.isfinite(jnp.max(logits, axis=-1))
 
-    # A loop over blocks of columns, so that logits of all columns are never there together.
+    # A loop over blocks of columns, so that the logits of all columns are never in memory at once.
     width = max(MOST_LOGIT_BYTES // (4 * B * model.config.vocab_size), 1)
     blocks = 1
     while C // blocks > width:
@@ -213,7 +220,7 @@ def _score_batch(
     def cut(y):
         return jnp.moveaxis(y.reshape(B, blocks, C // blocks, *y.shape[2:]), 1, 0)
 
-    results = jax.lax.map(of_block, (cut(x), cut(targets)))
+    results = jax.lax.map(score_block, (cut(x), cut(targets)))
     return constrain(jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(B, C), results))
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Float64
 from jaxllm.common.errors import InputError
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
+from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import PaddedBatch
 from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.models.model import without_metadata
@@ -155,7 +156,7 @@ def generate_and_score(
     Args:
         rows: `Prompt`s, or (prompt, reference) pairs.
         metrics: names in `generation_metrics.METRICS`.
-        batch_size: rows at once; each batch has as many, the last one repeats a row.
+        batch_size: rows at once; each batch has as many, and the last one repeats a row.
         samples: how many rows to keep for people to read.
         key: for sampling; a constant by default, so that two evaluations are comparable.
         before_batch: called before each batch; what it raises ends the evaluation.
@@ -180,12 +181,9 @@ def generate_and_score(
         for row in prompts
     ]
     texts: list[str] = [""] * len(prompts)
-    # Longest first: if memory does not suffice, that is known at once.
-    order = sorted(range(len(prompts)), key=lambda i: len(encoded[i]), reverse=True)
-    for first in range(0, len(order), batch_size):
+
+    def run(numbers: list[int]) -> list[list[int]]:
         before_batch()
-        chosen = order[first : first + batch_size]
-        numbers = chosen + chosen[:1] * (batch_size - len(chosen))
         side = "right" if model.is_encoder_decoder else "left"
         batch = tokenizer.pad([encoded[i] for i in numbers], padding_side=side)
         ids: Any = batch.input_ids  # on the host, where generate() checks it
@@ -200,9 +198,11 @@ def generate_and_score(
             **fields,
         )
         start = 1 if model.is_encoder_decoder else ids.shape[1]
-        new = np.asarray(out.sequences)[:, start:].tolist()
-        for i, row in zip(chosen, new, strict=False):
-            texts[i] = tokenizer.decode(up_to_end(row, ends), skip_special_tokens=True)
+        return np.asarray(out.sequences)[:, start:].tolist()
+
+    numbers = range(len(prompts))
+    for i, row in run_in_batches(run, numbers, batch_size, length=lambda i: len(encoded[i])):
+        texts[i] = tokenizer.decode(up_to_end(row, ends), skip_special_tokens=True)
     pairs = [(text, row.reference) for text, row in zip(texts, prompts, strict=True)]
     return GenerationResult(
         scores=score_texts(pairs, metrics),
