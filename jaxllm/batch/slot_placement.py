@@ -14,20 +14,16 @@ from jaxtyping import Array, Int, Shaped
 
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_strategies import SlotStrategy
-from jaxllm.batch.slots import Arrivals, RowSettings, SlotCache, Slots, of_layers
-from jaxllm.parallel.sharding import ROWS, constrain, context_mesh, partition, use
+from jaxllm.batch.slots import Arrivals, RowSettings, SlotCache, Slots
+from jaxllm.parallel.field_axes import constrain_fields, map_with_axes
+from jaxllm.parallel.sharding import ROWS, context_mesh, partition, use
 
 T = TypeVar("T")
 
 
-def axes_of(path: tuple, x: Any) -> tuple[str, ...]:
-    """Names of the first axes of an array of slots. Heads have one where `tensor` splits them."""
-    return ("rows", "heads") if of_layers(path) and x.ndim == 4 else ("rows",)
-
-
-def settled(slots: T) -> T:
-    """The slots, split as every call gets them: one program serves the first and the next."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: constrain(x, *axes_of(path, x)), slots)
+def settled(slots: Slots) -> Slots:
+    """The slots, sharded as every call gets them: one program serves the first and the next."""
+    return constrain_fields(slots, batch=slots.count)
 
 
 def with_places(shapes: T, mesh: Mesh | None) -> T:
@@ -35,13 +31,13 @@ def with_places(shapes: T, mesh: Mesh | None) -> T:
     if mesh is None:
         return shapes
 
-    def one(path, x):
-        spec = partition(x.shape, axes_of(path, x), mesh)
+    def one(names, x):
+        spec = partition(x.shape, names if x.ndim >= len(names) else names[:1], mesh)
         if 0 in x.shape:  # programs give empty arrays back as whole ones
             spec = PartitionSpec()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(one, shapes)
+    return map_with_axes(one, shapes)
 
 
 def place(x: Any, sharding: Any = None) -> jax.Array:
@@ -61,7 +57,7 @@ def set_rows(
     only the new ones travel.
 
     Args:
-        axes: as of `axes_of`.
+        axes: the logical axes of `old`, first ones first.
     """
 
     def put(old, new, at):
@@ -90,10 +86,10 @@ def put(old: T, new: T, at: Int[Array, " R"]) -> T:
     there would not stay behind the mask (0 * NaN is NaN).
     """
 
-    def one(path, old: Shaped[Array, "B ..."], new: Any):
-        return put_layer(old, new, at) if of_layers(path) else put_rows(old, new, at)
+    def one(names, old: Shaped[Array, "B ..."], new: Any):
+        return put_layer(old, new, at) if "heads" in names else put_rows(old, new, at)
 
-    return jax.tree_util.tree_map_with_path(one, old, new)
+    return map_with_axes(one, old, new)
 
 
 def put_rows(

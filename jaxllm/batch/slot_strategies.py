@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slots import Arrivals, RowSettings, SlotOutputs, Slots, of_layers
+from jaxllm.batch.slots import Arrivals, RowSettings, SlotOutputs, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.processors.per_row import row_by_row
 from jaxllm.generation.stopping import StoppingCriteriaList
@@ -23,6 +23,7 @@ from jaxllm.generation.strategies.beam.beam_search import BeamSearch, BeamSearch
 from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.strategy import NEVER, DecodeSettings, Prompt
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.parallel.field_axes import map_with_axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,9 +167,9 @@ def _prompt(arrivals: Arrivals, sizes: Sizes) -> Prompt:
 def _where(live: Bool[Array, " B"], new: Any, old: Any) -> Any:
     """The new state of live rows. Keys and values of the others do not matter any more."""
 
-    def one(path, new, old):
-        if of_layers(path):
+    def one(names, new, old):
+        if "heads" in names:
             return new
         return jnp.where(live.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-    return jax.tree_util.tree_map_with_path(one, new, old)
+    return map_with_axes(one, new, old)

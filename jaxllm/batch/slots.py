@@ -109,8 +109,3 @@ class Slots:
     @property
     def count(self) -> int:
         return self.live.shape[0]
-
-
-def of_layers(path: tuple) -> bool:
-    """Whether an array of slots is keys or values of a layer."""
-    return any(getattr(key, "name", None) in ("layers", "cross") for key in path)

@@ -18,7 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import AttentionView, Branches, Slots, make_view
+from jaxllm.parallel.field_axes import axes
 from jaxllm.parallel.sharding import constrain, heads_apart
+
+KV_AXES = axes("rows", "heads", None, None)
 
 
 @jax.tree_util.register_dataclass
@@ -26,8 +29,8 @@ from jaxllm.parallel.sharding import constrain, heads_apart
 class KV:
     """Keys and values of one attention layer, heads merged into the batch or beside it."""
 
-    k: Float[Array, "*BK S H"]
-    v: Float[Array, "*BK S H"]
+    k: Float[Array, "*BK S H"] = dataclasses.field(metadata=KV_AXES)
+    v: Float[Array, "*BK S H"] = dataclasses.field(metadata=KV_AXES)
 
     @staticmethod
     def of(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> KV:

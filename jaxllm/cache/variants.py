@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from jaxllm.cache.attention_view import AttentionView, Slots, make_view
-from jaxllm.cache.kv_cache import KV, Cache, put_heads
+from jaxllm.cache.kv_cache import KV, KV_AXES, Cache, put_heads
 
 
 @jax.tree_util.register_dataclass
@@ -23,10 +23,10 @@ class QuantizedKV(KV):
     are made.
     """
 
-    k: Int8[Array, "*BK S H"]
-    v: Int8[Array, "*BK S H"]
-    k_scale: Float[Array, "*BK S 1"]
-    v_scale: Float[Array, "*BK S 1"]
+    k: Int8[Array, "*BK S H"] = dataclasses.field(metadata=KV_AXES)
+    v: Int8[Array, "*BK S H"] = dataclasses.field(metadata=KV_AXES)
+    k_scale: Float[Array, "*BK S 1"] = dataclasses.field(metadata=KV_AXES)
+    v_scale: Float[Array, "*BK S 1"] = dataclasses.field(metadata=KV_AXES)
     dtype: Any = dataclasses.field(metadata={"static": True})
     """What is computed in."""
 

@@ -13,7 +13,8 @@ import jax
 from jaxtyping import Array, Int
 
 from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt, Result, Strategy
-from jaxllm.parallel.sharding import constrain, context_mesh
+from jaxllm.parallel.field_axes import constrain_fields
+from jaxllm.parallel.sharding import constrain
 
 
 def prefill(
@@ -75,21 +76,9 @@ def decode(
 
 
 def settled(state: Any) -> Any:
-    """The state, on a mesh split as every call gets it: one program serves the first and the next.
-
-    Rows lead, but for the records of steps, in which they come second.
-    """
-    if context_mesh() is None:
-        return state
-
-    def one(path, x):
-        names = {getattr(key, "name", None) for key in path}
-        if names & {"layers", "cross"}:
-            rows = state.cache.mask.shape[0]
-            return constrain(x, *("rows", "heads")[: x.ndim - 2], batch=rows)
-        return constrain(x, *((None,) if names & {"scores", "logits", "records"} else ()), "rows")
-
-    return jax.tree_util.tree_map_with_path(one, state)
+    """The state, sharded on a mesh as every call gets it: one program serves the first and the
+    next."""
+    return constrain_fields(state, batch=state.cache.mask.shape[0])
 
 
 def finish(strategy: Strategy[Any], state: Any, settings: DecodeSettings) -> Result:

@@ -22,6 +22,7 @@ from jaxllm.generation.strategies.strategy import (
 )
 from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.parallel.field_axes import axes
 
 
 @jax.tree_util.register_dataclass
@@ -50,11 +51,15 @@ class SampleState:
     first_nonfinite_step: Int[Array, " B"]
     """The first step without finite logits, or -1."""
     cache: Cache
-    scores: Float[Array, "N B V"] | None = None
+    scores: Float[Array, "N B V"] | None = dataclasses.field(
+        default=None, metadata=axes(None, "rows")
+    )
     """Processed scores of every step (`output_scores`)."""
-    logits: Float[Array, "N B V"] | None = None
+    logits: Float[Array, "N B V"] | None = dataclasses.field(
+        default=None, metadata=axes(None, "rows")
+    )
     """Raw logits of every step (`output_logits`)."""
-    records: Records | None = None
+    records: Records | None = dataclasses.field(default=None, metadata=axes(None, "rows"))
     """Hidden states and attentions of every step, where they are kept."""
 
     def replace(self, **changes) -> Self:

@@ -104,7 +104,7 @@ def assistant_settings(config: GenerationConfig, assistant_model: Any) -> Genera
 
     transformers reads all three from the assistant's generation_config alone.
     """
-    own = None if assistant_model is None else assistant_model.generation_config
+    own = getattr(assistant_model, "generation_config", None)
     names = (
         "num_assistant_tokens",
         "num_assistant_tokens_schedule",

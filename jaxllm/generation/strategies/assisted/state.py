@@ -18,6 +18,7 @@ from jaxllm.generation.strategies.assisted.draft_loop import Text
 from jaxllm.generation.strategies.records import Records
 from jaxllm.generation.strategies.strategy import NEVER, AssistedCounts, DecodeSettings, nonfinite
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.parallel.field_axes import axes
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +44,7 @@ class AssistedState:
     counts: AssistedCounts
     scores: Float[Array, "B N V"] | None = None
     logits: Float[Array, "B N V"] | None = None
-    records: Records | None = None
+    records: Records | None = dataclasses.field(default=None, metadata=axes(None, "rows"))
 
     def replace(self, **changes) -> AssistedState:
         return dataclasses.replace(self, **changes)

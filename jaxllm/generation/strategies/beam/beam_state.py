@@ -32,6 +32,7 @@ from jaxllm.generation.strategies.strategy import (
 )
 from jaxllm.generation.strategies.token_choice import draw_without_replacement
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.parallel.field_axes import axes
 
 
 @jax.tree_util.register_dataclass
@@ -55,9 +56,13 @@ class BeamState:
     keys: Key[Array, " B"]
     first_nonfinite_step: Int[Array, " B"]
     tree: BeamCache
-    scores: Float[Array, "T BN V"] | None = None
-    logits: Float[Array, "T BN V"] | None = None
-    records: Records | None = None
+    scores: Float[Array, "T BN V"] | None = dataclasses.field(
+        default=None, metadata=axes(None, "rows")
+    )
+    logits: Float[Array, "T BN V"] | None = dataclasses.field(
+        default=None, metadata=axes(None, "rows")
+    )
+    records: Records | None = dataclasses.field(default=None, metadata=axes(None, "rows"))
     """Of all running beams, each a row."""
 
     @property

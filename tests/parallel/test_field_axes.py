@@ -1,0 +1,54 @@
+"""Arrays find the logical axes that their dataclass fields declare."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from devices import on_devices
+
+from jaxllm.cache.variants import CacheKind
+from jaxllm.parallel.field_axes import axes, map_with_axes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    cache: object
+    scores: object = dataclasses.field(metadata=axes(None, "rows"))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_keys_and_values_have_heads_and_everything_else_rows(quantized):
+    cache = CacheKind(quantized=quantized).of(tiny.cached("llama").init_cache(2, 8))
+    found = map_with_axes(lambda names, x: names, State(cache, {"steps": (jnp.zeros(3),)}))
+    assert found.scores == {"steps": ((None, "rows"),)}
+    assert found.cache.mask == ("rows",)
+    layer = found.cache.layers[0]
+    assert set(vars(layer).values()) - {layer.dtype if quantized else None} == {
+        ("rows", "heads", None, None)
+    }
+
+
+FOUR_DEVICES = """
+import dataclasses, jax, jax.numpy as jnp, tiny
+from jaxllm.parallel.field_axes import constrain_fields
+from jaxllm.parallel.sharding import make_mesh, use
+
+cache = tiny.cached("llama").init_cache(4, 8)
+with use(make_mesh(data=2, tensor=2)):
+    for shape in ((4, 2, 8, 3), (8, 8, 3)):
+        x = jnp.zeros(shape)
+        layers = tuple(dataclasses.replace(kv, k=x, v=x) for kv in cache.layers)
+        placed = jax.jit(lambda c: constrain_fields(c, batch=4))(cache.replace(layers=layers))
+        k = placed.layers[0].k
+        print(k.sharding.shard_shape(k.shape), placed.mask.sharding.shard_shape((4, 8)))
+"""
+
+
+def test_rows_are_sharded_with_heads_beside_them_or_merged():
+    found = on_devices(FOUR_DEVICES, devices=4)
+    assert found.splitlines() == ["(2, 1, 8, 3) (2, 8)", "(4, 8, 3) (2, 8)"]
