@@ -1,4 +1,4 @@
-"""How many bytes a pool of slots takes, before anything is compiled, and how many slots fit."""
+"""How many bytes a pool of slots takes, by its compiled programs, and how many slots fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import is_integer
@@ -18,23 +17,18 @@ from jaxllm.generation.inputs.values import is_integer
 SHARE_OF_DEVICE = 0.9
 SHARE_OF_HOST = 0.5
 """Of the machine's memory, where the model computes on its processor."""
-_IN_PLACE = (
-    *("dynamic_update_slice", "scatter", "while", "reshape", "squeeze", "copy"),
-    "sharding_constraint",
-)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Bytes of a pool, on each device."""
+    """Bytes of a pool of slots, on each device."""
 
     weights: int
     cache: int
-    """Of all slots: keys, values, texts and settings."""
+    """All slots: keys, values, sequences and settings."""
     activations: int
-    """What the programs need besides, at most: each intermediate array counts as if it were
-    written out."""
+    """What the compiled programs need besides; 0 where weights and cache alone do not fit."""
     budget: int
     slots: int
     """On all devices."""
@@ -110,7 +104,7 @@ def most_slots(predict: Callable[[int], Prediction], wanted: int, shards: int) -
     """The prediction for as many slots as fit, up to `wanted`; for the fewest if none do.
 
     Args:
-        predict: of a number of slots; it traces programs, so it is asked few times.
+        predict: of a number of slots; it may compile programs, so it is asked few times.
         shards: slots come in multiples of this.
     """
     slots = wanted
@@ -124,58 +118,14 @@ def most_slots(predict: Callable[[int], Prediction], wanted: int, shards: int) -
         slots = max(1, fewer // shards) * shards
 
 
-def activations(jaxpr: Any) -> int:
-    """Bytes of the intermediate arrays of a traced program that live at once, at most.
+def working_memory(compiled: jax.stages.Compiled, state: int) -> int:
+    """Bytes that a compiled program takes besides its weights and the state that it updates in
+    place: intermediate arrays and other results, on each device.
 
-    Its arguments, and what is written into them in place, do not count.
+    Args:
+        state: bytes of the state.
     """
-    return _peak(jaxpr.jaxpr)[0]
-
-
-def _peak(jaxpr: Any) -> tuple[int, list[int]]:
-    """Most bytes alive at once, and the bytes of each result."""
-    last: dict[Any, int] = {}
-    for number, equation in enumerate(jaxpr.eqns):
-        for variable in equation.invars:
-            if not isinstance(variable, Literal):
-                last[variable] = number
-    last.update({v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)})
-    sizes: dict[Any, int] = {}
-    alive = highest = 0
-    for number, equation in enumerate(jaxpr.eqns):
-        inner, results = _inside(equation)
-        highest = max(highest, alive + max(inner, sum(results)))
-        for variable, count in zip(equation.outvars, results, strict=True):
-            if last.get(variable, -1) > number:
-                sizes[variable] = count
-                alive += count
-        for variable in {v for v in equation.invars if not isinstance(v, Literal)}:
-            if last[variable] == number:
-                alive -= sizes.pop(variable, 0)
-    return highest, [0 if isinstance(v, Literal) else sizes.get(v, 0) for v in jaxpr.outvars]
-
-
-def _inside(equation: Any) -> tuple[int, list[int]]:
-    """The peak inside one operation, and the bytes of its results."""
-    name = equation.primitive.name
-    bodies = [
-        getattr(body, "jaxpr", body)
-        for value in equation.params.values()
-        for body in (value if isinstance(value, tuple | list) else (value,))
-        if hasattr(getattr(body, "jaxpr", body), "eqns")
-    ]
-    results = [_bytes_of(v) for v in equation.outvars]
-    if name.startswith(_IN_PLACE):
-        results = [0] * len(results)
-    if not bodies:
-        return 0, results
-    inner = [_peak(body) for body in bodies]
-    if len(bodies) == 1 and len(inner[0][1]) == len(results) and name != "scan":
-        results = inner[0][1] if name != "while" else results
-    return max(peak for peak, _ in inner), results
-
-
-def _bytes_of(variable: Any) -> int:
-    aval = variable.aval
-    dtype = getattr(aval, "dtype", None)
-    return 0 if dtype is None else int(np.prod(aval.shape)) * dtype.itemsize
+    memory = compiled.memory_analysis()
+    if memory is None:  # a backend that does not say
+        return 0
+    return memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - state)

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.batch.arrivals import lay_out
-from jaxllm.batch.memory import Prediction, activations, most_slots, nbytes, size
+from jaxllm.batch.memory import Prediction, most_slots, nbytes, size, working_memory
 from jaxllm.batch.programs import admit_program, decode_program
 from jaxllm.batch.queue import Task
 from jaxllm.batch.row_settings import Group
@@ -20,7 +19,7 @@ from jaxllm.batch.rows import Row
 from jaxllm.batch.sizes import Sizes, size_of
 from jaxllm.batch.slot_placement import slot_shapes
 from jaxllm.common.errors import InputError
-from jaxllm.parallel.sharding import FSDP, row_shards, use
+from jaxllm.parallel.sharding import row_shards, use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,42 +89,37 @@ def predict(
     sizes: Sizes,
     slots: int,
 ) -> Prediction:
-    """The bytes of a pool of so many slots. Its programs are traced; nothing is compiled.
+    """The bytes of a pool of so many slots.
 
-    A trace has whole arrays. On a mesh each device has its rows of them.
+    Its programs are compiled, for the widest bucket of prompts, unless weights and cache are too
+    large without them. The pool runs the same compiled programs.
     """
     sizes = dataclasses.replace(sizes, slots=slots)
-    vocab, stops = model.config.vocab_size, group.criteria(tokenizer)
     widest = max(tasks, key=lambda task: task.width)
-    arrivals = lay_out([widest], group, sizes, vocab)
-    strategy = group.strategy
-    shapes = slot_shapes(model, strategy, sizes, arrivals.settings, mesh)
-    at, number = np.zeros(sizes.arrivals, np.int32), np.int32(1)
-    with use(mesh):
-        admit = admit_program.trace(
-            model, shapes, arrivals, at, stops, strategy=strategy, sizes=sizes
-        )
-        decode = decode_program.trace(model, shapes, stops, number, number, strategy=strategy)
-    split = sizes.arrivals % sizes.shards == 0
-    reading = activations(admit.jaxpr) // (sizes.shards if split else 1)
-    decoding = activations(decode.jaxpr) // sizes.shards
-    return Prediction(
+    arrivals = lay_out([widest], group, sizes, model.config.vocab_size)
+    shapes = slot_shapes(model, group.strategy, sizes, arrivals.settings, mesh)
+    found = Prediction(
         weights=nbytes(model),
         cache=nbytes(shapes),
-        activations=max(reading, decoding) + _gathered(model, mesh),
+        activations=0,
         budget=budget,
         slots=slots,
         capacity=sizes.capacity,
         devices=1 if mesh is None else mesh.size,
     )
-
-
-def _gathered(model: Any, mesh: Mesh | None) -> int:
-    """Bytes of weights that `fsdp` splits and a layer brings together: one in use, one on its way,
-    at most the largest."""
-    if mesh is None or mesh.shape[FSDP] == 1:
-        return 0
-    return 2 * mesh.shape[FSDP] * max(map(nbytes, jax.tree.leaves(model)))
+    if not found.fits:
+        return found
+    stops = group.criteria(tokenizer, mesh)
+    at, number = np.zeros(sizes.arrivals, np.int32), np.int32(1)
+    with use(mesh):
+        programs = (
+            admit_program.lower(
+                model, shapes, arrivals, at, stops, strategy=group.strategy, sizes=sizes
+            ),
+            decode_program.lower(model, shapes, stops, number, number, strategy=group.strategy),
+        )
+        working = max(working_memory(program.compile(), found.cache) for program in programs)
+    return dataclasses.replace(found, activations=working)
 
 
 def too_large(task: Task, plan: Plan) -> InputError:

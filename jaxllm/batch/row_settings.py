@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.batch.queue import Task
 from jaxllm.batch.rows import Row
+from jaxllm.batch.slot_placement import place
 from jaxllm.batch.slot_strategies import BeamSlots, SampleSlots, SlotStrategy
 from jaxllm.batch.slots import RowSettings
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
@@ -54,9 +57,11 @@ class Group:
             return [Task(row, 0, returns=row.samples) for row in self.rows]
         return [Task(row, sample) for row in self.rows for sample in range(row.samples)]
 
-    def criteria(self, tokenizer: Any) -> StoppingCriteriaList:
-        """One criterion for each list of stop strings."""
-        return StoppingCriteriaList(StopStringCriteria(tokenizer, s) for s in self.stop_lists)
+    def criteria(self, tokenizer: Any, mesh: Mesh | None) -> StoppingCriteriaList:
+        """One criterion for each list of stop strings, on every device of the mesh."""
+        lists = StoppingCriteriaList(StopStringCriteria(tokenizer, s) for s in self.stop_lists)
+        replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(lambda x: place(x, replicated), lists)
 
     def settings(self, rows: Sequence[Row], vocab_size: int) -> RowSettings:
         """The settings of some of its rows, on the host."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxllm.batch.arrivals import lay_out
 from jaxllm.batch.counts import Counts
@@ -21,7 +21,7 @@ from jaxllm.batch.queue import Queue, Task
 from jaxllm.batch.results import Done, not_finite
 from jaxllm.batch.row_settings import Group
 from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slot_placement import empty_slots, place, slot_shapes
+from jaxllm.batch.slot_placement import empty_slots, slot_shapes
 from jaxllm.batch.slots import Arrivals, SlotOutputs
 from jaxllm.generation.strategies.strategy import NEVER
 from jaxllm.parallel.sharding import use
@@ -61,9 +61,7 @@ class Pool:
         self._mesh = mesh
         self._vocab = model.config.vocab_size
         self._queue = Queue(tasks)
-        everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        stops = group.criteria(tokenizer)
-        self._stops = jax.tree.map(lambda x: place(x, everywhere), stops)
+        self._stops = group.criteria(tokenizer, mesh)
         self._holds: list[Task | None] = [None] * sizes.slots
         self._ended: list[Done] = []
         self._ready = self._next()
