@@ -31,16 +31,16 @@ PROGRESS_FIELDS = ("sequences", "length", "steps", "longest", "first_nonfinite_s
 class GenerateOutput:
     """What `generate` returns. A pytree, so that it can leave the caller's own jit.
 
-    Bn are the results: `num_return_sequences` for each prompt, side by side. N is the number of
-    steps, V the vocabulary.
+    Bn are the results: `num_return_sequences` for each prompt, side by side. Rows are those of a
+    step: the results, or all beams. N is the number of steps, V the vocabulary.
     """
 
     sequences: Int[Array, "Bn L"]
     """int32. Prompt (T5: start token) and new tokens; pad after a row's end. L is the length of the
     longest row, or max_length when generate() runs inside the caller's jit."""
-    scores: tuple[Float[Array, "Bn V"], ...] | None = None
+    scores: tuple[Float[Array, "Rows V"], ...] | None = None
     """With `output_scores`: the processed scores of each step, float32."""
-    logits: tuple[Float[Array, "Bn V"], ...] | None = None
+    logits: tuple[Float[Array, "Rows V"], ...] | None = None
     """With `output_logits`: the raw logits of each step, float32."""
     sequences_scores: Float[Array, " Bn"] | None = None
     """Of beams, float32: the score of each sequence, its length penalty included."""

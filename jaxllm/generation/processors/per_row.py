@@ -55,7 +55,7 @@ class RowProcessor:
         self,
         input_ids: Int[Array, "BM L"],
         scores: Scores,
-        cur_len: Int[Array, " B"],
+        cur_len: Int[Array, " R"],
         **_: Any,
     ) -> Scores:
         """Scores [B * M, V] of M texts a row, which begin at column 0 and are equally long."""
@@ -66,7 +66,7 @@ class RowProcessor:
 
 
 def for_texts(
-    input_ids: Int[Array, "BM L"], cur_len: Int[Array, " B"], numbers: Any
+    input_ids: Int[Array, "BM L"], cur_len: Int[Array, " R"], numbers: Any
 ) -> tuple[Any, Int[Array, " BM"]]:
     """What a processor's or criterion's rows have, repeated for each of the texts of a row."""
     texts = input_ids.shape[0] // cur_len.shape[0]

@@ -14,7 +14,7 @@ from jaxllm.models.input_checks import is_traced
 
 def compute_transition_scores(
     sequences: Int[Array, "R L"],
-    scores: Sequence[Float[Array, "Bn V"]],
+    scores: Sequence[Float[Array, "Rows V"]],
     beam_indices: Int[Array, "R N"] | None = None,
     normalize_logits: bool = False,
 ) -> Float[Array, "R N"]:

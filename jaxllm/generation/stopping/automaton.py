@@ -56,7 +56,7 @@ def byte_automaton(
 
 def token_automaton(
     tokens: Sequence[bytes | None], patterns: Sequence[bytes]
-) -> tuple[Int[np.ndarray, " V+1"], Int[np.ndarray, "S C"]]:
+) -> tuple[Int[np.ndarray, " E"], Int[np.ndarray, "S C"]]:
     """The class of each token, and what each class does to each state.
 
     Args:

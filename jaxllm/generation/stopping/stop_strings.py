@@ -45,7 +45,7 @@ class StopStringCriteria(StoppingCriteria):
             any of them.
     """
 
-    classes: Int[Array, " V+1"]
+    classes: Int[Array, " E"]
     table: Int[Array, "S C"]
     window: int
 
@@ -95,7 +95,7 @@ def _patterns(stop_strings: str | Sequence[str]) -> tuple[bytes, ...]:
 @functools.lru_cache(maxsize=8)
 def _bucketed_automaton(
     tokenizer: Tokenizer, patterns: tuple[bytes, ...]
-) -> tuple[Int[np.ndarray, " V+1"], Int[np.ndarray, "S C"]]:
+) -> tuple[Int[np.ndarray, " E"], Int[np.ndarray, "S C"]]:
     classes, table = token_automaton(tokenizer.token_bytes(), patterns)
     states, columns = table.shape
     rest = (0, bucket(states, _STATES) - states), (0, bucket(columns, _CLASSES) - columns)

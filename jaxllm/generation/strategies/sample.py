@@ -185,7 +185,7 @@ def with_records(
     return state
 
 
-def record(kept: Float[Array, "N B V"] | None, values: Float[Array, "B V"], step: Int[Array, ""]):
+def record(kept: Float[Array, "N B V"] | None, values: Float[Array, "B V"], step: Int[Array, ""] | Int[Array, " B"]):
     """Writes this step into a record, where one is kept."""
     if kept is None:
         return None

@@ -188,7 +188,7 @@ class Strategy(Generic[S]):
 
 def note_nonfinite(
     first_nonfinite_step: Int[Array, " B"],
-    step: Int[Array, ""],
+    step: Int[Array, ""] | Int[Array, " B"],
     live: Bool[Array, " B"],
     logits: Float[Array, "B V"],
     scores: Float[Array, "B V"],

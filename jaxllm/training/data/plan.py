@@ -33,7 +33,7 @@ class Plan:
     """
 
     members: Int64[np.ndarray, " N"]
-    offsets: Int64[np.ndarray, " R+1"]
+    offsets: Int64[np.ndarray, " E"]
     shapes: Int64[np.ndarray, "batches K"]
 
     def __len__(self) -> int:

@@ -52,8 +52,8 @@ def leading(agree: Bool[Array, "B G"], count: Int[Array, " B"]) -> Int[Array, " 
 
 
 def ensemble(
-    scores: Float[Array, "B G+1 V"], drafted: Drafted, weight: Float[Array, ""]
-) -> Float[Array, "B G+1 V"]:
+    scores: Float[Array, "B C V"], drafted: Drafted, weight: Float[Array, ""]
+) -> Float[Array, "B C V"]:
     """The mixture ``weight * p + (1 - weight) * q`` of model and draft, for each drafted token; p
     for the token after them (`assistant_ensemble_weight`, arXiv:2604.07622)."""
     assert drafted.scores is not None
@@ -64,8 +64,8 @@ def ensemble(
 
 
 def match(
-    selected: Int[Array, "B G+1"], drafted: Drafted
-) -> tuple[Int[Array, "B G+1"], Int[Array, " B"]]:
+    selected: Int[Array, "B C"], drafted: Drafted
+) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     """The model's own choices, and how many drafts precede the last one that is used.
 
     With choices that are samples, this is the speculative rule for drafts of probability one: the
@@ -78,9 +78,9 @@ def speculative(
     keys: Key[Array, " B"],
     positions: Int[Array, " B"],
     drafted: Drafted,
-    scores: Float[Array, "B G+1 V"],
+    scores: Float[Array, "B C V"],
     weight: Float[Array, ""] | None = None,
-) -> tuple[Int[Array, "B G+1"], Int[Array, " B"]]:
+) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     """Keeps a draft x with probability min(1, p(x) / q(x)), up to the first that is not kept.
 
     After n kept ones comes a token from norm(max(p - q, 0)), or from p if all were kept. p and q
