@@ -1,9 +1,9 @@
 """Runtime check of the shapes and dtypes that jaxtyping annotations state.
 
-pyproject.toml hooks the packages of jaxllm with ``--jaxtyping-packages=...,shape_checks.check``:
-jaxtyping decorates each of their functions and dataclasses while it imports them, with
-:func:`check` as the type checker. ``pytest --jaxtyping-packages=jaxllm.cache,shape_checks.check``
-checks another list of packages, ``--jaxtyping-packages=`` none.
+pyproject.toml hooks packages of jaxllm with ``--jaxtyping-packages=...,shape_checks.check``:
+jaxtyping decorates their functions and dataclasses while they are imported, with
+:func:`check` as the type checker. ``pytest --jaxtyping-packages=jaxllm,shape_checks.check``
+checks all of jaxllm, ``--jaxtyping-packages=`` none.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ def _unless_jax_calls(checked: Callable[..., Any]) -> Callable[..., Any]:
         while frame.f_back and frame.f_globals["__name__"].startswith("jaxtyping."):
             frame = frame.f_back
         caller = frame.f_globals["__name__"].partition(".")[0]
-        return checked(*args, **kwargs) if caller in ("jaxllm", "dataclasses") else None
+        values = [*args, *kwargs.values()]
+        if caller not in ("jaxllm", "dataclasses") or any(
+            isinstance(value, jax.ShapeDtypeStruct) for value in values
+        ):
+            return None
+        return checked(*args, **kwargs)
 
     return init

@@ -89,7 +89,9 @@ def heads_first(x: Float[Array, "B S K H"]) -> Float[Array, "*BK S H"]:
     return constrain(x, "rows", "heads") if heads_apart() else x.reshape(B * K, S, H)
 
 
-def per_head(index: Shaped[Array, B * rest], x: Shaped[Array, "*BK S H"]) -> Shaped[Array, ...]:
+def per_head(
+    index: Shaped[Array, " B *rest"], x: Shaped[Array, "*BK S H"]
+) -> Shaped[Array, " ..."]:
     """What holds for each row, for each of its heads: [*BK, *rest]."""
     if x.ndim == 3:
         return jnp.repeat(index, x.shape[0] // index.shape[0], axis=0)

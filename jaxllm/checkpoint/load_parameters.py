@@ -86,7 +86,7 @@ def in_parts(
     shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Index], np.ndarray]
 ) -> jax.Array:
     """An array made of parts, each asked for once a process, and put where it is needed."""
-    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))

@@ -56,7 +56,7 @@ def make_mesh(
     data: int = -1,
     fsdp: int = 1,
     tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Mesh:
     """A mesh with the axes `data`, `fsdp` and `tensor`.
 

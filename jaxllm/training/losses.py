@@ -88,8 +88,8 @@ class TokenLoss:
         )
 
 
-def forward(model: Any, batch: Batch, key: Array | None) -> tuple[Float[Array, "B T V"], Any]:
-    """The logits of a batch, and its labels."""
+def forward(model: Any, batch: Batch, key: Array | None) -> tuple[Float[Array, "B *T V"], Any]:
+    """The logits of a batch (of classes: [B, V]), and its labels."""
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     if "labels" not in batch:
         raise InputError(f"labels: missing in the batch, which has {', '.join(sorted(batch))}")

@@ -37,7 +37,9 @@ def from_ordered_bits(bits: UInt32[Array, " ..."]) -> Float[Array, " ..."]:
 
 
 def threshold(
-    x: Float[Array, "B V"], weights: Float[Array, "B V"] | Float[Array, ""] | float, target: Float[Array, " B"]
+    x: Float[Array, "B V"],
+    weights: Float[Array, "B V"] | Float[Array, ""] | float,
+    target: Float[Array, " B"],
 ) -> Float[Array, " B"]:
     """The largest number t such that the weights at ``x >= t`` add up to at least ``target``.
 

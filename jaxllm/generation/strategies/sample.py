@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxllm.cache.kv_cache import Cache, put_columns
 from jaxllm.generation.strategies.records import Records, first_records
@@ -44,8 +44,9 @@ class SampleState:
     """The newest token of each row; not in the cache yet."""
     done: Bool[Array, " B"]
     """The row has ended, by an end token or a stopping criterion."""
-    keys: Key[Array, " B"]
-    """One key a row; step t draws with fold_in(key, t), whatever the batch around the row."""
+    keys: Key[Array, " B"] | UInt32[Array, "B 2"]
+    """One key a row, or in slots of the batch engine its data; step t draws with fold_in(key, t),
+    whatever the batch around the row."""
     step: Int[Array, ""] | Int[Array, " B"]
     """New tokens so far."""
     first_nonfinite_step: Int[Array, " B"]
@@ -185,7 +186,11 @@ def with_records(
     return state
 
 
-def record(kept: Float[Array, "N B V"] | None, values: Float[Array, "B V"], step: Int[Array, ""] | Int[Array, " B"]):
+def record(
+    kept: Float[Array, "N B V"] | None,
+    values: Float[Array, "B V"],
+    step: Int[Array, ""] | Int[Array, " B"],
+):
     """Writes this step into a record, where one is kept."""
     if kept is None:
         return None
