@@ -16,7 +16,7 @@ from jaxllm.nn.blocks import Block
 class Qwen3Config(Qwen2Config):
     """Fields of config.json: Qwen2's, and `attention_bias` of all four projections."""
 
-    head_dim: int | None = 128
+    head_dim: int = 128
     attention_bias: bool = False
 
 

@@ -218,6 +218,12 @@ class TestLlama3Rope:
             HFView(file)
 
 
+QWEN2 = {
+    key.replace("llama.", "qwen2."): value if key != "general.architecture" else "qwen2"
+    for key, value in FIELDS.items()
+}
+
+
 def per_layer(*values: int) -> bytes:
     return struct.pack(f"<IIQ{len(values)}I", 9, 4, len(values), *values)
 
@@ -225,10 +231,10 @@ def per_layer(*values: int) -> bytes:
 # name: (changed fields, more tensors, class of the error, what the message says)
 REFUSED = {
     "another architecture": (
-        {"general.architecture": "qwen2"},
+        {"general.architecture": "phi3"},
         {},
         UnsupportedError,
-        "general.architecture is 'qwen2'",
+        "general.architecture is 'phi3'",
     ),
     "an adapter": ({"general.type": "adapter"}, {}, UnsupportedError, "general.type is 'adapter'"),
     "a part": ({"split.count": 3}, {}, UnsupportedError, "llama-gguf-split --merge"),
@@ -238,6 +244,18 @@ REFUSED = {
         {},
         UnsupportedError,
         "not implement 'llama.attention.sliding_window'",
+    ),
+    "a window of Qwen2": (
+        {**QWEN2, "qwen2.attention.sliding_window": 32},
+        {},
+        UnsupportedError,
+        "not implement 'qwen2.attention.sliding_window'",
+    ),
+    "Llama's fields for Qwen3": (
+        {"general.architecture": "qwen3"},
+        {},
+        CheckpointError,
+        "lacks qwen3.attention.head_count",
     ),
     "heads per layer": (
         {"llama.attention.head_count": per_layer(2, 4)},

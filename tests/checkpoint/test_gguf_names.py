@@ -64,6 +64,9 @@ def convert_t5(writer: gguf.GGUFWriter, config: dict) -> None:
 
 ARCHITECTURES = {
     "LlamaForCausalLM": (gguf.MODEL_ARCH.LLAMA, convert_llama),
+    "MistralForCausalLM": (gguf.MODEL_ARCH.LLAMA, convert_llama),
+    "Qwen2ForCausalLM": (gguf.MODEL_ARCH.QWEN2, convert_llama),
+    "Qwen3ForCausalLM": (gguf.MODEL_ARCH.QWEN3, convert_llama),
     "GPT2LMHeadModel": (gguf.MODEL_ARCH.GPT2, convert_gpt2),
     "T5ForConditionalGeneration": (gguf.MODEL_ARCH.T5, convert_t5),
     "UMT5ForConditionalGeneration": (gguf.MODEL_ARCH.T5, convert_t5),
@@ -96,9 +99,9 @@ def convert(folder: Path, path: Path) -> tuple[dict, dict[str, np.ndarray]]:
             array = tensors[name] = source.read(name)
             target = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
             assert target is not None, name
-            if ".q_proj." in name and config["model_type"] == "llama":
+            if ".q_proj." in name and architecture == gguf.MODEL_ARCH.LLAMA:
                 array = permute(array, config["num_attention_heads"])
-            if ".k_proj." in name and config["model_type"] == "llama":
+            if ".k_proj." in name and architecture == gguf.MODEL_ARCH.LLAMA:
                 array = permute(array, config["num_key_value_heads"])
             if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
                 array = np.ascontiguousarray(array.T)
@@ -115,11 +118,17 @@ NOT_IN_GGUF = {
     *("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate"),
     *("initializer_range", "initializer_factor", "pretraining_tp", "torch_dtype", "dtype"),
     *("is_gated_act", "dense_act_fn", "scale_decoder_outputs", "tie_word_embeddings"),
+    *("sliding_window", "use_sliding_window", "max_window_layers"),  # llama.cpp has no windows
 }
+AS_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+AS_LLAMA |= {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 # (checkpoint, what the formats cannot say and llama.cpp assumes)
 CHECKPOINTS = {
     "llama_bias": {"hidden_act": "silu"},
     "llama_untied": {},
+    "mistral_window": AS_LLAMA,
+    "qwen2_window": {"hidden_act": "silu"},
+    "qwen3_window": {"hidden_act": "silu"},
     "gpt2_base": {"activation_function": "gelu_new"},
     "gpt2_hub_layout": {"n_inner": 72},
     "gpt2_untied": {"activation_function": "gelu_new"},

@@ -17,7 +17,8 @@ from jaxllm.checkpoint.gguf.fields import Fields, shown
 from jaxllm.checkpoint.source import TensorInfo, quoted
 from jaxllm.common.errors import CheckpointError, UnsupportedError
 
-ARCHITECTURES = ("llama", "gpt2", "t5", "t5encoder")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2", "t5", "t5encoder")
+"""llama.cpp's names. Its converter writes Mistral as "llama", and drops the window."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -64,8 +65,8 @@ def hf_config_from_gguf(
             f"{source}: one part of a split GGUF; join the parts with llama-gguf-split --merge"
         )
     fields = Fields(metadata, architecture, source)
-    if architecture == "llama":
-        config = _llama(fields, tensors, rope_factors)
+    if architecture in _ROTARY:
+        config = _ROTARY[architecture](tensors) | _rotary(fields, tensors, rope_factors)
     elif architecture == "gpt2":
         config = _gpt2(fields, tensors)
     else:
@@ -87,7 +88,33 @@ def _rows(tensors: Mapping[str, TensorInfo], name: str, source: str) -> int:
     return tensors[name].shape[0]
 
 
-def _llama(
+def _llama(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": _has_biases(tensors, "attn_q", "attn_k", "attn_v", "attn_output"),
+        "mlp_bias": _has_biases(tensors, "ffn_gate", "ffn_up", "ffn_down"),
+    }
+
+
+def _qwen2(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+
+
+def _qwen3(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    bias = _has_biases(tensors, "attn_q", "attn_k", "attn_v", "attn_output")
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": bias,
+    }
+
+
+_ROTARY = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3}
+"""Architectures whose fields `_rotary` reads, and what is their own."""
+
+
+def _rotary(
     fields: Fields, tensors: Mapping[str, TensorInfo], rope_factors: np.ndarray | None
 ) -> dict[str, Any]:
     heads = fields.integer("attention.head_count")
@@ -104,8 +131,6 @@ def _llama(
     fields.require("expert_used_count", 0)
     theta = fields.number("rope.freq_base", 10000.0)
     config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
         "hidden_size": hidden,
         "intermediate_size": fields.integer("feed_forward_length"),
         "num_hidden_layers": fields.integer("block_count"),
@@ -115,8 +140,6 @@ def _llama(
         "max_position_embeddings": fields.integer("context_length"),
         "rms_norm_eps": fields.number(_RMS_NORM),
         "hidden_act": "silu",
-        "attention_bias": _biased(tensors, "attn_q", "attn_k", "attn_v", "attn_output"),
-        "mlp_bias": _biased(tensors, "ffn_gate", "ffn_up", "ffn_down"),
         "rope_theta": theta,
     }
     scaling = _rope_scaling(fields)
@@ -129,14 +152,14 @@ def _llama(
     return config
 
 
-def _biased(tensors: Mapping[str, TensorInfo], *layers: str) -> bool:
-    """Whether the layers of block 0 have biases: all or none, as in Hugging Face's Llama."""
+def _has_biases(tensors: Mapping[str, TensorInfo], *layers: str) -> bool:
+    """Whether these layers of block 0 have biases: all or none, as in Hugging Face's models."""
     have = [layer for layer in layers if f"blk.0.{layer}.bias" in tensors]
     if have and len(have) < len(layers):
         source = tensors[f"blk.0.{have[0]}.bias"].file
         raise UnsupportedError(
-            f"{source}: of {', '.join(layers)} only {', '.join(have)} have a bias; Llama has all "
-            "or none"
+            f"{source}: of {', '.join(layers)} only {', '.join(have)} have a bias; "
+            "Hugging Face's models have all or none"
         )
     return bool(have)
 

@@ -2,9 +2,9 @@
 
 llama.cpp renames tensors and changes the layout of two kinds, undone here:
 
-* Llama's query and key projections. Hugging Face rotates dimension ``i`` of a head with ``i + d/2``
-  (half-split), GGUF with its neighbour (interleaved), so the rows of each head are reordered; keys
-  have ``num_key_value_heads`` heads.
+* Llama's query and key projections, not Qwen's. Hugging Face rotates dimension ``i`` of a head with
+  ``i + d/2`` (half-split), GGUF with its neighbour (interleaved), so the rows of each head are
+  reordered; keys have ``num_key_value_heads`` heads.
 * GPT-2's ``Conv1D`` weights, which Hugging Face keeps as ``[in, out]``, are transposed in GGUF.
 """
 
@@ -34,6 +34,11 @@ _LLAMA = {
     "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
     "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
+}
+_QWEN3 = {
+    **_LLAMA,
+    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
+    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
 }
 _GPT2 = {
     "token_embd": "transformer.wte",
@@ -79,7 +84,14 @@ _T5 = {
     **{f"dec.blk.{{}}.cross_attn_{x}": f"{_CROSS}.EncDecAttention.{x}" for x in "qkvo"},
     "dec.blk.{}.cross_attn_rel_b": f"{_CROSS}.EncDecAttention.relative_attention_bias",
 }
-_NAMES = {"llama": _LLAMA, "gpt2": _GPT2, "t5": _T5, "t5encoder": _T5ENCODER}
+_NAMES = {
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _QWEN3,
+    "gpt2": _GPT2,
+    "t5": _T5,
+    "t5encoder": _T5ENCODER,
+}
 
 _BLOCK = re.compile(r"(?<=blk\.)[0-9]+(?=\.)")
 
@@ -88,7 +100,7 @@ def hf_name(architecture: str, name: str, *, gated: bool = True) -> str | None:
     """Hugging Face's name of a GGUF tensor; ``None`` where it has no counterpart.
 
     Args:
-        architecture: ``llama``, ``gpt2``, ``t5`` or ``t5encoder``.
+        architecture: llama.cpp's name of the model's architecture, such as ``llama``.
         name: llama.cpp's name.
         gated: For T5: whether its feed-forward is gated (``wi_0`` and ``wi_1``) or not (``wi``).
 

@@ -162,7 +162,7 @@ def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
         if "sliding_window" not in options:
             raise InputError(
                 'cache_config: cache_implementation="sliding_window" needs {"sliding_window": W}, '
-                "the number of tokens that are kept; the configs of T5, Llama and GPT-2 name none"
+                "the number of tokens that are kept"
             )
         window = options.pop("sliding_window")
         leaf = int_leaf("cache_config", "sliding_window", window, least=1)
