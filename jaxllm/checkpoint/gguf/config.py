@@ -1,9 +1,9 @@
-"""The config.json that a GGUF file stands for: its metadata under Hugging Face's field names.
+"""Hugging Face's config.json from the metadata of a GGUF file.
 
-The fields are those that llama.cpp's convert_hf_to_gguf.py writes. It drops some of a config; what
-can be seen in the tensors (tying, gating, biases, GPT-2's inner size) is taken from there, the rest
-is what llama.cpp itself assumes when it runs the file. A field of the architecture that is not
-understood raises, because it changes what the model computes.
+The fields are those that llama.cpp's convert_hf_to_gguf.py writes. It leaves some of a config out:
+tying, gating, biases and GPT-2's inner size are taken from the tensors, the rest has the values
+that llama.cpp assumes when it runs the file. An unknown field of the architecture raises, because
+it changes what the model computes.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def hf_config_from_gguf(
             f"{source}: general.architecture is {quoted(architecture)}; jaxllm reads "
             + ", ".join(ARCHITECTURES)
         )
-    kind = str(metadata.get("general.type", "model"))
-    if kind != "model":
-        raise UnsupportedError(f"{source}: general.type is {quoted(kind)}, not 'model'")
+    file_type = str(metadata.get("general.type", "model"))
+    if file_type != "model":
+        raise UnsupportedError(f"{source}: general.type is {quoted(file_type)}, not 'model'")
     if str(metadata.get("split.count", 1)) not in ("0", "1"):
         raise UnsupportedError(
             f"{source}: one part of a split GGUF; join the parts with llama-gguf-split --merge"
@@ -103,15 +103,11 @@ def _qwen2(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
 
 def _qwen3(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     bias = _has_biases(tensors, "attn_q", "attn_k", "attn_v", "attn_output")
-    return {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": bias,
-    }
+    return {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": bias}
 
 
 _ROTARY = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3}
-"""Architectures whose fields `_rotary` reads, and what is their own."""
+"""Architectures whose fields `_rotary` reads, and the config fields that they have beside them."""
 
 
 def _rotary(
@@ -166,7 +162,7 @@ def _has_biases(tensors: Mapping[str, TensorInfo], *layers: str) -> bool:
 
 def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
     old_factor = fields.get("rope.scale_linear")  # before rope.scaling.* (llama.cpp, 2023)
-    kind = fields.get("rope.scaling.type", "none" if old_factor is None else "linear")
+    rope_type = fields.get("rope.scaling.type", "none" if old_factor is None else "linear")
     factor = fields.number("rope.scaling.factor", 1.0 if old_factor is None else old_factor)
     original = fields.integer(
         "rope.scaling.original_context_length", fields.integer("context_length")
@@ -177,11 +173,11 @@ def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
     fields.require("rope.scaling.yarn_log_multiplier", 0.0)
     fast = fields.number("rope.scaling.yarn_beta_fast", 32.0)
     slow = fields.number("rope.scaling.yarn_beta_slow", 1.0)
-    if kind == "none" or (kind == "linear" and factor == 1.0):
+    if rope_type == "none" or (rope_type == "linear" and factor == 1.0):
         return None
-    if kind == "linear":
+    if rope_type == "linear":
         return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
+    if rope_type == "yarn":
         return {
             "rope_type": "yarn",
             "factor": factor,
@@ -190,7 +186,7 @@ def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
             "beta_slow": slow,
         }
     raise UnsupportedError(
-        f"{fields.source}: {fields.prefix}rope.scaling.type is {shown(kind)}; jaxllm reads "
+        f"{fields.source}: {fields.prefix}rope.scaling.type is {shown(rope_type)}; jaxllm reads "
         "none, linear and yarn"
     )
 
@@ -284,7 +280,7 @@ def _t5(fields: Fields, tensors: Mapping[str, TensorInfo], *, encoder_only: bool
 
 
 def _token_ids(metadata: Mapping[str, Any], vocab_size: int, source: str) -> dict[str, Any]:
-    """BOS, EOS and pad; EOS is a list where llama.cpp stops at end-of-turn or -message too."""
+    """BOS, EOS and pad; EOS is a list where llama.cpp also stops at end-of-turn or -message."""
 
     def token(name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"

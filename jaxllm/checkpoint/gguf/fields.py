@@ -1,4 +1,4 @@
-"""Typed access to the metadata of a GGUF model, which remembers what was asked for."""
+"""Typed access to the metadata fields of a GGUF model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.common.errors import CheckpointError, UnsupportedError
 
 
 class Fields:
-    """The fields of one architecture; remembers which were asked for."""
+    """Fields of one architecture; records which are read, so that unknown ones can be refused."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str, source: str) -> None:
         self.source = source
@@ -57,7 +57,7 @@ class Fields:
         return value
 
     def require(self, key: str, *allowed: Any) -> None:
-        """Refuse a field whose value is none of those that mean "not in use"."""
+        """Raises for a field with another value than the `allowed` ones, which jaxllm computes."""
         value = self.get(key, allowed[0])
         if value not in allowed:
             raise UnsupportedError(
@@ -66,6 +66,7 @@ class Fields:
             )
 
     def refuse_unused(self) -> None:
+        """Raises UnsupportedError, naming the fields that nothing has read."""
         unused = sorted(self._values.keys() - self._used)
         if unused:
             raise UnsupportedError(

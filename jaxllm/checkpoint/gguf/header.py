@@ -2,7 +2,7 @@
 
 The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. Nothing
 is allocated before the bytes that fill it are known to be in the file, sizes are Python integers
-(which do not wrap), and what a reader could understand in two ways is refused.
+(which do not wrap), and ambiguous headers (repeated keys, overlapping tensors) are refused.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def parse_header(
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise CheckpointError(f"{source}: general.alignment must be a power of two")
 
-    described = [reader.tensor() for _ in range(tensor_count)]
+    descriptions = [reader.tensor() for _ in range(tensor_count)]
     start = -(-reader.position // alignment) * alignment
     entries: dict[str, Entry] = {}
-    for name, kind, shape, offset in described:
+    for name, type_id, shape, offset in descriptions:
         if name in entries:
             raise CheckpointError(f"{source}: two tensors have the name {quoted(name)}")
-        entries[name] = _entry(source, name, kind, shape, start, offset, alignment, file_bytes)
+        entries[name] = _entry(source, name, type_id, shape, start, offset, alignment, file_bytes)
     _check_overlap(source, entries)
     return metadata, entries
 
@@ -105,7 +105,7 @@ def parse_header(
 def _entry(
     source: str,
     name: str,
-    kind: int,
+    type_id: int,
     shape: tuple[int, ...],
     start: int,
     offset: int,
@@ -113,9 +113,9 @@ def _entry(
     file_bytes: int,
 ) -> Entry:
     where = f"{source}: tensor {quoted(name)}"
-    if kind not in GGML_QUANT_SIZES:
-        raise CheckpointError(f"{where} has the unknown ggml type {kind}")
-    ggml_type = GGMLQuantizationType(kind)
+    if type_id not in GGML_QUANT_SIZES:
+        raise CheckpointError(f"{where} has the unknown ggml type {type_id}")
+    ggml_type = GGMLQuantizationType(type_id)
     block, block_bytes = GGML_QUANT_SIZES[ggml_type]
     if 0 in shape:
         raise CheckpointError(f"{where} has an empty dimension: {shape}")
@@ -156,9 +156,9 @@ class _Reader:
         end = self.position + count
         if end > len(self.data):
             raise CheckpointError(f"{self.source}: the header ends within {what}")
-        taken = self.data[self.position : end]
+        data = self.data[self.position : end]
         self.position = end
-        return taken
+        return data
 
     def number(self, code: str, what: str) -> int:
         size = 8 if code == "Q" else 4
@@ -181,24 +181,24 @@ class _Reader:
             ) from failure
 
     def value(self, what: str) -> Any:
-        kind = self.number("I", f"the type of {what}")
-        if kind == _STRING:
+        type_id = self.number("I", f"the type of {what}")
+        if type_id == _STRING:
             return self.string(what)
-        if kind == _ARRAY:
+        if type_id == _ARRAY:
             return self.array(what)
-        return self.numbers(kind, 1, what)[0].item()
+        return self.numbers(type_id, 1, what)[0].item()
 
     def array(self, what: str) -> list[str] | np.ndarray:
-        kind = self.number("I", f"the element type of {what}")
-        if kind == _ARRAY:
+        type_id = self.number("I", f"the element type of {what}")
+        if type_id == _ARRAY:
             raise CheckpointError(f"{self.source}: {what} is an array of arrays")
         length = self.count(f"the length of {what}", _MAX_ITEMS)
-        if kind == _STRING:
+        if type_id == _STRING:
             return self.strings(length, f"an element of {what}")
-        return self.numbers(kind, length, what)
+        return self.numbers(type_id, length, what)
 
     def strings(self, length: int, what: str) -> list[str]:
-        """Like ``string`` again and again, but quick: a vocabulary has 100,000 and more."""
+        """Reads many strings, faster than one by one: a vocabulary has 100,000 and more."""
         data, position, limit = self.data, self.position, len(self.data)
         strings: list[str] = []
         for _ in range(length):
@@ -213,15 +213,15 @@ class _Reader:
             position = end
         self.position = position
         if len(strings) < length:
-            self.string(what)  # says what is wrong with the next one
+            self.string(what)  # raises the error of the next one
         return strings
 
-    def numbers(self, kind: int, length: int, what: str) -> np.ndarray:
-        dtype = _SCALARS.get(kind)
+    def numbers(self, type_id: int, length: int, what: str) -> np.ndarray:
+        dtype = _SCALARS.get(type_id)
         if dtype is None:
-            raise CheckpointError(f"{self.source}: {what} has the unknown value type {kind}")
+            raise CheckpointError(f"{self.source}: {what} has the unknown value type {type_id}")
         numbers = np.frombuffer(bytes(self.take(length * dtype.itemsize, what)), dtype)
-        if kind != _BOOL:
+        if type_id != _BOOL:
             return numbers
         if numbers.max(initial=0) > 1:
             raise CheckpointError(f"{self.source}: {what} is a boolean that is neither 0 nor 1")

@@ -1,4 +1,4 @@
-"""A GGUF model seen as a Hugging Face checkpoint: its tensors' names and layout, and its config.
+"""GGUF model as a Hugging Face checkpoint: tensor names, tensor layout and config.
 
 llama.cpp renames tensors and changes the layout of two kinds, undone here:
 
@@ -135,7 +135,7 @@ class _Tensor:
     gguf_name: str
     transposed: bool = False
     heads: int | None = None
-    """Of rows that :func:`unpermute` puts in order."""
+    """Heads whose rows :func:`unpermute` reorders; None: rows are in Hugging Face's order."""
 
 
 class HFView(WeightSource):
@@ -145,10 +145,10 @@ class HFView(WeightSource):
 
     Attributes:
         file: The GGUF file.
-        config: What the model's config.json would hold.
+        config: The model's config.json.
 
     Raises:
-        UnsupportedError: The architecture, a tensor or a field is none that jaxllm implements.
+        UnsupportedError: An architecture, tensor or field that jaxllm does not implement.
         CheckpointError: The metadata are incomplete or contradict the tensors.
     """
 

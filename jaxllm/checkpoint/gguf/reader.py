@@ -1,4 +1,4 @@
-"""Reading GGUF files, the weight format of llama.cpp: their metadata, and their tensors as arrays.
+"""Reads GGUF files, llama.cpp's weight format: metadata, and tensors as arrays.
 
 The header goes through jaxllm's own strict parser; of the ``gguf`` package only ``dequantize`` is
 used (its reader hangs or runs out of memory on hostile headers, and is slow on honest ones).
@@ -91,7 +91,7 @@ class GGUFFile(WeightSource):
         if stored is not None:
             return self._file.array(stored, entry.begin, entry.shape, index)
         if entry.type not in _QUANTISED:
-            readable = ", ".join(kind.name for kind in (*_STORED, *_QUANTISED))
+            readable = ", ".join(t.name for t in (*_STORED, *_QUANTISED))
             raise UnsupportedError(
                 f"{self.path}: tensor {quoted(name)} has the type {entry.type.name}; jaxllm reads "
                 f"{readable}: use a file with one of these types"
@@ -120,15 +120,17 @@ class GGUFFile(WeightSource):
             raise CheckpointError(f"{self.path}: no tensor is named {quoted(name)}") from None
 
 
-def _dequantise(data: np.ndarray, shape: tuple[int, ...], kind: GGMLQuantizationType) -> np.ndarray:
+def _dequantise(
+    data: np.ndarray, shape: tuple[int, ...], ggml_type: GGMLQuantizationType
+) -> np.ndarray:
     """Dequantise blocks, a few megabytes at a time, into float32 of this shape."""
-    block, block_bytes = GGML_QUANT_SIZES[kind]
+    block, block_bytes = GGML_QUANT_SIZES[ggml_type]
     result = np.empty(shape, np.float32)
     flat = result.reshape(-1)
-    with np.errstate(all="ignore"):  # scales may be NaN or infinite: that is for the loader to say
+    with np.errstate(all="ignore"):  # the loader reports NaN and infinite scales
         for start in range(0, flat.size, _CHUNK):
             part = flat[start : start + _CHUNK]
             begin = start // block * block_bytes
             end = begin + part.size // block * block_bytes
-            part[:] = dequantize(data[None, begin:end], kind)[0]
+            part[:] = dequantize(data[None, begin:end], ggml_type)[0]
     return result
