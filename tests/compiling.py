@@ -14,3 +14,11 @@ def compiled_as_users(lowered: Any) -> Any:
     """A lowered program, compiled with the options that users have."""
     fast = FAST in os.environ.get("XLA_FLAGS", "")
     return lowered.compile(compiler_options=AS_USERS if fast else None)
+
+
+def program_count(jitted: Any) -> int:
+    """Programs that a jitted function holds: one for each signature it was called with.
+
+    JAX has no public name for this number.
+    """
+    return jitted._cache_size()

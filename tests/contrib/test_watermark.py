@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import program_count
 from paths import DATA
 
 import jaxllm
@@ -111,7 +112,7 @@ def test_numbers_of_the_watermark_compile_nothing():
             processor = WatermarkLogitsProcessor(60, 0.5, bias, key, scheme)
             seen.add(np.asarray(run(processor, np.array([[5]]), scores, 1, {})).tobytes())
         assert len(seen) == 3
-        assert run._cache_size() == 1
+        assert program_count(run) == 1
 
 
 @pytest.mark.parametrize("name", CASES["detector"])
@@ -225,7 +226,7 @@ def test_numbers_of_synthid_compile_nothing():
         )
         seen.add(np.asarray(run(processor, np.array([[5, 6, 7]]), scores, 3, {})).tobytes())
     assert len(seen) == 4
-    assert run._cache_size() == 1
+    assert program_count(run) == 1
 
 
 def test_synthid_needs_the_length_of_the_prompt():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import program_count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import DATA
@@ -159,9 +160,9 @@ def test_other_strings_compile_nothing():
     ids = np.array([gpt2.encode("a stop sign", add_special_tokens=False)[:4]])
     for strings in ("stop", ["\nUser:", "Observation:", "<|endoftext|>"], ["e"], ["x", "y"] * 9):
         count(StopStringCriteria(gpt2, strings), ids)
-    assert count._cache_size() == 1
+    assert program_count(count) == 1
     count(StopStringCriteria(gpt2, "a string of more than sixteen bytes"), ids)
-    assert count._cache_size() == 2
+    assert program_count(count) == 2
 
 
 def test_in_a_program_that_closes_over_it():

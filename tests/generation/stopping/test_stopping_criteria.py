@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import program_count
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.processors import HostLogitsProcessor, LogitsProcessorList
@@ -84,7 +85,7 @@ def test_other_numbers_compile_nothing():
     count = jax.jit(lambda criteria, length: criteria(IDS, SCORES, length))
     for eos, longest in ((7, 4), ([2, 7], 3), (range(8), 100)):
         count(StoppingCriteriaList([EosTokenCriteria(eos), MaxLengthCriteria(longest)]), 3)
-    assert count._cache_size() == 1
+    assert program_count(count) == 1
 
 
 def test_time_is_the_hosts():
@@ -131,7 +132,7 @@ def test_host_functions_run_in_a_loop_and_compile_once():
         )
 
     assert [int(loop(HostCriteria(stop_at_five), start)) for start in (1, 2, 7)] == [5, 5, 7]
-    assert loop._cache_size() == 1
+    assert program_count(loop) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from compiling import program_count
 from paths import DATA
 
 import jaxllm
@@ -227,7 +228,7 @@ def test_another_grammar_compiles_nothing(tokenizers):
     run.clear_cache()
     for pattern in ("a+", "b", "cc"):
         bits(grammar.regex(pattern, tokenizer), [[0, 0]], 2, len(tokenizer))
-    assert run._cache_size() == 1
+    assert program_count(run) == 1
 
 
 def test_a_tokenizer_is_not_kept(tmp_path_factory):

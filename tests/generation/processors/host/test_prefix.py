@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import paths
 import pytest
+from compiling import program_count
 
 import jaxllm
 from jaxllm.common.errors import InputError
@@ -107,7 +108,7 @@ def test_another_function_compiles_nothing_and_is_forgotten_with_its_processor(r
         processor = PrefixConstrainedLogitsProcessor(lambda i, ids, token=token: [token], 1)
         got = run(processor, IDS, np.zeros((2, 4), np.float32), 3, {})
         assert (np.asarray(got) == 0).nonzero()[1].tolist() == [token, token]
-    assert run._cache_size() == 1
+    assert program_count(run) == 1
     del processor
     gc.collect()
     assert len(_RULES) == known
