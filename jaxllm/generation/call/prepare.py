@@ -126,9 +126,9 @@ def prepare_call(
     prompt = inputs.prompt
     config, max_length = checked_lengths(model, config, prompt)
     call = Call(model, config, eos, prompt.rows, prompt.start_len, max_length, arguments)
-    check_lengths(call, inputs, sorted_.inputs)
     settings, clocks = decode_settings(call, inputs)
     strategy = choose_strategy(call)
+    check_lengths(call, inputs, sorted_.inputs)
     check_past_support(strategy, inputs, past, arguments)
     leaves = (prompt, inputs.negative, inputs.encoder_input, settings, strategy)
     traced = any_traced(*leaves, jax.tree.leaves(model)[0])
