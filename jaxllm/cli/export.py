@@ -1,4 +1,4 @@
-"""``jaxllm export RUN OUT``: a run's model for transformers, or its LoRA as PEFT's files."""
+"""``jaxllm export RUN OUT``: writes a run's model for transformers, or its LoRA as PEFT's files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm export") -> i
 def parser(program: str) -> Parser:
     made = Parser(prog=program, description=__doc__)
     made.add_argument("run", type=Path, help="the output_dir of a run")
-    made.add_argument("out", type=Path, help="the folder to make")
-    made.add_argument("--step", help="of the checkpoint, or best, or last (default: best, or last)")
-    made.add_argument("--adapter", action="store_true", help="the LoRA alone, as PEFT's files")
-    made.add_argument("--dtype", help="of the weights: float32, bfloat16 or float16")
+    made.add_argument("out", type=Path, help="the new folder")
+    made.add_argument(
+        "--step",
+        help="a step, best or last (default: best, or last)",
+    )
+    made.add_argument("--adapter", action="store_true", help="write only the LoRA, as PEFT's files")
+    made.add_argument("--dtype", help="dtype of the weights: float32, bfloat16 or float16")
     made.add_argument(
         "--no-average", action="store_true", help="the last weights rather than their average"
     )
-    made.add_argument("--model", help="where the model that the run began with is now, if it moved")
+    made.add_argument("--model", help="path of the model that the run started from, if it moved")
     return made
 
 
 def run(argv: list[str], program: str) -> int:
-    """The command proper; raises JaxLLMError for what the user can mend."""
+    """Runs the command; raises JaxLLMError for errors that the user can correct."""
     options = parser(program).parse_args(argv)
     step = options.step
     if step is not None and step not in WHICH:

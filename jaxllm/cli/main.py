@@ -14,7 +14,7 @@ COMMANDS = {
     "export": ("jaxllm.cli.export", "write the model of a training run for transformers or PEFT"),
     "generate": ("jaxllm.cli.generate", "continue a prompt, or answer a question"),
     "supervise": ("jaxllm.cli.supervise", "start a command again when a process is lost"),
-    "train": ("jaxllm.cli.train", "train a model as a recipe says"),
+    "train": ("jaxllm.cli.train", "train a model by a recipe"),
     "verify": ("jaxllm.cli.verify", "compare a checkpoint's logits with transformers'"),
 }
 

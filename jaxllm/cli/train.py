@@ -1,4 +1,4 @@
-"""``python train.py RECIPE [--field value ...]``: fine-tunes, resumes, says what it does."""
+"""``python train.py RECIPE [--field value ...]``: fine-tunes by a recipe, and resumes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxllm.common.errors import InputError
 STOPS = (signal.SIGTERM, signal.SIGINT)
 SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help", "--distributed")
 VALUED = ("--coordinator", "--num-processes", "--process-id")
-"""The options that are no fields of the recipe, without and with a value."""
+"""Options that are not fields of the recipe, without and with a value."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> in
 def parser(program: str) -> Parser:
     made = Parser(
         prog=program,
-        description="Trains a model as a recipe says.",
+        description="Trains a model by a recipe.",
         epilog=(
             "Every field of the recipe is an option, under its dotted name; the value is YAML:\n"
             "  --output-dir runs/a --max-steps 200 --optimizer.learning-rate 1e-4 --lora.rank 16\n"
@@ -38,20 +38,20 @@ def parser(program: str) -> Parser:
         ),
     )
     made.add_argument("recipe", help="a YAML file, such as those in configs/")
-    made.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
+    made.add_argument("--resume", action="store_true", help="resume the run in output_dir")
     made.add_argument("--quiet", action="store_true", help="show nothing")
-    made.add_argument("--no-compile-cache", action="store_true", help="keep no compiled programs")
+    made.add_argument("--no-compile-cache", action="store_true", help="cache no compiled programs")
     add_process_flags(made)
     return made
 
 
 def run(argv: list[str], program: str) -> int:
-    """The command proper; raises JaxLLMError for what the user can mend."""
+    """Runs the command; raises JaxLLMError for errors that the user can correct."""
     own, overrides = split(argv)
     options = parser(program).parse_args(own)
-    # What follows takes seconds to import, and a wrong option should not.
-    from jaxllm.training.run.recipe_file import parse_value, read_recipe
-    from jaxllm.training.run.run import train
+    # These imports take seconds; errors in options come before them.
+    from jaxllm.training.run import read_recipe, train
+    from jaxllm.training.run.recipe_file import parse_value
 
     values = {name: parse_value(text) for name, text in overrides.items()}
     # Orbax logs the failure of a save before it raises it.
@@ -59,9 +59,9 @@ def run(argv: list[str], program: str) -> int:
     recipe = read_recipe(Path(options.recipe), values)
     join_processes(options)
     if not options.no_compile_cache:
-        trouble = compile_cache.enable(compile_cache.default_folder())
-        if trouble is not None and not options.quiet and leads():
-            print(f"{program}: {one_line(trouble)}", file=sys.stderr)
+        warning = compile_cache.enable(compile_cache.default_folder())
+        if warning is not None and not options.quiet and leads():
+            print(f"{program}: {one_line(warning)}", file=sys.stderr)
     with stopping(quiet=options.quiet or not leads()) as stop:
         result = train(recipe, resume=options.resume, quiet=options.quiet, stop=stop)
     if not options.quiet and leads():
@@ -70,7 +70,7 @@ def run(argv: list[str], program: str) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The command's own words, and the values of options that are fields of the recipe.
+    """Splits off the options that are fields of the recipe: (other arguments, their values).
 
     >>> split(["--max-steps", "6", "a.yaml", "--optimizer.name=lion", "--resume"])
     (['a.yaml', '--resume'], {'max_steps': '6', 'optimizer.name': 'lion'})
@@ -98,10 +98,10 @@ def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 @contextmanager
 def stopping(*, quiet: bool = False) -> Iterator[Callable[[], int | None]]:
-    """Ctrl-C and SIGTERM end the run after its step, saved; a second one ends it at once.
+    """Makes Ctrl-C and SIGTERM end the run after its step, saved; a second one ends it at once.
 
-    What this gives is the `stop` of `train`. Until it is asked for the first time, there is nothing
-    to save, and a signal acts as it does without it.
+    Yields the `stop` of `train`. Signals act as usual until its first call: before that there is
+    nothing to save.
     """
     received: list[int] = []
     before: dict[int, Any] = {}

@@ -1,4 +1,7 @@
-"""Fine-tuning with optax."""
+"""Fine-tuning with optax: losses, optimizers, and the compiled training step.
+
+`training.data` makes batches, `training.evaluation` scores a model, `training.lora` adds adapters.
+"""
 
 from jaxllm.training.losses import (
     CausalLoss,

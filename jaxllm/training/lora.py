@@ -1,7 +1,7 @@
-"""LoRA in training: which parameters are trained, which stay.
+"""LoRA in training: which parameters are trained and which are frozen.
 
-`LoraConfig`, `add_lora` and `merge_lora` are those of `jaxllm.models.lora`, where the reader of
-PEFT's files uses them, too.
+`LoraConfig`, `add_lora` and `merge_lora` come from `jaxllm.models.lora`, which `checkpoint.peft`
+uses as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxllm.models.weights import parameters
 
 
 def is_trainable(path: str, modules_to_save: Iterable[str] = ()) -> bool:
-    """Whether a parameter is trained: LoRA's own, and those of the modules that are trained whole.
+    """Whether a parameter is trained: LoRA's matrices, and the modules that are trained in full.
 
     >>> is_trainable("backbone.stack.blocks.0.attn.q.lora_a")
     True
@@ -30,7 +30,7 @@ def is_trainable(path: str, modules_to_save: Iterable[str] = ()) -> bool:
 
 
 def partition(model: Any) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """The parameters of a model of `add_lora` by path: (trained, frozen)."""
+    """The parameters by path, (trained, frozen), of a model that `add_lora` made."""
     saved = model.modules_to_save
     params = parameters(model)
     trained = {path: x for path, x in params.items() if is_trainable(path, saved)}

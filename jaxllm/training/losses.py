@@ -23,20 +23,20 @@ from jaxllm.models.losses import (
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 
 Batch = Mapping[str, Any]
-"""Arrays [B, ...] under the names of the model's arguments, `labels` among them."""
+"""Arrays [B, ...] by the name of the model's argument, and `labels`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """What one batch adds to the run's numbers; float32 scalars."""
+    """Sums over one batch; float32 scalars."""
 
     loss: Float[Array, ""]
-    """Summed over what is counted; this is differentiated."""
+    """Loss summed over the counted labels; the step differentiates it."""
     count: Float[Array, ""]
-    """Labels (language models) or rows (classifiers) that are counted."""
+    """Number of counted labels (language models) or rows (classifiers)."""
     correct: Float[Array, ""]
-    """How many of them have the largest logit."""
+    """Number of those that have the largest logit."""
 
     def __add__(self, other: LossSums) -> LossSums:
         return jax.tree.map(jnp.add, self, other)
@@ -47,17 +47,17 @@ class LossSums:
 
 
 Loss = Callable[..., LossSums]
-"""``loss(model, batch, key=None)``; a key turns dropout on."""
+"""``loss(model, batch, key=None) -> LossSums``; a key turns dropout on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenLoss:
-    """Cross-entropy of tokens, with two optional additions.
+    """Cross-entropy of tokens, with label smoothing and z-loss.
 
     Args:
-        label_smoothing: share of the target that is spread evenly over the vocabulary (Szegedy et
-            al. 2015, arXiv:1512.00567, equation 3 in section 7), 0 to 1.
-        z_loss: factor of log(Z)^2, which keeps the softmax's denominator near 1 (Chowdhery et al.
+        label_smoothing: share of the target distribution that is uniform over the vocabulary
+            (Szegedy et al. 2015, arXiv:1512.00567, equation 3 in section 7), 0 to 1.
+        z_loss: weight of log(Z)^2, which keeps the softmax's denominator near 1 (Chowdhery et al.
             2022, arXiv:2204.02311, section 5; 1e-4 there).
     """
 
@@ -71,7 +71,7 @@ class TokenLoss:
             raise InputError(f"z_loss: expected 0 or more, found {self.z_loss}")
 
     def of_tokens(self, logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> LossSums:
-        """Of logits and the labels that they predict; -100 is not counted."""
+        """Sums for logits and the labels that they predict; labels of -100 are not counted."""
         losses, log_z = token_losses(logits, labels)
         if self.label_smoothing:
             uniform = log_z - jnp.mean(logits, axis=-1)
@@ -89,7 +89,11 @@ class TokenLoss:
 
 
 def forward(model: Any, batch: Batch, key: Array | None) -> tuple[Float[Array, "B *T V"], Any]:
-    """The logits of a batch (of classes: [B, V]), and its labels."""
+    """The logits of a batch, and its labels.
+
+    Raises:
+        InputError: the batch has no labels.
+    """
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     if "labels" not in batch:
         raise InputError(f"labels: missing in the batch, which has {', '.join(sorted(batch))}")
@@ -97,8 +101,11 @@ def forward(model: Any, batch: Batch, key: Array | None) -> tuple[Float[Array, "
 
 
 class CausalLoss(TokenLoss):
-    """For a causal language model: `labels` [B, T] stand at their own tokens; each is predicted
-    from the position before it, within its own document where `segment_ids` tell rows apart."""
+    """Loss of a causal language model.
+
+    `labels` [B, T] are aligned with the input tokens; each is predicted from the position before
+    it. In packed rows the first token of a segment (`segment_ids`) is not predicted.
+    """
 
     def __call__(self, model: Any, batch: Batch, key: Array | None = None) -> LossSums:
         logits, labels = forward(model, batch, key)
@@ -106,12 +113,12 @@ class CausalLoss(TokenLoss):
 
 
 class Seq2SeqLoss(TokenLoss):
-    """For T5: the decoder reads `labels` [B, T] shifted right, and predicts them."""
+    """Loss of an encoder-decoder: the decoder reads `labels` [B, T] shifted right."""
 
     def __call__(self, model: Any, batch: Batch, key: Array | None = None) -> LossSums:
         labels = jnp.asarray(batch["labels"]) if "labels" in batch else None
-        given = batch.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
-        if labels is not None and not given:
+        has_inputs = batch.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
+        if labels is not None and not has_inputs:
             shifted = model.shift_right(labels, batch.get("decoder_segment_ids"))
             batch = {**batch, "decoder_input_ids": shifted}
         logits, labels = forward(model, batch, key)
@@ -120,7 +127,7 @@ class Seq2SeqLoss(TokenLoss):
 
 @dataclasses.dataclass(frozen=True)
 class ClassificationLoss:
-    """For a sequence classifier: the loss of its config's `problem_type`, summed over rows.
+    """Loss of a sequence classifier, by its config's `problem_type`, summed over rows.
 
     `labels`: int32 [B] (single label; -100: the row is not counted), float [B, C] (several labels)
     or float [B] (regression, where `correct` stays 0). Of several labels a row is correct when
@@ -150,7 +157,7 @@ class ClassificationLoss:
 
 
 def rows_right(logits: Float[Array, "B C"], labels: Array, problem: str | None) -> Array:
-    """Whether each row's labels are the predicted ones; never for a regression."""
+    """Whether each row's labels are the predicted ones; false for a regression."""
     if problem == "regression" or (problem is None and logits.shape[-1] == 1):
         return jnp.zeros(logits.shape[0], bool)
     if labels.ndim == logits.ndim and labels.shape == logits.shape:
@@ -159,19 +166,20 @@ def rows_right(logits: Float[Array, "B C"], labels: Array, problem: str | None) 
 
 
 def loss_for(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
-    """The loss that this model trains with.
+    """The loss for a model's class.
 
     Raises:
-        InputError: the model has no labels, or a classifier is given a token loss's settings.
+        InputError: no loss is known for the class; or a classifier with `label_smoothing` or
+            `z_loss`.
     """
     if isinstance(model, SequenceClassifier):
         for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
             if value:
-                raise InputError(f"{name}: is of language models; a classifier takes none")
+                raise InputError(f"{name}: only for language models, but the model is a classifier")
         return ClassificationLoss()
     settings = {"label_smoothing": label_smoothing, "z_loss": z_loss}
     if isinstance(model, CausalLM):
         return CausalLoss(**settings)
     if isinstance(model, T5ForConditionalGeneration):
         return Seq2SeqLoss(**settings)
-    raise InputError(f"{type(model).__name__}: has nothing to predict, so no loss")
+    raise InputError(f"{type(model).__name__}: has no labels to predict, so no loss")

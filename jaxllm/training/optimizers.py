@@ -1,4 +1,4 @@
-"""Optimizers of optax by name, with their schedules, clipping and weight decay."""
+"""optax optimizers by name, with learning-rate schedule, clipping and weight decay."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from jaxllm.training.state import Params, global_norm
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """What to optimize with. A field that the named optimizer or schedule lacks raises.
+    """Optimizer and schedule. A field that the named optimizer or schedule lacks raises.
 
     Args:
         name: adamw, adafactor, lion, sgd or muon.
-        learning_rate: its peak.
+        learning_rate: peak learning rate.
         schedule: constant, linear or cosine (down to `final_factor` at step `schedule_steps`), or
             inverse_sqrt.
-        warmup_steps: from 0 up to the peak, linearly.
+        warmup_steps: steps of a linear warmup from 0 to the peak.
         schedule_steps: optimizer steps to the end of a linear or cosine schedule, warmup included.
-            It is apart from where a run stops, so that a run may stop early and go on.
+            Independent of where the run stops, so that a run may stop early and resume.
         final_factor: learning rate at the end of the schedule, as a share of the peak.
-        b1, b2, eps: moments (adamw, muon; b1 and b2 also of lion). None: the optimizer's own.
-        momentum: of sgd (Nesterov's) and adafactor; None: none.
-        weight_decay: decoupled, times the learning rate; None: none. Muon's holds for what Muon
-            itself trains.
-        no_decay: regexes of paths that are not decayed. Vectors (norms, biases) never are.
-        clip_norm: gradients longer than this are scaled down; None: none.
+        b1, b2, eps: decay rates of the moments, and epsilon (adamw, muon; lion has b1 and b2).
+            None: optax's defaults.
+        momentum: momentum of sgd (Nesterov) and adafactor; None: no momentum.
+        weight_decay: decoupled weight decay, times the learning rate; None: none. With muon it
+            acts on the parameters that Muon itself trains.
+        no_decay: regexes of parameter paths without weight decay. Vectors (norms, biases) never
+            have any.
+        clip_norm: largest global norm of the gradient; longer ones are scaled down. None: no
+            clipping.
     """
 
     name: str = "adamw"
@@ -114,28 +117,28 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipping, then the optimizer with its schedule and its weight decay."""
-    kind = OPTIMIZERS[config.name]
-    given = {name: getattr(config, name) for name in kind.fields}
-    options = {name: value for name, value in given.items() if value is not None}
-    optimizer = kind.make(config, make_schedule(config), options)
+    """Gradient clipping, then the optimizer with its schedule and weight decay."""
+    spec = OPTIMIZERS[config.name]
+    values = {name: getattr(config, name) for name in spec.fields}
+    options = {name: value for name, value in values.items() if value is not None}
+    optimizer = spec.make(config, make_schedule(config), options)
     if config.clip_norm is None:
         return optimizer
     return optax.chain(clip_by_norm(config.clip_norm), optimizer)
 
 
-def clip_by_norm(longest: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm`, which need not compute a norm that the caller has measured.
+def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm` that reuses a norm the caller has computed already.
 
-    On a CPU it would cost three more passes over all gradients. `measured` is a tree and its norm;
-    it counts only if these very arrays arrive here, not what other transformations made of them.
+    Computing it again costs three passes over all gradients on a CPU. `measured` is a tree and its
+    norm, used only if the updates are that tree: not if other transformations changed it before.
     """
 
     def update(updates, state, params=None, *, measured=(None, None), **_):
         gradients, norm = measured
         if norm is None or not _same_arrays(gradients, updates):
             norm = global_norm(updates)
-        scale = jnp.minimum(1.0, longest / norm)
+        scale = jnp.minimum(1.0, max_norm / norm)
         return jax.tree.map(lambda g: (g * scale).astype(g.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
@@ -153,7 +156,7 @@ def _constant(config: OptimizerConfig) -> optax.Schedule:
 def _linear(config: OptimizerConfig) -> optax.Schedule:
     peak, end = config.learning_rate, config.final_factor or 0.0
     steps = steps_after_warmup(config)
-    # Exactly the end in the end; optax's differs from 0 there by a rounding, below it too.
+    # optax's linear schedule misses its end value by a rounding error, and may be below 0.
     return lambda step: peak * (end + (1 - end) * jnp.maximum(steps - step, 0) / steps)
 
 
@@ -166,11 +169,12 @@ def _cosine(config: OptimizerConfig) -> optax.Schedule:
 def _inverse_sqrt(config: OptimizerConfig) -> optax.Schedule:
     """The peak times sqrt(w / step) from step w on, the end of the warmup (Raffel et al. 2019)."""
     start = max(config.warmup_steps, 1)
-    # In the warmup, whose value is taken then, the step is below 0.
+    # Negative steps are those of the warmup, which has a schedule of its own.
     return lambda step: config.learning_rate * (start / (jnp.maximum(step, 0) + start)) ** 0.5
 
 
 def steps_after_warmup(config: OptimizerConfig) -> int:
+    """Steps of a linear or cosine schedule between the warmup and its end."""
     assert config.schedule_steps is not None
     return config.schedule_steps - config.warmup_steps
 
@@ -184,15 +188,15 @@ SCHEDULES: Mapping[str, Callable[[OptimizerConfig], optax.Schedule]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """An optimizer: how to make it, and which of the config's fields it has."""
+class OptimizerSpec:
+    """An optimizer's constructor, and the fields of the config that it takes."""
 
     make: Callable[[OptimizerConfig, optax.Schedule, dict[str, Any]], optax.GradientTransformation]
     fields: tuple[str, ...]
 
 
 def decay_mask(config: OptimizerConfig) -> Callable[[Params], Any]:
-    """What is decayed. optax may leave holes in the dict where another optimizer is at work."""
+    """The parameters with weight decay; one that muon's partition masks has no leaf."""
 
     def mask(params: Params) -> Any:
         return {
@@ -261,15 +265,16 @@ def _muon(config, schedule, options):
     )
 
 
-OPTIMIZERS: Mapping[str, Kind] = {
-    "adamw": Kind(_adamw, ("b1", "b2", "eps")),
-    "adafactor": Kind(_adafactor, ("momentum",)),
-    "lion": Kind(_lion, ("b1", "b2")),
-    "sgd": Kind(_sgd, ("momentum",)),
-    "muon": Kind(_muon, ("b1", "b2", "eps")),
+OPTIMIZERS: Mapping[str, OptimizerSpec] = {
+    "adamw": OptimizerSpec(_adamw, ("b1", "b2", "eps")),
+    "adafactor": OptimizerSpec(_adafactor, ("momentum",)),
+    "lion": OptimizerSpec(_lion, ("b1", "b2")),
+    "sgd": OptimizerSpec(_sgd, ("momentum",)),
+    "muon": OptimizerSpec(_muon, ("b1", "b2", "eps")),
 }
 
 
 def check_choice(field: str, value: str, known: Mapping[str, Any]) -> None:
+    """Checks that a field's value is one of the known names."""
     if value not in known:
         raise ConfigError(f"{field}: unknown {value!r}; known: {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Files of a run that are there as a whole or not at all."""
+"""Writes the files of a run atomically, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm.common.errors import RunError
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Says which file cannot be written.
+    """Turns an error of the operating system into one that names the file.
 
     Raises:
         RunError: the disk is full, the folder is read-only, ...
@@ -25,7 +25,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; what is there in the end takes the place of `path`.
+    """A temporary path beside `path`; the file written there replaces `path` at the end.
 
     Raises:
         RunError: it cannot be written.
@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a whole file at once.
+    """Writes a file atomically.
 
     Raises:
         RunError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Everything that a training step changes, as one pytree."""
+"""The state of a training run as one pytree: parameters, optimizer state, key, counters."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.weights import parameter_path
 
+TRAINED = ("step", "params", "opt_state", "key", "ema", "skipped", "skipped_in_a_row")
+"""The fields that a step changes, which are the arrays of a checkpoint."""
 Params = dict[str, Array]
 """Arrays by the path of their parameter, as in ``"backbone.embed.weight"``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """A model without its parameters; hashable, so it is part of a compiled step's key."""
+    """A model without its parameters; hashable, so it is a static part of a compiled step."""
 
     treedef: Any
     paths: tuple[str, ...]
 
     def model(self, params: Params) -> Any:
-        """The module with these parameters in it.
+        """The model with these parameters.
 
         >>> from jaxllm.nn.linear import Linear
         >>> plain = Linear(2, 3, dtype=jnp.float32, param_dtype=jnp.float32, rngs=None)
-        >>> structure, params = take_apart(plain)
+        >>> structure, params = split_model(plain)
         >>> structure.model(params)(jnp.ones(2)).shape
         (3,)
         """
         return jax.tree_util.tree_unflatten(self.treedef, [params[path] for path in self.paths])
 
 
-def take_apart(model: Any) -> tuple[Structure, Params]:
-    """A module as its structure and its parameters, of which the latter is a plain dict."""
+def split_model(model: Any) -> tuple[Structure, Params]:
+    """Splits a model into its structure and a dict of its parameters by path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(model)
     params = {parameter_path(path): leaf for path, leaf in leaves}
     return Structure(treedef, tuple(params)), params
@@ -47,25 +49,27 @@ def take_apart(model: Any) -> tuple[Structure, Params]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state of a run between two steps.
-
-    `params` are what is trained, in float32 whatever the model computes in: an update of a bfloat16
-    weight would mostly round away. `frozen` parameters never change and keep their dtype.
-    """
+    """The state of a run between two steps."""
 
     step: Int[Array, ""]
-    """Batches seen so far, skipped ones included."""
+    """Batches so far, skipped ones included."""
     params: Params
+    """Trained parameters, in float32 whatever dtype the model computes in: most updates of a
+    bfloat16 weight would be lost to rounding."""
     frozen: Params
+    """Parameters that are not trained, in the model's dtype."""
     opt_state: optax.OptState
-    key: Array
-    """Of the whole run; a step's dropout keys are folded from it and `step`."""
+    """State of the optimizer, over `params`."""
+    key: Key[Array, ""]
+    """PRNG key of the run; the dropout keys of a step are folded from it and `step`."""
     ema: Params | None
-    """Moving average of `params`, where there is one."""
+    """Moving average of `params`; None: the run keeps none."""
     skipped: Int[Array, ""]
-    """Batches without a finite gradient, which changed nothing."""
+    """Batches without a finite gradient, which changed no parameter."""
     skipped_in_a_row: Int[Array, ""]
+    """Those among them since the last finite gradient."""
     structure: Structure = dataclasses.field(metadata={"static": True})
+    """The model without its parameters."""
 
     @staticmethod
     def create(
@@ -76,21 +80,21 @@ class TrainState:
         trainable: Callable[[str], bool] | None = None,
         ema: bool = False,
     ) -> TrainState:
-        """A fresh state for a model that was loaded or made.
+        """A new state, at step 0.
 
-        The trained parameters are copied, since a step donates them: `model` stays usable.
+        The trained parameters are copied, because a step donates them: `model` stays usable.
 
         Args:
             model: any of jaxllm's models.
-            optimizer: of optax, over the dict of trained parameters.
+            optimizer: an optax optimizer, over the dict of trained parameters.
             key: a PRNG key or a seed, for dropout.
-            trainable: which paths are trained; None: all.
+            trainable: whether the parameter at a path is trained; None: all are.
             ema: keep a moving average of the parameters.
 
         Raises:
             InputError: nothing is trainable.
         """
-        structure, params = take_apart(model)
+        structure, params = split_model(model)
         chosen = [path for path in params if trainable is None or trainable(path)]
         if not chosen:
             raise InputError("trainable: matches none of the model's parameters")
@@ -117,22 +121,23 @@ class TrainState:
         """The model with the moving average of its parameters.
 
         Raises:
-            InputError: the state keeps none.
+            InputError: the state keeps no moving average.
         """
         if self.ema is None:
             raise InputError("ema: this state keeps no moving average")
         return self.structure.model({**self.ema, **self.frozen})
 
     def replace(self, **changes: Any) -> TrainState:
+        """A copy with other values in some fields."""
         return dataclasses.replace(self, **changes)
 
 
 def parameter_count(params: Params) -> int:
-    """How many numbers there are."""
+    """Number of elements of all parameters."""
     return sum(x.size for x in params.values())
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
-    """The Euclidean norm of all leaves together, in float32."""
+    """Euclidean norm of all leaves together, in float32."""
     leaves = jax.tree.leaves(tree)
     return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in leaves))

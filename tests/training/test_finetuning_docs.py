@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 from paths import DOCS
 
+import jaxllm
+
 DOC = DOCS / "finetuning.md"
 TEXT = DOC.read_text(encoding="utf-8")
 
@@ -38,8 +40,23 @@ def test_the_schema_is_that_of_the_code(maker: ModuleType):
 
 
 @pytest.mark.usefixtures("smollm2_gguf")
-def test_the_notebook_runs():
+@pytest.mark.parametrize(
+    ("blocks", "learning_rate"), [(2, "1e-2"), pytest.param(30, "1e-3", marks=pytest.mark.slow)]
+)
+def test_the_notebook_runs(blocks: int, learning_rate: str, monkeypatch: pytest.MonkeyPatch):
+    """As it stands, which takes a minute to compile; and on the first blocks of the same model."""
     (block,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert block.count("learning_rate=1e-3") == 1
+    block = block.replace("learning_rate=1e-3", f"learning_rate={learning_rate}")
+    load = jaxllm.load
+
+    def load_blocks(path):
+        model, tokenizer = load(path)
+        assert len(model.backbone.stack.blocks) == 30
+        model.backbone.stack.blocks = model.backbone.stack.blocks[:blocks]
+        return model, tokenizer
+
+    monkeypatch.setattr(jaxllm, "load", load_blocks)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(block, str(DOC), "exec"), {"__name__": "notebook"})

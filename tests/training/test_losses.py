@@ -126,7 +126,7 @@ def test_settings_that_cannot_be():
     with pytest.raises(InputError, match="z_loss: expected 0 or more"):
         CausalLoss(z_loss=-1.0)
     classifier = tiny.make("gpt2", architecture="GPT2ForSequenceClassification")
-    with pytest.raises(InputError, match="z_loss: is of language models"):
+    with pytest.raises(InputError, match="z_loss: only for language models"):
         loss_for(classifier, z_loss=0.1)
-    with pytest.raises(InputError, match="T5EncoderModel: has nothing to predict"):
+    with pytest.raises(InputError, match="T5EncoderModel: has no labels to predict"):
         loss_for(tiny.make("t5", architecture="T5EncoderModel"))

@@ -241,7 +241,7 @@ def test_the_second_step_compiles_nothing():
 def test_batches_that_cannot_be():
     model = tiny.make("llama")
     state, batch = TrainState.create(model, SGD), batch_for(model)
-    with pytest.raises(InputError, match="8 rows cannot be cut into 3"):
+    with pytest.raises(InputError, match="8 rows cannot be split into 3"):
         make_train_step(SGD, loss_for(model), accumulation=3)(state, batch)
     with pytest.raises(InputError, match="expected one number of rows"):
         make_train_step(SGD, loss_for(model))(state, {**batch, "labels": batch["labels"][:4]})

@@ -1,4 +1,4 @@
-"""Training data: rows of files, encoded, and cut into batches that can be resumed."""
+"""Training data: rows of files, encoded and batched, from any position on."""
 
 from jaxllm.training.data.batches import Batches, Epoch
 from jaxllm.training.data.config import DataConfig, ModelInfo

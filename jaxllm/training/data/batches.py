@@ -1,32 +1,39 @@
-"""Batches of an epoch after the other, with a position that is saved and restored.
+"""Batches, epoch after epoch, with a position that can be saved and restored.
 
-Global batch n of an epoch is the same on every number of processes; each reads its own rows of it.
-A position is two numbers, and is found at once: nothing before it is read again.
+Batch n of an epoch is the same for every number of processes; each process reads its own rows. A
+position is two numbers, and restoring one reads nothing that comes before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grain
+import numpy as np
 
 from jaxllm.common.errors import ConfigError, DataError
-from jaxllm.training.data.collate import Batch, collate
+from jaxllm.models.input_checks import IGNORED
 from jaxllm.training.data.config import ModelInfo
+from jaxllm.training.data.example import Example
 from jaxllm.training.data.examples import Counts, Examples
 from jaxllm.training.data.plan import Plan, Planner
 
-AHEAD = 4
+PREFETCHED = 4
+"""Batches that a thread makes ahead."""
+
+HostBatch = dict[str, np.ndarray]
+"""Arrays [B, ...] by the name of the model's argument."""
+Rows = Sequence[Sequence[Example]]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Which rows of every global batch a process has: the `index`-th of `count` equal parts.
+    """A process's rows of every batch: part `index` of `count` equal parts.
 
     Raises:
-        ConfigError: the batch cannot be divided so.
+        ConfigError: `count` does not divide the batch, or `index` is out of range.
     """
 
     batch_size: int
@@ -50,7 +57,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The batches of one epoch by their number; a source for grain."""
+    """The batches of one epoch by number: a source for grain."""
 
     examples: Examples
     model: ModelInfo
@@ -61,7 +68,7 @@ class Epoch:
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> HostBatch:
         items = self.examples.items
         rows = [[items[n] for n in self.plan.row(index, number)] for number in self.rows]
         shape = tuple(self.plan.shapes[index].tolist())
@@ -70,28 +77,28 @@ class Epoch:
 
     @property
     def padding(self) -> float:
-        """The share of the epoch's positions that are padding."""
+        """Share of the epoch's positions that are padding, 0 to 1."""
         return self.plan.padding(self.examples.lengths)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[HostBatch]:
         return self.iterate()
 
-    def iterate(self, start: int = 0) -> Iterator[Batch]:
-        """From batch `start` on; a thread makes the next ones in the meantime."""
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)
+    def iterate(self, start: int = 0) -> Iterator[HostBatch]:
+        """Batches from number `start` on; a thread prefetches the next ones."""
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED)
         batches = grain.MapDataset.source(self)[start:]
         return iter(batches.to_iter_dataset(options)) if len(batches) else iter(())
 
 
-class Batches(Iterator[Batch]):
+class Batches(Iterator[HostBatch]):
     """A process's rows of each global batch, epoch after epoch.
 
     Attributes:
-        examples: The encoded data; ``examples.counts`` says what became of the rows.
-        epoch, batch: The position: the batch that comes next.
+        examples: the encoded data; ``examples.counts`` counts kept and dropped rows.
+        epoch, batch: the position: numbers of the next batch.
 
     Args:
-        epochs: How many; None: without end.
+        epochs: number of epochs; None: no end.
     """
 
     def __init__(
@@ -114,7 +121,7 @@ class Batches(Iterator[Batch]):
         self._iterator = self._current.iterate(self.batch)
 
     def epoch_at(self, epoch: int) -> Epoch:
-        """The batches of any epoch; of packed rows there may be some more or fewer than before."""
+        """The batches of an epoch. With packing their number may differ between epochs."""
         plan = self._planner.plan(self.examples.lengths, epoch)
         return Epoch(self.examples, self._model, plan, self._planner.packing, self._shard.rows)
 
@@ -124,15 +131,15 @@ class Batches(Iterator[Batch]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of the current epoch."""
+        """Number of batches of the current epoch."""
         return len(self._current)
 
     @property
     def padding(self) -> float:
-        """The share of the current epoch's positions that are padding, 0 to 1."""
+        """Share of the current epoch's positions that are padding, 0 to 1."""
         return self._current.padding
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> HostBatch:
         if self.batch == len(self._current):
             if self._epochs is not None and self.epoch + 1 >= self._epochs:
                 raise StopIteration
@@ -143,14 +150,14 @@ class Batches(Iterator[Batch]):
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The position and what it is a position in, of types that JSON has."""
+        """The position, and digest and settings of the data: values that JSON has."""
         return {"epoch": self.epoch, "batch": self.batch, **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state()`, on any number of processes.
+        """Continues from a `state()`, on any number of processes.
 
         Raises:
-            DataError: It is of other data or settings, or no position in these.
+            DataError: the state is of other data or settings, or its position does not exist.
         """
         identity = self._identity()
         names = {"epoch", "batch", *identity}
@@ -162,7 +169,7 @@ class Batches(Iterator[Batch]):
         for name, value in identity.items():
             if state[name] != value:
                 raise DataError(
-                    f"data state: {name} was {state[name]!r} and is now {value!r}; a run goes on "
+                    f"data state: {name} was {state[name]!r} and is now {value!r}; a run resumes "
                     "only with the data, tokenizer and settings that it was started with"
                 )
         epoch, batch = state["epoch"], state["batch"]
@@ -188,3 +195,62 @@ class Batches(Iterator[Batch]):
             "shuffle": planner.shuffle,
             "seed": planner.seed,
         }
+
+
+def collate(
+    rows: Rows, shape: tuple[int, ...], model: ModelInfo, *, packed: bool, like: np.ndarray
+) -> HostBatch:
+    """Arrays of a batch, padded on the right; a row without examples is all padding.
+
+    Args:
+        rows: the examples of each row, at most one unless packed.
+        shape: length of the rows, on each side.
+        model: its `kind` decides the form of the labels; its pad id fills `input_ids`.
+        packed: rows have `segment_ids` in place of `attention_mask`.
+        like: labels of any example: shape and dtype for a classifier's rows without examples.
+
+    Returns:
+        int32 [B, T]: `input_ids`, and `attention_mask` or `segment_ids` (0 at padding, documents
+        1, 2, ...). `labels` int32 [B, T], -100 where no loss is computed; for seq2seq [B, D],
+        packed with `decoder_segment_ids`. Classification: `labels` int32 [B], or float32 [B] or
+        [B, C] with `weights` float32 [B], 0 at rows that do not count.
+    """
+    inputs = [[example.input_ids for example in row] for row in rows]
+    batch = {"input_ids": _fill(inputs, shape[0], model.pad_token_id or 0)}
+    if packed:
+        batch["segment_ids"] = _fill(_segment_ids(inputs), shape[0], 0)
+    else:
+        batch["attention_mask"] = _fill(
+            [[np.ones_like(x) for x in row] for row in inputs], shape[0], 0
+        )
+    if model.kind == "classification":
+        return batch | _row_labels(rows, like)
+    labels = [[example.labels for example in row] for row in rows]
+    batch["labels"] = _fill(labels, shape[-1], IGNORED)
+    if packed and model.kind == "seq2seq":
+        batch["decoder_segment_ids"] = _fill(_segment_ids(labels), shape[1], 0)
+    return batch
+
+
+def _fill(rows: Sequence[Sequence[np.ndarray]], length: int, value: int) -> np.ndarray:
+    """Each row's arrays concatenated, then padded with `value`."""
+    result = np.full((len(rows), length), value, np.int32)
+    for number, arrays in enumerate(rows):
+        if arrays:
+            joined = np.concatenate(arrays)
+            result[number, : len(joined)] = joined
+    return result
+
+
+def _segment_ids(rows: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+    """1 for each token of a row's first array, 2 for the second, ..."""
+    return [[np.full_like(x, number) for number, x in enumerate(row, 1)] for row in rows]
+
+
+def _row_labels(rows: Rows, like: np.ndarray) -> HostBatch:
+    real = np.array([len(row) > 0 for row in rows])
+    ignored = np.full_like(like, IGNORED if like.dtype == np.int32 else 0)
+    labels = np.stack([row[0].labels if row else ignored for row in rows])
+    if labels.dtype == np.int32:
+        return {"labels": labels}
+    return {"labels": labels, "weights": real.astype(np.float32)}

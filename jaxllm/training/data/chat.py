@@ -1,9 +1,9 @@
-"""Conversations: the chat template writes them, and what the assistant says is learnt.
+"""Encodes conversations by the chat template; the assistant's messages are learnt.
 
-A template says nowhere which tokens are the assistant's. They are found as the model will meet them
-at generation: a conversation up to an answer, with the start of the answer behind it, is a prompt;
-what the whole conversation has beyond that prompt is the answer. This holds only for templates
-that write the beginning of a conversation the same whatever follows, and that is checked.
+A template does not mark the assistant's tokens. They are found through prompts as generation has
+them: the conversation up to an answer, rendered with the generation prompt. What the rendered
+conversation adds to that prompt is the answer. This needs a template that renders the beginning of
+a conversation the same whatever follows, which is checked.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Messages ``{"role": ..., "content": ...}``; the assistant's are learnt, up to the token that
-    ends the turn and with it. A row may have `tools` for the template.
+    """Encodes messages ``{"role": ..., "content": ...}``; a row may have `tools` for the template.
 
-    Nothing is added to what the template writes, so that there is exactly the BOS that it writes.
+    The assistant's messages are learnt, with the token that ends each. No special token is added to
+    those that the template writes.
     """
 
     tokenizer: Tokenizer
@@ -56,15 +56,15 @@ class ChatFormat:
         return CausalExample(ids, labels)
 
     def _turn_end(self, conversation: _Conversation, number: int, start: int) -> int:
-        """Behind the token that ends the answer; a line break that follows it is the template's."""
+        """Position after the token that ends the answer, without a line break that follows it."""
         stop = conversation.boundary(number + 1, before_answer=False)
         ends = self.tokenizer.special_ids.union(self.eos_token_ids)
         answer = conversation.ids[start:stop]
-        last = max((at for at, token in enumerate(answer) if token in ends), default=None)
+        last = max((n for n, token in enumerate(answer) if token in ends), default=None)
         if last is None or self.tokenizer.decode(answer[last + 1 :]).strip():
             raise DataError(
-                f"{self.field}[{number}]: the chat template puts no special token behind the "
-                "assistant's words, so the model would not learn to stop; give a chat_template "
+                f"{self.field}[{number}]: the chat template puts no special token after the "
+                "assistant's message, so the model would not learn to stop; give a chat_template "
                 "that does"
             )
         return start + last + 1
@@ -72,7 +72,7 @@ class ChatFormat:
 
 @dataclass
 class _Conversation:
-    """A conversation as the template writes it, and where its messages end in it."""
+    """A rendered conversation, and the positions of its messages in it."""
 
     tokenizer: Tokenizer
     messages: Sequence[Message]
@@ -84,7 +84,7 @@ class _Conversation:
         self.ids: list[int] = self._render(len(self.messages), prompt=False, tokenize=True)
 
     def boundary(self, number: int, *, before_answer: bool) -> int:
-        """How many ids the first `number` messages take, with the start of an answer or without."""
+        """Number of ids of the first `number` messages, with the generation prompt or without."""
         if number == len(self.messages):
             return len(self.ids)
         ids = self._render(number, prompt=before_answer, tokenize=True)
@@ -95,11 +95,11 @@ class _Conversation:
         if not whole.startswith(text):
             raise DataError(
                 f"{self.field}[{number}]: the chat template writes the messages before this one "
-                "otherwise when it follows, so the assistant's tokens cannot be told from the "
+                "differently when it follows, so the assistant's tokens cannot be told from the "
                 "others; end each row with an answer and set train_on to 'last', or give another "
                 "chat_template"
             )
-        # One token has characters of both sides: it belongs to what comes after.
+        # A token with characters of both sides belongs to what comes after.
         return next(
             n for n, pair in enumerate(zip(ids, self.ids, strict=False)) if pair[0] != pair[1]
         )

@@ -1,4 +1,4 @@
-"""What to train on and how it is cut into batches, and what the data must know of the model."""
+"""`DataConfig`: source, format and batching of the data. `ModelInfo`: what depends on the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KIND_OF: Mapping[str, ModelKind] = {
     "seq2seq": "seq2seq",
     "classification": "classification",
 }
-# Fields that only these formats read.
+# Fields that only some formats read.
 _READ_BY: Mapping[str, tuple[str, ...]] = {
     "text_field": ("text", "classification"),
     "prompt_field": ("prompt_completion",),
@@ -46,34 +46,35 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Rows, their format, and the shape of batches.
+    """Source and format of the rows, and the shape of batches.
 
     Args:
         path: JSONL, JSON, text or byte files: one, a glob, or a list of them.
-        file_type: `auto` goes by the suffix.
-        by_line: each line of a text file is a row of its own.
+        file_type: `auto` decides by the suffix.
+        by_line: each line of a text file is a row.
         dataset, dataset_name, split: a Hugging Face data set in place of `path`: a Hub id or a
             folder that `save_to_disk` wrote (``pip install 'jaxllm[datasets]'``).
         format: how a row becomes an example; see docs/finetuning-data.md.
         text_field, prompt_field, completion_field, messages_field, source_field, target_field,
             label_field: names of a row's fields.
-        source_prefix: put before every source, such as ``"summarize: "``.
-        chat_template: in place of the tokenizer's own; Jinja, or the name of one of its templates.
-        train_on: every message of the assistant, or the last one of each conversation.
+        source_prefix: prepended to every source, such as ``"summarize: "``.
+        chat_template: Jinja source, or the name of one of the tokenizer's templates; None: the
+            tokenizer's default.
+        train_on: learn every message of the assistant, or the last one of each conversation.
         label_names: names of the classes in the order of their numbers.
         max_length: most tokens of an example (of the source, for seq2seq), and the length of packed
             rows. None: the model's context length.
         max_target_length: most tokens of a seq2seq target. None: `max_length`.
         on_too_long: a longer example is an error that names its row; or it is truncated at its end,
             dropped, or (`text` only) split into several. All are counted in `Counts`.
-        packing: several examples in one row, which do not see each other.
+        packing: put several examples into a row; they do not attend to each other.
         bucket: lengths of unpacked batches are rounded up to a power of two, or to a multiple of
             this; None pads every batch to `max_length`. Each length is compiled once.
-        shuffle: a new order in every epoch; the order of the files otherwise.
-        seed: of the order; None: the seed of the run.
+        shuffle: a new order in every epoch; false: the order of the files.
+        seed: seed of that order; None: the seed of the run.
 
     Raises:
-        ConfigError: a field is of the wrong type or value, or has no effect beside the others.
+        ConfigError: a field has a wrong type or value, or no effect with the other fields.
     """
 
     format: FormatName
@@ -124,7 +125,7 @@ class DataConfig:
             if isinstance(value, int) and value < 1:
                 raise ConfigError(f"{name}: expected 1 or more, found {value}")
         if self.max_length is not None and self.max_length < 2 and self.on_too_long == "split":
-            raise ConfigError("max_length: pieces of a text have at least 2 tokens, found 1")
+            raise ConfigError("max_length: 'split' makes pieces of at least 2 tokens, found 1")
         if self.seed is not None and self.seed < 0:
             raise ConfigError(f"seed: expected 0 or more, found {self.seed}")
         if self.path is not None and self.dataset is not None:
@@ -147,7 +148,7 @@ class DataConfig:
             )
         if self.packing and self.format == "classification":
             raise ConfigError(
-                "packing: a classifier gives one answer a row, so its rows cannot be packed"
+                "packing: a classifier predicts one label per row, so its rows cannot be packed"
             )
         if self.packing and self.bucket != "power_of_two":
             raise ConfigError("bucket: has no effect with packing; packed rows are max_length long")
@@ -155,15 +156,15 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What the data must know of the model.
+    """The properties of a model that the data depend on.
 
     Args:
-        kind: what its labels are.
-        vocab_size: ids stay below it.
-        context_length: a limit on an example's tokens, or None.
+        kind: causal, seq2seq or classification.
+        vocab_size: token ids must be less.
+        context_length: most tokens of an example; None: no limit.
         eos_token_ids: the first one ends an answer where the tokenizer has no EOS.
-        pad_token_id: fills rows; None: 0, which masks hide.
-        num_labels, problem_type: of a classifier, as in config.json.
+        pad_token_id: fills rows; None: 0, which the masks hide.
+        num_labels, problem_type: those of a classifier, as in config.json.
     """
 
     kind: ModelKind
@@ -176,7 +177,7 @@ class ModelInfo:
 
     @classmethod
     def of(cls, model: Any) -> ModelInfo:
-        """Of one of jaxllm's models.
+        """Reads them from a model.
 
         Raises:
             UnsupportedError: the model has no labels (an encoder alone).
@@ -190,7 +191,7 @@ class ModelInfo:
         elif isinstance(model, T5ForConditionalGeneration):
             kind = "seq2seq"
         else:
-            raise UnsupportedError(f"{type(model).__name__}: has nothing to predict, so no data")
+            raise UnsupportedError(f"{type(model).__name__}: has no labels to predict")
         context = config.max_positions
         if context is None:
             context = getattr(config, "max_position_embeddings", None)
@@ -206,10 +207,10 @@ class ModelInfo:
 
 
 def check_together(config: DataConfig, model: ModelInfo) -> None:
-    """The format is one that the model can learn from.
+    """Checks that the model can be trained on the format.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: it cannot.
     """
     kind = KIND_OF[config.format]
     if kind != model.kind:
@@ -224,11 +225,11 @@ def length_limits(config: DataConfig, model: ModelInfo) -> tuple[int, ...]:
     """Most tokens of an example: (length,), or (source, target) for seq2seq.
 
     Raises:
-        ConfigError: It is above the model's context length, or neither of the two is known.
+        ConfigError: it exceeds the model's context length, or neither of the two is known.
     """
     length = config.max_length if config.max_length is not None else model.context_length
     if length is None:
-        raise ConfigError("max_length: needed, since the model's config has no context length")
+        raise ConfigError("max_length: required, since the model's config has no context length")
     target = config.max_target_length if config.max_target_length is not None else length
     limits = (length, target) if model.kind == "seq2seq" else (length,)
     if model.context_length is not None and max(limits) > model.context_length:
@@ -239,10 +240,10 @@ def length_limits(config: DataConfig, model: ModelInfo) -> tuple[int, ...]:
 
 
 def eos_of(tokenizer: Tokenizer, model: ModelInfo) -> int:
-    """The token that ends an answer.
+    """Id of the token that ends an answer.
 
     Raises:
-        ConfigError: Neither tokenizer nor model has one.
+        ConfigError: neither tokenizer nor model has one.
     """
     if tokenizer.eos_token_id is not None:
         return tokenizer.eos_token_id

@@ -1,6 +1,6 @@
-"""Encoded rows: tokens, and the labels that are learnt from them.
+"""Encoded rows: token ids and labels.
 
-Labels stand at their own tokens (the shift is in the loss); -100 is not learnt.
+Labels are aligned with their own tokens (the loss shifts them); -100 is left out of the loss.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from jaxllm.models.input_checks import IGNORED
 
 @dataclass(frozen=True)
 class Example(ABC):
-    """Tokens, of the encoder where there is one, and their labels."""
+    """Token ids (the encoder's, where there is one) and labels."""
 
     input_ids: Int32[np.ndarray, " T"]
     labels: np.ndarray
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens on each side: (tokens,), or (encoder, decoder)."""
+        """Number of tokens on each side: (tokens,), or (encoder, decoder)."""
         return (len(self.input_ids),)
 
     @property
     def learnt(self) -> int:
-        """How many labels count."""
+        """Number of labels that are in the loss."""
         return int(np.count_nonzero(self.labels != IGNORED))
 
     @abstractmethod
     def truncate(self, limits: tuple[int, ...]) -> Example:
-        """The beginning, that many tokens on each side."""
+        """The first tokens, at most `limits` on each side."""
 
 
 @dataclass(frozen=True)
 class CausalExample(Example):
-    """`labels` has one for each token; the first is -100, since nothing stands before it."""
+    """One label for each token; the first is -100, since no token precedes it."""
 
     labels: Int32[np.ndarray, " T"]
 
     @classmethod
     def of(cls, ids: Int32[np.ndarray, " T"], learnt_from: int = 0) -> CausalExample:
-        """All tokens from `learnt_from` on are learnt.
+        """An example that learns all tokens from `learnt_from` on.
 
         >>> CausalExample.of(np.array([5, 6, 7, 8], np.int32), 2).labels.tolist()
         [-100, -100, 7, 8]
@@ -54,11 +54,11 @@ class CausalExample(Example):
         return cls(ids, labels)
 
     def truncate(self, limits: tuple[int, ...]) -> CausalExample:
-        """A text that was cut has no EOS: it does not end there."""
+        """The first tokens. They have no EOS, since the text does not end there."""
         return CausalExample(self.input_ids[: limits[0]], self.labels[: limits[0]])
 
     def split(self, limit: int) -> list[CausalExample]:
-        """Pieces that overlap by one token, so that every token but the first is learnt once.
+        """Splits into pieces that overlap by one token: all tokens but the first are learnt once.
 
         >>> pieces = CausalExample.of(np.arange(5, dtype=np.int32)).split(3)
         >>> [(piece.input_ids.tolist(), piece.labels.tolist()) for piece in pieces]
@@ -70,7 +70,7 @@ class CausalExample(Example):
 
 @dataclass(frozen=True)
 class Seq2SeqExample(Example):
-    """`labels` are the tokens that the decoder gives."""
+    """`labels` are the tokens that the decoder generates."""
 
     labels: Int32[np.ndarray, " D"]
 
@@ -79,8 +79,10 @@ class Seq2SeqExample(Example):
         return len(self.input_ids), len(self.labels)
 
     def truncate(self, limits: tuple[int, ...]) -> Seq2SeqExample:
-        """A source keeps its EOS, as in transformers; a target that was cut has none, so that the
-        model does not learn to stop there."""
+        """Truncates both sides: the source keeps its EOS, as in transformers.
+
+        A truncated target has none, so that the model does not learn to stop there.
+        """
         source, target = self.input_ids, self.labels[: limits[1]]
         if len(source) > limits[0]:
             source = np.append(source[: limits[0] - 1], source[-1])

@@ -1,7 +1,7 @@
-"""All rows of a source, encoded once and kept in memory: 8 bytes a token.
+"""Encodes all rows of a source once, in threads, and keeps them in memory: 8 bytes a token.
 
-Plans need the lengths of all examples, and rendering a chat template takes a millisecond or more;
-so the work is done once at the start, in threads, and not again in every epoch.
+Plans need the lengths of all examples, and rendering a chat template takes a millisecond or more,
+so rows are not encoded again in every epoch.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from jaxllm.training.data.rows import Rows
 
 Progress = Callable[[int, int], None]
 
+"""Called as ``progress(done, total)``."""
+
 THREADS = 4
-AHEAD = 64
+PREFETCHED = 64
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the rows.
+    """Counts of rows, examples and tokens.
 
     Attributes:
-        rows: Rows of the source.
-        examples: Examples made of them.
-        truncated, dropped: Rows that were too long, and what was done.
-        split: Rows that became several examples.
-        empty: Rows left out because nothing in them can be learnt: an empty text, or one that was
-            truncated before the answer began.
-        tokens: Tokens of the examples, on both sides for seq2seq.
-        learnt: Labels that count (for a classifier, examples).
+        rows: rows of the source.
+        examples: examples made of them.
+        truncated, dropped: rows that were too long.
+        split: rows that became several examples.
+        empty: rows left out because they have no label: an empty text, or one that was truncated
+            before the answer began.
+        tokens: tokens of the examples, on both sides for seq2seq.
+        learnt: labels that are in the loss (for a classifier, examples).
     """
 
     rows: int = 0
@@ -73,9 +75,9 @@ class Examples:
     """Encoded rows.
 
     Attributes:
-        items: The examples in the order of the rows.
-        counts: What became of the rows.
-        sha256: Hash of the source (the files), for the run's card.
+        items: the examples in the order of the rows.
+        counts: counts of rows, examples and tokens.
+        sha256: hash of the source (the files), for the run card.
     """
 
     items: tuple[Example, ...] = field(repr=False)
@@ -106,14 +108,14 @@ def encode_rows(
     on_too_long: OnTooLong = "error",
     progress: Progress = lambda done, total: None,
 ) -> Examples:
-    """Encode every row of a source.
+    """Encodes every row of a source.
 
     Args:
         progress: called as ``progress(done, total)`` after every row.
 
     Raises:
-        DataError: A row does not fit its format, is too long (where that is an error), or has ids
-            that the model does not have; or nothing is left to learn from.
+        DataError: a row does not fit its format, is too long (where that is an error), or has ids
+            beyond the model's vocabulary; or no example is left.
     """
 
     def encoded(index: int) -> tuple[list[Example], Counts]:
@@ -129,7 +131,7 @@ def encode_rows(
     items: list[Example] = []
     counts = Counts()
     indices = grain.MapDataset.range(len(rows)).map(encoded)
-    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
+    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCHED)
     for done, (fitted, count) in enumerate(indices.to_iter_dataset(options), start=1):
         items += fitted
         counts += count
@@ -142,10 +144,10 @@ def encode_rows(
 def fit(
     example: Example, limits: tuple[int, ...], on_too_long: OnTooLong
 ) -> tuple[list[Example], Counts]:
-    """What is kept of an example, none of it longer than the limits.
+    """Applies `on_too_long` to an example: what is left of it is within the limits.
 
     Raises:
-        DataError: It is too long, and that is an error.
+        DataError: it is too long, and that is an error.
     """
     kept, note = [example], {}
     if any(length > limit for length, limit in zip(example.lengths, limits, strict=True)):

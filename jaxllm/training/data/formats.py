@@ -1,7 +1,7 @@
-"""A row becomes an example.
+"""Formats: encode a row as an example.
 
-What is learnt follows from where a token comes from, never from its id: the pad may be the EOS,
-whose label must stay, or the model never learns to stop.
+Which tokens are learnt depends on the field that they come from, never on their ids: where the pad
+token is also the EOS, labels of the EOS must stay, or the model never learns to stop.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ from jaxllm.tokenizers.byte_level import ids_are_bytes
 from jaxllm.training.data.example import CausalExample, Example, Seq2SeqExample
 from jaxllm.training.data.rows import Row
 
-# Longer texts are encoded in parts: the tokenizers library needs a hundred bytes a token.
 PART_CHARACTERS = 1 << 20
+"""Longer texts are encoded in parts: the tokenizers library takes a hundred bytes a token."""
 
 
 class Format(Protocol):
     """Encodes one row, however long it is."""
 
     def __call__(self, row: Row) -> Example:
-        """Raises DataError, naming the field, for a row that is not of this format."""
+        """The example of a row.
+
+        Raises:
+            DataError: the row is not of this format; names the field.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Every token of a text is learnt, and the EOS behind it.
+    """Learns every token of a text and the EOS after it.
 
-    A `bytes` value (of a file of type `bytes`) is its own ids, for a tokenizer of bytes.
+    A `bytes` value (from a file of type `bytes`) needs a byte tokenizer, whose ids are the bytes.
     """
 
     tokenizer: Tokenizer
@@ -55,9 +59,9 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class PromptCompletionFormat:
-    """The completion and its EOS are learnt, the prompt is not.
+    """Learns the completion and its EOS, but not the prompt.
 
-    The two are encoded apart, as at generation, where the model goes on from the prompt's tokens.
+    The two are encoded separately, as in generation, which continues from the prompt's tokens.
     """
 
     tokenizer: Tokenizer
@@ -74,7 +78,7 @@ class PromptCompletionFormat:
 
 @dataclass(frozen=True)
 class Seq2SeqFormat:
-    """T5's pairs: the encoder reads the source, the decoder learns the target; EOS ends both."""
+    """Source for the encoder, target for the decoder (T5); both end with EOS."""
 
     tokenizer: Tokenizer
     eos: int
@@ -92,7 +96,11 @@ class Seq2SeqFormat:
 
 
 def get(row: Row, name: str, *types: type) -> Any:
-    """A field of a row, of one of these types."""
+    """A field of a row.
+
+    Raises:
+        DataError: it is missing, or its value is of none of these types.
+    """
     if name not in row:
         raise DataError(
             f"{name}: no such field; the row has {', '.join(map(str, row)) or 'none'} (names of "
@@ -106,20 +114,20 @@ def get(row: Row, name: str, *types: type) -> Any:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a whole text, with the BOS or EOS that the tokenizer puts around one."""
+    """Ids of a text with the tokenizer's special tokens (BOS, EOS)."""
     return tokenizer.encode(text, max_bytes=sys.maxsize)
 
 
 def plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text and nothing around it."""
+    """Ids of a text without special tokens."""
     return tokenizer.encode(text, add_special_tokens=False, max_bytes=sys.maxsize)
 
 
 def continuation(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text that goes on after another one.
+    """Ids of a text that continues another one.
 
-    Sentencepiece puts a space before a text, which is not there in the middle of one; so the text
-    is encoded behind a line break, whose ids are then taken away, where that can be done.
+    sentencepiece prepends a space to a text, which is wrong in the middle of one. So the text is
+    encoded after a line break, whose ids are then removed, if they come out unchanged.
     """
     before, both = plain(tokenizer, "\n"), plain(tokenizer, "\n" + text)
     if both[: len(before)] == before:
@@ -128,11 +136,11 @@ def continuation(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def beginning(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text that goes on: with the BOS that the tokenizer puts before one, without EOS."""
-    mark = encode(tokenizer, "a")
+    """Ids of a text that will be continued: with the tokenizer's BOS, without EOS."""
+    marked = encode(tokenizer, "a")
     body = plain(tokenizer, "a")
-    front = next((n for n in range(len(mark)) if mark[n : n + len(body)] == body), 0)
-    return mark[:front] + plain(tokenizer, text)
+    front = next((n for n in range(len(marked)) if marked[n : n + len(body)] == body), 0)
+    return marked[:front] + plain(tokenizer, text)
 
 
 def encode_document(tokenizer: Tokenizer, text: str, size: int = PART_CHARACTERS) -> list[int]:
@@ -150,7 +158,7 @@ def encode_document(tokenizer: Tokenizer, text: str, size: int = PART_CHARACTERS
 
 
 def with_end(ids: list[int], eos: int) -> list[int]:
-    """The ids, ended by EOS; a tokenizer may have put it there already."""
+    """The ids with EOS at their end, unless the tokenizer has put it there."""
     return ids if ids and ids[-1] == eos else [*ids, eos]
 
 

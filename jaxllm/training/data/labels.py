@@ -1,4 +1,4 @@
-"""Classification: a text, and its class, its classes, or its numbers."""
+"""Classification and regression: a text and its class, classes or numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxllm.training.data.rows import Row
 
 @dataclass(frozen=True)
 class ClassificationFormat:
-    """A text and its label, as the model's `problem_type` wants it (`labels_of`)."""
+    """Encodes a text and its label, by the model's `problem_type`."""
 
     tokenizer: Tokenizer
     field: str
@@ -41,7 +41,7 @@ class ClassificationFormat:
 
 @dataclass(frozen=True)
 class Labels:
-    """Reads labels.
+    """Converts the label of a row to an array.
 
     - `single_label_classification`: a class's number, or its name where there are names: int32 [].
     - `multi_label_classification`: a list of numbers or names (the others are 0), or one float or
@@ -105,7 +105,7 @@ class Labels:
 
 
 def problem_of(model: ModelInfo) -> str:
-    """What a classifier's labels are, which one without `problem_type` is told by its outputs.
+    """The problem type of a classifier; the default depends on the number of its outputs.
 
     >>> problem_of(ModelInfo(kind="classification", vocab_size=9, num_labels=1))
     'regression'
@@ -116,11 +116,10 @@ def problem_of(model: ModelInfo) -> str:
 
 
 def labels_of(model: ModelInfo, names: tuple[str, ...]) -> Labels:
-    """How the labels of this model are read; without `problem_type` one output is a regression,
-    several are classes of which each text has one.
+    """The converter of a model's labels.
 
     Raises:
-        ConfigError: There are not as many names as the model has classes.
+        ConfigError: there are not as many names as the model has classes.
     """
     problem = problem_of(model)
     if names and problem == "regression":

@@ -1,4 +1,4 @@
-"""From a config, a tokenizer and a model to batches: the entries of this room."""
+"""Makes batches from a `DataConfig`, a tokenizer and the properties of a model."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from jaxllm.training.data.sequence_rows import SequenceRows, dataset_rows
 
 
 def rows_of(config: DataConfig) -> Rows:
-    """The source that a config names.
+    """Opens the source that a config names.
 
     Raises:
-        ConfigError: It names none.
-        MissingFileError, DataError, UnsupportedError: As `open_rows` and `dataset_rows`.
+        ConfigError: it names none.
+        MissingFileError, DataError, UnsupportedError: as `open_rows` and `dataset_rows`.
     """
     if config.dataset is not None:
         return dataset_rows(config.dataset, config.dataset_name, config.split)
@@ -44,7 +44,7 @@ def rows_of(config: DataConfig) -> Rows:
 
 
 def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Format:
-    """The encoder of the config's rows for this model."""
+    """The format that encodes the rows of a config for a model."""
     check_together(config, model)
     match config.format:
         case "classification":
@@ -82,14 +82,14 @@ def read_examples(
     rows: Sequence[Row] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Examples:
-    """Read and encode all rows of a config's source, or of `rows` in its place.
+    """Reads and encodes all rows of a config's source, or `rows` instead.
 
     Args:
         progress: called as ``progress(done, total)`` after every row.
 
     Raises:
-        ConfigError: The config does not fit the model.
-        DataError: A file or a row is malformed or does not fit; the message says where.
+        ConfigError: the config does not fit the model.
+        DataError: a file or a row is malformed or does not fit; the message says where.
     """
     encode = make_format(config, tokenizer, model)
     limits = length_limits(config, model)
@@ -115,18 +115,18 @@ def make_batches(
     """Batches to train on.
 
     Args:
-        config: The data and its format.
-        tokenizer: The model's.
-        model: What the data must know of it: ``ModelInfo.of(model)``.
-        batch_size: Rows of the global batch of one step.
-        seed: Of the order, where the config has none.
-        process_index, process_count: Which equal part of each batch is given.
-        epochs: How many; None: without end.
-        rows: A list of dicts in place of the config's source.
-        progress: Called as ``progress(done, total)`` after every row that was encoded.
+        config: source, format and batching.
+        tokenizer: the model's tokenizer.
+        model: properties of the model, ``ModelInfo.of(model)``.
+        batch_size: rows of one step, over all processes.
+        seed: seed of the order, where the config has none.
+        process_index, process_count: the part of each batch that this process gets.
+        epochs: number of epochs; None: no end.
+        rows: dicts in place of the config's source.
+        progress: called as ``progress(done, total)`` after every encoded row.
 
     Raises:
-        As `read_examples`.
+        ConfigError, DataError: as `read_examples`.
 
     >>> from jaxllm.tokenizers.byte_level import byte_tokenizer
     >>> model = ModelInfo(kind="causal", vocab_size=258, context_length=64)
@@ -152,11 +152,10 @@ def epoch_batches(
     rows: Sequence[Row] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Epoch:
-    """Batches to evaluate on: every example exactly once, in the same order every time.
+    """Batches for evaluation: every example exactly once, always in the same order.
 
-    The last batch is filled up with rows that do not count: no token is real, labels are -100, and
-    `weights` 0 where labels are floats. What is returned can be iterated over as often as needed.
-    The arguments are those of `make_batches`.
+    The last batch is filled up with rows of padding: labels are -100, and `weights` 0 where labels
+    are floats. The result can be iterated over repeatedly. Arguments are those of `make_batches`.
     """
     shard = Shard(batch_size, process_index, process_count)
     examples = read_examples(config, tokenizer, model, rows, progress)

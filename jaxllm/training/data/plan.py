@@ -1,8 +1,7 @@
-"""Which examples stand in which row of which batch of an epoch, before anything is read.
+"""Assigns examples to the rows and batches of an epoch; packs several into a row.
 
-A plan is a pure function of the seed, the epoch and the lengths of the examples. It knows nothing
-of processes, so the order of the data does not depend on their number; and any batch of any epoch
-is found without those before it.
+A plan is a pure function of the seed, the epoch and the lengths of the examples. It does not depend
+on the number of processes, and any batch of any epoch is found without computing those before it.
 """
 
 from __future__ import annotations
@@ -15,26 +14,24 @@ from jaxtyping import Int, Int64
 
 from jaxllm.tokenizers import bucket_length
 from jaxllm.training.data.config import Bucket
-from jaxllm.training.data.packing import pack
 
-# Lengths below are not told apart: the time saved is less than that of compiling one more.
-SHORTEST = 16
+MIN_BUCKET = 16
+"""Smallest bucket: a smaller one saves less time than compiling for it takes."""
+WINDOW_ROWS = 512
+"""Rows that are packed together."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The batches of one epoch, each example in exactly one row.
-
-    Attributes:
-        members: Examples, row after row.
-        offsets: Row r has ``members[offsets[r]:offsets[r + 1]]``; the last batch is filled up with
-            rows that have none.
-        shapes: Length of each batch's rows, on each side.
-    """
+    """The batches of one epoch; each example is in exactly one row."""
 
     members: Int64[np.ndarray, " N"]
-    offsets: Int64[np.ndarray, " E"]
+    """Examples, row after row."""
+    offsets: Int64[np.ndarray, " offsets"]
+    """Row r holds ``members[offsets[r]:offsets[r + 1]]``; the last batch is padded with rows
+    without examples."""
     shapes: Int64[np.ndarray, "batches K"]
+    """Length of each batch's rows, on each side."""
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -56,15 +53,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Planner:
-    """What a plan follows from, but for the lengths and the epoch.
+    """Makes the plan of an epoch from the lengths of the examples.
 
     Args:
-        batch_size: Rows of a batch.
-        limits: Most tokens of a row, on each side.
-        packing: Whether rows, all as long as the limits, hold several examples.
-        bucket: How lengths are rounded up without packing; see `DataConfig`.
-        shuffle: Whether each epoch has an order of its own; the order given otherwise.
-        seed: Of that order.
+        batch_size: rows of a batch.
+        limits: most tokens of a row, on each side.
+        packing: rows hold several examples, and are as long as `limits`.
+        bucket: how lengths are rounded up without packing; see `DataConfig`.
+        shuffle: each epoch has an order of its own; otherwise the examples stay in order.
+        seed: seed of that order.
     """
 
     batch_size: int
@@ -75,7 +72,7 @@ class Planner:
     seed: int = 0
 
     def plan(self, lengths: Int[np.ndarray, "N K"], epoch: int) -> Plan:
-        """The batches of an epoch, 0 being the first; at least one example."""
+        """The batches of an epoch, from 0 on. There must be at least one example."""
         order = self._permutation(len(lengths), epoch, 0)
         if self.packing:
             rows = pack(lengths, order, self.limits)
@@ -88,8 +85,11 @@ class Planner:
         return _plan([groups[n][:, None].tolist() for n in turn], shapes[turn], self.batch_size)
 
     def _permutation(self, count: int, epoch: int, use: int) -> Int64[np.ndarray, " count"]:
-        """A shuffled order. NumPy keeps the streams of its bit generators from version to version,
-        which it does not promise for ``Generator.permutation``."""
+        """A shuffled order, or 0, 1, ... without `shuffle`.
+
+        Sorts random bits: NumPy keeps the streams of its bit generators from version to version,
+        but not the results of ``Generator.permutation``.
+        """
         if not self.shuffle:
             return np.arange(count)
         bits = np.random.Philox(np.random.SeedSequence([self.seed, epoch, use]))
@@ -98,8 +98,11 @@ class Planner:
     def _by_length(
         self, lengths: Int[np.ndarray, "N K"], order: Int64[np.ndarray, " N"]
     ) -> tuple[list[Int64[np.ndarray, " b"]], Int64[np.ndarray, "batches K"]]:
-        """Batches of examples of one bucket; what is left of all buckets goes together, by length,
-        so that one batch at most is not full."""
+        """Batches of examples of one bucket each.
+
+        The remainders of all buckets are batched together, ordered by length, so that at most one
+        batch is not full.
+        """
         sizes = self._bucket_sizes(lengths)
         buckets, bucket_of = np.unique(sizes, axis=0, return_inverse=True)
         full, left = [], []
@@ -119,7 +122,7 @@ class Planner:
         longest = int(lengths.max())
         rounded = np.zeros(longest + 1, np.int64)
         for length in range(1, longest + 1):
-            rounded[length] = max(SHORTEST, bucket_length(length, self.bucket))
+            rounded[length] = max(MIN_BUCKET, bucket_length(length, self.bucket))
         return np.minimum(rounded[lengths], limits)
 
 
@@ -134,3 +137,48 @@ def _plan(
     members = [example for batch in batches for row in batch for example in row]
     offsets = np.concatenate([[0], np.cumsum(counts)])
     return Plan(np.asarray(members, np.int64), offsets, shapes)
+
+
+def pack(
+    lengths: Int[np.ndarray, "N K"],
+    order: Int[np.ndarray, " N"],
+    limits: tuple[int, ...],
+    window_rows: int = WINDOW_ROWS,
+) -> list[list[int]]:
+    """Packed rows: each example of `order` is in exactly one of them.
+
+    First-fit decreasing (Johnson 1973), within windows of a shuffled order: sorting all examples
+    would put the same ones together in every epoch.
+
+    Args:
+        lengths: tokens of each example, on each side (encoder and decoder, for T5).
+        order: the examples in shuffled order, which is cut into windows.
+        limits: tokens of a row, on each side; no example is longer.
+        window_rows: a window is as many examples as fill about this number of rows.
+
+    >>> pack(np.array([[3], [6], [2], [5]]), np.arange(4), (8,))
+    [[1, 2], [3, 0]]
+    """
+    rows: list[list[int]] = []
+    shares = (lengths / np.asarray(limits)).max(axis=1)
+    window_of = np.cumsum(shares[order]) // window_rows
+    for part in np.split(order, np.flatnonzero(np.diff(window_of)) + 1):
+        rows += _first_fit(lengths, part[np.argsort(-shares[part], kind="stable")], limits)
+    return rows
+
+
+def _first_fit(
+    lengths: Int[np.ndarray, "N K"], order: Int[np.ndarray, " n"], limits: tuple[int, ...]
+) -> list[list[int]]:
+    """Puts each example into the first row with enough free tokens on every side."""
+    rows: list[list[int]] = []
+    free = np.tile(np.asarray(limits), (len(order), 1))
+    for example in order:
+        # The row after the open ones is empty, so that a fit always exists.
+        fits = (free[: len(rows) + 1] >= lengths[example]).all(axis=1)
+        row = int(np.argmax(fits))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(int(example))
+        free[row] -= lengths[example]
+    return rows

@@ -1,7 +1,7 @@
 """Sources of rows: JSONL, JSON, text and byte files.
 
-A row is a dict, as the file has it. Sources are read by index, never as a whole where the kind of
-file allows it, and are strict: what cannot be read is an error that names the file and the line.
+A row is a dict. Rows are read by index, without loading whole files except JSON. What cannot be
+read is an error that names the file and the line.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SUFFIXES: Mapping[str, FileType] = {
 
 
 class Rows(Protocol):
-    """Rows by index."""
+    """A source of rows by index."""
 
     @property
     def name(self) -> str:
-        """The whole source, for messages."""
+        """Name of the source, for messages."""
         ...
 
     def __len__(self) -> int: ...
@@ -45,7 +45,7 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Row: ...
 
     def where(self, index: int) -> str:
-        """Where a row comes from, for messages: ``train.jsonl:17``."""
+        """File and line of a row, for messages: ``train.jsonl:17``."""
         ...
 
     def sha256(self) -> str:
@@ -59,17 +59,17 @@ def open_rows(
     file_type: FileType = "auto",
     by_line: bool = False,
 ) -> Rows:
-    """The rows of one or more files.
+    """Opens one or more files.
 
     Args:
-        path: A file, a glob (``data/*.jsonl``, in the order of the names) or a list of them.
-        file_type: ``auto`` goes by the suffix. Text and byte files give rows with one field,
+        path: a file, a glob (``data/*.jsonl``, in the order of the names) or a list of them.
+        file_type: ``auto`` decides by the suffix. Rows of text and byte files have one field,
             ``text``, a ``str`` or ``bytes``.
-        by_line: Each line of a text file that is not blank is a row; otherwise the whole file is.
+        by_line: each line of a text file that is not blank is a row; otherwise the whole file is.
 
     Raises:
-        MissingFileError: There is no such file.
-        DataError: A file is malformed or its type is not known.
+        MissingFileError: there is no such file.
+        DataError: a file is malformed or its type is not known.
     """
     files = find_files(path)
     types = {file_type if file_type != "auto" else _type_of(file) for file in files}
@@ -88,11 +88,11 @@ def open_rows(
 
 def find_files(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tuple[Path, ...]:
     """The files that a path, a glob or a list of them names; a file named twice is an error."""
-    given = [path] if isinstance(path, str | PathLike) else list(path)
-    if not given:
+    paths = [path] if isinstance(path, str | PathLike) else list(path)
+    if not paths:
         raise DataError("path: the list of files is empty")
     files: list[Path] = []
-    for item in given:
+    for item in paths:
         name = Path(item).expanduser()
         if name.is_file():
             found = [name]
@@ -148,7 +148,7 @@ class _Files:
         return f"{first} and {len(others)} more" if others else str(first)
 
     def sha256(self) -> str:
-        """Of the files one after the other, as ``cat FILES | sha256sum`` gives it."""
+        """Hash of the concatenated files, as ``cat FILES | sha256sum`` gives it."""
         digest = hashlib.sha256()
         for file in self.files:
             with file.open("rb") as stream:
@@ -158,7 +158,7 @@ class _Files:
 
 
 class _Lines(_Files):
-    """Lines that are not blank. Only their places are kept: 24 bytes a line."""
+    """Lines that are not blank. Only their offsets are kept: 24 bytes a line."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(files)
@@ -184,7 +184,7 @@ class _Lines(_Files):
 
 
 def _line_starts(file: Path) -> Iterator[tuple[int, int]]:
-    """Number (from 1) and offset of every line that is not blank; a BOM is no part of the first."""
+    """Number (from 1) and offset, after a BOM, of every line that is not blank."""
     try:
         with file.open("rb") as stream:
             start = 0
@@ -206,14 +206,14 @@ class JsonlRows(_Lines):
 
 
 class LineRows(_Lines):
-    """Text files of which each line that is not blank is a row."""
+    """Text files; each line that is not blank is a row."""
 
     def __getitem__(self, index: int, /) -> Row:
         return {"text": _decode(self.line(index).rstrip(b"\r\n"), self.where(index))}
 
 
 class TextRows(_Files):
-    """Text files, each of them one row."""
+    """Text files; each file is a row."""
 
     def __len__(self) -> int:
         return len(self.files)
@@ -227,14 +227,14 @@ class TextRows(_Files):
 
 
 class ByteRows(TextRows):
-    """Files of any bytes, each of them one row."""
+    """Binary files; each file is a row."""
 
     def __getitem__(self, index: int, /) -> Row:
         return {"text": _read(self.files[index])}
 
 
 class JsonRows(_Files):
-    """JSON files that hold a list of objects; they are read as a whole."""
+    """JSON files with a list of objects, which are loaded in full."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(files)
@@ -262,7 +262,7 @@ class JsonRows(_Files):
 
 
 def as_object(value: Any, where: str) -> Row:
-    """A row, if it is one."""
+    """Checks that a value is a row: an object."""
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: expected an object, found {_kind(value)}")
     return value

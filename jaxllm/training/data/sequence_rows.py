@@ -1,4 +1,4 @@
-"""Rows of what is in memory, or looks as if it were: Python lists, Hugging Face data sets."""
+"""Rows of Python lists and of Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm.training.data.rows import Row, as_object
 
 
 class SequenceRows:
-    """Rows of a list of dicts, or of anything with their methods, as ``datasets.Dataset`` has."""
+    """Rows of a sequence of dicts, such as a list or a ``datasets.Dataset``."""
 
     def __init__(self, rows: Sequence[Row], name: str = "rows") -> None:
         self._rows = rows
@@ -34,11 +34,12 @@ class SequenceRows:
         return hash_rows(self._rows[index] for index in range(len(self)))
 
     def sha256(self) -> str:
-        """Of the rows as JSON, one a line; what JSON lacks (dates) counts as its ``str``."""
+        """Hash of the rows as JSON, one per line; other values (dates) as their ``str``."""
         return self._digest
 
 
 def hash_rows(rows: Iterable[Row]) -> str:
+    """SHA-256 of the rows as lines of JSON."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -46,11 +47,11 @@ def hash_rows(rows: Iterable[Row]) -> str:
 
 
 def dataset_rows(dataset: str, name: str | None = None, split: str = "train") -> SequenceRows:
-    """Rows of a Hugging Face data set: a Hub id, or a folder that ``save_to_disk`` wrote.
+    """Opens a Hugging Face data set: a Hub id, or a folder that ``save_to_disk`` wrote.
 
     Raises:
-        UnsupportedError: The package ``datasets`` is not installed.
-        DataError: The data set cannot be loaded, or has no such split.
+        UnsupportedError: the package ``datasets`` is not installed.
+        DataError: the data set cannot be loaded, or has no such split.
     """
     try:
         datasets = importlib.import_module("datasets")

@@ -1,0 +1,22 @@
+"""Evaluation: loss and perplexity of a full set, and scores of generated answers."""
+
+from jaxllm.training.evaluation.evaluate import (
+    EvalPrompt,
+    EvalResult,
+    EvalSample,
+    GenerationResult,
+    evaluate,
+    generate_and_score,
+)
+from jaxllm.training.evaluation.generation_metrics import METRICS, score_texts
+
+__all__ = [
+    "METRICS",
+    "EvalPrompt",
+    "EvalResult",
+    "EvalSample",
+    "GenerationResult",
+    "evaluate",
+    "generate_and_score",
+    "score_texts",
+]

@@ -1,4 +1,4 @@
-"""Evaluation on a full set: the loss and what follows from it, and scores of generated texts."""
+"""Evaluates a model on a full set: loss, perplexity and accuracy, and scores of generated text."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import PaddedBatch
 from jaxllm.generation.settings.lengths import checked_lengths
+from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import without_metadata
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.training.evaluation.generation_metrics import check_metrics, score_texts
@@ -29,11 +30,11 @@ class EvalResult:
     """Means over every counted token (or example) of a set."""
 
     loss: float
-    """In nats a token; the mean squared error for regression."""
+    """Mean loss in nats per token; the mean squared error for regression."""
     accuracy: float
-    """The share of tokens (or labels) that are the model's first choice; 0 for regression."""
+    """Share of tokens (or labels) that have the largest logit; 0 for regression."""
     count: int
-    """Of counted tokens, or examples."""
+    """Number of counted tokens, or examples."""
 
     @property
     def perplexity(self) -> float:
@@ -71,17 +72,17 @@ def evaluate(model: Any, batches: Iterable[Batch], loss: Loss) -> EvalResult:
     nothing (labels -100), so that it has the shape of the others: one program for each shape.
 
     Args:
-        model: without dropout: no key is given to `loss`.
+        model: evaluated without dropout: `loss` gets no key.
         batches: dicts of the model's call arguments.
-        loss: of `losses`, without label smoothing or z-loss, which are no part of a perplexity. A
-            function of your own works, too, but not a new lambda at each call: it compiles anew.
+        loss: one of `losses` without label smoothing and z-loss, which are no part of a perplexity,
+            or a function. A new lambda at each call compiles again.
 
     Raises:
-        InputError: no batch counts anything.
+        InputError: no label of any batch is counted.
     """
     bare = without_metadata(model)
     total = np.zeros(3, np.float64)
-    # The sums of a batch are fetched when the next one is under way: the device does not wait.
+    # The sums of a batch are read while the next one runs, so that the device does not wait.
     pending: list[LossSums] = []
     for batch in batches:
         pending.append(_sums(bare, dict(batch), loss=loss))
@@ -106,19 +107,18 @@ def _on_host(sums: LossSums) -> Float64[np.ndarray, 3]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One row to generate for, and what is wanted."""
+class EvalPrompt:
+    """A prompt to generate an answer for, with the expected answer."""
 
     prompt: str | Sequence[int]
-    """Text, encoded with the special tokens that the tokenizer adds; or ids, taken as they are
-    (those of a chat template)."""
+    """Text, encoded with the tokenizer's special tokens; or token ids (of a chat template)."""
     reference: str | Sequence[str]
-    """The text that is wanted, or several that are as good."""
+    """The expected answer, or several that are equally good."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """One prompt with its reference and the model's answer, for people to read."""
+class EvalSample:
+    """A prompt, its reference and the model's answer, as text for the report."""
 
     prompt: str
     reference: str
@@ -127,18 +127,20 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationResult:
+    """Generated answers and their scores."""
+
     scores: dict[str, float]
-    """By the names in the metrics' own dicts; see generation_metrics."""
+    """Scores by name; see `generation_metrics`."""
     predictions: list[str]
-    """In the order of the rows, without special tokens."""
-    samples: list[Sample]
+    """Generated text in the order of the rows, without special tokens."""
+    samples: list[EvalSample]
     """The first few rows."""
 
 
 def generate_and_score(
-    model: Any,
+    model: GenerativeModel,
     tokenizer: Tokenizer,
-    rows: Iterable[Prompt | tuple[Any, Any]],
+    rows: Iterable[EvalPrompt | tuple[Any, Any]],
     *,
     metrics: Sequence[str] = ("exact_match",),
     batch_size: int = 8,
@@ -147,78 +149,101 @@ def generate_and_score(
     before_batch: Callable[[], None] = lambda: None,
     **fields: Any,
 ) -> GenerationResult:
-    """Generates an answer for every row, and scores the answers.
+    """Generates an answer to every prompt, and scores the answers.
 
-    Rows of about one length are generated together, padded on the left for a decoder-only model and
-    on the right for an encoder-decoder; the results come back in the order of the rows, and do not
-    depend on `batch_size`.
+    Prompts of similar length share a batch, padded on the left for a decoder-only model and on the
+    right for an encoder-decoder. Results are in the order of the rows and do not depend on
+    `batch_size`.
 
     Args:
-        rows: `Prompt`s, or (prompt, reference) pairs.
+        rows: `EvalPrompt`s, or (prompt, reference) pairs.
         metrics: names in `generation_metrics.METRICS`.
-        batch_size: rows at once; each batch has as many, and the last one repeats a row.
-        samples: how many rows to keep for people to read.
-        key: for sampling; a constant by default, so that two evaluations are comparable.
-        before_batch: called before each batch; what it raises ends the evaluation.
-        fields: of `jaxllm.generate`, such as ``max_new_tokens=32``; one text a row.
+        batch_size: rows of each batch; the last one is filled up by repeating a row.
+        samples: number of rows to keep for the report.
+        key: PRNG key for sampling; constant by default, so that evaluations are comparable.
+        before_batch: called before each batch; an exception that it raises ends the evaluation.
+        fields: generation settings of `jaxllm.generate`, such as ``max_new_tokens=32``.
 
     Raises:
         InputError: no rows, an unknown metric, fields that do not go together.
         MissingExtraError: a metric's package is not installed.
     """
     check_metrics(metrics)
-    if batch_size < 1:
-        raise InputError(f"batch_size: expected 1 or more, found {batch_size}")
-    prompts = [row if isinstance(row, Prompt) else Prompt(*row) for row in rows]
+    prompts = [row if isinstance(row, EvalPrompt) else EvalPrompt(*row) for row in rows]
     if not prompts:
         raise InputError("evaluation: no rows to generate for")
-    config, ends = merged_config(model, None, fields)
-    if config.num_return_sequences != 1:
-        raise InputError("num_return_sequences: evaluation scores one text a row")
-    needs = {"tokenizer": tokenizer} if config.stop_strings else {}
-    encoded = [
-        tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else list(row.prompt)
-        for row in prompts
-    ]
-    texts: list[str] = [""] * len(prompts)
-
-    def run(numbers: list[int]) -> list[list[int]]:
-        before_batch()
-        side = "right" if model.is_encoder_decoder else "left"
-        batch = tokenizer.pad([encoded[i] for i in numbers], padding_side=side)
-        ids: Any = batch.input_ids  # on the host, where generate() checks it
-        mask: Any = batch.attention_mask
-        out = generate(
-            model,
-            ids,
-            mask,
-            key=key,
-            row_ids=np.array(numbers, np.int32),
-            **needs,
-            **fields,
-        )
-        start = 1 if model.is_encoder_decoder else ids.shape[1]
-        return np.asarray(out.sequences)[:, start:].tolist()
-
-    numbers = range(len(prompts))
-    for i, row in run_in_batches(run, numbers, batch_size, length=lambda i: len(encoded[i])):
-        texts[i] = tokenizer.decode(up_to_end(row, ends), skip_special_tokens=True)
-    pairs = [(text, row.reference) for text, row in zip(texts, prompts, strict=True)]
+    answers = generate_answers(
+        model,
+        tokenizer,
+        [encoded_prompt(row, tokenizer) for row in prompts],
+        batch_size=batch_size,
+        key=key,
+        before_batch=before_batch,
+        fields=fields,
+    )
+    pairs = [(answer, row.reference) for answer, row in zip(answers, prompts, strict=True)]
     return GenerationResult(
         scores=score_texts(pairs, metrics),
-        predictions=texts,
+        predictions=answers,
         samples=[
-            Sample(readable(row.prompt, tokenizer), readable(row.reference, tokenizer), text)
-            for row, text in list(zip(prompts, texts, strict=True))[:samples]
+            EvalSample(as_text(row.prompt, tokenizer), as_text(row.reference, tokenizer), answer)
+            for row, answer in list(zip(prompts, answers, strict=True))[:samples]
         ],
     )
 
 
-def check_room_for_answer(model: Any, prompt: Sequence[int], fields: Mapping[str, Any]) -> None:
-    """That `generate_and_score` has room for an answer to this prompt, with these fields.
+def generate_answers(
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    key: Any,
+    before_batch: Callable[[], None],
+    fields: Mapping[str, Any],
+) -> list[str]:
+    """The generated text for each prompt, without special tokens; see `generate_and_score`.
 
     Raises:
-        InputError: a prompt and its answer are longer than the model's positions or `max_length`.
+        InputError: fields that do not go together, or several sequences per prompt.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch_size: expected 1 or more, found {batch_size}")
+    config, eos_ids = merged_config(model, None, fields)
+    if config.num_return_sequences != 1:
+        raise InputError("num_return_sequences: evaluation scores one answer per prompt")
+    needs = {"tokenizer": tokenizer} if config.stop_strings else {}
+    answers = [""] * len(prompts)
+
+    def run(numbers: list[int]) -> list[list[int]]:
+        before_batch()
+        side = "right" if model.is_encoder_decoder else "left"
+        batch = tokenizer.pad([prompts[i] for i in numbers], padding_side=side)
+        ids: Any = batch.input_ids  # on the host, where generate() checks it
+        mask: Any = batch.attention_mask
+        row_ids = np.array(numbers, np.int32)
+        out = generate(model, ids, mask, key=key, row_ids=row_ids, **needs, **fields)
+        start = 1 if model.is_encoder_decoder else ids.shape[1]
+        return np.asarray(out.sequences)[:, start:].tolist()
+
+    numbers = range(len(prompts))
+    for i, row in run_in_batches(run, numbers, batch_size, length=lambda i: len(prompts[i])):
+        answers[i] = tokenizer.decode(before_eos(row, eos_ids), skip_special_tokens=True)
+    return answers
+
+
+def encoded_prompt(row: EvalPrompt, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a prompt."""
+    return tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else list(row.prompt)
+
+
+def check_answer_length(
+    model: GenerativeModel, prompt: Sequence[int], fields: Mapping[str, Any]
+) -> None:
+    """Checks that prompt and answer fit in the model's positions and in `max_length`.
+
+    Raises:
+        InputError: they do not.
     """
     if not model.is_encoder_decoder:
         config, _ = merged_config(model, None, fields)
@@ -226,17 +251,17 @@ def check_room_for_answer(model: Any, prompt: Sequence[int], fields: Mapping[str
         checked_lengths(model, config, PaddedBatch(ids, np.ones_like(ids, bool)))
 
 
-def up_to_end(ids: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
-    """New ids up to the first end token: what follows it are pads.
+def before_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> Sequence[int]:
+    """Generated ids before the first EOS token.
 
-    >>> up_to_end([5, 6, 2, 0, 0], ends=(2,))
+    >>> before_eos([5, 6, 2, 0, 0], eos_ids=(2,))
     [5, 6]
     """
-    return next((ids[:i] for i, token in enumerate(ids) if token in ends), ids)
+    return next((ids[:i] for i, token in enumerate(ids) if token in eos_ids), ids)
 
 
-def readable(content: str | Sequence[str] | Sequence[int], tokenizer: Tokenizer) -> str:
-    """A prompt's or a reference's text: that of ids, or the first of several."""
+def as_text(content: str | Sequence[str] | Sequence[int], tokenizer: Tokenizer) -> str:
+    """A prompt or reference as text: ids are decoded, of several references the first is taken."""
     if isinstance(content, str):
         return content
     first = next(iter(content), "")

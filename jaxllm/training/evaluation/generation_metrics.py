@@ -1,8 +1,8 @@
-"""How well generated texts match references: exact match, accuracy, ROUGE, BLEU, chrF.
+"""Metrics of generated text against references: exact match, accuracy, ROUGE, BLEU, chrF.
 
-Pure functions of (prediction, references) pairs; references are one text or several, of which the
-one that matches best counts. Each returns a dict of numbers on the scale of its field: exact match,
-accuracy and ROUGE from 0 to 1, BLEU and chrF from 0 to 100 (as rouge-score and sacrebleu do).
+Pure functions of (prediction, references) pairs; of several references the best match counts. Each
+returns a dict of scores: exact match, accuracy and ROUGE from 0 to 1, BLEU and chrF from 0 to 100
+(as rouge-score and sacrebleu do).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUGE_KINDS = ("rouge1", "rouge2", "rougeL")
 
 
 def exact_match(pairs: Pairs) -> Scores:
-    """The share of predictions equal to a reference, but for space around them.
+    """The share of predictions equal to a reference, without leading and trailing whitespace.
 
     >>> exact_match([(" Paris\\n", "Paris"), ("paris.", "Paris")])
     {'exact_match': 0.5}
@@ -40,22 +40,22 @@ def normalized_exact_match(pairs: Pairs) -> Scores:
 
 
 def normalize(text: str) -> str:
-    """Lower case, without punctuation, articles and superfluous space.
+    """Lower case, without punctuation, articles and repeated whitespace.
 
-    As the evaluation script of SQuAD does (Rajpurkar et al. 2016, arXiv:1606.05250).
+    As in the evaluation script of SQuAD does (Rajpurkar et al. 2016, arXiv:1606.05250).
     """
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def accuracy(pairs: Sequence[tuple[Hashable, Hashable]]) -> Scores:
-    """The share of labels, texts or numbers, that equal their one reference.
+    """The share of labels, texts or numbers, that equal their reference.
 
     >>> accuracy([(1, 1), (0, 1)])
     {'accuracy': 0.5}
     """
     _check(pairs)
-    return {"accuracy": sum(found == wanted for found, wanted in pairs) / len(pairs)}
+    return {"accuracy": sum(prediction == label for prediction, label in pairs) / len(pairs)}
 
 
 def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> Scores:
@@ -67,7 +67,7 @@ def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> Scores:
     module = require("rouge_score.rouge_scorer", extra="metrics", purpose="ROUGE scores")
     _check(pairs)
     scorer = module.RougeScorer(list(ROUGE_KINDS), use_stemmer=use_stemmer)
-    found = [scorer.score_multi(_several(wanted), text) for text, wanted in pairs]
+    found = [scorer.score_multi(_several(references), text) for text, references in pairs]
     return {
         kind: sum(scores[kind].fmeasure for scores in found) / len(found) for kind in ROUGE_KINDS
     }
@@ -98,11 +98,11 @@ METRICS: dict[str, Callable[[Pairs], Scores]] = {
     "bleu": bleu,
     "chrf": chrf,
 }
-"""The metrics of texts by the names that a recipe gives them."""
+"""Metrics of generated text by their name in recipes."""
 
 
 def check_metrics(names: Iterable[str]) -> None:
-    """Raises before anything is generated: a name is unknown, or its package is missing.
+    """Raises if a name is unknown or its package is missing.
 
     >>> check_metrics(["rogue"])
     Traceback (most recent call last):
@@ -145,11 +145,11 @@ def _check(pairs: Sequence[tuple[Hashable, object]]) -> None:
 
 
 def _streams(pairs: Pairs) -> tuple[list[str], list[list[str | None]]]:
-    """Texts, and their references as sacrebleu wants them: all first ones, all second ones, ..."""
+    """Predictions, and references in sacrebleu's order: all first ones, all second ones, ..."""
     _check(pairs)
     references = [_several(wanted) for _, wanted in pairs]
-    most = max(map(len, references))
-    streams = [[row[i] if i < len(row) else None for row in references] for i in range(most)]
+    count = max(map(len, references))
+    streams = [[row[i] if i < len(row) else None for row in references] for i in range(count)]
     return [text for text, _ in pairs], streams
 
 

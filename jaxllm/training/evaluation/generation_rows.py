@@ -1,4 +1,4 @@
-"""Prompts and the answers that are wanted, from rows of training data."""
+"""Makes evaluation prompts and expected answers of rows of training data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.training.data.examples import fit
 from jaxllm.training.data.formats import beginning, encode, get, with_end
 from jaxllm.training.data.pipeline import make_format
 from jaxllm.training.data.rows import Row
-from jaxllm.training.evaluation.evaluate import Prompt
+from jaxllm.training.evaluation.evaluate import EvalPrompt
 
 
 def generation_rows(
@@ -23,18 +23,18 @@ def generation_rows(
     limit: int | None = None,
     *,
     check: Callable[[Sequence[int]], None] = lambda ids: None,
-) -> list[Prompt]:
-    """The first `limit` rows as prompts, with the tokens that they have in training.
+) -> list[EvalPrompt]:
+    """The first `limit` rows as prompts, with the same tokens as in training.
 
-    Of a conversation the prompt is all before its last answer. Rows that `on_too_long: drop` leaves
-    out of the loss are left out here, too.
+    The prompt of a conversation is everything before its last answer. Rows that `on_too_long: drop`
+    leaves out of the loss are left out here as well.
 
     Args:
         check: raises a JaxLLMError for the ids of a prompt that cannot be answered.
 
     Raises:
         ConfigError: the format has no answers (text, classification).
-        DataError: a row lacks a field, or its prompt cannot be answered; its place is named.
+        DataError: a row lacks a field, or its prompt cannot be answered; names file and line.
     """
     if config.format not in ("prompt_completion", "chat", "seq2seq"):
         raise ConfigError(
@@ -42,7 +42,7 @@ def generation_rows(
         )
     rows, eos = rows_of(config), eos_of(tokenizer, model)
     encode, limits = make_format(config, tokenizer, model), length_limits(config, model)
-    prompts: list[Prompt] = []
+    prompts: list[EvalPrompt] = []
     for number in range(len(rows)):
         if len(prompts) == limit:
             break
@@ -50,18 +50,18 @@ def generation_rows(
         try:
             if config.on_too_long == "drop" and not fit(encode(row), limits, "drop")[0]:
                 continue
-            ids, wanted = prompt_of(row, config, tokenizer, eos)
+            ids, reference = prompt_of(row, config, tokenizer, eos)
             check(ids)
         except JaxLLMError as error:
             raise DataError(f"{rows.where(number)}: {error}") from None
-        prompts.append(Prompt(ids, wanted))
+        prompts.append(EvalPrompt(ids, reference))
     return prompts
 
 
 def prompt_of(
     row: Row, config: DataConfig, tokenizer: Tokenizer, eos: int
 ) -> tuple[list[int], str]:
-    """The prompt of one row, as the model will meet it, and the text that is wanted."""
+    """The prompt ids of a row and the expected answer."""
     if config.format == "seq2seq":
         source = config.source_prefix + get(row, config.source_field, str)
         ids = with_end(encode(tokenizer, source), eos)
@@ -73,14 +73,14 @@ def prompt_of(
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise DataError(f"{config.messages_field}: no message of the assistant")
-    wanted = messages[answers[-1]].get("content")
-    if not isinstance(wanted, str):
+    reference = messages[answers[-1]].get("content")
+    if not isinstance(reference, str):
         raise DataError(
             f"{config.messages_field}[{answers[-1]}]: evaluation.metrics compare texts, and the "
-            f"content of this answer is {str(wanted)[:60]!r}"
+            f"content of this answer is {str(reference)[:60]!r}"
         )
     ids = tokenizer.apply_chat_template(
         messages[: answers[-1]], tools=row.get("tools"), chat_template=config.chat_template
     )
     assert not isinstance(ids, str)
-    return ids, wanted
+    return ids, reference

@@ -1,8 +1,8 @@
-"""Model FLOPs of a training step, and what the devices could do: together the MFU.
+"""Model FLOPs of a training step and peak FLOP/s of the devices, for the MFU.
 
-Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) counts the products
-that the model's equations need, once forward and twice backward, for real tokens only; what is
-computed for pads, or computed twice (remat), counts for nothing.
+Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) counts the matrix
+products of the model's equations, once forward and twice backward, for tokens without padding.
+Work on padding and recomputation (remat) is not counted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import numpy as np
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.weights import parameters
 
-# Dense bfloat16 (V100, T4: float16) products a second of one JAX device, from the makers' data
-# sheets; a device_kind that contains the key. The first that fits counts. A TPU v2 or v3 device is
-# one of a chip's two cores.
+# Dense bfloat16 (V100, T4: float16) FLOP/s of one JAX device, from the vendors' data sheets, by a
+# part of its device_kind; the first match counts. A TPU v2 or v3 device is one of two cores.
 PEAK_FLOPS = (
     ("B200", 2.25e15),
     ("H200 NVL", 8.35e14),
@@ -51,14 +50,14 @@ PEAK_FLOPS = (
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """FLOP/s of all devices together, and where the number is from."""
+    """Peak FLOP/s of all devices together, and the source of the number."""
 
     flops: float
     source: str
 
 
 def peak_flops(devices: Collection[Any] | None = None) -> Peak | None:
-    """What the devices could do at most; None where that is not known, and MFU is left out.
+    """Peak FLOP/s of the devices; None: not known, so there is no MFU.
 
     Accelerators are looked up by `device_kind`, whatever dtype the model computes in. On a CPU the
     fastest of a few float32 products is measured (about a tenth of a second); virtual devices share
@@ -76,7 +75,7 @@ def peak_flops(devices: Collection[Any] | None = None) -> Peak | None:
 
 
 def known_peak(device_kind: str) -> float | None:
-    """FLOP/s of one device by its name.
+    """Peak FLOP/s of a device by its name.
 
     >>> known_peak("NVIDIA H100 80GB HBM3"), known_peak("abacus")
     (989000000000000.0, None)
@@ -100,28 +99,28 @@ def _measured(device: Any) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class TokenCounts:
-    """Real tokens of a batch, and the pairs of them that one attention head compares."""
+    """Tokens of a batch without padding, and pairs of tokens that an attention head compares."""
 
     tokens: int
-    """Of the decoder."""
+    """Tokens of the decoder."""
     pairs: int
     source_tokens: int = 0
-    """Of the encoder."""
+    """Tokens of the encoder."""
     source_pairs: int = 0
     cross_pairs: int = 0
 
     @property
     def total(self) -> int:
-        """What "tokens a second" counts."""
+        """Tokens of both sides, as "tokens a second" counts them."""
         return self.tokens + self.source_tokens
 
     def times(self, parts: int) -> TokenCounts:
-        """Of so many parts of a batch with about as many tokens each."""
+        """The counts of `parts` parts of a batch with as many tokens each."""
         return TokenCounts(*(parts * count for count in dataclasses.astuple(self)))
 
 
 def count_tokens(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> TokenCounts:
-    """Counts a batch of the data pipeline. Pads count nothing; documents in one row stay apart.
+    """Counts the tokens of a batch, without padding; packed documents are counted separately.
 
     >>> count_tokens({"attention_mask": np.array([[1, 1, 0]])}, is_encoder_decoder=False)
     TokenCounts(tokens=2, pairs=4, source_tokens=0, source_pairs=0, cross_pairs=0)
@@ -145,7 +144,7 @@ def count_tokens(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> Token
 
 
 def _lengths(batch: Mapping[str, Any], segments: str, mask: str, ids: str) -> np.ndarray:
-    """Lengths [rows, documents] of the documents that the model's input holds."""
+    """Lengths [rows, documents] of the documents in the model's input."""
     if batch.get(segments) is not None:
         return _by_document(np.asarray(batch[segments]))
     if batch.get(mask) is not None:
@@ -154,11 +153,11 @@ def _lengths(batch: Mapping[str, Any], segments: str, mask: str, ids: str) -> np
 
 
 def _by_document(numbers: np.ndarray) -> np.ndarray:
-    """How often each row holds each of the numbers 1, 2, ...; 0 is a pad."""
+    """Number of tokens in each row with the segment ids 1, 2, ...; 0 is padding."""
     numbers = numbers.astype(np.int64).reshape(-1, numbers.shape[-1])
     rows, width = len(numbers), int(numbers.max(initial=0)) + 1
-    places = numbers + width * np.arange(rows)[:, None]
-    return np.bincount(places.ravel(), minlength=rows * width).reshape(rows, width)[:, 1:]
+    positions = numbers + width * np.arange(rows)[:, None]
+    return np.bincount(positions.ravel(), minlength=rows * width).reshape(rows, width)[:, 1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +171,7 @@ class ModelFlops:
     per_cross_pair: float = 0.0
 
     def of(self, counts: TokenCounts) -> float:
-        """FLOPs of a step on tokens of this number."""
+        """FLOPs of a step with these token counts."""
         return (
             self.per_token * counts.tokens
             + self.per_pair * counts.pairs
@@ -183,17 +182,17 @@ class ModelFlops:
 
 
 def model_flops(model: Any, trainable: Collection[str] | None = None) -> ModelFlops:
-    """Estimates the FLOPs of a training step: 6 a matrix element and token, and the attention.
+    """Estimates the FLOPs of a training step: 6 per matrix element and token, plus attention.
 
-    A matrix element costs 2 FLOPs forward, 2 for the gradient of the activations, and 2 for its
-    own, the last only if it is trained. Attention costs 12 a layer, pair of tokens and element of
-    the heads (all pairs, causal or not, as is the custom). Not counted: lookups, norms, softmax,
-    the matrices that an adapter adds.
+    A matrix element takes 2 FLOPs forward, 2 for the gradient of the activations, and 2 for its own
+    gradient, the last only if it is trained. Attention takes 12 per layer, pair of tokens and
+    element of the heads (all pairs, causal or not, as is usual). Not counted: embedding lookups,
+    norms, softmax, adapters.
 
     Args:
-        model: of one of the three families; its arrays may be abstract.
-        trainable: paths of the parameters that get gradients; None: all of them. Under LoRA those
-            of the base model: none.
+        model: a model, whose arrays may be abstract.
+        trainable: paths of the parameters that get gradients; None: all. With LoRA: none of the
+            base model's.
     """
     elements = {"token": 0.0, "source": 0.0}
     for path, leaf in parameters(model).items():
@@ -213,7 +212,7 @@ def model_flops(model: Any, trainable: Collection[str] | None = None) -> ModelFl
 
 
 def _is_looked_up(path: str, model: Any) -> bool:
-    """Whether a matrix is a table of which rows are taken; a tied head multiplies by it, too."""
+    """Whether a matrix is only an embedding; a tied embedding is also the LM head's matrix."""
     if "positions" in path or "position_bias" in path:
         return True
     embeds = path in ("backbone.embed.weight", "shared.weight")

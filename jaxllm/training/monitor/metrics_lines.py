@@ -1,4 +1,4 @@
-"""Lines of a run's metrics: from and to JSON and CSV."""
+"""Lines of metrics.jsonl and metrics.csv: values plain_value, written and parse_line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.common.errors import InputError, RunError
 
 Value = float | int | bool | str | None
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 """`step`, an int, and a `Value` for each metric."""
 
 NONFINITE = "nonfinite"
@@ -33,6 +33,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_torn(line: bytes) -> bool:
+    """Whether a line is incomplete JSON, as a killed process may leave it."""
     try:
         json.loads(line)
     except ValueError:
@@ -40,7 +41,8 @@ def is_torn(line: bytes) -> bool:
     return False
 
 
-def parsed(line: bytes, where: str) -> Row:
+def parse_line(line: bytes, where: str) -> MetricsRow:
+    """The row of a line of metrics.jsonl; `where` names the line in errors."""
     try:
         row = json.loads(line)
     except ValueError as failure:
@@ -55,8 +57,8 @@ def parsed(line: bytes, where: str) -> Row:
         ) from None
 
 
-def checked(name: str, x: Any) -> Value:
-    """x as something that JSON or CSV can hold."""
+def plain_value(name: str, x: Any) -> Value:
+    """A metric as a value of JSON and CSV."""
     if x is None or isinstance(x, str):
         return x
     array = np.asarray(x)
@@ -68,7 +70,8 @@ def checked(name: str, x: Any) -> Value:
     return array.astype(float).item() if array.dtype.name == "bfloat16" else array.item()
 
 
-def line_of(row: Row) -> bytes:
+def json_line(row: MetricsRow) -> bytes:
+    """The line of metrics.jsonl of a row."""
     bad = {
         name: str(value)
         for name, value in row.items()
@@ -81,6 +84,7 @@ def line_of(row: Row) -> bytes:
 
 
 def csv_line(values: Iterable[Value]) -> bytes:
+    """A line of metrics.csv."""
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerow(list(values))
     return text.getvalue().encode("utf-8")

@@ -1,12 +1,12 @@
-"""OUTPUT/metrics.jsonl and OUTPUT/metrics.csv: what was measured, one line a step.
+"""Writes OUTPUT/metrics.jsonl and OUTPUT/metrics.csv: the metrics of each step, one line per step.
 
 The lines of metrics.jsonl are strict JSON, each with a `step` one higher than that of the line
-before; step 0 is what was measured before the first one. A number that is not finite, for which
-JSON has no token, is null, and the object `nonfinite` says what it was:
+before; step 0 is an evaluation before the first step. A number that is not finite, which JSON
+does not have, is null, and the object `nonfinite` holds it:
 ``{"step": 3, "loss": null, "nonfinite": {"loss": "nan"}}``.
 
-metrics.csv holds the same as a table with one column for each field that any step has, empty where
-a step has none. It follows from metrics.jsonl and is made anew from it whenever a run starts.
+metrics.csv is the same as a table, with a column for each field of any step. It is written again
+from metrics.jsonl whenever a run starts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from jaxllm.common.errors import InputError, RunError
 from jaxllm.training.monitor.metrics_lines import (
     NONFINITE,
-    Row,
-    checked,
+    MetricsRow,
     csv_line,
     is_torn,
-    line_of,
-    parsed,
+    json_line,
+    parse_line,
+    plain_value,
 )
 from jaxllm.training.output_files import replacing, writing
 
@@ -35,7 +35,7 @@ _RESERVED = ("step", NONFINITE)
 
 
 class NoLog:
-    """What a process writes whose numbers another one writes."""
+    """A log that writes nothing, for all processes but the first."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
@@ -45,16 +45,16 @@ class NoLog:
 
 
 class MetricsLog:
-    """The two files of one run; open it once, in one process.
+    """The two files of a run; open it once, in one process.
 
-    A killed process (kill -9) leaves whole lines and at most one torn one, which the next start
-    repairs. Against a power cut call `sync` before a checkpoint is committed: then every step up
-    to the checkpoint's has its line on the disk.
+    A killed process (kill -9) leaves at most one torn line, which the next start removes. Call
+    `sync` before a checkpoint is committed: then a power cut leaves the line of every step up to
+    the checkpoint's on disk.
 
     Args:
-        folder: Of the run; made if it is not there.
-        resume_at: The step of the checkpoint from which the run goes on; lines of later steps are
-            cut off, since these steps come again. 0: all of them. None: a new run.
+        folder: folder of the run; created if needed.
+        resume_at: step of the checkpoint that the run resumes from; lines of later steps are cut
+            off, since those steps are repeated. 0: all lines. None: a new run.
 
     Raises:
         RunError: A new run finds lines of another; or the lines up to `resume_at` are broken or
@@ -82,7 +82,7 @@ class MetricsLog:
             raise
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends the line of one step, and hands it to the operating system.
+        """Appends the line of a step, and writes it without buffering.
 
         Args:
             step: One more than the step before; the first line of a run may have any step.
@@ -97,9 +97,11 @@ class MetricsLog:
         for name in _RESERVED:
             if name in metrics:
                 raise InputError(f"metrics[{name!r}]: the log itself writes this field")
-        row: Row = {"step": step} | {name: checked(name, x) for name, x in metrics.items()}
+        row: MetricsRow = {"step": step} | {
+            name: plain_value(name, x) for name, x in metrics.items()
+        }
         try:
-            _append(self._lines, line_of(row))
+            _append(self._lines, json_line(row))
             if row.keys() <= set(self._columns):
                 _append(self._table, csv_line(row.get(name) for name in self._columns))
             else:
@@ -112,9 +114,9 @@ class MetricsLog:
         self._last = step
 
     def amend(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds fields to the line of the last step, for what was measured late.
+        """Adds fields to the line of the last step, such as those of a late evaluation.
 
-        The file is written anew and takes its place at once: a kill leaves the old or the new one.
+        The file is replaced atomically: a kill leaves the old or the new one.
 
         Raises:
             InputError: It is not the last step; or as `log`.
@@ -122,10 +124,10 @@ class MetricsLog:
         """
         if self._last not in (None, step):
             raise InputError(f"step: expected the last one, {self._last}, found {step}")
-        fields = {name: checked(name, x) for name, x in metrics.items()}
+        fields = {name: plain_value(name, x) for name, x in metrics.items()}
         with replacing(self.path) as half, half.open("wb") as lines:
             for row in _amended(iterate_metrics(self.path), step, fields):
-                lines.write(line_of(row))
+                lines.write(json_line(row))
         self._lines.close()
         with writing(self.path):
             self._lines = self.path.open("ab", buffering=0)
@@ -152,7 +154,7 @@ class MetricsLog:
         self.close()
 
     def _write_table(self) -> None:
-        """Makes the table anew from the lines, with a column for each field there is by now."""
+        """Writes the table again from the lines, with a column for each field so far."""
         if hasattr(self, "_table"):
             self._table.close()
         names = {"step": None}
@@ -167,8 +169,8 @@ class MetricsLog:
             self._table = self.csv_path.open("ab", buffering=0)
 
 
-def read_metrics(path: str | PathLike[str]) -> list[Row]:
-    """All lines of a metrics.jsonl as dicts; numbers that are not finite are floats again.
+def read_metrics(path: str | PathLike[str]) -> list[MetricsRow]:
+    """All rows of a metrics.jsonl, with numbers that are not finite as floats.
 
     Raises:
         RunError: A line is no JSON object with a step; the message names the line.
@@ -176,20 +178,20 @@ def read_metrics(path: str | PathLike[str]) -> list[Row]:
     return list(iterate_metrics(path))
 
 
-def iterate_metrics(path: str | PathLike[str]) -> Iterator[Row]:
+def iterate_metrics(path: str | PathLike[str]) -> Iterator[MetricsRow]:
     """`read_metrics`, line by line."""
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            yield parsed(line, f"{path}, line {number}")
+            yield parse_line(line, f"{path}, line {number}")
 
 
 def _cut(path: Path, resume_at: int) -> int | None:
-    """Cuts off what comes after the line of step `resume_at`; the step of the line then last.
+    """Cuts off the lines after that of step `resume_at`; returns the step of the last line left.
 
-    Whatever follows that line is not even read: it may be torn, or come from a later time.
+    Lines after it are not read: they may be torn.
     """
     if not path.exists():
-        return None  # moved away, perhaps: the log starts anew, after the checkpoint
+        return None  # moved away, perhaps: a new log starts after the checkpoint
     if resume_at == 0:
         os.truncate(path, 0)
         return None
@@ -203,7 +205,7 @@ def _cut(path: Path, resume_at: int) -> int | None:
             torn = not line.endswith(b"\n")
             if torn and is_torn(line):
                 break
-            step: int = parsed(line, where)["step"]
+            step: int = parse_line(line, where)["step"]
             if last is None and step > resume_at:
                 break
             if last is not None and step != last + 1:
@@ -223,8 +225,8 @@ def _cut(path: Path, resume_at: int) -> int | None:
     return resume_at if last is None else last
 
 
-def _amended(rows: Iterable[Row], step: int, fields: Row) -> Iterator[Row]:
-    """The rows with fields added to that of the last step, which is made where there is none."""
+def _amended(rows: Iterable[MetricsRow], step: int, fields: MetricsRow) -> Iterator[MetricsRow]:
+    """The rows, with fields added to that of the last step; it is appended if missing."""
     last = None
     for row in rows:
         last = row["step"]
@@ -234,6 +236,6 @@ def _amended(rows: Iterable[Row], step: int, fields: Row) -> Iterator[Row]:
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """Hands a line to the operating system, which may take a part of it only."""
+    """Writes a line without buffering; a single write may take only a part of it."""
     while line:
         line = line[file.write(line) :]

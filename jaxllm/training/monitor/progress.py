@@ -1,9 +1,11 @@
-"""What a person sees while a model trains: a moving bar on a terminal, plain lines elsewhere."""
+"""Progress of training: a bar on a terminal, plain lines elsewhere; tokens per second and MFU."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
@@ -11,25 +13,76 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.training.monitor.flops import Peak
-from jaxllm.training.monitor.throughput import Speed, Throughput, clock_time
 
 LINE_EVERY = 10
 QUIET_SECONDS = 30.0
-"""The longest that nothing is said while steps end."""
+"""Longest time between two lines while steps end."""
+WINDOW = 20
+"""Steps over which speeds are averaged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Averages over the last steps; None: not known yet."""
+
+    tokens_per_second: float | None = None
+    """Tokens without padding."""
+    mfu: float | None = None
+    """Model FLOPs utilisation: share of the devices' peak, from 0 to 1."""
+    seconds_per_step: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Fields for the metrics log, without unknown ones."""
+        named = {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+class Throughput:
+    """Averages over the last `WINDOW` steps.
+
+    Steps that compiled are not added: they do not predict the time of later steps.
+
+    >>> throughput = Throughput(Peak(1e9, "an example"))
+    >>> throughput.add(seconds=0.5, tokens=100, flops=1e8)
+    >>> throughput.speed()
+    Speed(tokens_per_second=200.0, mfu=0.2, seconds_per_step=0.5)
+    """
+
+    def __init__(self, peak: Peak | None = None) -> None:
+        self._peak = peak
+        self._steps: deque[tuple[float, int, float | None]] = deque(maxlen=WINDOW)
+
+    def add(self, *, seconds: float, tokens: int, flops: float | None = None) -> None:
+        """Adds a step: its time, tokens without padding, and model FLOPs (None: not known)."""
+        self._steps.append((seconds, tokens, flops))
+
+    def speed(self) -> Speed:
+        seconds = sum(step[0] for step in self._steps)
+        if seconds <= 0:
+            return Speed()
+        flops = [step[2] for step in self._steps if step[2] is not None]
+        mfu = None
+        if self._peak is not None and len(flops) == len(self._steps):
+            mfu = sum(flops) / seconds / self._peak.flops
+        return Speed(
+            tokens_per_second=sum(step[1] for step in self._steps) / seconds,
+            mfu=mfu,
+            seconds_per_step=seconds / len(self._steps),
+        )
 
 
 class TrainingProgress:
-    """Steps, loss, speed and the time that is left, on stderr. Use it as a context.
+    """Shows steps, loss, speed and remaining time on stderr; a context manager.
 
     Time inside `phase` (evaluating, saving) does not count as training.
 
     Args:
         total: the step at which the run stops.
-        start: the step that it goes on from.
-        peak: of the devices, for the MFU; None leaves it out.
-        every: where stderr is no terminal, a line for each step that this divides, for the first
-            step and for the last; and for any step that ends half a minute after the last line.
-        quiet: nothing is said at all; `step` still returns speeds.
+        start: the step that it resumes at.
+        peak: peak FLOP/s of the devices, for the MFU; None: no MFU.
+        every: where stderr is no terminal, steps between lines. The first and the last step have a
+            line, and any step that ends half a minute after the last line.
+        quiet: show nothing; `step` still returns speeds.
         now: a clock, in seconds.
     """
 
@@ -78,12 +131,12 @@ class TrainingProgress:
             self._clock.close()
 
     def say(self, line: str) -> None:
-        """One line, exactly as given, above the bar."""
+        """Prints a line above the bar."""
         self._console.print(line, markup=False, style="dim")
 
     @contextlib.contextmanager
     def phase(self, doing: str, *, says: bool = True) -> Iterator[None]:
-        """Something beside training; when it ends well, `says` how long it took."""
+        """Context of work other than training steps; `says`: print its time at the end."""
         start = self._now()
         if self._task is not None:
             self._moving.update(self._task, description=doing)
@@ -93,7 +146,7 @@ class TrainingProgress:
                 self.say(f"{doing}: {self._now() - start:.1f} s")
         finally:
             self._since += self._now() - start
-            # What it compiled is part of its own time.
+            # Programs that it compiled belong to its own time.
             self._compiled = self._count_compiled()
             if self._task is not None:
                 self._moving.update(self._task, description="training")
@@ -107,12 +160,12 @@ class TrainingProgress:
         flops: float | None = None,
         shown: Mapping[str, float] | None = None,
     ) -> Speed:
-        """Shows a step that has ended, and returns the speed of the last ones.
+        """Shows a step that has ended, and returns the speed of the last steps.
 
         Args:
             step: its number, from `start` + 1 to `total`.
-            loss: of the step.
-            tokens: real tokens of its batch; see `flops.count_tokens`.
+            loss: loss of the step.
+            tokens: tokens of its batch without padding; see `flops.count_tokens`.
             flops: model FLOPs; see `flops.model_flops`. None: no MFU.
             shown: further numbers for the line, such as the learning rate.
         """
@@ -145,7 +198,7 @@ class TrainingProgress:
 
 
 def describe(loss: float, speed: Speed, steps_left: int, shown: Mapping[str, float]) -> str:
-    """One step in words.
+    """The line of a step.
 
     >>> describe(2.5, Speed(1234.5, 0.31, 0.5), 60, {"lr": 1e-4})
     'loss 2.5000  lr 0.0001  1,234 tokens/s  MFU 31.0%  ETA 0:30'
@@ -158,3 +211,19 @@ def describe(loss: float, speed: Speed, steps_left: int, shown: Mapping[str, flo
     if speed.seconds_per_step is not None and steps_left:
         parts.append(f"ETA {clock_time(steps_left * speed.seconds_per_step)}")
     return "  ".join(parts)
+
+
+def clock_time(seconds: float) -> str:
+    """A time span in days, hours, minutes and seconds.
+
+    >>> clock_time(59.6), clock_time(3725), clock_time(200000)
+    ('1:00', '1:02:05', '2d 7:33:20')
+    """
+    whole = round(seconds)
+    days, whole = divmod(whole, 86400)
+    hours, whole = divmod(whole, 3600)
+    minutes, left = divmod(whole, 60)
+    start = f"{days}d " if days else ""
+    if days or hours:
+        return f"{start}{hours}:{minutes:02}:{left:02}"
+    return f"{minutes}:{left:02}"

@@ -1,4 +1,4 @@
-"""OUTPUT/report.html: one file that shows a run, without a network, scripts or other files."""
+"""Writes OUTPUT/report.html: one file that shows a run, without network, scripts or other files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import MissingExtraError
+from jaxllm.common.errors import MissingExtraError, RunError
+from jaxllm.training.evaluation.evaluate import EvalSample
 from jaxllm.training.monitor.charts import LEARNING_RATES, Curve, curve, save_plot, svg_chart
 from jaxllm.training.monitor.metrics_log import read_metrics
 from jaxllm.training.monitor.run_card import RunCard, flat, start_rows
 from jaxllm.training.output_files import write_text
 
+BEFORE, AFTER = "samples_before.json", "samples_after.json"
 LEARNING_RATE = "Learning rate"
-# Charts: a title, and the fields that it shows with their names in its legend.
+# Charts: title, and fields with their names in the legend.
 CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Loss", (("loss", "train"), ("eval_loss", "eval"))),
     (LEARNING_RATE, tuple((name, "learning rate") for name in LEARNING_RATES)),
@@ -58,13 +60,13 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font:13px/1.5 ui-monosp
 .sample dd.after{border-left:3px solid var(--good);padding-left:10px}
 .sample dd.before{border-left:3px solid var(--line);padding-left:10px}
 """
-# Nothing of the page may load anything, whatever a text in it contains.
+# The page loads nothing, whatever a text in it contains.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportSample:
-    """One prompt with the answers of the model before and after training."""
+    """A prompt with the model's answers before and after training."""
 
     prompt: str
     after: str
@@ -108,7 +110,7 @@ def html_report(
     card: RunCard,
     samples: Sequence[ReportSample] = (),
 ) -> str:
-    """The page. Every text in it is escaped; charts are inline SVG."""
+    """The page as HTML. Every text in it is escaped; charts are inline SVG."""
     last = card.starts[-1]
     counts = card.parameters
     share = counts["trainable"] / counts["total"] if counts["total"] else 0.0
@@ -187,7 +189,7 @@ def _chart(title: str, curves: Sequence[Curve]) -> str:
 
 
 def _highlights(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
-    """The few numbers that a reader looks for first."""
+    """Names and values of the tiles at the top."""
     last = _last_values(rows)
     if "loss" in last:
         yield "last training loss", _number(last["loss"])
@@ -207,7 +209,7 @@ def _highlights(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
 
 
 def _last_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of every field the value of the last step that has one."""
+    """The last value of every field."""
     last: dict[str, Any] = {}
     for row in rows:
         last |= {name: value for name, value in row.items() if value is not None}
@@ -255,3 +257,36 @@ def _number(value: Any) -> str:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def write_samples(path: Path, samples: Sequence[EvalSample]) -> None:
+    """Saves answers for a report that is written later, perhaps by another process."""
+    write_text(path, json.dumps([dataclasses.asdict(sample) for sample in samples], indent=1))
+
+
+def read_samples(path: Path) -> list[EvalSample]:
+    """Reads what `write_samples` wrote; an empty list if there is no file.
+
+    Raises:
+        RunError: the file is broken.
+    """
+    if not path.exists():
+        return []
+    try:
+        return [EvalSample(**sample) for sample in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{path}: cannot be read ({error}); move it away") from None
+
+
+def paired(before: Sequence[EvalSample], after: Sequence[EvalSample]) -> list[ReportSample]:
+    """Pairs the answers to each prompt, before and after training."""
+    answers_before = {sample.prompt: sample.prediction for sample in before}
+    return [
+        ReportSample(
+            prompt=sample.prompt,
+            after=sample.prediction,
+            before=answers_before.get(sample.prompt),
+            reference=sample.reference,
+        )
+        for sample in after
+    ]

@@ -1,4 +1,4 @@
-"""OUTPUT/run_card.json and run_card.md: what a run was made of, to know and to repeat it.
+"""Writes OUTPUT/run_card.json and run_card.md: config, data, versions and devices of a run.
 
 Environment variables, host and user names are not recorded; secrets in the config and on the
 command line are replaced (see `secret_values`).
@@ -34,7 +34,7 @@ _MAX_CARD_BYTES = 1 << 26
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """What identifies a file of data, or a folder of them."""
+    """Path, hash and size of a data file, or of a folder of them."""
 
     path: str
     sha256: str
@@ -49,7 +49,7 @@ class Start:
     """In UTC, ISO 8601."""
     command: list[str]
     resumed_at: int | None
-    """The step that it went on from; None: a new run."""
+    """Step that it resumed at; None: a new run."""
     versions: dict[str, str]
     devices: dict[str, Any]
     git: dict[str, Any] | None
@@ -58,6 +58,8 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class RunCard:
+    """What a run was made of, and every start of it."""
+
     config: dict[str, Any]
     data: dict[str, DataFile]
     parameters: dict[str, int]
@@ -82,10 +84,10 @@ def make_run_card(
 
     Args:
         config: a dataclass or a dict.
-        data: by its part in the run ("train", "eval"); see `data_file`.
-        total_parameters: of the model, adapters included.
-        trainable_parameters: those among them that are trained.
-        resumed_at: the step of the checkpoint that it goes on from.
+        data: files by their role ("train", "eval"); see `data_file`.
+        total_parameters: parameters of the model, adapters included.
+        trainable_parameters: parameters that are trained.
+        resumed_at: step of the checkpoint that it resumes from.
         command: the process's own command line by default.
     """
     return RunCard(
@@ -106,9 +108,9 @@ def make_run_card(
 
 
 def write_run_card(folder: str | PathLike[str], card: RunCard) -> RunCard:
-    """Writes both files, each at once or not at all; returns the card that they hold.
+    """Writes both files atomically; returns the card that they hold.
 
-    A run that resumes keeps the starts that its card lists already, before its own.
+    The card of a resumed run lists the earlier starts before its own.
 
     Raises:
         RunError: The card that is there cannot be read, or the new one not written.
@@ -125,7 +127,7 @@ def write_run_card(folder: str | PathLike[str], card: RunCard) -> RunCard:
 
 
 def to_markdown(card: RunCard) -> str:
-    """The card for people."""
+    """The card as Markdown."""
     first = card.starts[0]
     total, trainable = card.parameters["total"], card.parameters["trainable"]
     share = f" ({trainable / total:.2%})" if total else ""
@@ -178,10 +180,10 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def data_file(path: str | PathLike[str]) -> DataFile:
-    """Size and SHA-256 of a file; of a folder, those of all its files, with their names, in order.
+    """Size and SHA-256 of a file, or of a folder: of its files in order, with their names.
 
     Raises:
-        MissingFileError: There is nothing at `path`.
+        MissingFileError: there is nothing at `path`.
     """
     path = Path(path)
     if path.is_file():
@@ -196,7 +198,7 @@ def data_file(path: str | PathLike[str]) -> DataFile:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that a run depends on, as far as they are installed."""
+    """Versions of Python and of the installed packages that a run depends on."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -207,6 +209,7 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> dict[str, Any]:
+    """Platform, kind and number of devices, and number of processes."""
     first = jax.devices()[0]
     return {
         "platform": first.platform,
@@ -217,7 +220,7 @@ def devices() -> dict[str, Any]:
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
-    """The commit that a folder's repository is at; None without git, repository or commit."""
+    """Commit of a folder's repository; None without git, repository or commit."""
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None:
         return None

@@ -1,4 +1,4 @@
-"""Keeps secrets out of what a run records about itself."""
+"""Replaces secrets in what a run records about itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 HIDDEN = "(not recorded)"
 
-# Names whose values are secrets; `token` only where it is no token of a vocabulary.
+# Names whose values are secrets; `token` only where it is not a token of a vocabulary.
 _NAME = re.compile(
     r"(^|[_-])(api[_-]?key|secret([_-]?key)?|private[_-]?key|access[_-]?key|password|passwd|"
     r"passphrase|credentials?|authorization|cookie)$"
@@ -18,7 +18,7 @@ _NAME = re.compile(
     r"huggingface)[_-]?token$",
     re.IGNORECASE,
 )
-# Values that look like one wherever they stand: keys of known services, passwords in addresses.
+# Values that look like secrets in any field: keys of known services, passwords in addresses.
 _VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}"
     r"|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}"

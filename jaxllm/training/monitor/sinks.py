@@ -1,7 +1,7 @@
-"""Where else metrics go, beside the run's own files: TensorBoard, Weights & Biases.
+"""Sinks: copies of a run's metrics for TensorBoard and Weights & Biases.
 
-metrics.jsonl is the record of a run; a sink is a view of it. Sinks are opened with the step that a
-run resumes at, as the log is, and show no step twice.
+metrics.jsonl is the record of a run. Like the log, sinks are opened with the step that a run
+resumes at, and show no step twice.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from jaxllm.common.optional_deps import require
 from jaxllm.training.monitor.metrics_lines import is_number
 from jaxllm.training.monitor.metrics_log import iterate_metrics
 
-# W&B would send the command line as it is, with its secrets, and facts about the machine.
+# Otherwise W&B sends the command line with its secrets, and facts about the machine.
 QUIET = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True}
 
 
 class Sink(Protocol):
-    """What takes the metrics of steps; `MetricsLog` is one, too."""
+    """Takes the metrics of steps; `MetricsLog` is one as well."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One step's metrics."""
+        """Adds the metrics of a step."""
         ...
 
     def close(self) -> None: ...
@@ -41,13 +41,13 @@ def wandb_package() -> Any:
 class TensorBoardSink:
     """Writes OUTPUT/tensorboard, for ``tensorboard --logdir OUTPUT``.
 
-    Numbers only, NaN and infinity among them. A run that resumes writes a further file, which
-    begins with the order to forget all earlier ones (`purge_step`) and with the steps that
-    metrics.jsonl has: what a kill left in a queue is there again, and no step is there twice.
+    Only numbers, including NaN and infinity. A run that resumes writes a further file: it tells
+    TensorBoard to drop the earlier ones (`purge_step`) and repeats the steps of metrics.jsonl, so
+    that steps which a kill left in a queue are not lost.
 
     Args:
-        folder: of the run, where metrics.jsonl is.
-        resume_at: the step that the run goes on from.
+        folder: folder of the run, with metrics.jsonl.
+        resume_at: step that the run resumes at.
 
     Raises:
         MissingExtraError: tensorboardX is not installed.
@@ -80,18 +80,17 @@ class TensorBoardSink:
 class WandbSink:
     """Logs to Weights & Biases; ``mode="offline"`` (or WANDB_MODE=offline) needs no network.
 
-    The run's id is kept in OUTPUT/wandb_id, so that a run that resumes goes on in the same one. W&B
-    keeps the first value of a step and drops what comes again, so nothing is there twice. Offline,
-    each start has a folder of its own in OUTPUT/wandb, to be sent in order with
-    ``wandb sync --append``.
+    The run's id is kept in OUTPUT/wandb_id, so that a resumed run continues the same one. W&B keeps
+    the first value of a step, so no step is there twice. Offline, each start has a folder of its
+    own in OUTPUT/wandb, to be sent in order with ``wandb sync --append``.
 
     Neither the console, the code, the command line nor facts about the machine are sent.
 
     Args:
-        folder: of the run.
-        config: of the run, as the run card has it: without secrets.
-        mode: "online", "offline" or "disabled"; None: what the environment says.
-        resume_at: the step that the run goes on from.
+        folder: folder of the run.
+        config: config of the run card, without secrets.
+        mode: "online", "offline" or "disabled"; None: by the environment variable.
+        resume_at: step that the run resumes at.
 
     Raises:
         MissingExtraError: wandb is not installed.

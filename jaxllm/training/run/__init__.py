@@ -1,0 +1,7 @@
+"""Training runs by recipe, as `train.py` does them: `train(read_recipe(path))`."""
+
+from jaxllm.training.run.recipe import Recipe
+from jaxllm.training.run.recipe_file import read_recipe
+from jaxllm.training.run.run import RunResult, train
+
+__all__ = ["Recipe", "RunResult", "read_recipe", "train"]

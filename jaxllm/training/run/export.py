@@ -1,4 +1,4 @@
-"""From a run's checkpoint to files that transformers and PEFT load."""
+"""Exports a run's checkpoint to files that transformers and PEFT load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.lora import merge_lora
 from jaxllm.training.output_files import write_text
-from jaxllm.training.run.initial_model import starting_model, trained
+from jaxllm.training.run.initial_model import initial_model, trainable_paths
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run_folder import CHECKPOINTS, base_of, check_base
 from jaxllm.training.validation import from_plain
@@ -30,8 +30,8 @@ Which = int | Literal["best", "last"] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
-    """A run's model as a checkpoint has it. Under LoRA the adapters are still apart."""
+class TrainedModel:
+    """The model of a checkpoint, with its LoRA not merged."""
 
     model: Any
     tokenizer: Tokenizer
@@ -41,19 +41,19 @@ class Trained:
 
 def load_run(
     folder: Path, step: Which = None, *, averaged: bool = True, model: str | None = None
-) -> Trained:
-    """The model of a run, which may still be going on.
+) -> TrainedModel:
+    """Loads the model of a run, which may still be running.
 
     Args:
         folder: the run's `output_dir`.
-        step: of the checkpoint; "best" by the metric of its evaluations, "last"; None: the best
-            one if there were evaluations, else the last.
-        averaged: the moving average of the weights, where the run keeps one.
-        model: where the model that it began with is now; None: where it was.
+        step: step of the checkpoint; "best" by the metric of its evaluations, or "last"; None: the
+            best one if there were evaluations, else the last.
+        averaged: load the moving average of the weights, where the run keeps one.
+        model: present path of the model that the run started from; None: that of the recipe.
 
     Raises:
         MissingFileError: there is no run, or no such checkpoint.
-        RunError: the base model is not the one that LoRA was trained on.
+        RunError: the base model is not the one that the run started from.
         CheckpointError: no checkpoint is sound.
     """
     if not (folder / CHECKPOINTS).is_dir():
@@ -71,13 +71,13 @@ def load_run(
             number = step
         if model is not None:
             if recipe.model.path is None:
-                raise ConfigError("model: the run began with a new model, not with a checkpoint")
+                raise ConfigError("model: the run started from random weights, not a checkpoint")
             source = dataclasses.replace(recipe.model, path=model)
             recipe = dataclasses.replace(recipe, model=source)
-        start, tokenizer = starting_model(recipe)
-        chooses = trained(recipe, start)
+        start, tokenizer = initial_model(recipe)
+        is_trained = trainable_paths(recipe, start)
         params = parameters(start)
-        frozen = {p: x for p, x in params.items() if chooses is not None and not chooses(p)}
+        frozen = {p: x for p, x in params.items() if is_trained and not is_trained(p)}
         check_base(record.meta["base"], base_of(start, frozen), folder)
         name = "ema" if averaged and recipe.ema_decay is not None else "params"
         target = {
@@ -88,10 +88,11 @@ def load_run(
             }
         }
         arrays, _, number = checkpoints.restore(number, target, subset=True)
-    return Trained(with_parameters(start, arrays[name]), tokenizer, recipe, number)
+    return TrainedModel(with_parameters(start, arrays[name]), tokenizer, recipe, number)
 
 
 def recipe_of(meta: Mapping[str, Any], folder: Path) -> Recipe:
+    """The recipe that a checkpoint was saved with."""
     try:
         return from_plain(Recipe, meta["recipe"])
     except (KeyError, ConfigError) as error:
@@ -107,24 +108,24 @@ def export(
     averaged: bool = True,
     dtype: Any = None,
     model: str | None = None,
-) -> Trained:
+) -> TrainedModel:
     """Writes a run's model as a Hugging Face folder, or its LoRA as PEFT's files.
 
     Args:
         run: the run's `output_dir`.
-        out: made; it must be empty if it is there.
+        out: new or empty folder.
         step, averaged, model: see `load_run`.
-        adapter: PEFT's files of the LoRA alone; otherwise it is merged into the weights.
-        dtype: of the written weights; None: as `jaxllm.save_hf` chooses.
+        adapter: write only the LoRA, as PEFT's files; otherwise it is merged into the weights.
+        dtype: dtype of the written weights; None: as `jaxllm.save_hf` chooses.
 
     Raises:
-        RunError: `out` holds something; or an adapter is asked of a run without LoRA.
+        RunError: `out` is not empty; or `adapter` for a run without LoRA.
         JaxLLMError: as `load_run`, `save_hf` and `save_adapter`.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out}: is there already; name a new folder")
+        raise RunError(f"{out}: exists already; name a new folder")
     if adapter and dtype is not None:
-        raise ConfigError("dtype: an adapter is written in float32; leave one of the two out")
+        raise ConfigError("dtype: an adapter is written in float32; leave out dtype or adapter")
     found = load_run(run, step, averaged=averaged, model=model)
     if adapter and found.recipe.lora is None:
         raise RunError(f"{run}: was trained without LoRA, so there is no adapter to export")
@@ -140,19 +141,19 @@ def export(
     return found
 
 
-def save_template(folder: Path, found: Trained) -> None:
-    """The chat template that the model was trained with, if it was not the tokenizer's own."""
-    given = found.recipe.data.chat_template
-    if given is None:
+def save_template(folder: Path, found: TrainedModel) -> None:
+    """Writes the chat template of the run, if it is not the tokenizer's default."""
+    name = found.recipe.data.chat_template
+    if name is None:
         return
-    template = found.tokenizer.settings.chat_templates.get(given, given)
+    template = found.tokenizer.settings.chat_templates.get(name, name)
     write_text(folder / "chat_template.jinja", template)  # what transformers reads first
     path = folder / "tokenizer_config.json"
     write_json(path, {**read_object(path), "chat_template": template})
 
 
 def save_label_names(path: Path, names: Sequence[str]) -> None:
-    """The names of a classifier's classes, in its config."""
+    """Writes the names of a classifier's classes to its config."""
     if names:
         id2label = {str(number): name for number, name in enumerate(names)}
         label2id = {name: number for number, name in enumerate(names)}
@@ -160,6 +161,7 @@ def save_label_names(path: Path, names: Sequence[str]) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of a file; empty if there is no file."""
     if not path.exists():
         return {}
     found = read_json(path, max_bytes=MAX_JSON_BYTES)

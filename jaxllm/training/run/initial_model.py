@@ -1,4 +1,4 @@
-"""The model that a run begins with, and its tokenizer."""
+"""Loads or makes the model that a run starts from, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from jaxllm.training.lora import add_lora, is_trainable
 from jaxllm.training.run.recipe import BUNDLED, BYTES, ModelSource, Recipe
 
 
-def starting_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Any, Tokenizer]:
-    """The model as it is before the first step, with LoRA where the recipe has it.
+def initial_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Any, Tokenizer]:
+    """The model and tokenizer before the first step, with LoRA if the recipe has any.
 
-    The same recipe gives the same model, new weights included.
+    The same recipe gives the same weights, random ones included.
 
     Raises:
-        ConfigError: the model has no tokenizer, or one that does not fit.
+        ConfigError: the model has no tokenizer, or one with too many tokens.
         JaxLLMError: as `jaxllm.load` and `add_lora`.
     """
     source = recipe.model
     model, tokenizer = (
-        new_model(source, recipe.seed) if source.path is None else loaded(source, progress)
+        new_model(source, recipe.seed) if source.path is None else loaded_model(source, progress)
     )
     if source.num_labels is not None:
         model = with_classifier(
@@ -60,8 +60,8 @@ def starting_model(recipe: Recipe, progress: Progress | None = None) -> tuple[An
     return model, tokenizer
 
 
-def loaded(source: ModelSource, progress: Progress | None) -> tuple[Any, Tokenizer | None]:
-    """The checkpoint at `source.path`."""
+def loaded_model(source: ModelSource, progress: Progress | None) -> tuple[Any, Tokenizer | None]:
+    """Loads the checkpoint at `source.path`."""
     assert source.path is not None
     return load(
         smollm2() if source.path == BUNDLED else source.path,
@@ -87,7 +87,7 @@ def new_model(source: ModelSource, seed: int) -> tuple[Any, None]:
 
 
 def named_tokenizer(name: str) -> Tokenizer | None:
-    """A tokenizer of its own: bytes, the bundled model's, or that of a folder or Hub id."""
+    """A tokenizer by name: bytes, the bundled model's, or that of a folder or Hub id."""
     if name == BYTES:
         return byte_tokenizer()
     if name == BUNDLED:
@@ -96,8 +96,8 @@ def named_tokenizer(name: str) -> Tokenizer | None:
     return load_tokenizer(resolve(name, None))
 
 
-def trained(recipe: Recipe, model: Any) -> Callable[[str], bool] | None:
-    """Which paths the recipe trains: a predicate, or None for all.
+def trainable_paths(recipe: Recipe, model: Any) -> Callable[[str], bool] | None:
+    """Predicate: whether the recipe trains the parameter at a path; None: it trains all.
 
     Raises:
         ConfigError: a pattern of `trainable` matches no parameter.

@@ -1,4 +1,4 @@
-"""Step after step: numbers are read a step late, so that the device never waits for the host."""
+"""The training loop. Metrics are read a step late, so that the device never waits for the host."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxllm.common.errors import RunError
 from jaxllm.parallel.placement import put_batch, row_share
 from jaxllm.parallel.sharding import use
 from jaxllm.training.evaluation.evaluate import (
+    EvalPrompt,
+    EvalSample,
     GenerationResult,
-    Prompt,
-    Sample,
     evaluate,
     generate_and_score,
 )
@@ -26,22 +26,22 @@ from jaxllm.training.monitor.flops import TokenCounts, count_tokens
 from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.sinks import Sink
-from jaxllm.training.run.setup import Setup, predicted
-from jaxllm.training.state import TrainState
-from jaxllm.training.step import TRAINED, Metrics
+from jaxllm.training.run.setup import Setup, eval_batch_size, predicted
+from jaxllm.training.state import TRAINED, TrainState
+from jaxllm.training.step import Metrics
 from jaxllm.training.validation import to_plain
 
 Row = dict[str, Any]
 Stop = Callable[[], int | None]
-"""Gives the number of the signal that ends the run, if one came."""
+"""Returns the number of the signal that ends the run, or None."""
 
 
 class StoppedError(Exception):
-    """Ends an evaluation when the run is to end."""
+    """Ends an evaluation when a signal ends the run."""
 
 
 def agreed(stop: Stop) -> Stop:
-    """The signal that any process got, at the same question in all of them."""
+    """A `stop` for all processes: each gets the signal that any of them received."""
     if jax.process_count() == 1:
         return stop
 
@@ -53,17 +53,17 @@ def agreed(stop: Stop) -> Stop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pending:
-    """A step that is under way on the device."""
+class RunningStep:
+    """A step that runs on the device."""
 
     step: int
     metrics: Metrics
     tokens: TokenCounts
-    """Of all processes, as this one estimates them: each has about as many."""
+    """Estimate for all processes: this process's tokens times their number."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class FinishedStep:
     """A step that has ended."""
 
     step: int
@@ -72,12 +72,12 @@ class Measured:
 
 
 class Loop:
-    """The steps of one run; the host's side of them.
+    """Runs steps, evaluations and checkpoints, and writes their metrics.
 
     Args:
-        base: what checkpoints leave out of the model, as `base_of` describes it.
-        sinks: get every step's metrics after `log`.
-        keep_samples: gets the first few answers of every evaluation.
+        base: `base_of` the model: config and digests of what checkpoints leave out.
+        sinks: further logs of the metrics.
+        keep_samples: called with the first answers of every evaluation.
     """
 
     def __init__(
@@ -88,28 +88,28 @@ class Loop:
         log: MetricsLog | NoLog,
         sinks: Sequence[Sink],
         base: Mapping[str, Any],
-        keep_samples: Callable[[Sequence[Sample]], None] = lambda samples: None,
+        keep_samples: Callable[[Sequence[EvalSample]], None] = lambda samples: None,
     ) -> None:
         self.setup, self.recipe = setup, setup.recipe
         self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks
         self.base, self.keep_samples = base, keep_samples
         self.last: Row = {}
-        # Each process that reads a part of a batch counts its own rows; the others have as many.
+        # Each process counts its own rows of a batch; the others have as many.
         self._parts = row_share(setup.mesh)[1]
         self._mesh = setup.mesh if setup.mesh.size > 1 else None
         self._best: float | None = None
         if (best := checkpoints.best()) is not None:
             self._best = checkpoints.read(best).metric
 
-    def until(
+    def run_to(
         self, last: int, state: TrainState, stop: Stop, *, evaluated: bool = False
     ) -> tuple[TrainState, int | None]:
-        """Steps up to number `last`, or until `stop` gives a signal; what is done is saved.
+        """Runs steps up to `last`, or until `stop` returns a signal; saves the last one.
 
         Args:
-            evaluated: whether the state was evaluated already, if that was due.
+            evaluated: the state was evaluated already, if that was due.
         """
-        pending: Pending | None = None
+        pending: RunningStep | None = None
         stop = agreed(stop)
         number, signal = int(state.step), stop()
         if signal is None and not evaluated and self.evaluates_at(number, last):
@@ -123,9 +123,9 @@ class Loop:
                 state, metrics = self.setup.step(state, put_batch(batch, self.setup.mesh))
             if pending is not None:
                 self.write(self.measure(pending), {})
-            number, pending = number + 1, Pending(number + 1, metrics, tokens)
+            number, pending = number + 1, RunningStep(number + 1, metrics, tokens)
             evaluates = self.evaluates_at(number, last)
-            # The device has ended the step before its evaluation begins, which is timed apart.
+            # Wait for the step before its evaluation, which is timed on its own.
             measured = self.measure(pending) if evaluates else None
             found = self.evaluate(state, stop) if evaluates else {}
             signal = stop()
@@ -142,6 +142,7 @@ class Loop:
         return state, signal
 
     def evaluates_at(self, step: int, last: int) -> bool:
+        """Whether the recipe evaluates after this step."""
         settings = self.recipe.evaluation
         due = step == last or (settings.every is not None and step % settings.every == 0)
         if step == 0:
@@ -149,9 +150,9 @@ class Loop:
         return due and self.setup.eval_batches is not None
 
     def evaluate_at_start(self, step: int, state: TrainState, stop: Stop) -> None:
-        """Before the first step; or what a signal made the run give up at the step it goes on from.
+        """Evaluates before the first step; or after a resume, if a signal ended the evaluation.
 
-        The line of that step and its checkpoint are those of a run that was not stopped.
+        The step's line and checkpoint become those of a run that was not stopped.
         """
         if not (found := self.evaluate(state, stop)):
             return
@@ -163,8 +164,8 @@ class Loop:
             self.is_best(metric)
             self.checkpoints.amend(step, {"evaluated": True}, metric=metric)
 
-    def measure(self, done: Pending) -> Measured:
-        """Waits for a step's numbers and shows them."""
+    def measure(self, done: RunningStep) -> FinishedStep:
+        """Waits for a step's metrics and shows them."""
         numbers = {name: float(x) for name, x in jax.device_get(done.metrics).items()}
         in_a_row, tokens = int(numbers.pop("skipped_in_a_row")), int(numbers.pop("real_tokens"))
         speed = self.progress.step(
@@ -184,10 +185,10 @@ class Loop:
         }
         if predicted(self.setup.info) == "values":
             row.pop("accuracy")
-        return Measured(done.step, row, in_a_row)
+        return FinishedStep(done.step, row, in_a_row)
 
-    def write(self, done: Measured, found: Row) -> None:
-        """Writes the line of a step, with what its evaluation found.
+    def write(self, done: FinishedStep, found: Row) -> None:
+        """Writes the line of a step, with the metrics of its evaluation.
 
         Raises:
             RunError: too many steps in a row were skipped.
@@ -202,24 +203,24 @@ class Loop:
         if done.skipped_in_a_row >= self.recipe.skip_limit:
             raise RunError(
                 f"step {done.step}: {done.skipped_in_a_row} batches in a row gave no finite "
-                "gradient; lower "
-                "optimizer.learning_rate, look at the data, or go on from an earlier checkpoint"
+                "gradient; lower optimizer.learning_rate, check the data, or resume from an "
+                "earlier checkpoint"
             )
 
     def evaluate(self, state: TrainState, stop: Stop) -> Row:
-        """Loss and scores of the full set, as fields of the step's line; none if it is stopped."""
+        """Metrics of the full set, as fields of the step's line; empty if a signal ended it."""
         setup = self.setup
         assert setup.eval_batches is not None
         model = state.model if state.ema is None else state.averaged_model
 
-        def go_on() -> None:
+        def raise_if_stopped() -> None:
             if stop() is not None:
                 raise StoppedError
 
         def batches() -> Iterator[Any]:
             assert setup.eval_batches is not None
             for batch in setup.eval_batches:
-                go_on()
+                raise_if_stopped()
                 yield put_batch(batch, setup.mesh)
 
         try:
@@ -229,11 +230,11 @@ class Loop:
                 found: Row = result.metrics(predicted(setup.info))
             if setup.prompts:
                 with self.progress.phase("generating"):
-                    answers = self.generate(model, setup.prompts, go_on)
+                    answers = self.generate(model, setup.prompts, raise_if_stopped)
                 self.keep_samples(answers.samples)
                 found |= {f"eval_{name}": score for name, score in answers.scores.items()}
         except StoppedError:
-            self.progress.say("the evaluation is given up; going on begins with it")
+            self.progress.say("the evaluation is stopped; resuming the run starts with it")
             return {}
         self.progress.say(", ".join(f"{name} {value:.4f}" for name, value in found.items()))
         return found
@@ -241,24 +242,24 @@ class Loop:
     def generate(
         self,
         model: Any,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[EvalPrompt],
         before_batch: Callable[[], None] = lambda: None,
     ) -> GenerationResult:
-        """Answers to prompts of the evaluation set."""
+        """Generates and scores answers to prompts of the evaluation set."""
         settings = self.recipe.evaluation
         return generate_and_score(
             model,
             self.setup.tokenizer,
             prompts,
             metrics=settings.metrics,
-            batch_size=settings.batch_size or self.recipe.batch_size // self.recipe.accumulation,
+            batch_size=eval_batch_size(self.recipe),
             samples=settings.samples,
             before_batch=before_batch,
             **settings.fields,
         )
 
     def is_best(self, metric: float | None) -> bool:
-        """Whether a metric beats those before it, which it then replaces."""
+        """Whether a metric is the best so far, which it then becomes."""
         if metric is None or not math.isfinite(metric):
             return False
         smaller = self.recipe.checkpoints.mode == "min"
@@ -268,8 +269,8 @@ class Loop:
         return best
 
     def save(self, step: int, state: TrainState, metric: float | None, *, evaluated: bool) -> None:
-        """One checkpoint: the state, the data's position, and what they belong to."""
-        self.log.sync()  # a checkpoint's steps are in the log, whatever happens next
+        """Saves a checkpoint: state, data position, recipe and base."""
+        self.log.sync()  # the steps of a checkpoint are in the log, even after a power cut
         meta = {
             "recipe": to_plain(self.recipe),
             "data": self.setup.batches.state(),

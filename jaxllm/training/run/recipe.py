@@ -1,4 +1,4 @@
-"""What a run is made of: the fields of a file in configs/."""
+"""`Recipe`: the fields of a training run, as in the files of configs/."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 BUNDLED, BYTES = "smollm2", "bytes"
 
 
-def at_least(least: float, where: object, *names: str) -> None:
-    """Checks numbers that may also be None."""
+def at_least(minimum: float, section: object, *names: str) -> None:
+    """Checks that fields are None, or not below a minimum."""
     for name in names:
-        value = getattr(where, name)
-        if value is not None and value < least:
-            raise ConfigError(f"{name}: expected {least} or more, found {value}")
+        value = getattr(section, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"{name}: expected {minimum} or more, found {value}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """The model to start from, and its tokenizer.
+    """The model that the run starts from, and its tokenizer.
 
     Args:
         path: a Hugging Face folder, a .gguf file, a Hub id, or "smollm2" (the bundled model).
-        config: an object as in config.json, in place of `path`: a new model with random weights.
-        architecture: a class name in place of the one that the config names.
-        num_labels: a classifier is made of the language model at `path`, with this many outputs.
-        problem_type: of that classifier; None: one label of several, or a regression for one.
+        config: fields of config.json, in place of `path`: a new model with random weights.
+        architecture: a class name in place of the one in the config.
+        num_labels: make a classifier with this many outputs of the language model at `path`.
+        problem_type: problem type of that classifier; None: single label, or regression for one
+            output.
         overrides: fields of the checkpoint's config to change, such as dropout rates.
         tokenizer: a folder or Hub id, "smollm2", or "bytes" (ids are bytes; for new models). None:
-            the model's own.
-        dtype: to compute in; None: as `jaxllm.load` chooses. What is trained is kept in float32.
-        remat: compute activations again in the backward pass, block by block: less memory.
+            the model's tokenizer.
+        dtype: dtype of the computation; None: as `jaxllm.load` chooses. Trained parameters are
+            float32.
+        remat: recompute the activations of each block in the backward pass: less memory.
         attn_implementation: eager, xla or cudnn.
     """
 
@@ -60,9 +62,9 @@ class ModelSource:
         if self.config is not None:
             for name in ("num_labels", "problem_type", "overrides"):
                 if getattr(self, name):
-                    raise ConfigError(f"{name}: belongs to a checkpoint; say it in config")
+                    raise ConfigError(f"{name}: only for a checkpoint (path); put it into config")
             if self.tokenizer is None:
-                raise ConfigError('tokenizer: a new model needs one, such as "bytes"')
+                raise ConfigError('tokenizer: required for a new model, such as "bytes"')
         if self.problem_type is not None and self.num_labels is None:
             raise ConfigError("problem_type: has no effect without num_labels")
         at_least(1, self, "num_labels")
@@ -70,17 +72,17 @@ class ModelSource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Evaluating on the full set of `eval_data`.
+    """Evaluation on all of `eval_data`.
 
     Args:
-        every: steps between evaluations; there is one at the last step, too. None: only that.
-        at_start: one before the first step, too, as a line of step 0.
-        batch_size: rows at once; None: those of training.
-        metrics: of generated texts (exact_match, normalized_exact_match, rouge, bleu, chrf);
-            none: nothing is generated.
-        rows: how many rows to generate for; None: all.
-        samples: how many answers the report shows, before and after.
-        fields: of `jaxllm.generate`, such as ``{max_new_tokens: 64}``.
+        every: steps between evaluations. The last step is always evaluated; None: only that one.
+        at_start: evaluate before the first step as well; metrics.jsonl has it as step 0.
+        batch_size: rows of a batch; None: those of a micro-batch of training.
+        metrics: metrics of generated answers (exact_match, normalized_exact_match, rouge, bleu,
+            chrf); none: nothing is generated.
+        rows: number of rows to generate for; None: all.
+        samples: number of answers in the report, before and after training.
+        fields: generation settings of `jaxllm.generate`, such as ``{max_new_tokens: 64}``.
     """
 
     every: int | None = None
@@ -101,13 +103,13 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Saving.
+    """When checkpoints are saved, and which are kept.
 
     Args:
-        every: steps between checkpoints; the last step and the best evaluation are saved besides.
-        keep: how many of the last ones stay, beside the best one.
-        metric: of the evaluation, which the best is chosen by.
-        mode: whether a small or a large one is good.
+        every: steps between checkpoints. The last step and the best evaluation are saved as well.
+        keep: number of last checkpoints to keep, beside the best one.
+        metric: metric of the evaluation that decides which checkpoint is the best.
+        mode: whether the smallest or the largest value is the best.
     """
 
     every: int = 500
@@ -121,7 +123,7 @@ class Checkpoints:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """Devices along each axis; `data` -1: all that are left. See docs/devices.md."""
+    """Number of devices along each mesh axis; `data` -1: all that remain. See docs/devices.md."""
 
     data: int = -1
     fsdp: int = 1
@@ -130,24 +132,25 @@ class MeshSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole run.
+    """A training run.
 
     Args:
         model, data, optimizer, lora, evaluation, checkpoints, mesh: see their classes.
-        eval_data: what to evaluate on. None: no evaluation.
-        output_dir: the run's folder.
-        max_steps: where to stop. The schedule's length is `optimizer.schedule_steps`.
+        eval_data: data of the evaluations. None: no evaluation.
+        output_dir: folder of the run.
+        max_steps: last step. The length of the schedule is `optimizer.schedule_steps`.
         batch_size: rows of one optimizer step, over all devices and micro-batches.
-        accumulation: micro-batches that the rows are computed in, one after the other.
-        seed: of new weights, of the data's order, and of dropout.
-        trainable: regexes of the parameters' paths that are trained; none: all of them.
+        accumulation: number of micro-batches of a step, computed one after the other.
+        seed: seed of random weights, of the order of the data, and of dropout.
+        trainable: regexes of the paths of the parameters to train; none: all parameters.
         label_smoothing, z_loss: see `jaxllm.training.losses.TokenLoss`.
-        ema_decay: keep a moving average of the weights, which is evaluated and exported.
-        skip_limit: so many batches in a row without a finite gradient stop the run.
-        log_every: steps between lines where there is no terminal; slow steps have one each half
-            minute.
+        ema_decay: decay of a moving average of the weights, which is evaluated and exported. None:
+            no average.
+        skip_limit: number of batches in a row without a finite gradient that stops the run.
+        log_every: steps between progress lines where there is no terminal; at least one line every
+            half minute.
         tensorboard: write event files; needs the extra `tensorboard`.
-        wandb: a project's name on Weights & Biases; needs the extra `wandb`.
+        wandb: project on Weights & Biases to log to; needs the extra `wandb`.
     """
 
     model: ModelSource
@@ -200,7 +203,7 @@ class Recipe:
 CHANGEABLE = (
     *("output_dir", "max_steps", "eval_data", "evaluation", "checkpoints.every"),
     *("checkpoints.keep", "mesh", "log_every", "tensorboard", "wandb", "skip_limit"),
-    *("model.path", "data.path", "data.dataset"),  # what is in them is compared in their place
+    *("model.path", "data.path", "data.dataset"),  # digests of their contents are compared
 )
-"""What may change between a run and its going on: nothing that the weights, or which of them are
-the best, follow from."""
+"""Fields that may change when a run resumes. The others determine the weights, or which checkpoint
+is the best."""

@@ -1,4 +1,4 @@
-"""Recipes as YAML and as plain objects: strict, with the file and the field in every error."""
+"""Reads recipes from YAML, strictly: every error names the file and the field."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxllm.training.validation import from_plain
 MAX_FILE_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"
 KINDS = ("null", "bool", "int", "float", "str", "seq", "map")
-# PyYAML's own, and what Python makes of values that are not what their tags say.
+# PyYAML's errors, and those of Python's constructors for values that contradict their tags.
 NOT_YAML = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError, TypeError)
 
 
 def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """A recipe from its file, with fields replaced under dotted names (``optimizer.name``).
+    """Reads a recipe; `overrides` replace fields under dotted names (``optimizer.name``).
 
     Raises:
         MissingFileError: there is no such file.
@@ -31,15 +31,17 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
     """
     raw = read_yaml(path)
     for name, value in (overrides or {}).items():
-        put(raw, name, value)
+        set_field(raw, name, value)
     try:
         return from_plain(Recipe, raw)
     except ConfigError as error:
-        given = f" (with {', '.join(f'--{name}' for name in overrides)})" if overrides else ""
-        raise ConfigError(f"{path}{given}: {error}") from None
+        options = ", ".join(f"--{name}" for name in overrides or {})
+        source = f"{path} (with {options})" if options else str(path)
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
+    """The fields of a YAML file."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
@@ -67,9 +69,9 @@ def names_beside(path: Path) -> list[str]:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """SafeLoader for what JSON has, too: no dates, no aliases, no merging, no infinite number.
+    """SafeLoader for values that JSON has: no dates, aliases, merge keys or infinite numbers.
 
-    A field that is there twice is an error, and 1e-4 is a number.
+    A duplicate field is an error, and 1e-4 is a number.
     """
 
     def compose_node(self, parent, index):
@@ -105,7 +107,7 @@ def line_of(node: yaml.Node) -> int:
 
 
 def parse_value(text: str) -> Any:
-    """A value of the command line, as YAML has it.
+    """Parses a value of the command line as YAML; what is not YAML is a string.
 
     >>> [parse_value(text) for text in ("3", "1e-4", "null", "[a, b]", "data/*.jsonl")]
     [3, 0.0001, None, ['a', 'b'], 'data/*.jsonl']
@@ -125,7 +127,7 @@ StrictLoader.add_implicit_resolver(
 )
 
 
-def put(raw: dict[str, Any], name: str, value: Any) -> None:
+def set_field(raw: dict[str, Any], name: str, value: Any) -> None:
     """Sets a field under a dotted name."""
     *parents, last = name.split(".")
     for parent in parents:

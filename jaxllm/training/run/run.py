@@ -1,4 +1,4 @@
-"""A whole run: from a recipe to checkpoints, metrics and a report; stopped and gone on with."""
+"""`train`: a run from its recipe to checkpoints, metrics and a report; stops and resumes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from rich.console import Console
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import RunError
 from jaxllm.parallel.processes import together
+from jaxllm.tokenizers import Tokenizer
+from jaxllm.training.data.examples import Examples
 from jaxllm.training.data.rows import find_files
-from jaxllm.training.evaluation.evaluate import Sample
+from jaxllm.training.evaluation.evaluate import EvalSample
 from jaxllm.training.monitor.flops import peak_flops
 from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog
 from jaxllm.training.monitor.progress import TrainingProgress
-from jaxllm.training.monitor.report import finish_report
+from jaxllm.training.monitor.report import (
+    AFTER,
+    BEFORE,
+    finish_report,
+    paired,
+    read_samples,
+    write_samples,
+)
 from jaxllm.training.monitor.run_card import DataFile, RunCard, make_run_card, write_run_card
-from jaxllm.training.monitor.samples import AFTER, BEFORE, paired, read_samples, write_samples
 from jaxllm.training.monitor.sinks import Sink, TensorBoardSink, WandbSink
 from jaxllm.training.output_files import writing
 from jaxllm.training.run.loop import Loop
@@ -38,24 +46,23 @@ from jaxllm.training.run.run_folder import (
     saved_steps,
 )
 from jaxllm.training.run.setup import Setup, set_up
-from jaxllm.training.state import TrainState, parameter_count
-from jaxllm.training.step import TRAINED
+from jaxllm.training.state import TRAINED, TrainState, parameter_count
 from jaxllm.training.validation import to_plain
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """How a run ended."""
+    """The result of `train`."""
 
     folder: Path
     step: int
     stopped_by: int | None
-    """The signal that ended it early, if one did."""
+    """Number of the signal that ended the run early; None: it reached `max_steps`."""
     model: Any
-    """With the weights of the last step, averaged where the run keeps an average."""
-    tokenizer: Any
+    """The model after the last step, with averaged weights if the run keeps an average."""
+    tokenizer: Tokenizer
     metrics: Mapping[str, Any]
-    """Of the last step that this process did."""
+    """Metrics of the last step of this process."""
 
 
 def train(
@@ -65,59 +72,51 @@ def train(
     quiet: bool = False,
     stop: Callable[[], int | None] = lambda: None,
 ) -> RunResult:
-    """Trains as the recipe says, up to `max_steps`.
+    """Trains by a recipe, up to `max_steps`.
 
-    In several processes all of them call this, on a folder that they share; the first one writes.
+    Every process calls this, with a shared folder; the first process writes.
 
     Args:
-        recipe: its `output_dir` holds everything that the run writes.
-        resume: go on with the run in that folder; where there is none yet, begin one.
+        recipe: the run writes to its `output_dir`.
+        resume: resume the run in that folder; where there is none yet, start one.
         quiet: show nothing; damaged checkpoints are warnings of the logger "jaxllm".
-        stop: asked after every step; the number of a signal ends the run there, saved.
+        stop: called after every step; when it returns the number of a signal, the run saves and
+            ends.
 
     Raises:
-        RunError: the folder holds another run, or is written to by one; too many batches in a row
-            without a finite gradient.
+        RunError: the folder holds another run, or another process writes to it; too many batches in
+            a row without a finite gradient.
         JaxLLMError: as the parts of the recipe raise.
     """
-    folder, settings = folder_of(recipe), recipe.checkpoints
+    folder = folder_of(recipe)
     leads = jax.process_index() == 0
-    quiet = quiet or not leads
-    console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, quiet=quiet or not leads, highlight=False, soft_wrap=True)
 
     def say(line: str) -> None:
         console.print(line, markup=False, style="dim")
 
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(
-            RunCheckpoints(
-                folder / CHECKPOINTS,
-                keep=settings.keep,
-                mode=settings.mode,
-                on_saved=lambda step, seconds, size: say(
-                    f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s"
-                ),
-                on_problem=None if quiet else say,
-            )
-        )
+        checkpoints = stack.enter_context(open_checkpoints(recipe, folder, console.quiet, say))
         if not resume:
             together(lambda: check_new(folder), RunError)
-        there = resume and bool(saved_steps(folder))
-        if there:
+        has_checkpoint = resume and bool(saved_steps(folder))
+        if has_checkpoint:
             check_same(checkpoints.read().meta["recipe"], recipe, folder)
         setup = set_up(recipe, say)
         base = base_of(setup.state.model, setup.state.frozen)
         state, evaluated = setup.state, False
-        if there:
-            state, evaluated = brought_back(checkpoints, setup, base, folder)
+        if has_checkpoint:
+            state, evaluated = restore(checkpoints, setup, base, folder)
         start = int(state.step)
         check_ahead(start, recipe.max_steps, folder)
         if resume:
-            say(f"going on from step {start}" if there else "nothing is saved yet: a new run")
-        at = start if resume else None
-        card = card_of(setup, at)
+            say(f"resuming at step {start}" if has_checkpoint else "no checkpoint yet: a new run")
+        resume_at = start if resume else None
+        card = card_of(setup, resume_at)
         log, sinks, card = together(
-            lambda: opened(stack, setup, folder, card, at) if leads else (NoLog(), [], card),
+            lambda: (
+                open_logs(stack, setup, folder, card, resume_at) if leads else (NoLog(), [], card)
+            ),
             RunError,
         )
         progress = stack.enter_context(
@@ -126,15 +125,14 @@ def train(
                 start=start,
                 peak=peak_flops(),
                 every=recipe.log_every,
-                quiet=quiet,
+                quiet=console.quiet,
                 console=console,
             )
         )
-        keep = (lambda samples: write_samples(folder / AFTER, samples)) if leads else no_samples
-        loop = Loop(setup, checkpoints, progress, log, sinks, base, keep)
+        loop = Loop(setup, checkpoints, progress, log, sinks, base, sample_keeper(folder, leads))
         if start == 0:
             sample_before(folder, loop, state)
-        state, signal = loop.until(recipe.max_steps, state, stop, evaluated=evaluated)
+        state, signal = loop.run_to(recipe.max_steps, state, stop, evaluated=evaluated)
         checkpoints.wait()
         if leads:
             shown = paired(*(read_samples(folder / name) for name in (BEFORE, AFTER)))
@@ -149,10 +147,25 @@ def train(
         )
 
 
-def brought_back(
+def open_checkpoints(
+    recipe: Recipe, folder: Path, quiet: bool, say: Callable[[str], None]
+) -> RunCheckpoints:
+    """The checkpoints of a run, which report to `say`."""
+    return RunCheckpoints(
+        folder / CHECKPOINTS,
+        keep=recipe.checkpoints.keep,
+        mode=recipe.checkpoints.mode,
+        on_saved=lambda step, seconds, size: say(
+            f"saved step {step}: {size / 1e6:.1f} MB in {seconds:.1f} s"
+        ),
+        on_problem=None if quiet else say,
+    )
+
+
+def restore(
     checkpoints: RunCheckpoints, setup: Setup, base: Mapping[str, Any], folder: Path
 ) -> tuple[TrainState, bool]:
-    """The state and the data's position of the last sound checkpoint; whether it was evaluated."""
+    """Restores state and data position of the last intact checkpoint; whether it was evaluated."""
     state = setup.state
     target = {name: abstract(getattr(state, name)) for name in TRAINED}
     arrays, meta, _ = checkpoints.restore(target=target)
@@ -161,18 +174,22 @@ def brought_back(
     return state.replace(**arrays), meta.get("evaluated", False)
 
 
-def opened(
-    stack: contextlib.ExitStack, setup: Setup, folder: Path, card: RunCard, at: int | None
+def open_logs(
+    stack: contextlib.ExitStack,
+    setup: Setup,
+    folder: Path,
+    card: RunCard,
+    resume_at: int | None,
 ) -> tuple[MetricsLog, list[Sink], RunCard]:
-    """What the numbers of steps are written to, closed with the stack; and the card as written."""
-    log = stack.enter_context(MetricsLog(folder, resume_at=at))
+    """Opens log and sinks, which the stack closes, and writes the run card."""
+    log = stack.enter_context(MetricsLog(folder, resume_at=resume_at))
     card = write_run_card(folder, card)
-    sinks = further_sinks(setup.recipe, folder, card, at)
+    sinks = open_sinks(setup.recipe, folder, card, resume_at)
     return log, [stack.enter_context(contextlib.closing(sink)) for sink in sinks], card
 
 
 def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
-    """The run's card: data by their hashes, parameters by their number."""
+    """The run card, with hashes of the data and numbers of parameters."""
     recipe, state = setup.recipe, setup.state
     data = {"train": file_of(recipe.data, setup.batches.examples)}
     if recipe.eval_data is not None and setup.eval_batches is not None:
@@ -187,24 +204,27 @@ def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
     )
 
 
-def file_of(config: DataConfig, examples: Any) -> DataFile:
-    """What the data are read from; a data set of the Hub has no files here."""
+def file_of(config: DataConfig, examples: Examples) -> DataFile:
+    """Path, hash and size of the data files; for a data set of the Hub only name and hash."""
     if config.path is None:
         return DataFile(str(config.dataset), examples.sha256, 0)
-    named = (config.path,) if isinstance(config.path, str) else config.path
+    paths = (config.path,) if isinstance(config.path, str) else config.path
     sizes = (file.stat().st_size for file in find_files(config.path))
-    return DataFile(", ".join(map(str, named)), examples.sha256, sum(sizes))
+    return DataFile(", ".join(map(str, paths)), examples.sha256, sum(sizes))
 
 
-def further_sinks(recipe: Recipe, folder: Path, card: RunCard, at: int | None) -> Iterator[Sink]:
+def open_sinks(
+    recipe: Recipe, folder: Path, card: RunCard, resume_at: int | None
+) -> Iterator[Sink]:
+    """The sinks that the recipe names."""
     if recipe.tensorboard:
-        yield TensorBoardSink(folder, resume_at=at)
+        yield TensorBoardSink(folder, resume_at=resume_at)
     if recipe.wandb is not None:
-        yield WandbSink(folder, config=card.config, project=recipe.wandb, resume_at=at)
+        yield WandbSink(folder, config=card.config, project=recipe.wandb, resume_at=resume_at)
 
 
 def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
-    """Keeps the model's answers before the first step; those of an earlier attempt go."""
+    """Saves the model's answers before the first step, in place of an earlier attempt's."""
     if jax.process_index() == 0:
         for name in (BEFORE, AFTER):
             with writing(folder / name):
@@ -218,5 +238,6 @@ def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
         write_samples(folder / BEFORE, found)
 
 
-def no_samples(samples: Sequence[Sample]) -> None:
-    """Another process keeps them."""
+def sample_keeper(folder: Path, leads: bool) -> Callable[[Sequence[EvalSample]], None]:
+    """Saves the answers of an evaluation, in the first process only."""
+    return lambda samples: write_samples(folder / AFTER, samples) if leads else None

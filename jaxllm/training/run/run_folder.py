@@ -1,4 +1,4 @@
-"""The folder of a run: what may begin in it, and what may go on."""
+"""Checks of a run's folder: whether a new run may start in it, and whether a run may resume."""
 
 from __future__ import annotations
 
@@ -23,21 +23,26 @@ CHECKPOINTS = "checkpoints"
 
 
 def folder_of(recipe: Recipe) -> Path:
+    """The folder that the recipe names.
+
+    Raises:
+        ConfigError: it names none.
+    """
     if recipe.output_dir is None:
         raise ConfigError("output_dir: name the folder of the run (--output-dir)")
     return Path(recipe.output_dir).expanduser()
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint, be it sound or not."""
+    """Steps that have a checkpoint, intact or not."""
     return numbered(folder / CHECKPOINTS)
 
 
 def check_ahead(step: int, max_steps: int, folder: Path) -> None:
-    """A run goes on from where it is, and never back.
+    """Checks that a run resumes before `max_steps`.
 
     Raises:
-        RunError: it is beyond `max_steps` already.
+        RunError: it is beyond that step already.
     """
     if step > max_steps:
         raise RunError(
@@ -46,35 +51,35 @@ def check_ahead(step: int, max_steps: int, folder: Path) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """A run begins in a folder without one.
+    """Checks that a folder holds no run.
 
     Raises:
-        RunError: there is one; says how to go on with it.
+        RunError: it holds one; the message says how to resume it.
     """
     steps, metrics = saved_steps(folder), folder / "metrics.jsonl"
     if steps or (metrics.exists() and metrics.stat().st_size):
-        at = f", saved at step {max(steps)}" if steps else ""
+        last = f", saved at step {max(steps)}" if steps else ""
         raise RunError(
-            f"{folder}: holds a run already{at}; pass --resume to go on with it, or name another "
+            f"{folder}: holds a run already{last}; pass --resume to resume it, or name another "
             "folder"
         )
 
 
 def check_same(saved: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
-    """A run goes on with what its weights follow from unchanged.
+    """Checks that a resumed run has the recipe that it was started with, but for `CHANGEABLE`.
 
     Raises:
-        RunError: names each field that was changed.
+        RunError: fields differ; they are named with both values.
     """
-    if changed := changes(settled(saved), settled(to_plain(recipe))):
+    if changed := changes(fixed_fields(saved), fixed_fields(to_plain(recipe))):
         raise RunError(
-            f"{folder}: the run was started with other settings ({changed}); go on with those, or "
-            "begin a new run in another folder"
+            f"{folder}: the run was started with other settings ({changed}); resume with those, or "
+            "start a new run in another folder"
         )
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first few fields that differ, with both values; nothing if none does.
+    """The first five fields that differ, with both values; empty if none does.
 
     >>> changes({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": "x"})
     'b: was 2, is 3; c: was null, is "x"'
@@ -87,8 +92,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(found[:5])
 
 
-def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a recipe that a run cannot change, under dotted names."""
+def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a recipe that cannot change when a run resumes, under dotted names."""
     return {
         name: value
         for name, value in flat(plain).items()
@@ -97,17 +102,16 @@ def settled(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_of(model: Any, frozen: Params) -> dict[str, Any]:
-    """What a model has that checkpoints do not hold, so that a change of it is noticed: its config,
-    and digests of the parameters that are not trained."""
+    """Config and digests of the frozen parameters, which checkpoints leave out."""
     config = flat(config_to_json(model.config, *architecture_of(model)))
     return {"config": config, "tensors": dict(sorted(digests(frozen).items()))}
 
 
 def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
-    """The model, but for what is trained, is the one that the run began with.
+    """Checks that config and frozen parameters are those that the run started from.
 
     Raises:
-        RunError: it is not.
+        RunError: they are not.
     """
     before, tensors = saved["tensors"], now["tensors"]
     paths = before.keys() | tensors.keys()
@@ -117,11 +121,11 @@ def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -
         what = f"{len(differing)} of its tensors differ, such as {differing[0]}"
     if what:
         raise RunError(
-            f"{folder}: the base model is not the one that the run began with ({what}); give the "
+            f"{folder}: the base model is not the one that the run started from ({what}); give the "
             "same checkpoint"
         )
 
 
 def abstract(tree: Any) -> Any:
-    """Shapes, dtypes and places of arrays, for `restore`."""
+    """Shapes, dtypes and shardings of arrays, for `restore`."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -1,11 +1,11 @@
-"""Everything that follows from a recipe before the first step."""
+"""Sets up a run from its recipe: model, data, state, compiled step."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from jax.sharding import Mesh
@@ -18,26 +18,26 @@ from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
 from jaxllm.training.data.labels import problem_of
 from jaxllm.training.data.rows import find_files
-from jaxllm.training.evaluation.evaluate import EvalResult, Prompt, check_room_for_answer
+from jaxllm.training.evaluation.evaluate import EvalPrompt, EvalResult, check_answer_length
 from jaxllm.training.evaluation.generation_metrics import score_texts
 from jaxllm.training.evaluation.generation_rows import generation_rows
 from jaxllm.training.losses import Loss, loss_for
 from jaxllm.training.monitor.flops import ModelFlops, model_flops
 from jaxllm.training.monitor.sinks import tensorboard_package, wandb_package
 from jaxllm.training.optimizers import make_optimizer, make_schedule
-from jaxllm.training.run.initial_model import starting_model, trained
+from jaxllm.training.run.initial_model import initial_model, trainable_paths
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.state import TrainState
 from jaxllm.training.step import Step, make_train_step
 
-LESS_IS_BETTER = ("loss", "perplexity", "mse")
+LOWER_IS_BETTER = ("loss", "perplexity", "mse")
 SECONDS = 10.0
-"""Between lines about rows that are being encoded."""
+"""Time between two reports of rows that are being encoded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A run that is ready to begin, or to be brought to where it stopped."""
+    """A run before its first step, or before its state is restored."""
 
     recipe: Recipe
     mesh: Mesh
@@ -48,72 +48,34 @@ class Setup:
     flops: ModelFlops
     batches: Batches
     eval_loss: Loss
-    """Without smoothing and z-loss, which are no part of a perplexity."""
+    """The loss without label smoothing and z-loss, which are no part of a perplexity."""
     eval_batches: Epoch | None
-    prompts: list[Prompt]
-    """What to generate for at every evaluation."""
+    prompts: list[EvalPrompt]
+    """Prompts to generate for at every evaluation."""
 
 
 def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     """Loads or makes the model, encodes the data, creates the state on the mesh.
 
     Raises:
-        JaxLLMError: whatever a part of the recipe finds wrong, with the field or the row.
+        JaxLLMError: as the parts of the recipe raise, with the field or the row.
     """
     sizes = recipe.mesh
     mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
-    part, parts = row_share(mesh)
     check_files_and_packages(recipe)
     began = time.perf_counter()
-    model, tokenizer = starting_model(recipe)
+    model, tokenizer = initial_model(recipe)
     say(f"model: {time.perf_counter() - began:.1f} s to load or make it")
     info = info_of(model)
-    shared: dict[str, Any] = {"model": info, "process_index": part, "process_count": parts}
-    with section("data"):
-        batches = make_batches(
-            recipe.data,
-            tokenizer,
-            batch_size=recipe.batch_size,
-            seed=recipe.seed,
-            progress=now_and_then(say, "training data"),
-            **shared,
-        )
-    say(f"training data: {batches.counts}; {batches.batches_per_epoch} steps an epoch")
-    eval_batches, prompts = None, []
-    if recipe.eval_data is not None:
-        rows = recipe.evaluation.batch_size or recipe.batch_size // recipe.accumulation
-        with section("eval_data"):
-            eval_batches = epoch_batches(
-                recipe.eval_data,
-                tokenizer,
-                batch_size=rows,
-                progress=now_and_then(say, "evaluation data"),
-                **shared,
-            )
-        check_metric(recipe, info)
-        if recipe.evaluation.metrics:
-            fields, limit = recipe.evaluation.fields, recipe.evaluation.rows
-            merged_config(model, None, fields)  # what is wrong there raises now
-            prompts = generation_rows(
-                recipe.eval_data,
-                tokenizer,
-                info,
-                limit,
-                check=lambda ids: check_room_for_answer(model, ids, fields),
-            )
-    end = recipe.optimizer.schedule_steps
-    if end is not None and recipe.max_steps > end:
-        rate = recipe.optimizer.learning_rate * (recipe.optimizer.final_factor or 0.0)
-        say(
-            f"the learning rate is {rate:g} from step {end} on (optimizer.schedule_steps), and the "
-            f"run goes on to step {recipe.max_steps} (max_steps)"
-        )
+    batches, eval_batches = load_data(recipe, tokenizer, info, mesh, say)
+    prompts = eval_prompts(recipe, model, tokenizer, info)
+    say_if_beyond_schedule(recipe, say)
     optimizer = make_optimizer(recipe.optimizer)
     state = TrainState.create(
         model,
         optimizer,
         key=recipe.seed,
-        trainable=trained(recipe, model),
+        trainable=trainable_paths(recipe, model),
         ema=recipe.ema_decay is not None,
     )
     smoothed = {"label_smoothing": recipe.label_smoothing, "z_loss": recipe.z_loss}
@@ -138,8 +100,77 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     )
 
 
+def load_data(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    info: ModelInfo,
+    mesh: Mesh,
+    say: Callable[[str], None],
+) -> tuple[Batches, Epoch | None]:
+    """Batches to train on, and those to evaluate on, if the recipe has any."""
+    part, parts = row_share(mesh)
+    shared: dict[str, Any] = {"model": info, "process_index": part, "process_count": parts}
+    with section("data"):
+        batches = make_batches(
+            recipe.data,
+            tokenizer,
+            batch_size=recipe.batch_size,
+            seed=recipe.seed,
+            progress=rows_progress(say, "training data"),
+            **shared,
+        )
+    say(f"training data: {batches.counts}; {batches.batches_per_epoch} steps an epoch")
+    if recipe.eval_data is None:
+        return batches, None
+    with section("eval_data"):
+        eval_batches = epoch_batches(
+            recipe.eval_data,
+            tokenizer,
+            batch_size=eval_batch_size(recipe),
+            progress=rows_progress(say, "evaluation data"),
+            **shared,
+        )
+    check_metric(recipe, info)
+    return batches, eval_batches
+
+
+def eval_batch_size(recipe: Recipe) -> int:
+    """Rows of a batch of the evaluation."""
+    return recipe.evaluation.batch_size or recipe.batch_size // recipe.accumulation
+
+
+def eval_prompts(
+    recipe: Recipe, model: Any, tokenizer: Tokenizer, info: ModelInfo
+) -> list[EvalPrompt]:
+    """Prompts to generate for at every evaluation; none without `evaluation.metrics`.
+
+    Raises:
+        JaxLLMError: `evaluation.fields` are wrong, or a prompt leaves no room for an answer.
+    """
+    if recipe.eval_data is None or not recipe.evaluation.metrics:
+        return []
+    fields, limit = recipe.evaluation.fields, recipe.evaluation.rows
+    merged_config(model, None, fields)
+
+    def check(ids: Sequence[int]) -> None:
+        check_answer_length(model, ids, fields)
+
+    return generation_rows(recipe.eval_data, tokenizer, info, limit, check=check)
+
+
+def say_if_beyond_schedule(recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Reports the learning rate of a run that goes on after the end of its schedule."""
+    end = recipe.optimizer.schedule_steps
+    if end is not None and recipe.max_steps > end:
+        rate = recipe.optimizer.learning_rate * (recipe.optimizer.final_factor or 0.0)
+        say(
+            f"the learning rate is {rate:g} from step {end} on (optimizer.schedule_steps), and the "
+            f"run goes on to step {recipe.max_steps} (max_steps)"
+        )
+
+
 def check_files_and_packages(recipe: Recipe) -> None:
-    """What is missing is told at once, not after minutes in which the model is loaded.
+    """Checks for missing files and packages, before the model is loaded.
 
     Raises:
         DataError, MissingFileError: a path names no files.
@@ -158,17 +189,17 @@ def check_files_and_packages(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def section(name: str) -> Iterator[None]:
-    """Puts the recipe's section before an error in one of its fields; rows have their file."""
+    """Prefixes errors in fields with the section of the recipe; errors in rows name their file."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def now_and_then(
+def rows_progress(
     say: Callable[[str], None], what: str, now: Callable[[], float] = time.monotonic
 ) -> Callable[[int, int], None]:
-    """Says how many rows are encoded, each time that `SECONDS` have passed."""
+    """A progress callback that reports the number of encoded rows every `SECONDS`."""
     said = now()
 
     def progress(done: int, total: int) -> None:
@@ -181,18 +212,17 @@ def now_and_then(
 
 
 def predicted(info: ModelInfo) -> Literal["tokens", "labels", "values"]:
-    """What the model's labels are, which names the metrics of an evaluation."""
+    """What the model predicts, which decides the metrics of an evaluation."""
     if info.kind != "classification":
         return "tokens"
     return "values" if problem_of(info) == "regression" else "labels"
 
 
 def check_metric(recipe: Recipe, info: ModelInfo) -> None:
-    """The metric that the best checkpoint is chosen by is one that evaluations give, and `mode` is
-    the one that suits it.
+    """Checks that evaluations measure `checkpoints.metric`, and that `mode` suits it.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: no evaluation measures it, or `mode` would keep the worst checkpoint.
     """
     known = [*EvalResult(loss=0.0, accuracy=0.0, count=1).metrics(predicted(info))]
     if recipe.evaluation.metrics:
@@ -203,16 +233,16 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
             f"{', '.join(known)}"
         )
     metric, mode = recipe.checkpoints.metric, recipe.checkpoints.mode
-    wanted = "min" if metric.endswith(LESS_IS_BETTER) else "max"
-    if mode != wanted:  # or the worst would be kept
-        better = "smaller" if wanted == "min" else "larger"
+    expected = "min" if metric.endswith(LOWER_IS_BETTER) else "max"
+    if mode != expected:
+        better = "smaller" if expected == "min" else "larger"
         raise ConfigError(
-            f"checkpoints.mode: {mode!r}, but a {better} {metric} is better; set mode: {wanted}"
+            f"checkpoints.mode: {mode!r}, but a {better} {metric} is better; set mode: {expected}"
         )
 
 
 def info_of(model: Any) -> ModelInfo:
-    """What the data must know, with the end tokens of the model's generation config."""
+    """`ModelInfo` with the EOS tokens of the model's generation config."""
     info = ModelInfo.of(model)
     settings = model.generation_config
     ends = getattr(settings, "eos_token_id", None)

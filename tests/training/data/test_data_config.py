@@ -32,7 +32,7 @@ from jaxllm.training.data.config import check_together, eos_of, length_limits
         ({"format": "chat", "text_field": "t"}, "text_field: .* read by text, classification"),
         ({"max_target_length": 5}, "max_target_length: has no effect with format 'text'"),
         ({"format": "chat", "on_too_long": "split"}, "on_too_long: 'split' is for format 'text'"),
-        ({"on_too_long": "split", "max_length": 1}, "at least 2 tokens"),
+        ({"on_too_long": "split", "max_length": 1}, "pieces of at least 2 tokens"),
         ({"format": "classification", "packing": True}, "packing: .* cannot be packed"),
         ({"packing": True, "bucket": 8}, "bucket: has no effect with packing"),
         ({"format": "classification", "label_names": ["a", "a"]}, "listed twice"),
@@ -66,7 +66,7 @@ def test_lengths():
     assert length_limits(pair, t5) == (8, 4)
     with pytest.raises(ConfigError, match="65 tokens, but the model's context has 64"):
         length_limits(DataConfig(format="text", max_length=65), gpt2)
-    with pytest.raises(ConfigError, match="max_length: needed"):
+    with pytest.raises(ConfigError, match="max_length: required"):
         length_limits(DataConfig(format="seq2seq"), t5)
 
 
@@ -96,5 +96,5 @@ def test_info_of_a_model(name, kind):
 
 def test_an_encoder_has_nothing_to_predict():
     model, _ = jaxllm.load(DATA / "parity" / "t5_encoder")
-    with pytest.raises(UnsupportedError, match="T5EncoderModel: has nothing to predict"):
+    with pytest.raises(UnsupportedError, match="T5EncoderModel: has no labels to predict"):
         ModelInfo.of(model)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.training.data.packing import pack
-from jaxllm.training.data.plan import SHORTEST, Planner
+from jaxllm.training.data.plan import MIN_BUCKET, Planner, pack
 
 LIMITS = (40, 24)
 
@@ -76,7 +75,7 @@ def test_plans_hold_every_example_once(lengths, batch_size, packing, shuffle, bu
 def test_shapes_come_from_few_buckets():
     lengths = np.arange(1, 101)[:, None]
     planner = Planner(batch_size=4, limits=(100,))
-    assert {*planner.plan(lengths, 0).shapes.ravel().tolist()} == {SHORTEST, 32, 64, 100}
+    assert {*planner.plan(lengths, 0).shapes.ravel().tolist()} == {MIN_BUCKET, 32, 64, 100}
     by_ten = Planner(batch_size=4, limits=(100,), bucket=30)
     assert {*by_ten.plan(lengths, 0).shapes.ravel().tolist()} == {30, 60, 90, 100}
     assert {*Planner(4, (100,), bucket=None).plan(lengths, 0).shapes.ravel().tolist()} == {100}

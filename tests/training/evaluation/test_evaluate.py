@@ -213,7 +213,7 @@ def test_what_cannot_be_scored(llama) -> None:
         ([], {}, "no rows"),
         ([("a", "b")], {"metrics": ["bloo"]}, "no 'bloo'"),
         ([("a", "b")], {"batch_size": 0}, "batch_size"),
-        ([("a", "b")], {"num_return_sequences": 2, "do_sample": True}, "one text a row"),
+        ([("a", "b")], {"num_return_sequences": 2, "do_sample": True}, "one answer per prompt"),
         ([("a", "b")], {"max_new_token": 2}, "max_new_token"),
     )
     for rows, fields, message in cases:

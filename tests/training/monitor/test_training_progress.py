@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from jaxllm.training.monitor.flops import Peak
-from jaxllm.training.monitor.progress import TrainingProgress
-from jaxllm.training.monitor.throughput import Throughput, clock_time
+from jaxllm.training.monitor.progress import Throughput, TrainingProgress, clock_time
 
 
 class Clock:

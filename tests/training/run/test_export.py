@@ -17,7 +17,7 @@ from jaxllm.models.weights import parameters
 from jaxllm.tokenizers import load_tokenizer
 from jaxllm.training.monitor.metrics_log import read_metrics
 from jaxllm.training.run.export import export, load_run, save_label_names
-from jaxllm.training.run.initial_model import starting_model
+from jaxllm.training.run.initial_model import initial_model
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run import RunResult, train
 from jaxllm.training.validation import from_plain
@@ -99,7 +99,7 @@ def test_lora_is_merged_or_goes_out_alone(tmp_path):
     export(tmp_path / "run", tmp_path / "adapter", adapter=True)
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
     recipe = dataclasses.replace(load_run(tmp_path / "run").recipe, lora=None)
-    base, _ = starting_model(recipe)
+    base, _ = initial_model(recipe)
     assert np.abs(np.asarray(base(ids).logits - wanted)).max() > 1e-3
     adapted = load_adapter(base, tmp_path / "adapter")
     np.testing.assert_allclose(adapted(ids).logits, wanted, atol=1e-5)
@@ -154,7 +154,7 @@ def test_names_of_classes_go_out(tmp_path):
 def test_a_base_that_has_moved(tmp_path):
     new = {"config": {"model_type": "llama", **ENDS, **MODELS["llama"]}, "tokenizer": "bytes"}
     jaxllm.save_hf(
-        tmp_path / "base", *starting_model(from_plain(Recipe, {"model": new, "data": DATA}))
+        tmp_path / "base", *initial_model(from_plain(Recipe, {"model": new, "data": DATA}))
     )
     result = run(tmp_path, model={"path": str(tmp_path / "base")}, lora={"rank": 2}, max_steps=1)
     (tmp_path / "base").rename(tmp_path / "elsewhere")
@@ -176,7 +176,7 @@ def test_what_cannot_be_exported(tmp_path, capsys):
     run(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(RunError, match="full: is there already"):
+    with pytest.raises(RunError, match="full: exists already"):
         export(tmp_path / "run", tmp_path / "full")
     with pytest.raises(RunError, match="trained without LoRA"):
         export(tmp_path / "run", tmp_path / "out", adapter=True)
@@ -184,7 +184,7 @@ def test_what_cannot_be_exported(tmp_path, capsys):
         export(tmp_path / "run", tmp_path / "out", adapter=True, dtype="bfloat16")
     with pytest.raises(MissingFileError, match="not the folder of a run"):
         export(tmp_path / "full", tmp_path / "out")
-    with pytest.raises(ConfigError, match="began with a new model"):
+    with pytest.raises(ConfigError, match="started from random weights"):
         load_run(tmp_path / "run", model="elsewhere")
     with pytest.raises(MissingFileError, match="no evaluation"):
         export(tmp_path / "run", tmp_path / "out", step="best")

@@ -10,13 +10,13 @@ from tiny_runs import recipe
 
 from jaxllm.common.errors import ConfigError
 from jaxllm.models.weights import parameters
-from jaxllm.training.run.initial_model import starting_model, trained
+from jaxllm.training.run.initial_model import initial_model, trainable_paths
 
 
 def test_patterns_choose_what_is_trained(tmp_path: Path):
     made = replace(recipe(tmp_path), trainable=(r"blocks\.0\.attn", "embed"))
-    model, _ = starting_model(made)
-    chosen = trained(made, model)
+    model, _ = initial_model(made)
+    chosen = trainable_paths(made, model)
     assert chosen is not None
     wanted = {path for path in parameters(model) if "blocks.0.attn" in path or "embed" in path}
     assert {path for path in parameters(model) if chosen(path)} == wanted
@@ -24,6 +24,6 @@ def test_patterns_choose_what_is_trained(tmp_path: Path):
 
 def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path):
     made = replace(recipe(tmp_path), trainable=("embed", r"final_norm"))
-    model, _ = starting_model(made)
+    model, _ = initial_model(made)
     with pytest.raises(ConfigError, match=r"trainable: 'final_norm' matches no parameter; there"):
-        trained(made, model)
+        trainable_paths(made, model)

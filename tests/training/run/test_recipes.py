@@ -12,7 +12,7 @@ import pytest
 from paths import ROOT
 
 from jaxllm.cli.train import main
-from jaxllm.training.monitor.samples import BEFORE
+from jaxllm.training.monitor.report import BEFORE
 from jaxllm.training.run.recipe_file import read_recipe
 
 CONFIGS = ROOT / "configs"

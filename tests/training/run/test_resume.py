@@ -119,7 +119,7 @@ def test_whatever_a_checkpoint_left_out_would_show(
 ):
     """The test of exactness is not blind: a run that goes on with one piece as a fresh process has
     it ends elsewhere. (The key of the run is a function of its seed: here, of another one.)"""
-    restore = run.brought_back
+    restore = run.restore
 
     def forgetful(checkpoints, setup, base, folder):
         fresh = {name: getattr(setup.state, name) for name in LEFT_OUT if name != "data"}
@@ -131,7 +131,7 @@ def test_whatever_a_checkpoint_left_out_would_show(
         forgotten = {left_out: fresh[left_out]} if left_out in fresh else {}
         return state.replace(**forgotten), evaluated
 
-    monkeypatch.setattr(run, "brought_back", forgetful)
+    monkeypatch.setattr(run, "restore", forgetful)
     shutil.copytree(halfway / "six", tmp_path / "six")
     made = variant("llama", halfway)
     train(stopped_at(made, tmp_path / "six", 12), quiet=True, resume=True)

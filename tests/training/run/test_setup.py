@@ -16,7 +16,7 @@ from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo
 from jaxllm.training.evaluation.generation_rows import generation_rows
 from jaxllm.training.run.recipe import Evaluation, ModelSource
-from jaxllm.training.run.setup import SECONDS, now_and_then, set_up
+from jaxllm.training.run.setup import SECONDS, rows_progress, set_up
 
 CAUSAL = ModelInfo(kind="causal", vocab_size=260, context_length=32)
 
@@ -58,10 +58,10 @@ def test_steps_beyond_the_schedule_are_told(tmp_path: Path):
     assert "the learning rate is 0 from step 20 on (optimizer.schedule_steps)" in said[-1]
 
 
-def test_rows_are_counted_now_and_then():
+def test_rows_are_counted_rows_progress():
     said: list[str] = []
     seconds = 5.0
-    progress = now_and_then(said.append, "training data", now=lambda: seconds)
+    progress = rows_progress(said.append, "training data", now=lambda: seconds)
     for done, passed in ((1, 1.0), (900, SECONDS), (1000, 1.0), (2000, SECONDS), (9999, SECONDS)):
         seconds += passed
         progress(done, 9999)
