@@ -1,4 +1,4 @@
-"""What tests of the batch engine share: uneven rows, and the same row generated alone."""
+"""Helpers for tests of the batch engine: uneven rows, and the same row generated alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tests have XLA compile: fast, but as users do what is read or measured as a program."""
+"""XLA options of the tests: fast compiling, except of programs whose text or memory is tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxllm.common.errors import MissingFileError
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Nine tenths of most tests' time is XLA compiling small programs, which takes it a third as
+    """XLA spends most of the tests' time on compiling small programs, which takes it a third as
     long without optimizing the machine code. `make test-all` compiles as users do.
 
     An XLA that does not know a flag ends the process, so others than these are left alone.

@@ -12,14 +12,14 @@ from jaxllm.cli.supervise import free_port
 
 
 def environment(devices: int) -> dict[str, str]:
-    """Of a child process that sees this many devices and the helpers of the tests."""
+    """Environment variables of a child process with this many devices and the tests' helpers."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     folders = [str(TESTS), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def on_devices(code: str, *arguments: object, devices: int = 8) -> str:
-    """What the code prints; its failure is the test's."""
+    """Runs the code in a child process and returns its output; fails where the code fails."""
     command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
     done = subprocess.run(command, env=environment(devices), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,7 +29,10 @@ def on_devices(code: str, *arguments: object, devices: int = 8) -> str:
 def on_processes(
     code: str, *arguments: object, processes: int = 2, devices: int = 2, timeout: float = 300
 ) -> list[str]:
-    """What each process prints; its first two arguments are `127.0.0.1:PORT` and its number."""
+    """Runs the code in several processes and returns the output of each.
+
+    The first two arguments of a process are `127.0.0.1:PORT` and its number.
+    """
     address = f"127.0.0.1:{free_port()}"
     running = [
         subprocess.Popen(
@@ -52,7 +55,6 @@ def on_processes(
 
 
 def without_greetings(out: str) -> str:
-    """What a process prints besides the library of collectives, whose threads may break into each
-    other's lines."""
+    """The output of a process without the lines of Gloo, the library of its collectives."""
     lines = [x for x in out.splitlines() if "[Gloo]" not in x and "peer ranks" not in x]
     return "\n".join(lines).strip()

@@ -28,7 +28,7 @@ START_SECONDS = 120  # importing the target, on a busy machine
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one file did.
+    """Outcome of one file.
 
     ``status`` is ``ok`` (the function returned), ``refused`` (it raised a JaxLLMError), ``escaped``
     (any other exception, panics and MemoryError included), ``hang`` or ``died`` (signal or exit).
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def fuzz_count(default: int) -> int:
-    """How many files to make: ``JAXLLM_FUZZ_N`` where it is set, else ``default``."""
+    """Number of files to make: ``JAXLLM_FUZZ_N`` where it is set, else ``default``."""
     return int(os.environ.get("JAXLLM_FUZZ_N", default))
 
 

@@ -1,4 +1,4 @@
-"""What tests of generation share: ragged prompts, a compile counter, copies in a compiled loop."""
+"""Helpers for generation tests: ragged prompts, a compile counter, copies in a compiled loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def padded(rows, side="left") -> tuple[np.ndarray, np.ndarray]:
 
 
 def turns(seed: int, *lengths: int) -> list[list[int]]:
-    """What the rows of a batch say, for models of `tiny`."""
+    """Rows of random token ids, for models of `tiny`."""
     rng = np.random.default_rng(seed)
     return [rng.integers(3, 50, n).tolist() for n in lengths]
 

@@ -1,4 +1,4 @@
-"""Where things are in a checkout."""
+"""Paths of a checkout."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def imported(tree: ast.AST) -> list[str]:
 
 
 def upward(importer: str, name: str) -> bool:
-    """Whether an import goes up the list of packages."""
+    """True if an import goes up the list of packages."""
     if name.split(".")[0] != "jaxllm":
         return False
     if any(name.startswith(allowed) for allowed in GATHERS.get(importer, ())):

@@ -1,4 +1,4 @@
-"""What is installed is what was tested: files, versions, dependencies."""
+"""The installed package: its files, versions and dependencies."""
 
 from __future__ import annotations
 
