@@ -33,7 +33,7 @@ def test_windows_count_real_tokens_cached_and_uncached(windowed):
     mask[0, :4] = mask[1, 7:] = mask[2, 4:8] = False
     alone = [tiny.logits(windowed, tokens[i : i + 1, mask[i]])[0] for i in range(3)]
     whole = tiny.logits(windowed, tokens, attention_mask=mask)
-    cache, parts = windowed.start(3, 12), []
+    cache, parts = windowed.init_cache(3, 12), []
     for columns in (slice(0, 5), slice(5, 6), slice(6, 12)):
         out = windowed(tokens[:, columns], mask[:, columns], cache=cache)
         cache = out.cache

@@ -186,8 +186,8 @@ def model_flops(model: Any, trainable: Collection[str] | None = None) -> ModelFl
 
     A matrix element takes 2 FLOPs forward, 2 for the gradient of the activations, and 2 for its own
     gradient, the last only if it is trained. Attention takes 12 per layer, pair of tokens and
-    element of the heads (all pairs, causal or not, as is usual). Not counted: embedding lookups,
-    norms, softmax, adapters.
+    element of the heads (all pairs, whatever a causal mask or a window hides). Not counted:
+    embedding lookups, norms, softmax, adapters.
 
     Args:
         model: a model, whose arrays may be abstract.
