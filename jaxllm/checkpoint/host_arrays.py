@@ -1,4 +1,4 @@
-"""Arrays that lie on many devices, back on the host, one at a time."""
+"""Gathers sharded arrays to the host, one at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jax.experimental import multihost_utils
 from jaxllm.common.errors import CheckpointError
 from jaxllm.parallel.processes import together
 
-NO_MORE = -1
+STOP = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class HostArray:
-    """An array that is brought to the host whenever it is looked at, and not kept there."""
+    """A device array that is copied to the host at each access, and not kept there."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -32,54 +32,50 @@ class HostArray:
 def with_host_arrays(
     arrays: Mapping[str, jax.Array], act: Callable[[dict[str, HostArray]], None]
 ) -> None:
-    """Calls ``act`` with the arrays, which it may look at in any order, as often as it likes.
+    """Calls ``act`` with the arrays, which it may read in any order and repeatedly.
 
-    Of arrays that several processes share, process 0 alone calls it: whatever it looks at, the
-    others help to gather, until it is done or has failed; then all of them return, or all raise.
+    For arrays that several processes share, only process 0 calls it; the others take part in the
+    all-gather of each array it reads, until it returns or fails. Then all return, or all raise.
 
     Raises:
-        CheckpointError: it failed in process 0; what it raised, in that process.
+        CheckpointError: ``act`` failed in process 0, where its own error is raised.
     """
     if all(x.is_fully_addressable for x in arrays.values()):
-        act({name: host_array(x, lambda x=x: whole(x)) for name, x in arrays.items()})
+        act({n: HostArray(x.shape, x.dtype, lambda x=x: local(x)) for n, x in arrays.items()})
         return
-    listed = list(arrays.values())
+    ordered = list(arrays.values())
 
     def fetch(number: int) -> np.ndarray:
         multihost_utils.broadcast_one_to_all(np.int32(number))
-        return gathered(listed[number])
+        return all_gather(ordered[number])
 
     def lead() -> None:
         try:
             act(
                 {
-                    name: host_array(x, lambda i=i: fetch(i))
+                    name: HostArray(x.shape, x.dtype, lambda i=i: fetch(i))
                     for i, (name, x) in enumerate(arrays.items())
                 }
             )
         finally:
-            multihost_utils.broadcast_one_to_all(np.int32(NO_MORE))
+            multihost_utils.broadcast_one_to_all(np.int32(STOP))
 
     def serve() -> None:
-        while (number := int(multihost_utils.broadcast_one_to_all(np.int32(0)))) != NO_MORE:
-            gathered(listed[number])
+        while (number := int(multihost_utils.broadcast_one_to_all(np.int32(0)))) != STOP:
+            all_gather(ordered[number])
 
     together(lead if jax.process_index() == 0 else serve, CheckpointError)
 
 
-def host_array(x: jax.Array, read: Callable[[], np.ndarray]) -> HostArray:
-    return HostArray(x.shape, x.dtype, read)
-
-
-def gathered(x: jax.Array) -> np.ndarray:
-    """The whole array, in every process; all of them must ask for it."""
+def all_gather(x: jax.Array) -> np.ndarray:
+    """The full array, in every process; all of them must call."""
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def whole(x: jax.Array) -> np.ndarray:
-    """The whole array of one process.
+def local(x: jax.Array) -> np.ndarray:
+    """The full array, whose shards are all in this process.
 
-    Put together from its shards: jax would keep the copy that `np.asarray` makes of it.
+    Copied shard by shard: `np.asarray` of a sharded array is cached by JAX.
     """
     if len(x.sharding.device_set) == 1:
         return np.asarray(x)

@@ -1,4 +1,4 @@
-"""From what a user types to a folder or file on this machine: a path, or a Hugging Face Hub id."""
+"""Resolves a path or a Hugging Face Hub id to a folder or file on this machine."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
 def resolve(path_or_hub_id: str | PathLike[str], revision: str | None = None) -> Path:
-    """Find a checkpoint: an existing path as it is, anything else on the Hugging Face Hub.
+    """Finds a checkpoint: an existing path, or else a model on the Hugging Face Hub.
 
     Args:
         path_or_hub_id: A folder, a ``.safetensors`` or ``.gguf`` file (``~`` is expanded), or a Hub
-            id such as ``"HuggingFaceTB/SmolLM2-135M"``, of which configs, safetensors and tokenizer
-            files are downloaded, or taken from the cache.
+            id such as ``"HuggingFaceTB/SmolLM2-135M"``, whose configs, safetensors and tokenizer
+            files are downloaded or taken from the cache.
         revision: Branch, tag or commit on the Hub.
 
     Returns:
         An existing folder or file.
 
     Raises:
-        MissingFileError: There is no such path, or the Hub does not give this model: it does not
-            exist, needs a login, or there is no network.
+        MissingFileError: There is no such path, and the Hub download failed: no such model, a login
+            is needed, or there is no network.
         UnsupportedError: The path is a file of another format.
         InputError: A revision was given for a local path.
     """
     text = str(path_or_hub_id)
     expanded = os.path.expanduser(text)
-    if os.path.exists(expanded):  # unlike Path.exists(), False for what cannot be a path
+    if os.path.exists(expanded):  # Path.exists() raises for invalid paths
         path = Path(expanded)
         if path.is_file() and path.suffix.lower() not in WEIGHT_FILES:
             pickled = path.suffix.lower() in OTHER_FORMATS
             advice = USE_SAFETENSORS if pickled else "give its folder, a .safetensors or a .gguf"
-            raise UnsupportedError(f"{path} is no weight file that jaxllm opens: {advice}")
+            raise UnsupportedError(f"{path} is not a weight file that jaxllm opens: {advice}")
         if revision is not None:
             raise InputError(f"revision={revision!r} is for Hub ids, but {path} is a local path")
         return path
@@ -59,17 +59,17 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
-    import huggingface_hub  # here, because whoever loads a local file should not wait for it
+    import huggingface_hub  # a slow import, which local files do not need
 
     try:
         folder = huggingface_hub.snapshot_download(
             hub_id, revision=revision, allow_patterns=_ALLOW, ignore_patterns=_IGNORE
         )
-    except Exception as failure:  # of the Hub's client, or of whichever HTTP library it uses
+    except Exception as failure:  # errors of the client and of its HTTP library
         reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-        at = "" if revision is None else f" (revision {revision})"
+        version = "" if revision is None else f" (revision {revision})"
         raise MissingFileError(
-            f"{hub_id!r} is no file or folder here, and the Hugging Face Hub did not give it{at}: "
+            f"{hub_id!r}: no such file or folder, and the Hub download failed{version}: "
             f"{reason} Check the name and the network, log in with `hf auth login` if the model "
             "needs it, or download it elsewhere and give the folder's path."
         ) from failure

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model: one tensor at a time, each checked before anything is allocated."""
+"""Loads a model from a checkpoint; all tensors are checked before any memory is allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.load_parameters import Progress, fill
+from jaxllm.checkpoint.load_parameters import Progress, load_parameters
 from jaxllm.checkpoint.safetensors.reader import open_safetensors
 from jaxllm.checkpoint.source import BFLOAT16, WeightSource
 from jaxllm.common.errors import (
@@ -41,7 +41,7 @@ MAX_JSON_BYTES = 16 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: its config as JSON, its tensors under Hugging Face's names."""
+    """An opened checkpoint: config.json's content, and tensors under Hugging Face's names."""
 
     path: Path
     config: Mapping[str, Any]
@@ -64,8 +64,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             path = ggufs[0]
     if path.is_file() and path.suffix.lower() == ".safetensors":
         raise UnsupportedError(
-            f"{path}: weights alone do not say what model they are; give the folder that also "
-            "holds config.json"
+            f"{path}: a weight file without config.json; give the folder that also holds "
+            "config.json"
         )
     if path.is_file():
         file = GGUFFile(path)
@@ -90,18 +90,13 @@ def load_model(
     progress: Progress | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
-    """Builds the model that config.json describes and fills it from the file.
+    """Builds the model that config.json describes, with the weights of the file.
 
-    Every tensor is accounted for: a missing, unexpected or ill-shaped one raises CheckpointError
-    before memory is allocated. See `jaxllm.load` for the arguments.
+    A missing, unexpected or ill-shaped tensor raises CheckpointError before memory is allocated.
+    See `jaxllm.load` for the arguments.
     """
-    source, where = checkpoint.weights, checkpoint.config_file
-    try:
-        spec = model_spec({**checkpoint.config, **(overrides or {})}, architecture)
-    except JaxLLMError as error:
-        raise type(error)(f"{where}: {error}") from None
-    check_depth(spec, source, where)
-    spec = settle_tying(spec, source)
+    source = checkpoint.weights
+    spec = checkpoint_spec(checkpoint, architecture, overrides)
     compute, keep = choose_dtypes(source, dtype, param_dtype)
     options = Options(
         dtype=compute, param_dtype=keep, attn_implementation=attn_implementation, remat=remat
@@ -116,7 +111,7 @@ def load_model(
 
     if mesh is not None:
         check_heads(spec.config.head_counts, mesh)
-    arrays = fill(
+    arrays = load_parameters(
         entries,
         expected,
         source,
@@ -129,8 +124,7 @@ def load_model(
     config = dict(checkpoint.config)
     if architecture is not None:
         config["architectures"] = [spec.architecture]
-    read = [name for name, _ in (*entries, *copies)]
-    dtypes = {name: source.info(name).dtype.name for name in read}
+    dtypes = {name: source.info(name).dtype.name for name, _ in (*entries, *copies)}
     model.origin = Origin(
         config=json.dumps(config),
         dtypes=tuple(sorted(dtypes.items())),
@@ -142,11 +136,29 @@ def load_model(
     return model
 
 
-def settle_tying(spec: ModelSpec, source: WeightSource) -> ModelSpec:
-    """Makes `tie_word_embeddings` say what the tensors say.
+def checkpoint_spec(
+    checkpoint: Checkpoint, architecture: str | None, overrides: Mapping[str, Any] | None
+) -> ModelSpec:
+    """The model that config.json and the tensors describe.
 
-    A head that differs from the embedding is used although the config calls it tied: transformers 5
-    writes such files. No head at all means tied for T5, and is an error elsewhere.
+    Raises:
+        ConfigError, UnsupportedError: A field of config.json.
+        CheckpointError: The config has more layers than the file has tensors.
+    """
+    source, where = checkpoint.weights, checkpoint.config_file
+    try:
+        spec = model_spec({**checkpoint.config, **(overrides or {})}, architecture)
+    except JaxLLMError as error:
+        raise type(error)(f"{where}: {error}") from None
+    check_depth(spec, source, where)
+    return with_tying_of_file(spec, source)
+
+
+def with_tying_of_file(spec: ModelSpec, source: WeightSource) -> ModelSpec:
+    """Sets `tie_word_embeddings` according to the tensors.
+
+    An LM head that differs from the embedding is used even if the config calls it tied:
+    transformers 5 writes such files. A missing head means tied for T5, and is an error elsewhere.
     """
     config, has_head = spec.config, "lm_head.weight" in source.names()
     if "lm_head.weight".startswith(spec.unread):
@@ -166,7 +178,7 @@ def settle_tying(spec: ModelSpec, source: WeightSource) -> ModelSpec:
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Equal shapes, dtypes and bytes: -0 is not 0 here, and a NaN is itself."""
+    """Compares shapes, dtypes and bytes: -0 differs from 0, and a NaN equals itself."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     bits = f"u{a.itemsize}"
@@ -174,13 +186,13 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def choose_dtypes(source: WeightSource, dtype: Any, param_dtype: Any) -> tuple[Any, Any]:
-    """Compute and parameter dtype; None follows the file, except that a CPU computes in float32.
+    """The compute and parameter dtypes. None: the file's dtype, but float32 on a CPU.
 
     XLA converts half-precision weights on every use on a CPU, which is about five times slower.
     """
     infos = [source.info(name) for name in source.names()]
-    found = [i.dtype for i in infos if i.dtype in FLOATS]
-    native = max(set(found), key=found.count) if found else np.dtype(np.float32)
+    dtypes = [i.dtype for i in infos if i.dtype in FLOATS]
+    native = max(set(dtypes), key=dtypes.count) if dtypes else np.dtype(np.float32)
     on_cpu = jax.default_backend() == "cpu"
     dtype = float_dtype("dtype", dtype) or (np.dtype(np.float32) if on_cpu else native)
     widened = on_cpu and dtype == np.float32 and native in HALVES
@@ -190,6 +202,11 @@ def choose_dtypes(source: WeightSource, dtype: Any, param_dtype: Any) -> tuple[A
 
 
 def float_dtype(name: str, value: Any) -> Any:
+    """The dtype that an argument names, or None.
+
+    Raises:
+        UnsupportedError: It is not float32, bfloat16 or float16.
+    """
     if value is None:
         return None
     try:
@@ -202,22 +219,23 @@ def float_dtype(name: str, value: Any) -> Any:
 
 
 def is_stripped(table: Table, names: list[str]) -> bool:
-    """True for a file of the base model alone, whose names lack the prefix."""
+    """Whether the file holds the base model only, whose tensor names lack the prefix."""
     return bool(table.prefix) and not any(n.startswith(table.prefix) for n in names)
 
 
 def tensor_name(entry: Entry, table: Table, stripped: bool) -> str:
+    """The name of an entry's tensor in the file."""
     return entry.theirs.removeprefix(table.prefix) if stripped else entry.theirs
 
 
 def check_depth(spec: ModelSpec, source: WeightSource, where: Path) -> None:
-    """A config that claims absurdly many layers fails here, before such a model is traced."""
-    found = len(source.names())
+    """Refuses a config with more layers than the file has tensors, before the model is traced."""
+    tensors = len(source.names())
     for name in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"):
         layers = getattr(spec.config, name, None) or 0
-        if layers > found:
+        if layers > tensors:
             raise CheckpointError(
-                f"{where}: {name}: {layers}, but there are only {found} tensors in the weights"
+                f"{where}: {name}: {layers}, but there are only {tensors} tensors in the weights"
             )
 
 
@@ -227,15 +245,15 @@ def check_tensors(
     spec: ModelSpec,
     source: WeightSource,
 ) -> tuple[tuple[str, str], ...]:
-    """Names, shapes and dtypes against the model; returns the known copies found in the file."""
+    """Checks names, shapes and dtypes against the model; returns the known copies in the file."""
     names, table = source.names(), spec.table
     file = source.info(names[0]).file if names else spec.architecture
-    wanted = {name for name, _ in entries}
-    have = set(names)
-    missing = [n for n, _ in entries if n not in have]
+    needed = {name for name, _ in entries}
+    present = set(names)
+    missing = [name for name, _ in entries if name not in present]
     copies, unexpected = [], []
     for name in names:
-        if name in wanted or table.is_buffer(name) or name.startswith(spec.unread):
+        if name in needed or table.is_buffer(name) or name.startswith(spec.unread):
             continue
         original = table.copied_from(name)
         if original is not None and original in expected:
@@ -259,13 +277,13 @@ def check_tensors(
         info = source.info(name)
         shape = list(expected[entry.ours[0]].shape)
         shape[0] *= len(entry.ours)
-        wanted_shape = tuple(reversed(shape)) if entry.transposed else tuple(shape)
-        if info.shape != wanted_shape:
+        expected_shape = tuple(reversed(shape)) if entry.transposed else tuple(shape)
+        if info.shape != expected_shape:
             sizes = expected[entry.ours[0]].shape
             fields = {f for size in sizes for f in fields_behind(spec.config, size)}
             raise CheckpointError(
                 f"{info.file}: {name} has shape {list(info.shape)}, but config.json implies "
-                f"{list(wanted_shape)} (from {', '.join(sorted(fields))})"
+                f"{list(expected_shape)} (from {', '.join(sorted(fields))})"
             )
         if info.dtype not in FLOATS:
             raise UnsupportedError(
@@ -275,7 +293,7 @@ def check_tensors(
 
 
 def fields_behind(config: Any, size: int) -> list[str]:
-    """Names of the config's fields that give a dimension: equal to it, or heads times size."""
+    """Config fields that explain a dimension: equal to it, or number of heads times head size."""
     sizes = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     sizes = {k: v for k, v in sizes.items() if type(v) is int and not k.endswith("_id")}
     if hasattr(config, "size_per_head"):

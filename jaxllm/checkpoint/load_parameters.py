@@ -1,7 +1,9 @@
-"""Parameters from a file, one tensor at a time: whole, or only the parts that the devices need."""
+"""Reads parameters from a weight file: whole tensors, or the shards of this process's devices."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +21,7 @@ from jaxllm.parallel.sharding import parameter_sharding
 Progress = Callable[[str, int, int], None]
 
 
-def fill(
+def load_parameters(
     entries: Sequence[tuple[str, Entry]],
     expected: Mapping[str, Any],
     source: WeightSource,
@@ -29,52 +31,36 @@ def fill(
     progress: Progress | None,
     mesh: Mesh | None,
 ) -> dict[str, jax.Array]:
-    """Our parameters by path, from tensors that were checked to fit.
+    """Our parameters by path, from tensors that `check_tensors` has checked.
 
     Args:
-        entries: each with the name of its tensor in the file.
-        expected: shape and dtype of each parameter.
-        param_dtype: None keeps what the file has, unless the model needs it wider.
-        mesh: where parameters go, each where `parameter_sharding` says; None: one device. A process
-            reads the parts for its own devices only.
+        entries: (tensor name in the file, entry of the weight table).
+        expected: Shape and dtype of each parameter.
+        param_dtype: None keeps the file's dtype, unless the model needs a wider one.
+        mesh: Shards each parameter by `parameter_sharding`; None: one device. A process reads the
+            shards of its own devices only.
 
     Raises:
-        NonFiniteError: a weight is NaN or infinite, or would become so.
+        NonFiniteError: A weight is NaN or infinite, or would become so.
     """
     total = sum(source.info(name).nbytes for name, _ in entries)
     done, arrays = 0, {}
     for name, entry in entries:
         info = source.info(name)
-
-        def checked(values: np.ndarray, name: str = name) -> np.ndarray:
-            sentence = None if allow_nonfinite else find_nonfinite(name, values)
-            if sentence:
-                raise NonFiniteError(
-                    f"{source.info(name).file}: {sentence}; pass allow_nonfinite=True "
-                    "(--allow-nonfinite) to load it all the same"
-                )
-            return values
-
-        whole = entry.split(checked(source.read(name))) if mesh is None else ()
+        tensor = _Tensor(source, name, entry, allow_nonfinite)
+        whole = entry.split(tensor.read(())) if mesh is None else ()
         for number, ours in enumerate(entry.ours):
-            shape, want = expected[ours].shape, expected[ours].dtype
+            shape, dtype = expected[ours].shape, expected[ours].dtype
             if param_dtype is None:
-                want = jnp.promote_types(info.dtype, want)
+                dtype = jnp.promote_types(info.dtype, dtype)
             if mesh is None:
-                check_range(f"{info.file}: {name}", whole[number], want)
-                # Waited for: what a tensor passes through on its way would pile up with the next.
-                arrays[ours] = jnp.array(whole[number], dtype=want).block_until_ready()
-                continue
-
-            def part(
-                index: Index, name=name, entry=entry, number=number, shape=shape, want=want
-            ) -> np.ndarray:
-                theirs = checked(source.read(name, entry.index(number, shape[0], index)))
-                values = theirs.T if entry.transposed else theirs
-                check_range(f"{source.info(name).file}: {name}", values, want)
-                return np.array(values, want, order="C")  # a copy: nothing keeps the file mapped
-
-            arrays[ours] = in_parts(shape, parameter_sharding(ours, shape, mesh), part)
+                check_range(f"{info.file}: {name}", whole[number], dtype)
+                # Blocking keeps the temporary copies of several tensors from piling up.
+                arrays[ours] = jnp.array(whole[number], dtype=dtype).block_until_ready()
+            else:
+                sharding = parameter_sharding(ours, shape, mesh)
+                read = functools.partial(tensor.read_shard, number, shape[0], dtype)
+                arrays[ours] = sharded_array(shape, sharding, read)
         source.forget(name)
         done += info.nbytes
         if progress is not None:
@@ -82,10 +68,37 @@ def fill(
     return arrays
 
 
-def in_parts(
-    shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Index], np.ndarray]
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the file, checked for NaN and infinity as it is read."""
+
+    source: WeightSource
+    name: str
+    entry: Entry
+    allow_nonfinite: bool
+
+    def read(self, index: Index) -> np.ndarray:
+        values = self.source.read(self.name, index)
+        problem = None if self.allow_nonfinite else find_nonfinite(self.name, values)
+        if problem:
+            raise NonFiniteError(
+                f"{self.source.info(self.name).file}: {problem}; pass allow_nonfinite=True "
+                "(--allow-nonfinite) to load it all the same"
+            )
+        return values
+
+    def read_shard(self, number: int, rows: int, dtype: Any, index: Index) -> np.ndarray:
+        """A slice of our parameter `number` of this tensor, in its dtype."""
+        values = self.read(self.entry.index(number, rows, index))
+        values = values.T if self.entry.transposed else values
+        check_range(f"{self.source.info(self.name).file}: {self.name}", values, dtype)
+        return np.array(values, dtype, order="C")  # a copy: nothing keeps the file mapped
+
+
+def sharded_array(
+    shape: tuple[int, ...], sharding: NamedSharding, read: Callable[[Index], np.ndarray]
 ) -> jax.Array:
-    """An array made of parts, each asked for once a process, and put where it is needed."""
+    """A sharded array; each distinct shard is read once per process and put on its devices."""
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -93,14 +106,14 @@ def in_parts(
         devices.setdefault(bounds, []).append(device)
     shards = []
     for bounds, holders in devices.items():
-        values = part(tuple(slice(*ends) for ends in bounds))
+        values = read(tuple(slice(*ends) for ends in bounds))
         shards += [jax.device_put(values, device) for device in holders]
         jax.block_until_ready(shards)
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def check_range(name: str, tensor: np.ndarray, dtype: Any) -> None:
-    """Casting to float16 must not make an infinity of a finite weight."""
+    """Raises NonFiniteError where casting to float16 would turn a finite weight into infinity."""
     if dtype == np.float16 != tensor.dtype and tensor.size:
         largest = max(abs(float(tensor.max())), abs(float(tensor.min())))
         if float(np.finfo(np.float16).max) < largest < math.inf:

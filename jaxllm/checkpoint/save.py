@@ -1,4 +1,4 @@
-"""From a model back to a Hugging Face folder: the same names, shapes, dtypes and bytes."""
+"""Writes a model as a Hugging Face folder, with the names, dtypes and bytes of its checkpoint."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def save_model(
     """Writes config.json and the weights; see `jaxllm.save_hf`.
 
     Args:
-        arrays: the model's parameters by path, as `with_host_arrays` gives them.
+        arrays: The model's parameters by path, from `with_host_arrays`.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
-        raise CheckpointError(f"{folder}: cannot be made ({failure.strerror})") from failure
+        raise CheckpointError(f"{folder}: cannot be created ({failure.strerror})") from failure
     tensors = dict(hf_tensors(model, arrays))
     original = original_dtypes(model, tensors)
     dtype = float_dtype("dtype", dtype)
@@ -84,10 +84,10 @@ def hf_tensors(model: Any, arrays: Mapping[str, HostArray]) -> Iterator[tuple[st
 
 
 def original_dtypes(model: Any, tensors: Mapping[str, HostArray]) -> dict[str, Any]:
-    """The file's own dtypes, if going back to them loses nothing; else none.
+    """The dtypes of the file the model was loaded from, if casting back is lossless; else none.
 
-    A half-precision checkpoint that was widened at load goes back to its bytes; one that was
-    trained further in float32 keeps its float32.
+    A half-precision checkpoint that was widened at load gets its own bytes back; one that was
+    trained further in float32 stays float32.
     """
     origin: Origin | None = model.origin
     if origin is None or origin.quantised:
@@ -95,42 +95,40 @@ def original_dtypes(model: Any, tensors: Mapping[str, HostArray]) -> dict[str, A
     dtypes = {name: jnp.dtype(dtype) for name, dtype in origin.dtypes}
     same_names = dtypes.keys() == tensors.keys()
     lossless = same_names and all(
-        x.dtype == dtypes[name] or survives(x.read(), dtypes[name]) for name, x in tensors.items()
+        x.dtype == dtypes[name] or is_lossless(x.read(), dtypes[name])
+        for name, x in tensors.items()
     )
     return dtypes if lossless else {}
 
 
-def survives(x: np.ndarray, dtype: Any) -> bool:
-    """Whether x goes to `dtype` and back unchanged, bit for bit."""
+def is_lossless(x: np.ndarray, dtype: Any) -> bool:
+    """Whether casting to `dtype` and back gives the same bits."""
     with np.errstate(over="ignore"):
         back = x.astype(dtype).astype(x.dtype)
     return bool((back.view(f"u{x.itemsize}") == x.view(f"u{x.itemsize}")).all())
 
 
 def saved_config(model: Any, dtypes: dict[str, str]) -> dict[str, Any]:
-    """The checkpoint's own config.json, but for what the caller has changed; `dtypes` as saved."""
+    """The checkpoint's config.json with the caller's changes; `dtypes` are those being saved."""
     origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)
-    now = config_to_json(model.config, model_type, architecture)
+    current = config_to_json(model.config, model_type, architecture)
     if origin is None:
-        config = now
+        config = current
     else:
         config = json.loads(origin.config)
-        read = config_to_json(type(model.config).from_dict(config), model_type, architecture)
-        settled = (
-            "tie_word_embeddings",
-            "scale_decoder_outputs",
-        )  # by the loader, from the tensors
-        config |= {k: v for k, v in now.items() if k not in settled and v != read.get(k)}
+        loaded = config_to_json(type(model.config).from_dict(config), model_type, architecture)
+        from_tensors = ("tie_word_embeddings", "scale_decoder_outputs")  # set by the loader
+        config |= {k: v for k, v in current.items() if k not in from_tensors and v != loaded.get(k)}
     if origin is None or dtypes != dict(origin.dtypes):
-        found = list(dtypes.values())
-        spelling = "dtype" if "dtype" in config else "torch_dtype"
-        config[spelling] = max(set(found), key=found.count)
+        names = list(dtypes.values())
+        key = "dtype" if "dtype" in config else "torch_dtype"
+        config[key] = max(set(names), key=names.count)
     return config
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes the whole file at once, so that a reader never sees half of it."""
+    """Writes a JSON file atomically."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     try:
         write_whole(path, text.encode("utf-8"))

@@ -1,8 +1,8 @@
-"""The interface of every weight file: names, shapes and arrays on demand.
+"""`WeightSource`, the interface of weight files: tensor names, shapes, and arrays on demand.
 
 :class:`~jaxllm.checkpoint.safetensors.reader.SafetensorsFile`, its sharded sibling and
-:class:`~jaxllm.checkpoint.gguf.reader.GGUFFile` implement :class:`WeightSource`, so that a loader
-knows no file format.
+:class:`~jaxllm.checkpoint.gguf.reader.GGUFFile` implement it, so that the loader knows no
+file format.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jaxllm.common.errors import CheckpointError, MissingFileError
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 Index = tuple[slice, ...]
-"""A part of an array: a slice of each dimension, with steps of 1. Empty: all of it."""
+"""A slice of each dimension, with steps of 1. Empty: the whole array."""
 
-_CHUNK = 1 << 20  # values that find_nonfinite looks at in one go: small enough for the CPU's cache
+_CHUNK = 1 << 20  # values per pass of find_nonfinite: they fit into the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TensorInfo:
     Attributes:
         shape: The shape of the array that :meth:`WeightSource.read` returns.
         dtype: The dtype of that array (``ml_dtypes.bfloat16`` included).
-        nbytes: Bytes that the tensor takes in the file: fewer than the array where it is quantised.
+        nbytes: Bytes of the tensor in the file: fewer than the array's where it is quantized.
         file: The file that holds it.
     """
 
@@ -44,7 +44,7 @@ class TensorInfo:
 
 
 class WeightSource(Protocol):
-    """Read access to named tensors; a context manager that closes itself."""
+    """Read access to named tensors; a context manager."""
 
     def names(self) -> list[str]:
         """The tensors' names, in the file's order."""
@@ -59,11 +59,11 @@ class WeightSource(Protocol):
         ...
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """One tensor or a part of it, read-only or owned by the caller.
+        """One tensor or a slice of it, read-only or owned by the caller.
 
-        Where the file stores the array as numpy would, it is a view of a read-only memory map and
-        stays valid after :meth:`close`; the file must not be changed meanwhile. Only this tensor's
-        bytes are ever touched, and of a part as few as the format allows.
+        Where the file stores the array in numpy's layout, the result is a view of a read-only
+        memory map and stays valid after :meth:`close`; the file must not change meanwhile. Only
+        the requested bytes are read, or as few as the format allows.
 
         Raises:
             CheckpointError: No tensor has this name, or the source is closed.
@@ -71,11 +71,11 @@ class WeightSource(Protocol):
         ...
 
     def forget(self, name: str) -> None:
-        """Give back the memory that looking at a tensor of the file took; it can be read again."""
+        """Releases the pages that reading a tensor mapped; it can be read again."""
         ...
 
     def close(self) -> None:
-        """Let go of the files; arrays already read stay valid."""
+        """Closes the files; arrays already read stay valid."""
         ...
 
     def __enter__(self) -> Self:
@@ -86,7 +86,7 @@ class WeightSource(Protocol):
 
 
 class MappedFile:
-    """A whole file as a read-only memory map that gives numpy views."""
+    """A file as a read-only memory map with numpy views."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,7 +94,7 @@ class MappedFile:
             raise MissingFileError(f"{path}: no such file")
         try:
             with path.open("rb") as file:
-                if path.stat().st_size == 0:  # which mmap cannot map
+                if path.stat().st_size == 0:  # mmap refuses empty files
                     raise CheckpointError(f"{path}: the file is empty")
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as failure:
@@ -103,7 +103,7 @@ class MappedFile:
         self._map: mmap.mmap | None = mapped
 
     def view(self, dtype: np.dtype[Any], begin: int, count: int) -> np.ndarray:
-        """``count`` values from byte ``begin`` on, flat; a copy only where they lie unaligned."""
+        """A flat view of ``count`` values from byte ``begin`` on; a copy only where unaligned."""
         if self._map is None:
             raise CheckpointError(f"{self.path}: read after close()")
         if count == 0:  # numpy refuses an empty view at the very end of a buffer
@@ -114,17 +114,17 @@ class MappedFile:
     def array(
         self, dtype: np.dtype[Any], begin: int, shape: tuple[int, ...], index: Index = ()
     ) -> np.ndarray:
-        """An array in C order, or a part of it; a copy (of the part) only where it is unaligned."""
+        """A view of an array in C order, or of a slice of it; a copy only where unaligned."""
         if self._map is None:
             raise CheckpointError(f"{self.path}: read after close()")
         count = math.prod(shape)
         flat = np.frombuffer(self._map, dtype, count, begin) if count else np.empty(0, dtype)
-        part = flat.reshape(shape)
-        part = part[index] if index else part
-        return part if part.flags.aligned else part.copy()
+        values = flat.reshape(shape)
+        values = values[index] if index else values
+        return values if values.flags.aligned else values.copy()
 
     def forget(self, begin: int, end: int) -> None:
-        """Give the memory of these bytes back to the system, which reads them again if need be."""
+        """Releases the mapped pages of these bytes; the system reads them again on access."""
         if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
@@ -140,10 +140,10 @@ class MappedFile:
 
 
 def find_nonfinite(name: str, array: np.ndarray) -> str | None:
-    """Look for NaN and infinity: ``None`` where all is finite, else a sentence that says where.
+    """Looks for NaN and infinity: ``None`` if all is finite, else a sentence with count and value.
 
-    Works through a million values at a time, so it needs no memory to speak of; 16-bit floats are
-    tested by their exponent bits, which is several times faster than converting them.
+    Reads a million values at a time, so that it needs little memory. 16-bit floats are tested by
+    their exponent bits, which is several times faster than converting them.
 
     >>> find_nonfinite("w", np.ones(4, np.float32)) is None
     True
@@ -171,5 +171,5 @@ def find_nonfinite(name: str, array: np.ndarray) -> str | None:
 
 
 def quoted(name: str) -> str:
-    """A name from a file, fit for one line of an error message."""
+    """A name from a file, quoted and shortened for an error message."""
     return repr(name if len(name) <= 120 else f"{name[:117]}...")

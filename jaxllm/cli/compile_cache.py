@@ -1,4 +1,4 @@
-"""Keeps compiled programs on disk, so that the second start of a command compiles nothing."""
+"""JAX's persistent compilation cache, so that a command's second start compiles nothing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def default_folder() -> Path:
 
 
 def enable(folder: Path) -> str | None:
-    """Turn JAX's persistent compilation cache on, for every program however small or quick.
+    """Turns on JAX's persistent compilation cache, for all programs.
 
-    A folder that the user gave to JAX itself (``JAX_COMPILATION_CACHE_DIR``) is left as it is.
+    A folder that the user gave to JAX (``JAX_COMPILATION_CACHE_DIR``) is kept.
 
     Returns:
-        None, or one line that says why there is no cache. A cache is a convenience: a folder that
-        cannot be made or written is no error.
+        None, or one line that says why there is no cache: a folder that cannot be written is not
+        an error.
     """
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         try:

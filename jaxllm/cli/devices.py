@@ -1,4 +1,4 @@
-"""Options of commands that run on several devices or in several processes."""
+"""Command line options for several devices and several processes."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ from jaxllm.parallel.sharding import AXES, make_mesh
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:
-    """``--mesh``, and `add_process_flags`."""
+    """Adds ``--mesh`` and the options of `add_process_flags`."""
     add_process_flags(parser)
     group = parser.add_argument_group("devices")
     group.add_argument(
         "--mesh",
         type=mesh_sizes,
         metavar="SIZES",
-        help="spread the model: data=2,tensor=4; one of data, fsdp, tensor may be -1: what is left",
+        help="shard the model: data=2,tensor=4; one of data, fsdp, tensor may be -1: the remainder",
     )
 
 
 def add_process_flags(parser: argparse.ArgumentParser) -> None:
-    """What finds the other processes."""
+    """Adds ``--coordinator``, ``--num-processes``, ``--process-id`` and ``--distributed``."""
     group = parser.add_argument_group("several processes")
     group.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="where process 0 listens; all processes say it"
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of process 0, the same for all processes",
     )
     group.add_argument("--num-processes", type=int, metavar="N", help="with --coordinator")
-    group.add_argument("--process-id", type=int, metavar="I", help="this one: 0 to N - 1")
+    group.add_argument(
+        "--process-id", type=int, metavar="I", help="index of this process: 0 to N - 1"
+    )
     group.add_argument(
         "--distributed",
         action="store_true",
-        help="several processes that the cluster (SLURM, MPI, a TPU pod, Kubernetes) has started",
+        help="the cluster (SLURM, MPI, a TPU pod, Kubernetes) has started several processes",
     )
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """The sizes of ``data=2,tensor=4``.
+    """Parses mesh sizes.
 
     >>> mesh_sizes("data=2,tensor=4")
     {'data': 2, 'tensor': 4}
@@ -64,28 +68,28 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 
 def join_processes(arguments: argparse.Namespace) -> None:
-    """Finds the other processes, if the command line says that there are some.
+    """Initialises `jax.distributed` if the command line asks for several processes.
 
-    Comes before anything that counts devices.
+    Must run before anything that counts devices.
 
     Raises:
-        InputError: options that contradict each other, or no cluster.
+        InputError: The options contradict each other, or there is no cluster.
     """
-    given = {
+    options = {
         "--coordinator": arguments.coordinator,
         "--num-processes": arguments.num_processes,
         "--process-id": arguments.process_id,
     }
-    missing = [flag for flag, value in given.items() if value is None]
-    if arguments.distributed and len(missing) < len(given):
-        raise InputError("--distributed asks the cluster; give it or --coordinator, not both")
+    missing = [flag for flag, value in options.items() if value is None]
+    if arguments.distributed and len(missing) < len(options):
+        raise InputError("give --distributed or --coordinator, not both")
     if arguments.distributed:
         try:
             jax.distributed.initialize()
         except (ValueError, RuntimeError) as failure:
             raise InputError(
-                f"--distributed: no cluster told this process of the others ({failure}); say it "
-                "with --coordinator HOST:PORT --num-processes N --process-id I"
+                f"--distributed: no cluster was found ({failure}); give "
+                "--coordinator HOST:PORT --num-processes N --process-id I"
             ) from failure
     elif not missing:
         count, index = arguments.num_processes, arguments.process_id
@@ -94,30 +98,30 @@ def join_processes(arguments: argparse.Namespace) -> None:
         if ":" not in arguments.coordinator:
             raise InputError(f"--coordinator: expected HOST:PORT, found {arguments.coordinator!r}")
         jax.distributed.initialize(arguments.coordinator, count, index)
-    elif len(missing) < len(given):
+    elif len(missing) < len(options):
         raise InputError(
-            f"--coordinator, --num-processes and --process-id belong together; {missing[0]} is "
+            f"--coordinator, --num-processes and --process-id are used together; {missing[0]} is "
             "missing"
         )
     if arguments.distributed or not missing:
-        sys.excepthook = _leave_at_once
-        # JAX's notice of preemption has taken this signal, and does nothing but remember it.
+        sys.excepthook = _exit_at_once
+        # JAX's preemption notifier takes this signal and only records it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _leave_at_once(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """How a process that crashes ends. JAX would have it wait minutes for the others, which may
-    wait for it; a supervisor has to see it go."""
-    sys.__excepthook__(kind, error, trace)
+def _exit_at_once(error_type: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Ends a crashed process at once, for a supervisor to see. JAX would wait minutes for the other
+    processes, which may wait for this one."""
+    sys.__excepthook__(error_type, error, trace)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
 
 
 def mesh_of_arguments(arguments: argparse.Namespace) -> Mesh | None:
-    """The mesh of ``--mesh``; several processes without it: all devices on ``data``.
+    """The mesh of ``--mesh``; without it, for several processes: all devices on ``data``.
 
-    Sizes that are not named are 1, and ``data`` what is left.
+    Axes that are not named have size 1, and ``data`` takes the remaining devices.
     """
     if arguments.mesh is None:
         return make_mesh() if jax.process_count() > 1 else None
@@ -125,7 +129,7 @@ def mesh_of_arguments(arguments: argparse.Namespace) -> Mesh | None:
 
 
 def own_mesh(arguments: argparse.Namespace) -> Mesh | None:
-    """As `mesh_of_arguments`, of the devices of this process alone, of which all are used."""
+    """As `mesh_of_arguments`, but over this process's devices only, all of them."""
     devices = jax.local_devices()
     if arguments.mesh is None:
         return make_mesh(devices=devices) if len(devices) > 1 else None
@@ -135,10 +139,10 @@ def own_mesh(arguments: argparse.Namespace) -> Mesh | None:
         if jax.process_count() == 1:
             raise
         raise InputError(
-            f"--input: each process has a mesh of its own {len(devices)} devices; {error}"
+            f"--input: each process has its own mesh of {len(devices)} devices; {error}"
         ) from None
 
 
 def leads() -> bool:
-    """Whether this process is the one that prints and writes what all of them know."""
+    """Whether this is process 0, which prints and writes results."""
     return jax.process_index() == 0

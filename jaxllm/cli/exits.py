@@ -1,4 +1,4 @@
-"""How a command ends: one line on stderr and exit code 2 for an error, quietly when interrupted."""
+"""Exit codes and error lines: exit code 2 and one line on stderr for an error."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors take one line, and which takes no abbreviated options.
+    """An argparse parser with one-line errors and without abbreviated options.
 
-    Abbreviations would change their meaning whenever an option is added.
+    Abbreviations could change their meaning when an option is added.
     """
 
     def __init__(self, **kwargs) -> None:
@@ -38,11 +38,11 @@ class Parser(argparse.ArgumentParser):
 def guard(
     command: Callable[[list[str]], int], program: str, argv: Sequence[str] | None = None
 ) -> int:
-    """Run a command on its arguments; the exit code of the process.
+    """Runs a command on its arguments and returns the exit code.
 
-    An error of :class:`~jaxllm.JaxLLMError` is the user's to mend: one line, exit code 2,
-    or the traceback with ``--debug``. Any other exception is a bug, and keeps its traceback.
-    Ctrl-C exits with 130 and a reader that went away (``| head``) with 141, both in silence.
+    A :class:`~jaxllm.JaxLLMError` prints one line, with ``--debug`` also the traceback, and exits
+    with 2. Any other exception is a bug and keeps its traceback. Ctrl-C exits with 130 and a closed
+    pipe (``| head``) with 141, without a message.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -59,14 +59,14 @@ def guard(
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more when it exits, and would complain then.
+        # Python flushes stdout again at exit, which would print an error.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
 
 def one_line(message: str) -> str:
-    r"""A message on one line; control characters, which a file may have put there, are escaped.
+    r"""A message on one line, with control characters (from a file, say) escaped.
 
     >>> one_line("a.gguf: bad name\n'\x1b[2J'")
     "a.gguf: bad name '\\x1b[2J'"

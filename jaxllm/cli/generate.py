@@ -1,6 +1,6 @@
-"""``generate.py`` and ``jaxllm generate``: text from a checkpoint, as it is generated.
+"""``generate.py`` and ``jaxllm generate``: generates text with a checkpoint, streamed to stdout.
 
-stdout carries the text and nothing else; what goes on, and how fast, is said on stderr.
+stdout gets the text only; progress and speed go to stderr.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxllm import load
 from jaxllm.checkpoint import bundled
@@ -26,7 +27,7 @@ from jaxllm.cli.devices import add_device_flags, join_processes, leads, mesh_of_
 from jaxllm.cli.exits import Parser, guard
 from jaxllm.cli.field_flags import add_field_flags, given_fields, int_list
 from jaxllm.cli.progress import Reporter
-from jaxllm.cli.request import Decoder, IdDecoder, Request
+from jaxllm.cli.request import IdDecoder, Request, TextDecoder
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.contrib.token_healing import heal
@@ -47,7 +48,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm generate") -> int:
-    """Entry point; the exit code."""
+    """Entry point; returns the exit code."""
     return guard(lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv)
 
 
@@ -59,33 +60,41 @@ def _parser(program: str) -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
     )
     parser.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt; - reads stdin")
-    parser.add_argument("--prompt", help="the same as an option")
+    parser.add_argument("--prompt", help="the prompt, as an option")
     parser.add_argument("--input-ids", type=_token_ids, help="token ids instead of a prompt: 1,2,3")
-    parser.add_argument("--chat", action="store_true", help="ask through the chat template")
+    parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt")
     parser.add_argument("--system", help="a system message before the prompt, with --chat")
     parser.add_argument(
         "--model", help="folder, .safetensors, .gguf or Hub id (default: the bundled SmolLM2)"
     )
     parser.add_argument(
-        "--assistant-model", metavar="MODEL", help="a smaller model of the vocabulary, which drafts"
+        "--assistant-model", metavar="MODEL", help="a smaller draft model with the same vocabulary"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="what is computed in")
-    parser.add_argument("--param-dtype", choices=DTYPES, help="what weights are kept in")
+    parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
+    parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of the weights")
     parser.add_argument(
         "--allow-nonfinite", action="store_true", help="load weights that hold NaN or infinity"
     )
-    parser.add_argument("--seed", type=int, help="for --do-sample (default: another every time)")
+    parser.add_argument("--seed", type=int, help="for --do-sample (default: random)")
     parser.add_argument(
-        "--no-stream", dest="stream", action="store_false", help="print the text when it is whole"
+        "--no-stream",
+        dest="stream",
+        action="store_false",
+        help="print the text when it is complete",
     )
-    parser.add_argument("--show-special-tokens", action="store_true", help="print those too")
-    parser.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    parser.add_argument(
+        "--show-special-tokens", action="store_true", help="print special tokens too"
+    )
+    parser.add_argument("--quiet", action="store_true", help="only errors on stderr")
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument(
-        "--compile-cache", type=Path, metavar="FOLDER", help="where compiled programs are kept"
+        "--compile-cache", type=Path, metavar="FOLDER", help="where to keep compiled programs"
     )
     cache.add_argument(
-        "--no-compile-cache", dest="keep_compiled", action="store_false", help="keep none"
+        "--no-compile-cache",
+        dest="keep_compiled",
+        action="store_false",
+        help="keep no compiled programs",
     )
     add_batch_flags(parser)
     add_device_flags(parser)
@@ -104,43 +113,28 @@ def _token_ids(text: str) -> list[int]:
 def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     fields = GenerationConfig(**given_fields(arguments))
-    check_supported(fields)  # now, not after minutes of loading
+    check_supported(fields)  # before loading, which takes minutes
     join_processes(arguments)
-    one_text = arguments.input is None and arguments.input_ids is None
-    prompt = _prompt(arguments) if one_text else None
+    has_text_prompt = arguments.input is None and arguments.input_ids is None
+    prompt = _prompt(arguments) if has_text_prompt else None
     reporter = Reporter(quiet=arguments.quiet or not leads())
     if arguments.keep_compiled:
-        trouble = compile_cache.enable(arguments.compile_cache or compile_cache.default_folder())
-        if trouble is not None:
-            reporter.say(trouble)
+        folder = arguments.compile_cache or compile_cache.default_folder()
+        problem = compile_cache.enable(folder)
+        if problem is not None:
+            reporter.say(problem)
     if arguments.input is not None:
         return run_batch(arguments, reporter)
 
     mesh = mesh_of_arguments(arguments)
-    path = bundled.smollm2() if arguments.model is None else arguments.model
     with contextlib.closing(CompileClock()) as clock:
-        with reporter.phase(f"loading {Path(path).resolve().name}") as update:
-            options = {
-                "dtype": arguments.dtype,
-                "param_dtype": arguments.param_dtype,
-                "mesh": mesh,
-            }
-            model, tokenizer = load(
-                path, **options, allow_nonfinite=arguments.allow_nonfinite, progress=update
-            )
-        if not hasattr(model, "decode"):
-            raise UnsupportedError(f"{path}: a {type(model).__name__} generates no text")
-        assistant = None
-        if arguments.assistant_model is not None:
-            name = arguments.assistant_model
-            with reporter.phase(f"loading {Path(name).resolve().name}") as update:
-                assistant, _ = load(name, **options, progress=update)
+        model, tokenizer, assistant = _load(arguments, mesh, reporter)
         ids = _ids(arguments, prompt, model, tokenizer)
         fields = _with_length(fields, model, len(ids))
-        config, ends = _effective(fields, model, assistant)
+        config, eos_ids = _effective(fields, model, assistant)
         for name in config.to_dict():
             if name.startswith("output_") and getattr(config, name):
-                raise InputError(f"{name}: text is all that is printed; use jaxllm.generate")
+                raise InputError(f"{name}: only text is printed; use jaxllm.generate")
         if config.token_healing:
             ids = _healed(model, tokenizer, ids)
             fields = fields.replace(token_healing=False)
@@ -149,7 +143,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if config.do_sample:
             reporter.say(f"seed: {seed}")
 
-        def new_decoder() -> Decoder:
+        def new_decoder() -> TextDecoder:
             if tokenizer is None:
                 return IdDecoder()
             return tokenizer.stream_decoder(not arguments.show_special_tokens)
@@ -159,14 +153,34 @@ def _run(arguments: argparse.Namespace) -> int:
             ids,
             fields,
             jax.random.key(seed),
-            ends,
+            eos_ids,
             tokenizer=tokenizer,
             assistant_model=assistant,
         )
         streaming = arguments.stream and config.num_return_sequences == config.num_beams == 1
-        answer = _answer if streaming else _answer_whole
-        answer(request, new_decoder, reporter, clock)
+        print_result = _print_streamed if streaming else _print_whole
+        print_result(request, new_decoder, reporter, clock)
     return 0
+
+
+def _load(
+    arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
+) -> tuple[Any, Tokenizer | None, Any]:
+    """Model, tokenizer and assistant model."""
+    path = bundled.smollm2() if arguments.model is None else arguments.model
+    options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}
+    with reporter.phase(f"loading {Path(path).resolve().name}") as update:
+        model, tokenizer = load(
+            path, **options, allow_nonfinite=arguments.allow_nonfinite, progress=update
+        )
+    if not hasattr(model, "decode"):
+        raise UnsupportedError(f"{path}: a {type(model).__name__} cannot generate text")
+    assistant = None
+    if arguments.assistant_model is not None:
+        name = arguments.assistant_model
+        with reporter.phase(f"loading {Path(name).resolve().name}") as update:
+            assistant, _ = load(name, **options, progress=update)
+    return model, tokenizer, assistant
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -177,14 +191,14 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError("--system has no effect without --chat")
     if arguments.input is not None:
         return
-    given = [arguments.text, arguments.prompt, arguments.input_ids]
-    count = sum(value is not None for value in given)
+    prompts = [arguments.text, arguments.prompt, arguments.input_ids]
+    count = sum(value is not None for value in prompts)
     if count == 0:
         raise InputError('no prompt: give one, such as "Once upon a time", or - for stdin')
     if count > 1:
         raise InputError("give one of PROMPT, --prompt and --input-ids, not several")
     if arguments.chat and arguments.input_ids is not None:
-        raise InputError("--chat needs a prompt: --input-ids are taken as they are")
+        raise InputError("--chat needs a text prompt, not --input-ids")
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -197,7 +211,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
         text = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError as failure:
         raise InputError(f"stdin is not UTF-8 (byte {failure.start})") from failure
-    return text.removesuffix("\n")  # as shells do with the output of a command
+    return text.removesuffix("\n")  # as shells do in command substitution
 
 
 def _ids(
@@ -228,7 +242,7 @@ def _healed(model: Any, tokenizer: Tokenizer | None, ids: list[int]) -> list[int
 
 
 def _with_length(fields: GenerationConfig, model: Any, prompt_length: int) -> GenerationConfig:
-    """256 new tokens, as far as the model reaches, where nobody asks for another length."""
+    """Sets 256 new tokens (fewer if the context is shorter), unless a length is given."""
     if {"max_length", "max_new_tokens"} & model.generation_config.merge(fields).to_dict().keys():
         return fields
     limit = DEFAULT_NEW_TOKENS
@@ -240,9 +254,9 @@ def _with_length(fields: GenerationConfig, model: Any, prompt_length: int) -> Ge
 def _effective(
     fields: GenerationConfig, model: Any, assistant: Any
 ) -> tuple[GenerationConfig, tuple[int, ...]]:
-    """All settings, the model's own included, and the end tokens.
+    """The merged generation config, and the end tokens.
 
-    In code a field without effect is a warning; who types one here meant something by it.
+    A field without effect is an error here, not a warning as in the library.
     """
     try:
         with warnings.catch_warnings():
@@ -253,10 +267,13 @@ def _effective(
         raise InputError(f"{warning}{flag}") from None
 
 
-def _answer(
-    request: Request, new_decoder: Callable[[], Decoder], reporter: Reporter, clock: CompileClock
+def _print_streamed(
+    request: Request,
+    new_decoder: Callable[[], TextDecoder],
+    reporter: Reporter,
+    clock: CompileClock,
 ) -> None:
-    """Print each token as soon as it is known."""
+    """Prints tokens as they are generated."""
     chunks = request.stream()
     with reporter.phase("compiling and reading the prompt"):
         # Two chunks: the first comes from the prefill program, the second from the loop.
@@ -272,10 +289,13 @@ def _answer(
     reporter.say(f"{len(first) + later} tokens{speed}; {clock.summary()}")
 
 
-def _answer_whole(
-    request: Request, new_decoder: Callable[[], Decoder], reporter: Reporter, clock: CompileClock
+def _print_whole(
+    request: Request,
+    new_decoder: Callable[[], TextDecoder],
+    reporter: Reporter,
+    clock: CompileClock,
 ) -> None:
-    """Print whole rows, with a line of three dashes between them."""
+    """Prints complete sequences, with a line of three dashes between them."""
     start, compiled = time.perf_counter(), clock.seconds
     with reporter.phase("compiling and generating"):
         rows = request.generate()

@@ -1,4 +1,4 @@
-"""``jaxllm COMMAND ...``: finds the command and hands the rest of the line to it."""
+"""Entry point of ``jaxllm COMMAND ...``: runs the command with the remaining arguments."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import jaxllm
 from jaxllm.cli.exits import USAGE_ERROR, one_line
 
-# Each command's module has `main(argv, program) -> int`; it is imported when it is asked for.
+# Each command's module has `main(argv, program) -> int`, and is imported on use.
 COMMANDS = {
     "export": ("jaxllm.cli.export", "write the model of a training run for transformers or PEFT"),
     "generate": ("jaxllm.cli.generate", "continue a prompt, or answer a question"),
-    "supervise": ("jaxllm.cli.supervise", "start a command again when a process is lost"),
-    "train": ("jaxllm.cli.train", "train a model by a recipe"),
+    "supervise": ("jaxllm.cli.supervise", "restart a command when one of its processes dies"),
+    "train": ("jaxllm.cli.train", "train a model from a recipe"),
     "verify": ("jaxllm.cli.verify", "compare a checkpoint's logits with transformers'"),
 }
 

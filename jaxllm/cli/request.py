@@ -1,4 +1,4 @@
-"""One prompt and its answer: ids in, text out, a few tokens at a time."""
+"""Generates for one prompt: token ids in, new token ids out, whole or streamed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jax import Array
 from jaxllm import GenerationConfig, generate, stream
 
 
-class Decoder(Protocol):
-    """Turns the ids of one row into text as they come; a tokenizer's ``StreamDecoder`` is one."""
+class TextDecoder(Protocol):
+    """Turns streamed ids into text; a tokenizer's ``StreamDecoder`` is one."""
 
     def put(self, ids: Any, /) -> str: ...
 
@@ -20,7 +20,7 @@ class Decoder(Protocol):
 
 
 class IdDecoder:
-    """For a model without a tokenizer: the ids themselves, comma separated.
+    """Text of a model without a tokenizer: the ids, comma separated.
 
     >>> decoder = IdDecoder()
     >>> decoder.put([5, 6]) + decoder.put([7]) + decoder.end()
@@ -41,14 +41,14 @@ class IdDecoder:
 
 
 class Request:
-    """A prompt with its settings, and the two ways to have it answered.
+    """A prompt with its generation settings.
 
     Args:
         model: A model that generates.
         input_ids: The prompt (of the encoder, for an encoder-decoder).
-        fields: Settings of this call, which win over the model's own.
-        key: For sampling.
-        ends: End tokens in force.
+        fields: Generation fields of this call, which override the model's own.
+        key: Key for sampling.
+        eos_ids: End tokens.
         arguments: More arguments of ``generate``.
     """
 
@@ -58,7 +58,7 @@ class Request:
         input_ids: list[int],
         fields: GenerationConfig,
         key: Array,
-        ends: Iterable[int],
+        eos_ids: Iterable[int],
         **arguments: Any,
     ) -> None:
         self._model = model
@@ -69,23 +69,23 @@ class Request:
             **arguments,
         }
         self._start = 1 if model.is_encoder_decoder else len(input_ids)
-        self._ends = frozenset(ends)
+        self._eos_ids = frozenset(eos_ids)
 
     def stream(self) -> Iterator[list[int]]:
-        """New ids of the one row, a few at a time, up to and with its end token."""
+        """New ids of the sequence, a few at a time, up to and including its end token."""
         for chunk in stream(self._model, **self._arguments):
             ids = self._until_end(chunk[0].tolist())
             yield ids
-            if ids and ids[-1] in self._ends:
+            if ids and ids[-1] in self._eos_ids:
                 return
 
     def generate(self) -> list[list[int]]:
-        """New ids of every row, each up to and with its end token."""
+        """New ids of every sequence, each up to and including its end token."""
         sequences = np.asarray(generate(self._model, **self._arguments).sequences)
         return [self._until_end(row) for row in sequences[:, self._start :].tolist()]
 
     def _until_end(self, ids: list[int]) -> list[int]:
         for count, index in enumerate(ids, start=1):
-            if index in self._ends:
+            if index in self._eos_ids:
                 return ids[:count]
         return ids

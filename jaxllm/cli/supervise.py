@@ -1,7 +1,7 @@
-"""``jaxllm supervise --processes 2 -- COMMAND ...``: keeps the processes of a command going.
+"""``jaxllm supervise --processes 2 -- COMMAND ...``: restarts a command's processes after a crash.
 
-A process that was lost takes with it what the others wait for; so all are ended and started again,
-with ``--resume``, which goes on from what is on the disk.
+If one process dies, the others would wait for it forever; so all are killed and started again with
+``--resume``, which continues from the files on disk.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from jaxllm.cli.exits import BROKEN_PIPE, INTERRUPTED, USAGE_ERROR, Parser, guard
 from jaxllm.common.errors import InputError
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FINAL = (USAGE_ERROR, INTERRUPTED, BROKEN_PIPE, 128 + signal.SIGTERM)
-"""Codes of processes that somebody has to mend, or has stopped: to start again would not help."""
-JOINING = ("--coordinator", "--num-processes", "--process-id")
+"""Exit codes after which nothing is restarted: user errors and interrupts."""
+PROCESS_FLAGS = ("--coordinator", "--num-processes", "--process-id")
 POLL_SECONDS = 0.1
 
 
@@ -31,24 +31,26 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm supervise") -
 
 
 def parser(program: str) -> Parser:
-    made = Parser(
+    result = Parser(
         prog=program,
         usage=f"{program} [options] -- COMMAND ...",
-        description="Starts a command's processes on this host; if one is lost, all start again.",
+        description="Starts a command's processes on this host; if one dies, all are restarted.",
         epilog=(
             f"example:\n  {program} --processes 2 -- python generate.py --input rows.jsonl "
             "--output out.jsonl"
         ),
     )
-    made.add_argument("--processes", type=int, default=1, metavar="N", help="how many (default: 1)")
-    made.add_argument(
-        "--restarts", type=int, default=3, metavar="K", help="most times to start again (3)"
+    result.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="how many (default: 1)"
     )
-    return made
+    result.add_argument(
+        "--restarts", type=int, default=3, metavar="K", help="maximum number of restarts (3)"
+    )
+    return result
 
 
 def run(argv: list[str], program: str) -> int:
-    """The command proper; raises JaxLLMError for what the user can mend."""
+    """Runs the command; user errors are JaxLLMErrors."""
     own, command = split(argv)
     options = parser(program).parse_args(own)
     if options.processes < 1:
@@ -57,10 +59,10 @@ def run(argv: list[str], program: str) -> int:
         raise InputError(f"--restarts: expected 0 or more, found {options.restarts}")
     if not command:
         raise InputError(f"no command: {program} [options] -- COMMAND ...")
-    given = [word for word in command if word.partition("=")[0] in JOINING]
-    if options.processes > 1 and given:
-        raise InputError(f"{given[0]}: --processes gives this to the command by itself")
-    with passing_on() as received:
+    reserved = [word for word in command if word.partition("=")[0] in PROCESS_FLAGS]
+    if options.processes > 1 and reserved:
+        raise InputError(f"{reserved[0]}: --processes gives the command this option")
+    with recorded_signals() as received:
         return supervise(command, options.processes, options.restarts, received, program)
 
 
@@ -71,15 +73,17 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     (['--processes', '2'], ['train.py', 'a.yaml'])
     """
     words = list(argv)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
+    separator = words.index("--") if "--" in words else len(words)
+    return words[:separator], words[separator + 1 :]
 
 
 @contextmanager
-def passing_on() -> Iterator[list[int]]:
-    """Signals are collected in a list rather than acted on."""
+def recorded_signals() -> Iterator[list[int]]:
+    """Records signals in a list instead of acting on them."""
     received: list[int] = []
-    before = {each: signal.signal(each, lambda n, _: received.append(n)) for each in PASSED_ON}
+    before = {
+        each: signal.signal(each, lambda n, _: received.append(n)) for each in FORWARDED_SIGNALS
+    }
     try:
         yield received
     finally:
@@ -90,22 +94,22 @@ def passing_on() -> Iterator[list[int]]:
 def supervise(
     command: list[str], count: int, restarts: int, received: list[int], program: str
 ) -> int:
-    """Starts the command until it has ended well, or too often; returns its code.
+    """Runs the command, and restarts it until it succeeds or has had all restarts; its exit code.
 
     Args:
-        received: signals as they come. They are passed on, and nothing starts again after one.
+        received: Signals so far. They are forwarded, and nothing is restarted after one.
     """
     restarted = 0
     while True:
         processes = start(command, count)
         codes = watch(processes, received)
-        lost = [(i, code) for i, code in enumerate(codes) if code and code not in FINAL]
-        code = lost[0][1] if lost else next(filter(None, codes), 0)
+        failed = [(i, code) for i, code in enumerate(codes) if code and code not in FINAL]
+        code = failed[0][1] if failed else next(filter(None, codes), 0)
         code = 128 - code if code < 0 else code
-        if not lost or received:
+        if not failed or received:
             return code
-        who = f"process {lost[0][0]}" if count > 1 else "the process"
-        how = f"{who} {said(lost[0][1])}"
+        who = f"process {failed[0][0]}" if count > 1 else "the process"
+        how = f"{who} {describe_exit(failed[0][1])}"
         if restarted == restarts:
             print(f"{program}: {how}; it was started {restarts + 1} times", file=sys.stderr)
             return code
@@ -115,53 +119,55 @@ def supervise(
 
 
 def start(command: Sequence[str], count: int) -> list[subprocess.Popen]:
-    """The processes, which find each other through a free port of this host.
+    """Starts the processes, with a free port of this host as the coordinator's.
 
-    Each has a session of its own: Ctrl-C comes from here, once, and not from the terminal, too.
+    Each has its own session, so that Ctrl-C reaches it once, from here, and not from the terminal.
 
     Raises:
-        InputError: there is no such command.
+        InputError: There is no such command.
     """
     address = f"127.0.0.1:{free_port()}"
     processes: list[subprocess.Popen] = []
     try:
         for index in range(count):
             values = (address, str(count), str(index))
-            joining = [word for pair in zip(JOINING, values, strict=True) for word in pair]
-            words = [*command, *(joining if count > 1 else [])]
+            process_flags = [
+                word for pair in zip(PROCESS_FLAGS, values, strict=True) for word in pair
+            ]
+            words = [*command, *(process_flags if count > 1 else [])]
             processes.append(
                 subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
             )
     except OSError as failure:
-        end(processes)
+        kill(processes)
         raise InputError(f"{command[0]}: cannot be started ({failure.strerror})") from failure
     return processes
 
 
 def watch(processes: Sequence[subprocess.Popen], received: list[int]) -> list[int | None]:
-    """Waits for the end of all, or for a bad end of one, after which the others are ended.
+    """Waits until all processes have exited, or one has failed, and then kills the others.
 
     Returns:
-        Their codes; None of those that were ended here.
+        Their exit codes; None for those killed here.
     """
-    passed = 0
+    forwarded = 0
     while True:
-        for number in received[passed:]:
+        for number in received[forwarded:]:
             for process in processes:
                 process.send_signal(number)
-            passed += 1
+            forwarded += 1
         codes = [process.poll() for process in processes]
         if None not in codes:
             return codes
-        # After a signal each ends by itself, as it does without a supervisor.
+        # After a signal each process exits by itself, as it does without a supervisor.
         if any(codes) and not received:
-            end(processes)
+            kill(processes)
             return codes
         time.sleep(POLL_SECONDS)
 
 
-def end(processes: Sequence[subprocess.Popen]) -> None:
-    """Kills what still runs, with its children. What is on the disk is whole at any moment."""
+def kill(processes: Sequence[subprocess.Popen]) -> None:
+    """Kills running processes with their children; files on disk are written atomically."""
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -169,10 +175,10 @@ def end(processes: Sequence[subprocess.Popen]) -> None:
         process.wait()
 
 
-def said(code: int) -> str:
-    """How a process ended.
+def describe_exit(code: int) -> str:
+    """Describes an exit code.
 
-    >>> said(-9), said(1)
+    >>> describe_exit(-9), describe_exit(1)
     ('was killed by SIGKILL', 'ended with code 1')
     """
     if code < 0:
@@ -181,6 +187,7 @@ def said(code: int) -> str:
 
 
 def free_port() -> int:
+    """A free TCP port of this host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

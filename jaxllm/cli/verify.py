@@ -1,8 +1,8 @@
-"""``jaxllm verify MODEL``: how far are our logits from those of transformers, on your checkpoint?
+"""``jaxllm verify MODEL``: compares the logits of a checkpoint with those of transformers.
 
-Both load the same files and read the same prompts, one at a time: jaxllm in float32, transformers
-in float64, so that what is measured is our rounding and not its. torch and transformers are needed
-for this command only, and imported nowhere else.
+Both load the same files and run the same prompts, one at a time: jaxllm in float32, transformers in
+float64, so that our rounding is measured and not its. Only this command needs torch and
+transformers.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Distance:
-    """How far one set of outputs is from the reference's.
+    """Distance of our outputs from the reference's.
 
     Attributes:
-        positions: How many positions were compared.
-        max_abs: Largest difference of two outputs.
-        relative: The same, divided by the standard deviation of the reference's outputs, of all
-            prompts together.
+        positions: Number of positions compared.
+        max_abs: Largest absolute difference.
+        relative: The same, divided by the standard deviation of the reference's outputs over all
+            prompts.
         kl_mean, kl_max: KL divergence, reference to ours, of the next-token distributions.
-        top1: Share of positions at which both have the same best token.
+        top1: Share of positions where both have the same most likely token.
     """
 
     positions: int
@@ -58,7 +58,7 @@ class Distance:
 def distance(
     ours: Float[np.ndarray, "T V"], reference: Float[np.ndarray, "T V"], std: float
 ) -> Distance:
-    """Compare outputs in float64; ``std`` is what the largest difference is divided by.
+    """Compares outputs in float64; ``std`` is the divisor of the relative difference.
 
     >>> d = distance(np.array([[1.0, 3.0]]), np.array([[1.0, 3.5]]), std=2.0)
     >>> d.max_abs, d.relative, round(d.kl_mean, 4), d.top1
@@ -86,14 +86,14 @@ def _log_softmax(x: Float[np.ndarray, "T V"]) -> Float[np.ndarray, "T V"]:
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm verify") -> int:
-    """Entry point; 0 within the tolerance, 1 beyond it, 2 for an error."""
+    """Entry point; returns 0 within the tolerance, 1 beyond it, 2 for an error."""
     return guard(lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(prog=program, description="Compare a checkpoint's logits with transformers'.")
     parser.add_argument("model", help="folder, .gguf file or Hub id")
-    parser.add_argument("--prompt", action="append", help="a prompt of yours; may be repeated")
+    parser.add_argument("--prompt", action="append", help="a prompt; may be repeated")
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -119,7 +119,9 @@ def _run(arguments: argparse.Namespace) -> int:
         model, tokenizer = load(path, dtype="float32", param_dtype="float32")
         reference = _load_reference(path, type(model).__name__, transformers)
         if getattr(model.config, "reorder_and_upcast_attn", False):
-            precision = "float32"  # what this option casts to, and cannot mix with float64
+            precision = (
+                "float32"  # this option casts to float32, which torch cannot mix with float64
+            )
         reference = reference.to(getattr(torch, precision)).eval()
         prompts = _prompts(arguments.prompt, model, tokenizer)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
@@ -130,13 +132,13 @@ def _run(arguments: argparse.Namespace) -> int:
         calls = [_inputs(ids, model) for ids in prompts]
         ours = [_outputs(model(**call)) for call in calls]
         theirs = [_theirs(reference, call, torch, precision) for call in calls]
-    # Of all prompts together: a score of a lone prompt may be a single number.
+    # Over all prompts: a classifier gives a single number for a one-label prompt.
     std = float(np.concatenate(theirs).astype(np.float64).std())
-    found = [distance(*pair, std) for pair in zip(ours, theirs, strict=True)]
+    distances = [distance(*pair, std) for pair in zip(ours, theirs, strict=True)]
     print("prompt  tokens    max |d|      / std    KL mean     KL max    top-1")
-    for number, (ids, row) in enumerate(zip(prompts, found, strict=True), start=1):
+    for number, (ids, row) in enumerate(zip(prompts, distances, strict=True), start=1):
         print(f"{number:>6}  {len(ids):>6}  {_columns(row, model)}")
-    worst = np.max([row.relative for row in found])  # NaN if one is, unlike Python's max
+    worst = np.max([row.relative for row in distances])  # NaN if one is, unlike Python's max
     good = worst <= arguments.tolerance
     print(
         f"{'OK' if good else 'BEYOND THE TOLERANCE'}: max |d| / std is {worst:.2e}, "
@@ -148,7 +150,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _known_difference(model: Any, version: str) -> str | None:
-    """Where the reference itself is off."""
+    """A known error of the reference, if it applies to this model."""
     own_head = not getattr(model.config, "tie_word_embeddings", True)
     if getattr(model.config, "bias_per_layer", False) and own_head and int(version[0]) >= 5:
         return (
@@ -158,11 +160,11 @@ def _known_difference(model: Any, version: str) -> str | None:
     return None
 
 
-def _columns(found: Distance, model: Any) -> str:
-    text = f"{found.max_abs:>9.2e}  {found.relative:>9.2e}"
-    if isinstance(model, T5EncoderModel):  # hidden states are no distribution
+def _columns(row: Distance, model: Any) -> str:
+    text = f"{row.max_abs:>9.2e}  {row.relative:>9.2e}"
+    if isinstance(model, T5EncoderModel):  # hidden states are not a distribution
         return text
-    return f"{text}  {found.kl_mean:>9.2e}  {found.kl_max:>9.2e}  {found.top1:>7.2%}"
+    return f"{text}  {row.kl_mean:>9.2e}  {row.kl_max:>9.2e}  {row.top1:>7.2%}"
 
 
 def _import_reference() -> tuple[Any, Any]:
@@ -179,26 +181,27 @@ def _import_reference() -> tuple[Any, Any]:
     return torch, transformers
 
 
-def _load_reference(path: Path, kind: str, transformers: Any) -> Any:
-    """The same checkpoint as a torch module, in whatever dtype transformers chooses."""
+def _load_reference(path: Path, class_name: str, transformers: Any) -> Any:
+    """The same checkpoint as a torch module, in the dtype that transformers chooses."""
     endings = {
         "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
         "EncoderModel": "AutoModelForTextEncoding",
         "ForSequenceClassification": "AutoModelForSequenceClassification",
     }
-    auto = next((a for e, a in endings.items() if kind.endswith(e)), "AutoModelForCausalLM")
-    where = {"pretrained_model_name_or_path": str(path)}
+    classes = (auto for ending, auto in endings.items() if class_name.endswith(ending))
+    auto = next(classes, "AutoModelForCausalLM")
+    source = {"pretrained_model_name_or_path": str(path)}
     if path.is_dir() and not (path / "config.json").exists():
-        path = next(path.glob("*.gguf"))  # the only one, or jaxllm.load had refused the folder
+        path = next(path.glob("*.gguf"))  # the only one, else jaxllm.load refuses the folder
     if path.suffix == ".gguf":
-        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return getattr(transformers, auto).from_pretrained(**where, attn_implementation="eager")
+        source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return getattr(transformers, auto).from_pretrained(**source, attn_implementation="eager")
 
 
 def _prompts(texts: list[str] | None, model: Any, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the user's prompts, or of ours, or random ones where there is no tokenizer.
+    """Token ids of the user's prompts, or of ours, or random ids if there is no tokenizer.
 
-    Short ones first: transformers' dynamic RoPE remembers the longest prompt that it has seen.
+    Sorted by length: transformers' dynamic RoPE keeps the frequencies of the longest prompt so far.
     """
     limit = min(MAX_TOKENS, getattr(model.config, "max_positions", None) or MAX_TOKENS)
     if tokenizer is not None:
@@ -212,7 +215,7 @@ def _prompts(texts: list[str] | None, model: Any, tokenizer: Any) -> list[list[i
 
 
 def _inputs(ids: list[int], model: Any) -> dict[str, np.ndarray]:
-    """Arguments of a forward call, under the names that both sides use."""
+    """Arguments of a forward call, whose names both libraries share."""
     inputs = {"input_ids": np.asarray([ids]), "attention_mask": np.ones((1, len(ids)), int)}
     if model.is_encoder_decoder:
         start = model.config.decoder_start_token_id
@@ -233,7 +236,7 @@ def _theirs(
 
 
 def _outputs(result: Any) -> Float[np.ndarray, "T V"]:
-    """Logits, or an encoder's last hidden states, of the one row."""
+    """Logits, or an encoder's last hidden states, of a batch of one."""
     logits = getattr(result, "logits", None)
     x = np.asarray(result.last_hidden_state if logits is None else logits)
     return x.reshape(-1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""Text to token ids and back: sentencepiece, tokenizer.json, GGUF vocabularies, chat templates."""
+"""Tokenizers: sentencepiece, tokenizer.json, GGUF vocabularies, chat templates."""
 
 from jaxllm.tokenizers.batch import BatchEncoding, bucket_length
 from jaxllm.tokenizers.gguf_vocab import tokenizer_from_gguf

@@ -1,4 +1,4 @@
-"""Rows of ids as one array: padded to a bucket, with a mask."""
+"""Pads lists of token ids to one batch, with a padding mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bucket = int | Literal["power_of_two"] | None
 class BatchEncoding:
     """A batch of prompts, padded to one length.
 
-    ``attention_mask`` is 1 at real tokens and 0 at pads; nothing else tells them apart, because
+    ``attention_mask`` is 1 at real tokens and 0 at padding. Only the mask tells them apart, since
     the pad id may also be a real token.
     """
 
@@ -30,7 +30,7 @@ class BatchEncoding:
 def pad_rows(
     rows: Sequence[Sequence[int]], pad: int, side: PaddingSide, bucket: Bucket
 ) -> BatchEncoding:
-    """Pad at least one row to the bucket of the longest.
+    """Pads one or more rows to the bucket of the longest.
 
     >>> batch = pad_rows([[5, 6, 7], [8]], 0, "left", 4)
     >>> batch.input_ids.tolist(), batch.attention_mask.tolist()
@@ -40,14 +40,14 @@ def pad_rows(
     input_ids = np.full((len(rows), length), pad, np.int32)
     attention_mask = np.zeros((len(rows), length), np.int32)
     for number, row in enumerate(rows):
-        where = slice(length - len(row), length) if side == "left" else slice(0, len(row))
-        input_ids[number, where] = row
-        attention_mask[number, where] = 1
+        columns = slice(length - len(row), length) if side == "left" else slice(0, len(row))
+        input_ids[number, columns] = row
+        attention_mask[number, columns] = 1
     return BatchEncoding(input_ids, attention_mask)
 
 
 def bucket_length(length: int, bucket: Bucket) -> int:
-    """``length`` rounded up to its bucket.
+    """Rounds a length up to its bucket.
 
     >>> bucket_length(9, None), bucket_length(9, 8), bucket_length(9, "power_of_two")
     (9, 16, 16)
@@ -64,7 +64,7 @@ def bucket_length(length: int, bucket: Bucket) -> int:
 def checked_side(
     side: Any, error: type[InputError] | type[TokenizerError], where: str = ""
 ) -> PaddingSide:
-    """``side``, unless it is neither "left" nor "right"."""
+    """Returns ``side``, or raises ``error`` unless it is "left" or "right"."""
     if side not in ("left", "right"):
         raise error(f"{where}padding_side is {side!r}: it must be 'left' or 'right'")
     return side

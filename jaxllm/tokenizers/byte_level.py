@@ -1,4 +1,4 @@
-"""A tokenizer without any file: the ids of a text are its bytes."""
+"""A tokenizer that needs no files: token ids are bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 def byte_tokenizer() -> FastTokenizer:
     """Ids 0 to 255 are bytes, 256 is ``<|endoftext|>`` (BOS and EOS), 257 is ``<|pad|>``.
 
-    It is byte-level BPE (GPT-2's) with no merges, so that what it saves is a tokenizer.json that
-    jaxllm and transformers load.
+    It is GPT-2's byte-level BPE without merges, and saves a tokenizer.json that jaxllm and
+    transformers load.
 
     >>> tokenizer = byte_tokenizer()
     >>> tokenizer.encode("né"), tokenizer.decode([110, 195, 169]), len(tokenizer)
@@ -36,5 +36,5 @@ def byte_tokenizer() -> FastTokenizer:
 
 
 def ids_are_bytes(tokenizer: Tokenizer) -> bool:
-    """Whether the ids 0 to 255 of a tokenizer are the bytes of these numbers."""
+    """Whether a tokenizer's ids 0 to 255 are the bytes 0 to 255."""
     return tokenizer.token_bytes()[:256] == tuple(bytes([byte]) for byte in range(256))

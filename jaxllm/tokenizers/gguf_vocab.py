@@ -1,8 +1,8 @@
-"""Tokenizers from the metadata of a GGUF file, which may come from a stranger.
+"""Builds tokenizers from the metadata of a GGUF file, which is not trusted.
 
-The keys are llama.cpp's (gguf-py's ``constants.py``). Three kinds of vocabulary are read: "gpt2"
-(byte-level BPE with merges), "llama" (sentencepiece BPE with scores) and "t5" (Unigram). The latter
-two are written back as the sentencepiece model that they once were.
+The keys are llama.cpp's (gguf-py's ``constants.py``). Three types of vocabulary are supported:
+"gpt2" (byte-level BPE with merges), "llama" (sentencepiece BPE with scores) and "t5" (Unigram). The
+latter two are converted back to sentencepiece models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
-from jaxllm.tokenizers.sentencepiece import proto as proto
+from jaxllm.tokenizers.sentencepiece import proto
 from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]")
 
 _GPT2 = [{**BYTE_LEVEL, "use_regex": True}]
-# Digits are split off one by one before the words are.
+# Digits are split off one by one before words are.
 _DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2]
 
 
@@ -39,8 +39,8 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL)
 _QWEN2 = _split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL)
-# How a byte-level vocabulary cuts text into words: tokenizer.ggml.pre -> pre-tokenizers. As in
-# llama.cpp's llama-vocab.cpp; "default", which llama.cpp warns about, is GPT-2's in transformers.
+# tokenizer.ggml.pre -> pre-tokenizers of a byte-level vocabulary, as in llama.cpp's
+# llama-vocab.cpp. "default", which llama.cpp warns about, is GPT-2's in transformers.
 _PRE_TOKENIZERS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
@@ -61,11 +61,11 @@ class _Vocabulary:
     types: list[int]
 
     def control(self) -> list[int]:
-        return [i for i, kind in enumerate(self.types) if kind == proto.CONTROL]
+        return [i for i, piece_type in enumerate(self.types) if piece_type == proto.CONTROL]
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that the ``tokenizer.*`` keys of a GGUF file describe.
+    """Builds the tokenizer that the ``tokenizer.*`` keys of a GGUF file describe.
 
     ``tokenizer.save`` writes files that transformers loads.
 
@@ -73,8 +73,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         metadata: The file's keys and values; arrays are lists or numpy arrays.
 
     Raises:
-        TokenizerError: A key is missing or contradicts another one.
-        UnsupportedError: An unknown kind of vocabulary or of pre-tokenizer, by name.
+        TokenizerError: A key is missing, or contradicts another one.
+        UnsupportedError: An unknown type of vocabulary or pre-tokenizer, by name.
     """
     model = _value(metadata, "tokenizer.ggml.model", str)
     builders = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}
@@ -137,7 +137,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Toke
         remove_extra_whitespaces=False,
         byte_fallback=proto.BYTE in vocabulary.types,
     )
-    # As in llama.cpp, text behind a special token begins anew, with a space: legacy.
+    # Legacy: as in llama.cpp, text after a special token gets a prefix space.
     options = {"legacy": True, "add_prefix_space": add_space}
     settings = _settings(metadata, vocabulary, add_bos=True, add_eos=False, **options)
     files = {"tokenizer.model": model, **_config_file("LlamaTokenizer", settings)}
@@ -146,8 +146,8 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Toke
 
 def _unigram(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
     tokens, types = vocabulary.tokens, vocabulary.types
-    # The converter fills the vocabulary up to the size of the embedding; T5's first hundred of
-    # these places are its sentinels, which the sentencepiece model does not hold.
+    # The converter pads the vocabulary to the size of the embedding. T5's first hundred padding
+    # tokens are its sentinels, which the sentencepiece model does not have.
     size = len(tokens)
     while size and _PLACEHOLDER.fullmatch(tokens[size - 1]):
         size -= 1
@@ -168,7 +168,9 @@ def _unigram(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
     options = {"legacy": True, "extra_ids": sentinels}
     settings = _settings(metadata, vocabulary, add_bos=False, add_eos=True, **options)
     if not settings.flag("add_eos_token", True) or settings.flag("add_bos_token", False):
-        raise UnsupportedError("GGUF: a T5 tokenizer that does not end texts, or begins them")
+        raise UnsupportedError(
+            "GGUF: a T5 tokenizer without EOS after a text, or with BOS before it"
+        )
     files = {"spiece.model": model, **_config_file("T5Tokenizer", settings)}
     return T5Tokenizer(model, settings, files, source="GGUF: tokenizer.ggml")
 
@@ -217,7 +219,7 @@ def _settings(
     options |= {
         "add_bos_token": add_bos and "bos_token" in named,
         "add_eos_token": add_eos and "eos_token" in named,
-        # Null, unlike absent, keeps a class from assuming a token.
+        # Null, unlike a missing key, prevents a default token.
         **{f"{name}_token": None for name in _NAMED if f"{name}_token" not in named},
     }
     templates = {}
@@ -238,7 +240,7 @@ def _config_file(tokenizer_class: str, settings: TokenizerSettings) -> dict[str,
     config: dict[str, Any] = {
         "tokenizer_class": tokenizer_class,
         "clean_up_tokenization_spaces": False,
-        # Without it transformers 4 passes token types, which these models do not take.
+        # Without it transformers 4 passes token types, which these models reject.
         "model_input_names": ["input_ids", "attention_mask"],
         **settings.options,
         **{name: token.content for name, token in settings.named.items()},

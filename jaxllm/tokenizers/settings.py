@@ -1,6 +1,6 @@
-"""What the small JSON files beside a vocabulary say: special tokens, flags, chat templates.
+"""Reads a tokenizer's settings: special tokens, flags, chat templates.
 
-Hugging Face spreads this over ``tokenizer_config.json``, ``special_tokens_map.json``,
+They come from ``tokenizer_config.json``, ``special_tokens_map.json``,
 ``added_tokens.json`` and ``chat_template.jinja``; the precedence here is that of transformers
 4.57's ``PreTrainedTokenizerBase._from_pretrained``.
 """
@@ -24,7 +24,7 @@ NAMED_TOKENS = (
     "cls_token",
     "mask_token",
 )
-# What the classes of transformers assume where no file names a token.
+# Default tokens of transformers' classes.
 LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 GPT2_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -45,10 +45,10 @@ _FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is found in the text before the model of the vocabulary sees it.
+    """A token that text is split at before the model of the vocabulary runs.
 
-    ``lstrip`` and ``rstrip`` let it swallow the white space on its left and right; ``single_word``
-    keeps it from matching inside a word; ``normalized`` matches it in the normalised text.
+    ``lstrip`` and ``rstrip`` strip the white space on its left and right; ``single_word`` prevents
+    matches inside a word; ``normalized`` matches in the normalised text.
     """
 
     content: str
@@ -64,7 +64,7 @@ class TokenizerSettings:
     """The special tokens and flags of one tokenizer.
 
     ``named`` maps ``bos_token``, ``eos_token``, ... to tokens; ``extra`` are further special ones;
-    ``added`` maps ids to tokens; ``options`` is tokenizer_config.json as it stands.
+    ``added`` maps ids to tokens; ``options`` is the content of tokenizer_config.json.
     """
 
     tokenizer_class: str | None = None
@@ -75,7 +75,7 @@ class TokenizerSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A true-or-false option; absent or null means ``default``."""
+        """A boolean option; missing or null means ``default``."""
         value = self.options.get(name)
         if value is None:
             return default
@@ -84,10 +84,7 @@ class TokenizerSettings:
         return value
 
     def with_defaults(self, **named: str | None) -> TokenizerSettings:
-        """Fill in the named tokens that the files do not mention, as a class of tokenizer does.
-
-        A token that the files set to null stays unset.
-        """
+        """Sets the named tokens that no file mentions; one that is null in a file stays unset."""
         tokens = {
             name: AddedToken(content)
             for name, content in named.items()
@@ -98,7 +95,7 @@ class TokenizerSettings:
 
 
 class TokenizerFiles:
-    """The tokenizer files of one folder, read once and kept byte for byte for ``save``."""
+    """The tokenizer files of a folder, kept byte for byte for ``save``."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -124,7 +121,7 @@ class TokenizerFiles:
         return name in self.contents
 
     def json_object(self, name: str) -> dict[str, Any]:
-        """The file ``name`` as a JSON object; an absent file is an empty one."""
+        """The file ``name`` as a JSON object; a missing file is an empty object."""
         if name not in self.contents:
             return {}
         source = str(self.folder / name)
@@ -141,7 +138,7 @@ class TokenizerFiles:
 
 
 def read_settings(files: TokenizerFiles) -> TokenizerSettings:
-    """Read everything but the vocabulary itself.
+    """Reads all tokenizer files but the vocabulary.
 
     Raises:
         TokenizerError: A file is malformed; the message names file and field.
@@ -207,11 +204,11 @@ def added_tokens_of_json(files: TokenizerFiles) -> dict[int, AddedToken]:
 
 
 def parse_added_token(value: Any, source: str, *, special: bool = True) -> AddedToken:
-    """A token spelt as a string, or as the object that transformers writes."""
+    """Parses a token: a string, or the object that transformers writes."""
     if isinstance(value, str):
         return AddedToken(value, special=special)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise TokenizerError(f"{source}: {value!r} is no token (a string, or an object)")
+        raise TokenizerError(f"{source}: {value!r} is not a token (a string, or an object)")
     if not value["content"]:
         raise TokenizerError(f"{source}: the token's content is empty")
     unknown = set(value) - {"content", "id", "__type", *_FLAGS}
@@ -225,7 +222,7 @@ def parse_added_token(value: Any, source: str, *, special: bool = True) -> Added
 
 
 def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
-    """The tokens of a list, or of an object as some ``extra_special_tokens`` are."""
+    """The tokens of a list, or of an object (some ``extra_special_tokens`` are)."""
     value = options.get(name)
     if value is None:
         return []

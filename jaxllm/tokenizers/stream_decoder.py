@@ -1,9 +1,9 @@
-"""From ids back to text, a few ids at a time.
+"""Decodes token ids to text, incrementally.
 
-Text comes out of a chain of stages, each of which turns the strings of tokens into other strings
-and holds back what a later token can still change: an unfinished UTF-8 character, a run of byte
-tokens, a space before a full stop. ``decode`` is the same chain run to its end, so that streamed
-pieces always add up to the whole, at a cost per token that does not grow with the text.
+A chain of stages transforms the strings of tokens. Each stage holds back what a later token can
+change: an unfinished UTF-8 character, a run of byte tokens, a space before a full stop. ``decode``
+runs the same chain to its end, so that streamed pieces always concatenate to its result, at a cost
+per token that does not grow with the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Stage:
-    """One step from tokens to text; it may hold strings back until ``end``."""
+    """One step of decoding; it may hold strings back until ``end``."""
 
     def put(self, tokens: list[str]) -> list[str]:
         raise NotImplementedError
@@ -30,18 +30,18 @@ class Stage:
         return []
 
     def inside(self, token: str) -> str | bytes:
-        """What a token gives in the middle of a text, whatever stands beside it.
+        """The text of a token inside a sequence, independent of its neighbours.
 
-        Bytes, perhaps a part of a character, are final: no further stage takes them.
+        Bytes, possibly a part of a character, are final: no further stage runs on them.
         """
         return token
 
 
 class StreamDecoder:
-    """Text from ids as they come.
+    """Decodes ids incrementally.
 
-    ``"".join([put(ids) for ids in ...] + [end()])`` is ``decode(all ids)``, and no piece ends in
-    the middle of a character.
+    ``"".join([put(ids) for ids in ...] + [end()])`` is ``decode(all ids)``, and no piece ends
+    inside a character.
     """
 
     def __init__(self, id_to_token: Callable[[int], str | None], stages: Sequence[Stage]) -> None:
@@ -49,7 +49,7 @@ class StreamDecoder:
         self._stages = stages
 
     def put(self, ids: int | Iterable[int]) -> str:
-        """Take one id or several, and return the text that is certain so far, perhaps ``""``."""
+        """Takes one or more ids, and returns the text that is final so far, possibly ``""``."""
         tokens = []
         for index in (ids,) if isinstance(ids, int | np.integer) else ids:
             if index < 0:
@@ -62,7 +62,7 @@ class StreamDecoder:
         return "".join(tokens)
 
     def end(self) -> str:
-        """The text that was held back. The decoder must not be used after this."""
+        """Returns the text held back. The decoder must not be used afterwards."""
         tokens: list[str] = []
         for stage in self._stages:
             tokens = stage.put(tokens) + stage.end()
@@ -70,7 +70,7 @@ class StreamDecoder:
 
 
 def byte_to_unicode() -> dict[int, str]:
-    """GPT-2's table that spells every byte as a printable character.
+    """GPT-2's mapping of bytes to printable characters.
 
     >>> byte_to_unicode()[ord(" ")], byte_to_unicode()[ord("a")]
     ('Ġ', 'a')
@@ -87,7 +87,7 @@ _UNICODE_TO_BYTE = {character: byte for byte, character in byte_to_unicode().ite
 
 
 class ByteLevel(Stage):
-    """Tokens spelt in GPT-2's byte alphabet; a token with any other character is plain text."""
+    """Decodes GPT-2's byte alphabet; a token with any other character is plain text."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -110,7 +110,7 @@ class ByteLevel(Stage):
 
 
 class Metaspace(Stage):
-    """``▁`` is a space, and nothing in the first token where the encoder had put one there."""
+    """Replaces ``▁`` with a space, or with nothing in the first token if the encoder added it."""
 
     def __init__(self, replacement: str, drop_first: bool) -> None:
         self._replacement = replacement
@@ -128,6 +128,8 @@ class Metaspace(Stage):
 
 
 class Replace(Stage):
+    """Replaces a string in each token."""
+
     def __init__(self, pattern: str, content: str) -> None:
         self._pattern = pattern
         self._content = content
@@ -140,9 +142,10 @@ class Replace(Stage):
 
 
 class ByteFallback(Stage):
-    """Runs of ``<0xHH>`` tokens are UTF-8; a run that is not becomes one U+FFFD for each byte.
+    """Decodes runs of ``<0xHH>`` tokens as UTF-8; an invalid run becomes one U+FFFD per byte.
 
-    One stray byte spoils the whole run, as in the tokenizers library, so a run is held to its end.
+    As in the tokenizers library one invalid byte makes the whole run invalid, so a run is held back
+    to its end.
     """
 
     def __init__(self) -> None:
@@ -170,7 +173,7 @@ class ByteFallback(Stage):
 
 
 class Strip(Stage):
-    """Drop up to ``start`` and ``stop`` copies of a character around each token."""
+    """Strips up to ``start`` and ``stop`` copies of a character around each token."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content = content
@@ -194,7 +197,7 @@ class Strip(Stage):
 
 
 class StripTextStart(Stage):
-    """Drop up to ``count`` copies of a character at the start of the whole text."""
+    """Strips up to ``count`` copies of a character at the start of the text."""
 
     def __init__(self, content: str, count: int) -> None:
         self._content = content
@@ -212,7 +215,7 @@ class StripTextStart(Stage):
 
 
 class JoinWithSpaces(Stage):
-    """What the tokenizers library does where tokenizer.json names no decoder."""
+    """Joins tokens with spaces: the default of a tokenizer.json without a decoder."""
 
     def __init__(self) -> None:
         self._first = True
@@ -231,9 +234,8 @@ class JoinWithSpaces(Stage):
 class CleanUp(Stage):
     """transformers' ``clean_up_tokenization_spaces``: no space before punctuation.
 
-    Every pattern holds a space within its last three characters at any point inside it, and the
-    replacements only take spaces away: after three characters that are no spaces the text can be
-    cut without changing the result.
+    Inside every pattern, one of the last three characters is a space, and replacements only remove
+    spaces: so text can be cut after three characters that are not spaces.
     """
 
     _PATTERNS = (
@@ -270,10 +272,10 @@ class CleanUp(Stage):
 
 
 def decoder_stages(decoder: Mapping[str, Any] | None) -> list[Stage]:
-    """Stages for the ``decoder`` of a checked tokenizer.json.
+    """The stages for the ``decoder`` of a checked tokenizer.json.
 
     Raises:
-        UnsupportedError: A combination that cannot be streamed and that no known model has.
+        UnsupportedError: A combination that cannot be streamed; no known model has one.
     """
     if decoder is None:
         return [JoinWithSpaces()]

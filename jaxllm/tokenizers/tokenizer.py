@@ -1,4 +1,4 @@
-"""What every tokenizer offers: encode, batches with padding and mask, decode, chat, save."""
+"""Base class of tokenizers: encode, pad batches, decode, apply chat templates, save."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.tokenizers.stream_decoder import Stage, StreamDecoder
 
 MAX_TEXT_BYTES = 1_000_000
-# Arguments of transformers' apply_chat_template, which a template would take for its variables.
+# Options of transformers' apply_chat_template that would become template variables here.
 _UNSUPPORTED_CHAT_OPTIONS = frozenset(
     {
         "continue_final_message",
@@ -32,13 +32,13 @@ _UNSUPPORTED_CHAT_OPTIONS = frozenset(
 
 
 class Tokenizer(ABC):
-    """Text to ids and back, with Hugging Face's names and ids.
+    """Converts text to token ids and back, with Hugging Face's names and ids.
 
     Attributes:
-        vocab_size: Size of the vocabulary without added tokens; ``len(tokenizer)`` has them too.
-        bos_token_id, eos_token_id, pad_token_id, unk_token_id: Ids, or None where there is none.
-        special_ids: Ids that ``decode(..., skip_special_tokens=True)`` leaves out.
-        padding_side: Where ``__call__`` pads unless it is told: "left" or "right".
+        vocab_size: Size of the vocabulary without added tokens; ``len(tokenizer)`` includes them.
+        bos_token_id, eos_token_id, pad_token_id, unk_token_id: Ids, or None.
+        special_ids: Ids that ``decode(..., skip_special_tokens=True)`` skips.
+        padding_side: Default of ``__call__``: "left" or "right".
     """
 
     vocab_size: int
@@ -55,35 +55,34 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of ids: the largest id that the tokenizer knows, plus one."""
+        """The number of ids: the largest id plus one."""
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token, spelt as in the vocabulary; None where there is no such token."""
+        """The id of a token of the vocabulary; None if there is no such token."""
 
     @abstractmethod
     def id_to_token(self, index: int) -> str | None:
-        """The token of an id, spelt as in the vocabulary; None beyond the vocabulary."""
+        """The token of an id, as in the vocabulary; None beyond the vocabulary."""
 
     @abstractmethod
     def _encode_text(self, text: str) -> list[int]:
-        """Ids of a text, the special tokens that it spells included, nothing added."""
+        """Encodes a text, parsing special tokens in it, without adding any."""
 
     @abstractmethod
     def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
-        """Ids of a text of which only the given tokens are special, nothing added.
+        """Encodes a text whose special tokens are already split off, without adding any.
 
-        For parts from which ``_encode_text`` would find the same special tokens, the ids are
-        those of ``_encode_text``.
+        If ``_encode_text`` would parse the same special tokens, the ids are the same.
         """
 
     @abstractmethod
     def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
-        """Put BOS, EOS and the like around one or two lists of ids."""
+        """Adds BOS, EOS and the like to one or two lists of ids."""
 
     @abstractmethod
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
-        """Fresh stages that turn the tokens of ids into text."""
+        """New stages that decode tokens to text."""
 
     @property
     @abstractmethod
@@ -124,18 +123,18 @@ class Tokenizer(ABC):
         split_special_tokens: bool | None = None,
         max_bytes: int = MAX_TEXT_BYTES,
     ) -> list[int]:
-        """Ids of a text, or of a pair of texts.
+        """Encodes a text, or a pair of texts.
 
         Args:
             text: The text.
             pair: A second text; Llama gives ``BOS text BOS pair``, T5 ``text </s> pair </s>``.
             add_special_tokens: Whether to add BOS and EOS as the model's tokenizer does.
-            split_special_tokens: Whether a special token that the text spells, like ``</s>``, is
-                plain text. Off by default, as in transformers; turn it on for text from strangers.
-            max_bytes: Longest text, in bytes of UTF-8.
+            split_special_tokens: Whether to treat a special token in the text, such as ``</s>``,
+                as plain text. Off by default, as in transformers; turn it on for untrusted text.
+            max_bytes: Maximum length of a text, in bytes of UTF-8.
 
         Raises:
-            InputError: A text is no ``str``, too long, or holds unpaired surrogates.
+            InputError: A text is not a ``str``, too long, or has unpaired surrogates.
         """
         if split_special_tokens is None:
             split_special_tokens = self.settings.flag("split_special_tokens", False)
@@ -149,13 +148,13 @@ class Tokenizer(ABC):
         return self._add_special_tokens(encoded[0], encoded[1] if pair is not None else None)
 
     def encode_user(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
-        """Ids of text from a stranger: no special token is read in it, and none is added."""
+        """Encodes untrusted text: special tokens in it are plain text, and none is added."""
         return self.encode(
             text, add_special_tokens=False, split_special_tokens=True, max_bytes=max_bytes
         )
 
     def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Text of ids. Ids beyond the vocabulary (a padded embedding has them) give nothing.
+        """Decodes ids. Ids beyond the vocabulary (of a padded embedding) are skipped.
 
         Raises:
             InputError: An id is negative.
@@ -164,7 +163,7 @@ class Tokenizer(ABC):
         return stream.put(ids) + stream.end()
 
     def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """A decoder that takes ids as they are generated; see :class:`StreamDecoder`."""
+        """A decoder for ids as they are generated; see :class:`StreamDecoder`."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
 
         def id_to_token(index: int) -> str | None:
@@ -173,11 +172,10 @@ class Tokenizer(ABC):
         return StreamDecoder(id_to_token, self._decode_stages(skip_special_tokens))
 
     def token_bytes(self) -> tuple[bytes | None, ...]:
-        """What each id gives in the middle of a text, as UTF-8; computed once.
+        """The UTF-8 bytes of each id inside a text; None for an id without a token.
 
-        A token of a byte-level vocabulary, or a byte token, may be a part of a character. A special
-        token is its own text. Spaces that ``decode`` takes away or adds between tokens are left
-        out of account, as by transformers. None: an id without a token.
+        A byte-level or byte token may be a part of a character. A special token is its own text.
+        Spaces that ``decode`` removes or adds between tokens are ignored, as in transformers.
         """
         return self._token_bytes
 
@@ -207,15 +205,15 @@ class Tokenizer(ABC):
         max_length: int | None = None,
         max_bytes: int = MAX_TEXT_BYTES,
     ) -> BatchEncoding:
-        """Encode and pad a batch of prompts.
+        """Encodes and pads a batch of prompts.
 
         Args:
-            texts: One prompt or several. An empty one is BOS where the tokenizer has a BOS.
+            texts: One prompt or several. An empty one becomes BOS if the tokenizer has a BOS.
             padding_side: "left" or "right"; the tokenizer's own by default.
             bucket: None pads to the longest prompt. An int rounds that length up to a multiple of
-                it, ``"power_of_two"`` up to a power of two, so that few lengths are compiled.
+                it, ``"power_of_two"`` to a power of two, so that few lengths are compiled.
             add_special_tokens, split_special_tokens, max_bytes: As for :meth:`encode`.
-            max_length: Most tokens in a prompt; a longer one is an error, nothing is cut.
+            max_length: Maximum tokens of a prompt; a longer one is an error.
 
         Raises:
             InputError: No prompt, an empty one without BOS, or one that is too long.
@@ -240,7 +238,7 @@ class Tokenizer(ABC):
         bucket: Bucket = None,
         max_length: int | None = None,
     ) -> BatchEncoding:
-        """Pad lists of ids to one length; the arguments and errors are those of ``__call__``."""
+        """Pads lists of ids to one length; arguments and errors are those of ``__call__``."""
         side = checked_side(padding_side or self.padding_side, InputError)
         if len(rows) == 0:
             raise InputError("the batch is empty: give at least one prompt")
@@ -272,24 +270,23 @@ class Tokenizer(ABC):
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> list[int] | str:
-        """Ids (or text) of a conversation, as the model's chat template writes it.
+        """Applies the chat template to a conversation; returns ids or text.
 
-        The ids are those that transformers gives, with one difference: a special token that a
-        message or a tool spells is plain text here. Nothing is added around the template's text,
-        so that there is exactly the BOS that the template writes.
+        The ids are those of transformers, with one difference: a special token in a message or a
+        tool is plain text here. No special tokens are added to the template's own.
 
         Args:
-            messages: ``{"role": ..., "content": ...}`` and whatever else the template reads.
-            add_generation_prompt: Whether to end with the start of the assistant's answer.
+            messages: ``{"role": ..., "content": ...}``, and other keys that the template reads.
+            add_generation_prompt: Whether to append the start of the assistant's turn.
             tokenize: Whether to return ids; the text otherwise.
-            tools: JSON schemas of functions, for templates that know tools.
+            tools: JSON schemas of functions, for templates with tools.
             chat_template: A template, or the name of one of the tokenizer's.
             **kwargs: Further variables for the template.
 
         Raises:
             TemplateError: There is no template, it is too large, too slow, or it failed.
-            InputError: The messages hold something that JSON cannot express.
-            UnsupportedError: An option of transformers that is not a template's variable.
+            InputError: The messages have a value that JSON cannot express.
+            UnsupportedError: An option of transformers that is not a template variable.
         """
         unsupported = _UNSUPPORTED_CHAT_OPTIONS.intersection(kwargs)
         if unsupported:
@@ -325,9 +322,9 @@ class Tokenizer(ABC):
         return templates["default"]
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write the tokenizer's files so that transformers and jaxllm load them.
+        """Writes the tokenizer's files, for transformers and jaxllm.
 
-        Files that came from a folder are written byte for byte.
+        Files that were loaded from a folder are written byte for byte.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from fuzzing import fuzz_count, mutate, run_batch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from test_gguf_reader import MALFORMED as MALFORMED_GGUF
-from test_safetensors_reader import MALFORMED as MALFORMED_SAFETENSORS
-from test_safetensors_reader import every_dtype
 from weight_files import (
+    MALFORMED_GGUF,
+    MALFORMED_SAFETENSORS,
+    every_dtype,
     gguf_bytes,
     gguf_field,
     gguf_string,

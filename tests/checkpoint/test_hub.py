@@ -139,7 +139,7 @@ class TestHub:
             raise failure
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-        with pytest.raises(MissingFileError, match="Hugging Face Hub did not give it") as error:
+        with pytest.raises(MissingFileError, match="Hub download failed") as error:
             resolve("org/name")
         assert "\n" not in str(error.value)
         assert error.value.__cause__ is failure

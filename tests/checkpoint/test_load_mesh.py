@@ -10,7 +10,7 @@ from devices import on_devices, on_processes
 from gguf.constants import GGMLQuantizationType as Q
 from paths import DATA
 from test_gguf_names import convert
-from test_gguf_reader import random_blocks, write_gguf
+from weight_files import random_blocks, write_gguf
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile

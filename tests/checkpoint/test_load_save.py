@@ -260,7 +260,7 @@ def test_saving_to_a_file(tmp_path):
     (tmp_path / "here").write_text("")
     with pytest.raises(CheckpointError, match="not a folder"):
         jaxllm.save_hf(tmp_path / "here", tiny.make("llama"))
-    with pytest.raises(CheckpointError, match="cannot be made"):
+    with pytest.raises(CheckpointError, match="cannot be created"):
         jaxllm.save_hf(tmp_path / "here" / "below", tiny.make("llama"))
 
 

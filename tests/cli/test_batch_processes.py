@@ -153,7 +153,7 @@ def test_a_mesh_of_several_processes_is_refused(tmp_path):
     running = Batch(tmp_path, 3).start(2, "--mesh", "tensor=4")
     said = [process.communicate(timeout=300)[1] for process in running]
     assert [process.returncode for process in running] == [2, 2], said
-    assert "each process has a mesh of its own 2 devices" in said[0]
+    assert "each process has its own mesh of 2 devices" in said[0]
 
 
 @pytest.mark.slow

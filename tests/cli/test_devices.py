@@ -56,7 +56,7 @@ def test_sizes():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--coordinator", "a:1"], "belong together; --num-processes is missing"),
+        (["--coordinator", "a:1"], "are used together; --num-processes is missing"),
         (["--num-processes", "2", "--process-id", "0"], "--coordinator is missing"),
         (
             ["--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"],

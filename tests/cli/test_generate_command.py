@@ -181,7 +181,10 @@ ERRORS = {
         ("--model", LLAMA, "--prefill-chunk-size", "6", "hi"),
         "`prefill_chunk_size`",
     ),
-    "no place for it": (("--model", LLAMA, "--output-scores", "hi"), "output_scores: text is all"),
+    "no place for it": (
+        ("--model", LLAMA, "--output-scores", "hi"),
+        "output_scores: only text is printed",
+    ),
     "no effect": (("--model", LLAMA, "--temperature", "0.5", "hi"), "add --do-sample"),
     "seed": (("--seed", str(2**32), "hi"), "--seed must be from 0"),
     "system alone": (("--system", "be brief", "hi"), "--chat"),

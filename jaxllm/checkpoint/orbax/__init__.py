@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: atomic steps with a digest of every array, one writer a folder."""
+"""Checkpoints of training runs: atomic steps, a digest of every array, one writer per folder."""
 
 from jaxllm.checkpoint.orbax.run_checkpoints import Restored, RunCheckpoints
 from jaxllm.common.run_lock import RunLock

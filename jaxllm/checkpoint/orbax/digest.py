@@ -1,12 +1,12 @@
-"""64 bits that change with any single change of an array, however it is spread over devices.
+"""64-bit digests of arrays, independent of sharding.
 
-Every element is mixed with its place in the whole array, and the results are added modulo 2^32,
-twice, in two ways. Sums do not depend on the order, so neither do digests on sharding, mesh or
-number of processes; XLA computes them where the shards are and exchanges two words a device.
+Every element is mixed with its index in the array, in two ways, and each of the two results is
+summed modulo 2^32. Sums do not depend on the order, so digests do not depend on sharding, mesh or
+number of processes; XLA computes them on the shards and all-reduces two words per device.
 
 The mixer is a bijection of the element (the finaliser of MurmurHash3, Appleby 2011), so a change of
-one element always changes the digest; anything else is missed with a chance of about 2^-64. It is
-no protection against somebody who wants two arrays to have the same digest.
+one element always changes the digest; other changes are missed with a probability of about 2^-64.
+It is not a cryptographic hash.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 def digests(arrays: dict[str, jax.Array]) -> dict[str, str]:
     """The digest of each array as 16 hexadecimal digits.
 
-    Computed on the devices that hold the arrays, and fetched at once. In a program of several
-    processes every process calls this with the same names in the same order.
+    Computed on the devices that hold the arrays. With several processes, every process must call
+    this with the same names in the same order.
 
     >>> a = jnp.arange(6.0).reshape(2, 3)
     >>> digests({"a": a, "b": a.at[1, 2].add(1e-6), "c": a})
@@ -43,14 +43,14 @@ def digests(arrays: dict[str, jax.Array]) -> dict[str, str]:
 
 
 def ready(x: Array) -> Array:
-    """Waits where there are several processes: with many of their programs in flight at once, each
-    of which needs threads of all of them, the CPU's collectives have come to a standstill."""
+    """Waits for an array if there are several processes: with many of their programs in flight at
+    once, the CPU's collectives can deadlock."""
     return x.block_until_ready() if jax.process_count() > 1 else x
 
 
 @jax.jit
 def digest(x: Array) -> UInt32[Array, " 2"]:
-    """The two words of an array's digest. Shape and dtype do not count beyond the bits they give.
+    """The two words of an array's digest, which depends on its bits only, not on its dtype.
 
     Raises:
         CheckpointError: An element is not of 1, 2, 4 or 8 bytes of plain bits (complex, int4).
@@ -63,12 +63,12 @@ def digest(x: Array) -> UInt32[Array, " 2"]:
         zero = jnp.zeros(words.shape, jnp.uint32)
         return sum((a * jnp.uint32(f) for a, f in zip(axes, factors, strict=True)), zero)
 
-    # The flat index; above 2^32 elements it comes round again, but the second one does not.
+    # Multiples of the flat index: `near` repeats after 2^32 elements, `far` does not.
     near = place([stride * GOLDEN % WORD for stride in strides])
     far = place([stride * GOLDEN % 2**64 // WORD for stride in strides])
     high = murmur(words ^ near, 0x85EBCA6B, 0xC2B2AE35)
     low = murmur(words + far, 0xCC9E2D51, 0x1B873593)
-    # One reduction of two operands: XLA on a CPU takes several times as long for two of one.
+    # PERF(cpu): one reduction of two operands is several times faster than two reductions.
     return jnp.stack(jax.lax.reduce((high, low), (ZERO, ZERO), add, tuple(range(words.ndim))))
 
 

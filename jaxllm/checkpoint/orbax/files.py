@@ -1,4 +1,4 @@
-"""The only place that knows Orbax: arrays and a record go out as one atomic folder, and come in."""
+"""Writes and reads a step with Orbax: arrays and a record in one atomic folder."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jaxllm.common.errors import CheckpointError
 
 ARRAYS = "arrays"
 READERS = 8
-CACHE_BYTES = 10**8  # for the index of OCDBT, which every array looks into
+CACHE_BYTES = 10**8  # for OCDBT's index, which every array reads
 
 
 def orbax() -> Any:
-    """`orbax.checkpoint`, imported at its first use: that takes a second."""
+    """`orbax.checkpoint`, imported on first use: the import takes a second."""
     return importlib.import_module("orbax.checkpoint")
 
 
 def async_checkpointer() -> Any:
-    """Writes beside the target in the background, and renames when all is there.
+    """An Orbax checkpointer that writes in the background and renames the finished folder.
 
-    `AsyncCheckpointer` and no `CheckpointManager`: the latter's `save` says True of what fails
-    later, and its `latest_step` counts empty folders.
+    Not a `CheckpointManager`: its `save` returns True for saves that fail later, and its
+    `latest_step` counts empty folders.
     """
     ocp = orbax()
     arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)  # as `read_arrays` reads
@@ -42,7 +42,7 @@ def start_saving(
     arrays: Mapping[str, jax.Array],
     record: Mapping[str, str],
 ) -> None:
-    """Returns once the arrays are copied: they may then be donated or deleted."""
+    """Starts a save; returns once the arrays are copied and may be donated or deleted."""
     args = orbax().args
     items = args.Composite(
         **{ARRAYS: args.PyTreeSave(dict(arrays)), "record": args.JsonSave(dict(record))}
@@ -51,14 +51,13 @@ def start_saving(
 
 
 def read_arrays(path: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The named arrays of a step's folder on the shardings of the target; the others are left out.
+    """Reads the named arrays of a step's folder onto the shardings of the target.
 
-    TensorStore alone reads what Orbax wrote (zarr in OCDBT): only the shards that this process
-    needs, without waiting for other processes. Orbax's own way in leaves tasks behind when a file
-    is damaged, which print their tracebacks whenever they are collected.
+    TensorStore reads what Orbax wrote (zarr in OCDBT): only the shards that this process needs,
+    without waiting for other processes. Orbax's own reader leaves tasks behind when a file is
+    damaged, which print tracebacks when they are garbage collected.
 
-    Raises whatever TensorStore raises of a damaged folder. What it does not notice shows in the
-    digests.
+    Raises TensorStore's errors for a damaged folder. Damage that it misses shows in the digests.
     """
     ts = importlib.import_module("tensorstore")
     context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})

@@ -1,4 +1,4 @@
-"""Between a pytree and flat names: what a file holds does not depend on classes or nesting."""
+"""Flattens pytrees to named arrays, independent of their classes and nesting."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import jax.numpy as jnp
 
 from jaxllm.common.errors import CheckpointError
 
-MOST_NAMES = 10
+MAX_NAMES = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a checkpoint: dtype by name, shape, digest of its bits."""
+    """One array of a checkpoint: name of the dtype, shape, digest of the bits."""
 
     dtype: str
     shape: tuple[int, ...]
     digest: str
 
     def __str__(self) -> str:
-        return described(self)
+        return describe(self)
 
 
-def described(leaf: Any) -> str:
-    """``float32[2, 3]`` of anything with a shape and a dtype."""
+def describe(leaf: Any) -> str:
+    """For example ``float32[2, 3]``."""
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their paths, in its order: ``opt_state/0/mu/embed.weight``.
+    """The leaves of a pytree by path, in order: ``opt_state/0/mu/embed.weight``.
 
-    Fields of dataclasses and named tuples, keys and positions are all spelled alike.
+    Fields of dataclasses and named tuples, keys and indices are written alike.
 
     >>> flatten({"params": {"w": 1}, "opt_state": (2, [3])})
     {'opt_state/0': 2, 'opt_state/1/0': 3, 'params/w': 1}
@@ -52,13 +52,14 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def check_arrays(leaves: Mapping[str, Any]) -> None:
+    """Raises CheckpointError unless all leaves are JAX arrays."""
     for name, leaf in leaves.items():
         if not isinstance(leaf, jax.Array):
             raise CheckpointError(f"{name}: expected a jax.Array, found {type(leaf).__name__}")
 
 
 def check_target(where: str, found: Mapping[str, Leaf], target: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where a checkpoint is not what the caller wants to restore."""
+    """Raises CheckpointError if names, shapes or dtypes differ from the target's."""
     missing = [name for name in target if name not in found]
     unexpected = [name for name in found if name not in target]
     if missing or unexpected:
@@ -69,7 +70,7 @@ def check_target(where: str, found: Mapping[str, Leaf], target: Mapping[str, Any
     for name, leaf in target.items():
         if (str(leaf.dtype), tuple(leaf.shape)) != (found[name].dtype, found[name].shape):
             raise CheckpointError(
-                f"{where}: {name} is {found[name]}, but {described(leaf)} is expected"
+                f"{where}: {name} is {found[name]}, but {describe(leaf)} is expected"
             )
 
 
@@ -77,8 +78,8 @@ def listed(label: str, names: list[str]) -> str:
     """``; missing: a, b and 3 more``, or nothing."""
     if not names:
         return ""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"; {label}: {', '.join(names[:MOST_NAMES])}{more}"
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"; {label}: {', '.join(names[:MAX_NAMES])}{more}"
 
 
 def is_key(leaf: Any) -> bool:
@@ -86,14 +87,14 @@ def is_key(leaf: Any) -> bool:
 
 
 def bits_of(leaf: jax.Array) -> jax.Array:
-    """The array itself, or the words of typed PRNG keys."""
+    """The array itself, or the key data of typed PRNG keys."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def bits_like(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of `bits_of` for a leaf of a target; unsharded: the first device.
 
-    Keys have more axes as words, over which a sharding by name is not split.
+    Key data has more axes than the keys; these are not sharded.
     """
     bits = jax.eval_shape(bits_of, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     sharding = getattr(leaf, "sharding", None)

@@ -1,4 +1,4 @@
-"""A model in Orbax's format: its parameters as they are, and all that Hugging Face's files said."""
+"""Saves a model in Orbax's format: parameters, config, and the origin's Hugging Face metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxllm.checkpoint.load import FLOATS, HALVES, float_dtype
 from jaxllm.checkpoint.orbax.run_checkpoints import RunCheckpoints
-from jaxllm.checkpoint.orbax.step_record import Record
+from jaxllm.checkpoint.orbax.steps import Record
 from jaxllm.common.errors import CheckpointError
 from jaxllm.models.build_options import Options
 from jaxllm.models.config_export import config_to_json
@@ -27,14 +27,14 @@ WEIGHTS = "weights"
 
 
 def save_weights(folder: Path, model: Any) -> None:
-    """Writes the parameters and the config; an older model there is replaced once they are in."""
+    """Writes parameters and config; an older model in the folder is deleted afterwards."""
     with RunCheckpoints(folder / WEIGHTS, keep=1) as checkpoints:
         latest = checkpoints.latest()
         checkpoints.save(0 if latest is None else latest + 1, parameters(model), describe(model))
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """What `rebuild` needs beside the parameters, as JSON."""
+    """Config and origin, as JSON."""
     origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)
     config = config_to_json(model.config, model_type, architecture)
@@ -54,7 +54,7 @@ def load_weights(
     attn_implementation: str = "eager",
     remat: bool = False,
 ) -> Any:
-    """The model that `save_weights` wrote, parameters in the dtypes that they had."""
+    """Loads the model that `save_weights` wrote; parameters keep their dtypes."""
     with RunCheckpoints(folder / WEIGHTS, writable=False) as checkpoints:
         record = checkpoints.read()
         dtype = float_dtype("dtype", dtype) or compute_dtype(record)
@@ -65,7 +65,7 @@ def load_weights(
         shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
         leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
         paths = [parameter_path(path) for path, _ in leaves]
-        # Shapes are the config's, which the checkpoint must fit; dtypes are free.
+        # Shapes come from the config and are checked; dtypes come from the checkpoint.
         if mesh is not None:
             check_heads(spec.config.head_counts, mesh)
         target = {
@@ -83,18 +83,18 @@ def load_weights(
     return model
 
 
-def saved_dtype(record: Record, path: str, otherwise: Any) -> Any:
+def saved_dtype(record: Record, path: str, default: Any) -> Any:
     leaf = record.leaves.get(path)
-    return otherwise if leaf is None else jnp.dtype(leaf.dtype)
+    return default if leaf is None else jnp.dtype(leaf.dtype)
 
 
 def compute_dtype(record: Record) -> Any:
-    """The parameters' dtype; float32 on a CPU, where half precision is many times slower."""
-    found = [jnp.dtype(leaf.dtype) for leaf in record.leaves.values()]
-    most = max(set(found), key=found.count)
-    if most not in FLOATS:
-        raise CheckpointError(f"parameters of {most}; expected float32, bfloat16 or float16")
-    return jnp.dtype(jnp.float32) if most in HALVES and jax.default_backend() == "cpu" else most
+    """The most common dtype; float32 on a CPU, where half precision is many times slower."""
+    dtypes = [jnp.dtype(leaf.dtype) for leaf in record.leaves.values()]
+    common = max(set(dtypes), key=dtypes.count)
+    if common not in FLOATS:
+        raise CheckpointError(f"parameters are {common}; expected float32, bfloat16 or float16")
+    return jnp.dtype(jnp.float32) if common in HALVES and jax.default_backend() == "cpu" else common
 
 
 def origin_of(fields: dict[str, Any]) -> Origin:

@@ -1,4 +1,4 @@
-"""Finding the last sound step of a run, and reading it."""
+"""Finds and reads the last undamaged step of a run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.checkpoint.orbax import files as orbax_files
-from jaxllm.checkpoint.orbax import step_folders as steps_on_disk
+from jaxllm.checkpoint.orbax import steps as steps_on_disk
 from jaxllm.checkpoint.orbax.digest import digests
 from jaxllm.checkpoint.orbax.leaves import Leaf, bits_like, check_target, flatten, from_bits, listed
-from jaxllm.checkpoint.orbax.step_record import Record, read_record
+from jaxllm.checkpoint.orbax.steps import Record, read_record
 from jaxllm.common.errors import CheckpointError, MissingFileError, RunError
 from jaxllm.parallel.processes import together
 
 T = TypeVar("T")
 OnProblem = Callable[[str], None]
 
-# What says nothing about the files themselves: rights, open files, memory.
-NOT_NOW = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-NOT_NOW_CODES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED")  # TensorStore's words for these
+# Errors that say nothing about the files themselves: permissions, open files, memory.
+TRANSIENT = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+TRANSIENT_CODES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED")  # TensorStore's names
 
 
 class Restored(NamedTuple):
-    """`arrays` has the structure, dtypes and shardings of the target."""
+    """A restored step; `arrays` has the structure, dtypes and shardings of the target."""
 
     arrays: Any
     meta: Any
@@ -36,13 +36,13 @@ class Restored(NamedTuple):
 
 
 class StepReader:
-    """Reads the steps of a folder, the last one first, and passes over those that are damaged.
+    """Reads the steps of a folder, the last one first, skipping damaged ones.
 
     Args:
-        on_problem: called with a sentence that names a step and why it is passed over.
+        on_problem: Called with a sentence that names a skipped step and the reason.
 
     Attributes:
-        refused: the steps that turned out to be damaged, with the reasons.
+        refused: Steps that are damaged, with the reasons.
     """
 
     def __init__(self, folder: Path, on_problem: OnProblem) -> None:
@@ -52,21 +52,21 @@ class StepReader:
 
     def restore(self, step: int | None, target: Any, *, subset: bool) -> Restored:
         """See `RunCheckpoints.restore`."""
-        wanted = flatten(target)
+        targets = flatten(target)
         problems: dict[int, str] = {}
         for number in self._candidates(step):
             path = self.folder / str(number)
             record = self._attempt(number, problems, lambda p=path: read_record(p))
             if record is None:
                 continue
-            leaves = {n: x for n, x in record.leaves.items() if n in wanted or not subset}
-            check_target(str(path), leaves, wanted)
-            bits = self._attempt(number, problems, lambda p=path: read_bits(p, wanted))
+            leaves = {n: x for n, x in record.leaves.items() if n in targets or not subset}
+            check_target(str(path), leaves, targets)
+            bits = self._attempt(number, problems, lambda p=path: read_bits(p, targets))
             if bits is None:
                 continue
             if self._attempt(number, problems, lambda b=bits, x=leaves: verify(b, x)) is None:
                 continue
-            arrays = [from_bits(bits[name], leaf) for name, leaf in wanted.items()]
+            arrays = [from_bits(bits[name], leaf) for name, leaf in targets.items()]
             structure = jax.tree_util.tree_structure(target)
             return Restored(structure.unflatten(arrays), record.meta, number)
         raise self._none_sound(problems)
@@ -86,27 +86,27 @@ class StepReader:
         if step is None and found:
             return found[::-1]
         if step is None or step not in found:
-            there = f"; there are {', '.join(map(str, found))}" if found else ""
-            what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            raise MissingFileError(f"{self.folder}: {what}{there}")
+            existing = f"; there are {', '.join(map(str, found))}" if found else ""
+            missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise MissingFileError(f"{self.folder}: {missing}{existing}")
         return [step]
 
     def _attempt(self, step: int, problems: dict[int, str], act: Callable[[], T]) -> T | None:
-        """The result of `act`; None if the step has turned out to be damaged, which is reported.
+        """The result of `act`; None if the step is damaged, which is reported.
 
-        Whatever else goes wrong is raised, in every process: to pass over a sound step, or to give
-        its name to another, would lose it.
+        Other errors are raised, in every process: skipping an undamaged step, or giving its name
+        to another, would lose it.
         """
         path = self.folder / str(step)
-        result, damage = together(lambda: tried(act, path), RunError)
+        result, damage = together(lambda: attempt(act, path), RunError)
 
-        def judged() -> T | None:
+        def checked() -> T | None:
             if damage is not None:
                 raise damage
             return result
 
         try:
-            return together(judged, CheckpointError)
+            return together(checked, CheckpointError)
         except (CheckpointError, MissingFileError, ValueError) as failure:
             problems[step] = self.refused[step] = reason = sentence(failure)
             self._on_problem(f"{path}: cannot be restored: {reason}")
@@ -117,28 +117,28 @@ class StepReader:
         return CheckpointError(f"{self.folder}: no checkpoint can be restored: {reasons}")
 
 
-def tried(act: Callable[[], T], path: Path) -> tuple[T | None, Exception | None]:
-    """The result of reading something, or what shows that files are damaged or missing.
+def attempt(act: Callable[[], T], path: Path) -> tuple[T | None, Exception | None]:
+    """The result of `act`, or the error that shows that files are damaged or missing.
 
     Raises:
-        CheckpointError: the files cannot be read now, and may well be sound.
+        CheckpointError: The files cannot be read now, but may be undamaged.
     """
     try:
         return act(), None
-    except (CheckpointError, MissingFileError) as failure:  # of the record and of the digests
+    except (CheckpointError, MissingFileError) as failure:  # from the record and the digests
         cause = failure.__cause__
-        if isinstance(cause, OSError) and cause.errno in NOT_NOW:
+        if isinstance(cause, OSError) and cause.errno in TRANSIENT:
             raise
         return None, failure
     except ValueError as failure:  # TensorStore's
-        if str(failure).startswith(NOT_NOW_CODES):
+        if str(failure).startswith(TRANSIENT_CODES):
             raise CheckpointError(f"{path}: cannot be read ({sentence(failure)})") from failure
         return None, failure
 
 
-def read_bits(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The arrays from disk; those without elements, which Orbax does not store, from nothing."""
-    like = {name: bits_like(leaf) for name, leaf in wanted.items()}
+def read_bits(path: Path, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The arrays from disk; arrays without elements, which Orbax does not store, are created."""
+    like = {name: bits_like(leaf) for name, leaf in targets.items()}
     stored = {name: x for name, x in like.items() if x.size}
     bits = orbax_files.read_arrays(path, stored)
     empty = {
@@ -148,15 +148,15 @@ def read_bits(path: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def verify(bits: Mapping[str, jax.Array], leaves: Mapping[str, Leaf]) -> bool:
-    """True, or raises CheckpointError with the names of the arrays that are not what was saved."""
-    wrong = [name for name, found in digests(dict(bits)).items() if found != leaves[name].digest]
-    if wrong:
-        raise CheckpointError(f"not what was saved{listed('arrays', wrong)}")
+    """True, or raises CheckpointError with the names of arrays whose digests differ."""
+    damaged = [name for name, found in digests(dict(bits)).items() if found != leaves[name].digest]
+    if damaged:
+        raise CheckpointError(f"not what was saved{listed('arrays', damaged)}")
     return True
 
 
 def sentence(failure: BaseException) -> str:
-    """The first line of an error, not too long, with its kind where it says nothing."""
+    """The first line of an error, shortened; its class name if it has no message."""
     lines = str(failure).strip().splitlines() or [type(failure).__name__]
     line = re.sub(r" \[(tensorstore_spec|source locations)=.*", "", lines[0])
     # TensorStore's messages go from the general to the particular.

@@ -1,4 +1,7 @@
-"""Checkpoints that survive kills, full disks and rotten files: see docs/checkpoints.md."""
+"""Checkpoints of a run, safe against kills, full disks and damaged files.
+
+See docs/checkpoints.md.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from typing import Any, Literal
 import jax
 
 from jaxllm.checkpoint.orbax import files as orbax_files
-from jaxllm.checkpoint.orbax import step_folders as steps_on_disk
+from jaxllm.checkpoint.orbax import steps as steps_on_disk
 from jaxllm.checkpoint.orbax.digest import digests
 from jaxllm.checkpoint.orbax.leaves import Leaf, bits_of, check_arrays, flatten
 from jaxllm.checkpoint.orbax.restore import OnProblem, Restored, StepReader, sentence
-from jaxllm.checkpoint.orbax.step_record import Record, read_record, replace_record, seal
+from jaxllm.checkpoint.orbax.steps import Record, read_record, replace_record, seal
 from jaxllm.common.errors import CheckpointError, InputError, JaxLLMError, RunError
 from jaxllm.common.run_lock import RunLock
 from jaxllm.parallel.processes import together
@@ -31,24 +34,24 @@ OnSaved = Callable[[int, float, int], None]
 class RunCheckpoints:
     """The checkpoints of one run in a folder: `folder/STEP/` each.
 
-    A step is atomic: it holds the arrays, the meta and a digest of every array, or is not there.
-    `restore` compares the digests, so damaged files are refused and never become wrong weights.
+    A step is written atomically: arrays, meta and a digest of every array. `restore` compares the
+    digests, so that damaged files are refused instead of giving wrong weights.
 
         with RunCheckpoints("out/checkpoints", keep=3, on_saved=report) as checkpoints:
             checkpoints.save(step, state, {"data": position})     # returns soon
             state, meta, step = checkpoints.restore(target=state)
 
-    In a run of several processes all of them make the same calls, on a folder they share.
+    With several processes, all make the same calls, on a shared folder.
 
     Args:
-        folder: made if it is not there (by a writer).
-        keep: how many of the last steps stay; the best one stays besides.
-        mode: whether a small ("min") or a large ("max") metric is good.
-        writable: False: for reading beside a run that goes on. Takes no lock.
-        on_saved: called as ``on_saved(step, seconds, bytes)`` once a step is on disk under its
-            name, and never otherwise; from a background thread.
-        on_problem: called with a sentence that names a step and why it is passed over, or could
-            not be deleted (from a background thread). None: a warning of the logger "jaxllm".
+        folder: A writer creates it if it does not exist.
+        keep: How many of the last steps to keep, besides the best one.
+        mode: Whether the best metric is the smallest ("min") or the largest ("max").
+        writable: False: only reads, without a lock, also while a run writes.
+        on_saved: Called as ``on_saved(step, seconds, bytes)`` from a background thread, once a
+            step is on disk under its final name.
+        on_problem: Called with a sentence about a step that was skipped, or could not be deleted
+            (from a background thread). None: a warning of the logger "jaxllm".
 
     Raises:
         RunError: Another process writes to the folder.
@@ -77,11 +80,11 @@ class RunCheckpoints:
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
         self._lock: RunLock | None = None
         if writable:
-            together(self._take, RunError)
+            together(self._lock_folder, RunError)
             self._orbax = orbax_files.async_checkpointer()
             self._worker = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
 
-    def _take(self) -> None:
+    def _lock_folder(self) -> None:
         if jax.process_index() == 0:
             self._lock = RunLock(self.folder)
             steps_on_disk.clean(self.folder)
@@ -93,10 +96,10 @@ class RunCheckpoints:
         self.close()
 
     def close(self) -> None:
-        """Waits for the save under way, and lets go of the folder. A second call does nothing.
+        """Waits for the pending save and unlocks the folder. A second call does nothing.
 
         Raises:
-            CheckpointError: The save under way failed.
+            CheckpointError: The pending save failed.
         """
         if not self.writable:
             return
@@ -109,47 +112,43 @@ class RunCheckpoints:
             if self._lock is not None:
                 self._lock.release()
 
-    # Which steps there are.
-
     def steps(self) -> list[int]:
         """The committed steps, in order."""
         return steps_on_disk.complete(self.folder)
 
     def latest(self) -> int | None:
-        """The last committed step. Whether its files are sound, only `restore` finds out."""
+        """The last committed step. Only `restore` checks whether it is damaged."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step with the best metric, but for those that were found damaged; None if no step
-        has one."""
-        found = self._metrics()
-        sound = {step: metric for step, metric in found.items() if step not in self._reader.refused}
-        return steps_on_disk.best(sound, self.mode)
+        """The undamaged step with the best metric; None if no step has a metric."""
+        metrics = self._metrics()
+        return steps_on_disk.best(
+            {step: x for step, x in metrics.items() if step not in self._reader.refused}, self.mode
+        )
 
     def _metrics(self) -> dict[int, float | None]:
         metrics = {}
         for step in self.steps():
             try:
                 metrics[step] = read_record(self.folder / str(step)).metric
-            except JaxLLMError:  # `restore` names what is wrong with it
+            except JaxLLMError:  # `restore` reports the reason
                 metrics[step] = None
         return metrics
 
-    # Saving.
-
     def save(self, step: int, arrays: Any, meta: Any, *, metric: float | None = None) -> None:
-        """Starts to save a step, after the one before is through. Returns once all is copied.
+        """Starts a save, after the previous one is done. Returns once the arrays are copied.
 
         Args:
-            step: its number, which names its folder.
-            arrays: a pytree of jax.Arrays (numbers, booleans, typed PRNG keys), sharded or not.
+            step: Number of the step, and name of its folder.
+            arrays: A pytree of jax.Arrays (numbers, booleans, typed PRNG keys), sharded or not.
                 They may be donated afterwards.
-            meta: whatever JSON holds: data position, config, versions.
-            metric: what the best step is chosen by; one that is not finite is never the best.
+            meta: Any JSON value: data position, config, versions.
+            metric: Decides which step is the best; one that is not finite is never the best.
 
         Raises:
-            CheckpointError: The save *before* failed in the background; this one cannot begin; or
-                there is a sound step of this number. Earlier steps are intact in every case.
+            CheckpointError: The *previous* save failed in the background; this one cannot start; or
+                there is an undamaged step of this number. Earlier steps are intact in every case.
         """
         if not self.writable:
             raise RunError(f"{self.folder}: opened for reading, or closed")
@@ -169,7 +168,7 @@ class RunCheckpoints:
             name: Leaf(str(leaf.dtype), tuple(leaf.shape), found[name])
             for name, leaf in leaves.items()
         }
-        record = seal(Record(step, meta, finite(metric), described))
+        record = seal(Record(step, meta, finite_or_none(metric), described))
         stored = {name: leaf for name, leaf in bits.items() if leaf.size}
         try:
             together(lambda: self._set_aside([step] if damaged else []), CheckpointError)
@@ -179,31 +178,31 @@ class RunCheckpoints:
         self._pending = step, self._worker.submit(self._finish, step, started)
 
     def _set_aside(self, damaged: list[int]) -> None:
-        """Damaged steps lose their names, which later ones may need, but not their files."""
+        """Renames damaged steps, so that later ones can have their names; their files stay."""
         if jax.process_index() == 0:
             for step in {*damaged, *self._reader.refused}:
                 steps_on_disk.set_aside(self.folder, step)
         self._reader.refused.clear()
 
     def wait(self) -> None:
-        """Waits until the save under way is on disk.
+        """Waits until the pending save is on disk.
 
         Raises:
-            CheckpointError: It failed; it was not reported as saved, and earlier steps are intact.
+            CheckpointError: It failed; `on_saved` was not called, and earlier steps are intact.
         """
         if self._pending is None:
             return
         step, future = self._pending
-        concurrent.futures.wait([future])  # an interrupt leaves it pending
+        concurrent.futures.wait([future])  # after an interrupt it is still pending
         self._pending = None
         failure = future.exception()
-        if failure is not None and step in self.steps():  # what follows the commit: the callback
+        if failure is not None and step in self.steps():  # raised by `on_saved`, after the commit
             raise failure
         if failure is not None:
             raise self._not_saved(step, failure) from failure
 
     def _not_saved(self, step: int, failure: BaseException) -> CheckpointError:
-        # The old one goes on to raise what is left of this failure, after sound saves too.
+        # The old checkpointer would raise this failure again after later saves.
         with contextlib.suppress(Exception):
             self._orbax.close()
         self._orbax = orbax_files.async_checkpointer()
@@ -215,26 +214,24 @@ class RunCheckpoints:
         )
 
     def _finish(self, step: int, started: float) -> None:
-        """In the background: waits for the commit, reports it, then deletes what is superseded."""
+        """Runs in the background: waits for the commit, calls `on_saved`, deletes expired steps."""
         self._orbax.wait_until_finished()
         path = self.folder / str(step)
         read_record(path)
         if self._on_saved is not None:
             self._on_saved(step, time.perf_counter() - started, steps_on_disk.size(path))
         if jax.process_index() == 0:
-            self._retire(step)
+            self._delete_expired(step)
 
-    def _retire(self, newest: int) -> None:
+    def _delete_expired(self, newest: int) -> None:
         metrics = self._metrics()
         best = steps_on_disk.best(metrics, self.mode)
-        doomed = steps_on_disk.superfluous(metrics, keep=self.keep, always=(newest, best))
-        for step in doomed:
+        to_delete = steps_on_disk.expired(metrics, keep=self.keep, always=(newest, best))
+        for step in to_delete:
             try:
                 steps_on_disk.remove(self.folder, step)
             except OSError as failure:
                 self._on_problem(f"{self.folder / str(step)}: not deleted ({sentence(failure)})")
-
-    # Restoring.
 
     def restore(
         self, step: int | None = None, target: Any = None, *, subset: bool = False
@@ -242,35 +239,35 @@ class RunCheckpoints:
         """Reads a step onto the shardings of `target`, and checks every array's digest.
 
         Args:
-            step: None: the last one that is sound; those passed over are named to `on_problem`.
-            target: a pytree of arrays or jax.ShapeDtypeStruct, with the shardings to restore onto
+            step: None: the last undamaged one; skipped steps are reported to `on_problem`.
+            target: A pytree of arrays or jax.ShapeDtypeStruct, with the shardings to restore onto
                 (any mesh and number of processes); without a sharding: the first device.
-            subset: the step may hold arrays that the target does not, which are not read.
+            subset: Allow the step to have arrays that the target lacks; they are not read.
 
         Raises:
             MissingFileError: There is no such step, or none at all.
-            CheckpointError: The arrays of the step are not those of the target; or no step is
-                sound, with the reason for each.
+            CheckpointError: The arrays of the step are not those of the target; or all steps are
+                damaged, with the reason for each.
         """
         self.wait()
         return self._reader.restore(step, target, subset=subset)
 
     def read(self, step: int | None = None) -> Record:
-        """What a step says of itself, without its arrays: `meta`, `metric`, `leaves`.
+        """Reads a step without its arrays: `meta`, `metric`, `leaves`.
 
-        For whoever has to know the config before there can be a target. Arguments and errors are
-        those of `restore`.
+        For example for the config, from which a target is built. Arguments and errors are those of
+        `restore`.
         """
         self.wait()
         return self._reader.read(step)
 
     def amend(self, step: int, meta: Mapping[str, Any], *, metric: float | None) -> None:
-        """Adds fields to the meta of a committed step, and sets its metric: of what is found late.
+        """Adds fields to the meta of a committed step and sets its metric, for late evaluations.
 
-        The record is replaced at once or not at all; the arrays are not touched.
+        The record is replaced atomically; the arrays are not touched.
 
         Raises:
-            CheckpointError: There is no sound record, or it cannot be written.
+            CheckpointError: The record is damaged or cannot be written.
         """
         if not self.writable:
             raise RunError(f"{self.folder}: opened for reading, or closed")
@@ -281,13 +278,13 @@ class RunCheckpoints:
                 path = self.folder / str(step)
                 record = read_record(path)
                 changed = dataclasses.replace(
-                    record, meta={**record.meta, **meta}, metric=finite(metric)
+                    record, meta={**record.meta, **meta}, metric=finite_or_none(metric)
                 )
                 replace_record(path, changed)
 
         together(write, CheckpointError)
 
 
-def finite(metric: float | None) -> float | None:
-    """A metric that steps can be compared by."""
+def finite_or_none(metric: float | None) -> float | None:
+    """The metric as a float, or None if it is not finite."""
     return float(metric) if metric is not None and math.isfinite(metric) else None

@@ -1,9 +1,9 @@
-"""LoRA adapters as PEFT's files: adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-PEFT knows GPT-2's q, k and v as one layer, `c_attn`, with one A; here each has its own. Reading
-gives each a copy of A and its rows of B. Writing gives that back while the copies are equal. Where
-they were trained apart, A is the three below each other and B is block-diagonal, of rank 3 r, with
-alpha multiplied so that the scale stays: the same numbers, in a layer that PEFT loads.
+PEFT adapts GPT-2's q, k and v as one layer, `c_attn`, with one A; here each has its own. Loading
+gives each a copy of A and its rows of B. Saving restores the one A while the copies are equal. If
+training made them differ, A is the three stacked and B is block-diagonal, of rank 3 r, with alpha
+multiplied to keep the scale: the same numbers, in a layer that PEFT loads.
 """
 
 from __future__ import annotations

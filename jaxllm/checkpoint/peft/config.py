@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json, read strictly: every field acts, is known to be inert, or raises."""
+"""Reads PEFT's adapter_config.json strictly: a field acts, is known to be inert, or raises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm.common.strict_json import read_json
 MAX_CONFIG_BYTES = 4 * 2**20
 CLASSIFIER_NAMES = ("classifier", "score")  # PEFT adds both to each classifier's modules_to_save
 
-# Where the adapter came from, and how it was made; its numbers do not depend on these.
+# Provenance, and options of initialisation and training: they do not change the adapter's output.
 # fan_in_fan_out says how the *base* weight is stored, which the model knows.
 INERT = frozenset(
     {
@@ -34,13 +34,13 @@ INERT = frozenset(
 )
 # Initialisations that leave the base weights alone; the others (PiSSA, OLoRA, ...) change them.
 KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
-# What a name in rank_pattern may consist of: such an expression runs in linear time.
+# Allowed patterns of rank_pattern: such an expression runs in linear time.
 PLAIN_PATTERN = re.compile(r"\^?[\w.\\-]+\$?")
 
 
 @dataclasses.dataclass(frozen=True)
 class PeftConfig:
-    """The fields that act, under PEFT's names."""
+    """The fields that have an effect, under PEFT's names."""
 
     r: int = 8
     lora_alpha: float = 8
@@ -53,21 +53,21 @@ class PeftConfig:
     rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
     narrowed: bool = False
-    """exclude_modules or layers_to_transform leave out some of the targets."""
+    """Whether exclude_modules or layers_to_transform exclude some of the targets."""
 
     def rank_of(self, module: str) -> int:
-        return of_pattern(self.rank_pattern, module, self.r)
+        return match_pattern(self.rank_pattern, module, self.r)
 
     def alpha_of(self, module: str) -> float:
-        return of_pattern(self.alpha_pattern, module, self.lora_alpha)
+        return match_pattern(self.alpha_pattern, module, self.lora_alpha)
 
     def targets(self, module: str) -> bool:
-        """Whether target_modules, a list, names this module of Hugging Face's names."""
+        """Whether target_modules, a list, names this module (by its Hugging Face name)."""
         return any(module == t or module.endswith(f".{t}") for t in self.target_modules)
 
 
-def of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The first pattern that fits the name or its end, as PEFT looks ranks and alphas up."""
+def match_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that matches the name or its end, as in PEFT."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -77,11 +77,11 @@ def of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 def read_peft_config(path: Path) -> PeftConfig:
     """Reads an adapter_config.json.
 
-    A field that is null, false or empty asks for nothing and passes, known or not.
+    Unknown fields pass if they are null, false or empty.
 
     Raises:
         MissingFileError: There is no such file.
-        ConfigError: A value that cannot be.
+        ConfigError: An invalid value.
         UnsupportedError: A field that jaxllm does not know or does not implement.
     """
     raw = read_json(path, max_bytes=MAX_CONFIG_BYTES, error=ConfigError)
@@ -94,6 +94,7 @@ def read_peft_config(path: Path) -> PeftConfig:
 
 
 def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
+    """`read_peft_config` for the parsed JSON."""
     if raw.get("peft_type") != "LORA":
         raise UnsupportedError(f"peft_type: {raw.get('peft_type')!r}; jaxllm reads 'LORA'")
     if raw.get("bias", "none") != "none":
@@ -110,18 +111,18 @@ def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
     narrowing = ("exclude_modules", "layers_to_transform", "layers_pattern")
     passed = INERT | known | {*narrowing, "peft_type", "bias", "init_lora_weights"}
     for name, value in raw.items():
-        if name not in passed and not is_off(value):
+        if name not in passed and not is_empty(value):
             raise UnsupportedError(f"{name}: {short(value)} is not implemented")
-    given = {name: raw[name] for name in known if raw.get(name) is not None}
-    for name, value in given.items():
-        given[name] = CHECKS[name](name, value)
-    if not given.get("target_modules"):
+    values = {name: raw[name] for name in known if raw.get(name) is not None}
+    for name, value in values.items():
+        values[name] = CHECKS[name](name, value)
+    if not values.get("target_modules"):
         raise ConfigError("target_modules: missing or empty; it names the layers with LoRA")
     narrowed = any(raw.get(name) not in (None, "", []) for name in narrowing)
-    return PeftConfig(**given, narrowed=narrowed)
+    return PeftConfig(**values, narrowed=narrowed)
 
 
-def is_off(value: Any) -> bool:
+def is_empty(value: Any) -> bool:
     return value is None or value is False or value in ("", [], {})
 
 
@@ -134,53 +135,53 @@ def wrong(name: str, expected: str, value: Any) -> ConfigError:
     return ConfigError(f"{name}: expected {expected}, found {short(value)}")
 
 
-def a_rank(name: str, value: Any) -> int:
+def check_rank(name: str, value: Any) -> int:
     if type(value) is not int or value < 1:
         raise wrong(name, "an integer from 1 on", value)
     return value
 
 
-def a_number(name: str, value: Any) -> float:
+def check_number(name: str, value: Any) -> float:
     if type(value) not in (int, float) or abs(value) > 1e30:
         raise wrong(name, "a number", value)
     return value
 
 
-def a_rate(name: str, value: Any) -> float:
-    if not 0 <= a_number(name, value) < 1:
+def check_rate(name: str, value: Any) -> float:
+    if not 0 <= check_number(name, value) < 1:
         raise wrong(name, "a rate in [0, 1)", value)
     return value
 
 
-def a_switch(name: str, value: Any) -> bool:
+def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise wrong(name, "true or false", value)
     return value
 
 
-def a_text(name: str, value: Any) -> str:
+def check_string(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise wrong(name, "a string", value)
     return value
 
 
-def names(name: str, value: Any) -> tuple[str, ...]:
+def check_names(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(x, str) and x for x in value):
         raise wrong(name, "a list of module names", value)
     return tuple(value)
 
 
-def targets(name: str, value: Any) -> tuple[str, ...] | str:
-    """A list of names; or a regular expression, which is never run: the tensors say what it did."""
-    return value if isinstance(value, str) else names(name, value)
+def check_targets(name: str, value: Any) -> tuple[str, ...] | str:
+    """A list of names, or a regular expression, which is never run: the tensors are the targets."""
+    return value if isinstance(value, str) else check_names(name, value)
 
 
-def ranks(name: str, value: Any) -> dict[str, int]:
-    return {k: a_rank(f"{name}[{k!r}]", v) for k, v in pattern_items(name, value)}
+def check_ranks(name: str, value: Any) -> dict[str, int]:
+    return {k: check_rank(f"{name}[{k!r}]", v) for k, v in pattern_items(name, value)}
 
 
-def alphas(name: str, value: Any) -> dict[str, float]:
-    return {k: a_number(f"{name}[{k!r}]", v) for k, v in pattern_items(name, value)}
+def check_alphas(name: str, value: Any) -> dict[str, float]:
+    return {k: check_number(f"{name}[{k!r}]", v) for k, v in pattern_items(name, value)}
 
 
 def pattern_items(name: str, value: Any) -> Sequence[tuple[str, Any]]:
@@ -189,8 +190,8 @@ def pattern_items(name: str, value: Any) -> Sequence[tuple[str, Any]]:
     for pattern in value:
         if not PLAIN_PATTERN.fullmatch(pattern) or len(pattern) > 200:
             raise UnsupportedError(
-                f"{name}: {short(pattern)} is more than the name of a module; a stranger's regular "
-                "expressions are not run"
+                f"{name}: {short(pattern)} is more than a module name; regular expressions of a "
+                "file are not run"
             )
         try:
             re.compile(pattern)
@@ -200,14 +201,14 @@ def pattern_items(name: str, value: Any) -> Sequence[tuple[str, Any]]:
 
 
 CHECKS = {
-    "r": a_rank,
-    "lora_alpha": a_number,
-    "lora_dropout": a_rate,
-    "use_rslora": a_switch,
-    "use_dora": a_switch,
-    "task_type": a_text,
-    "target_modules": targets,
-    "modules_to_save": names,
-    "rank_pattern": ranks,
-    "alpha_pattern": alphas,
+    "r": check_rank,
+    "lora_alpha": check_number,
+    "lora_dropout": check_rate,
+    "use_rslora": check_bool,
+    "use_dora": check_bool,
+    "task_type": check_string,
+    "target_modules": check_targets,
+    "modules_to_save": check_names,
+    "rank_pattern": check_ranks,
+    "alpha_pattern": check_alphas,
 }

@@ -1,4 +1,4 @@
-"""Reading LoRA from PEFT's files; see `jaxllm.checkpoint.peft`."""
+"""Loads LoRA from PEFT's files; see `jaxllm.checkpoint.peft`."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from jaxllm.nn.lora import LoraLinear
 
 
 def load_adapter(model: Any, folder: str | PathLike[str]) -> Any:
-    """A model with the LoRA of PEFT's files; `model` shares its arrays and stays as it is.
+    """Adds the LoRA of PEFT's files to a model; returns a new model that shares its arrays.
 
-    Every tensor is accounted for, and every layer that target_modules names must be in the file,
-    with the rank that the config says. New parameters are float32.
+    Every tensor of the file must belong to the model, and every layer that target_modules names
+    must be in the file, with the config's rank. New parameters are float32.
 
     Args:
-        model: the base model, without LoRA.
-        folder: with adapter_config.json and adapter_model.safetensors.
+        model: The base model, without LoRA.
+        folder: Holds adapter_config.json and adapter_model.safetensors.
 
     Raises:
-        MissingFileError: A file is not there.
-        ConfigError, UnsupportedError: The config, by field.
+        MissingFileError: A file is missing.
+        ConfigError, UnsupportedError: A field of the config.
         CheckpointError: Tensors are missing, unexpected or ill-shaped.
         NonFiniteError: A tensor holds NaN or infinity.
     """
@@ -63,7 +63,7 @@ def load_adapter(model: Any, folder: str | PathLike[str]) -> Any:
             f"{folder} holds only {path.with_suffix('.bin').name}: {USE_SAFETENSORS}"
         )
     with SafetensorsFile(path) as file:
-        tensors = {name: checked(file, name) for name in file.names()}
+        tensors = {name: read_tensor(file, name) for name in file.names()}
     try:
         return with_adapter(model, config, tensors)
     except CheckpointError as error:
@@ -71,7 +71,7 @@ def load_adapter(model: Any, folder: str | PathLike[str]) -> Any:
 
 
 def with_adapter(model: Any, config: PeftConfig, tensors: Mapping[str, np.ndarray]) -> Any:
-    """The model with the adapter of these tensors, each used exactly once."""
+    """The model with the adapter of these tensors, each of which is used exactly once."""
     left = {name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)}
     if len(left) < len(tensors):
         odd = next(name for name in tensors if not name.startswith(PREFIX))
@@ -79,25 +79,25 @@ def with_adapter(model: Any, config: PeftConfig, tensors: Mapping[str, np.ndarra
     entries, layers = weight_entries(model), {}
     for name, entry in entries.items():
         linear = isinstance(module_at(model, paths_of(entry)[0]), Linear)
-        there = [part for part in (A, B, MAGNITUDE) if f"{name}.{part}" in left]
+        present = any(f"{name}.{part}" in left for part in (A, B, MAGNITUDE))
         targeted = isinstance(config.target_modules, tuple) and config.targets(name)
-        if there and linear:
+        if present and linear:
             if isinstance(config.target_modules, tuple) and not targeted:
                 raise CheckpointError(f"{name} has LoRA, but target_modules does not name it")
             check_base(model, name, entry, left)
             layers |= split_layers(model, config, name, entry, left)
         elif targeted and linear and not config.narrowed and not is_saved(config, name):
             raise CheckpointError(f"{name}.{A} is missing, but target_modules names its module")
-    whole: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
     for name in config.modules_to_save:
-        found = [e for e in base_entries(model) if e.theirs.rpartition(".")[0].endswith(name)]
-        if not found and not (task_of(model) == "SEQ_CLS" and name in CLASSIFIER_NAMES):
+        matching = [e for e in base_entries(model) if e.theirs.rpartition(".")[0].endswith(name)]
+        if not matching and not (task_of(model) == "SEQ_CLS" and name in CLASSIFIER_NAMES):
             raise CheckpointError(
                 f"modules_to_save: {name!r} is no module with weights in this model"
             )
-        for entry in found:
-            if not set(entry.ours) <= whole.keys():
-                whole |= replaced(model, entry, left)
+        for entry in matching:
+            if not set(entry.ours) <= saved.keys():
+                saved |= take_saved(model, entry, left)
     if left:
         more = (
             "; embeddings with LoRA are not implemented" if "embedding_" in " ".join(left) else ""
@@ -108,15 +108,15 @@ def with_adapter(model: Any, config: PeftConfig, tensors: Mapping[str, np.ndarra
         )
     if not layers:
         raise CheckpointError("no tensor belongs to LoRA")
-    check_tied(model, whole)
-    saved = dict.fromkeys(path.rpartition(".")[0] for path in whole)
-    return with_lora(with_parameters(model, whole), layers, saved)
+    check_tied(model, saved)
+    modules = dict.fromkeys(path.rpartition(".")[0] for path in saved)
+    return with_lora(with_parameters(model, saved), layers, modules)
 
 
 def split_layers(
     model: Any, config: PeftConfig, name: str, entry: Entry, left: dict[str, np.ndarray]
 ) -> dict[str, LoraLinear]:
-    """The layers of ours that one of PEFT's stands for; takes its tensors out of `left`."""
+    """Our layers for one layer of PEFT's; removes its tensors from `left`."""
     bases = {path: module_at(model, path) for path in paths_of(entry)}
     outputs = [base.weight[...].shape[0] for base in bases.values()]
     inputs = next(iter(bases.values())).weight[...].shape[1]
@@ -142,12 +142,12 @@ def split_layers(
 
 
 def check_base(model: Any, name: str, entry: Entry, left: dict[str, np.ndarray]) -> None:
-    """Beside the LoRA of a head PEFT saves the head itself, which must be the model's."""
+    """Checks the base weight that PEFT saves beside the LoRA of an LM head."""
     tensor = left.pop(f"{name}.base_layer.weight", None)
     if tensor is None:
         return
-    mine = parameters(model)
-    base = entry.join([np.asarray(mine[ours]) for ours in entry.ours])
+    params = parameters(model)
+    base = entry.join([np.asarray(params[ours]) for ours in entry.ours])
     if tensor.shape != base.shape or not (tensor.astype(base.dtype) == base).all():
         raise CheckpointError(
             f"{name}.base_layer.weight differs from the model's; the adapter is for another base "
@@ -155,19 +155,20 @@ def check_base(model: Any, name: str, entry: Entry, left: dict[str, np.ndarray])
         )
 
 
-def replaced(model: Any, entry: Entry, left: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Our parameters that one tensor of a module trained whole stands for."""
-    mine = parameters(model)
-    rows, *columns = mine[entry.ours[0]].shape
+def take_saved(model: Any, entry: Entry, left: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Our parameters for one tensor of modules_to_save; removes it from `left`."""
+    params = parameters(model)
+    rows, *columns = params[entry.ours[0]].shape
     shape = (rows * len(entry.ours), *columns)
     tensor = take(left, entry.theirs, shape[::-1] if entry.transposed else shape)
     return {
-        ours: jnp.array(part, jnp.promote_types(part.dtype, mine[ours].dtype))
+        ours: jnp.array(part, jnp.promote_types(part.dtype, params[ours].dtype))
         for ours, part in zip(entry.ours, entry.split(tensor), strict=True)
     }
 
 
 def take(left: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Removes a tensor of this shape from `left` and returns it."""
     if name not in left:
         raise CheckpointError(f"{name} is missing")
     tensor = left.pop(name)
@@ -178,16 +179,17 @@ def take(left: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.n
     return tensor
 
 
-def checked(file: SafetensorsFile, name: str) -> np.ndarray:
+def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
+    """A tensor, checked to be finite and of a float dtype."""
     if file.info(name).dtype not in FLOATS:
         raise UnsupportedError(
             f"{file.path}: {quoted(name)} is {file.info(name).dtype}; expected float32, bfloat16 "
             "or float16"
         )
     tensor = file.read(name)
-    sentence = find_nonfinite(name, tensor)
-    if sentence:
-        raise NonFiniteError(f"{file.path}: {sentence}")
+    problem = find_nonfinite(name, tensor)
+    if problem:
+        raise NonFiniteError(f"{file.path}: {problem}")
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""How the modules of a model are called in PEFT's files, and what those cannot say."""
+"""Names of a model's modules in PEFT's files, and the limits of that format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 
 def weight_entries(model: Any) -> dict[str, Entry]:
-    """Every weight of the base model, by its module's name in Hugging Face's model."""
+    """The weights of the base model, by the module's Hugging Face name."""
     return {
         entry.theirs.removesuffix(".weight"): entry
         for entry in base_entries(model)
@@ -27,11 +27,12 @@ def weight_entries(model: Any) -> dict[str, Entry]:
 
 
 def paths_of(entry: Entry) -> list[str]:
+    """Paths of our modules that share one Hugging Face weight."""
     return [ours.removesuffix(".weight") for ours in entry.ours]
 
 
 def task_of(model: Any) -> str:
-    """PEFT's name of what the model is for."""
+    """PEFT's task type of a model."""
     if isinstance(model, SequenceClassifier):
         return "SEQ_CLS"
     if isinstance(model, CausalLM):
@@ -41,7 +42,7 @@ def task_of(model: Any) -> str:
 
 
 def check_tied(model: Any, paths: Any) -> None:
-    """PEFT would put a copy in the place of one of several modules that share a weight."""
+    """Refuses to save a weight that several modules share: PEFT would untie them."""
     headless = hasattr(model, "lm_head") and model.lm_head is None
     for pattern, ours in table_of(model).copies:
         if ours in paths and (headless or "lm_head" not in pattern):

@@ -1,4 +1,4 @@
-"""Writing LoRA as PEFT's files; see `jaxllm.checkpoint.peft`."""
+"""Saves LoRA as PEFT's files; see `jaxllm.checkpoint.peft`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from jaxllm.nn.lora import LoraLinear, row_norms
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """LoRA of one layer as PEFT sees it, on the host."""
+    """The LoRA of one of PEFT's layers, on the host."""
 
     a: np.ndarray
     b: np.ndarray
@@ -47,31 +47,31 @@ class Adapter:
 
 
 def save_adapter(folder: str | PathLike[str], model: Any, *, base_model: str | None = None) -> None:
-    """Writes the LoRA of a model, and the modules trained whole, as PEFT's files.
+    """Writes the LoRA of a model, and its modules_to_save, as PEFT's files.
 
-    ``PeftModel.from_pretrained(base, folder)`` loads them: nothing missing, nothing unexpected.
+    ``PeftModel.from_pretrained(base, folder)`` loads them without missing or unexpected keys.
 
     Args:
-        folder: made if it is not there.
-        model: of `add_lora` or `load_adapter`.
-        base_model: path or Hub id of the base model, noted in the config. None: where `load` found
-            the model, if it did.
+        folder: Created if it does not exist.
+        model: A model of `add_lora` or `load_adapter`.
+        base_model: Path or Hub id of the base model, written to the config. None: the path that
+            `load` loaded the model from, if it did.
 
     Raises:
         InputError: The model has no LoRA, or layers of different kinds.
-        UnsupportedError: An embedding trained whole that is also the head: PEFT would untie them.
+        UnsupportedError: modules_to_save has a tied embedding, which PEFT would untie.
     """
     folder = Path(folder).expanduser()
     layers = lora_layers(model)
     if not layers:
         raise InputError("save_adapter: the model has no LoRA; save_hf writes whole models")
-    kinds = {(x.rslora, x.dropout_rate, x.lora_magnitude is not None) for x in layers.values()}
-    if len(kinds) > 1:
+    variants = {(x.rslora, x.dropout_rate, x.lora_magnitude is not None) for x in layers.values()}
+    if len(variants) > 1:
         raise InputError("save_adapter: rslora, dropout and DoRA must be the same in all layers")
-    rslora, dropout_rate, dora = kinds.pop()
+    rslora, dropout_rate, dora = variants.pop()
     entries = weight_entries(model)
     adapters = {
-        name: fused([module_at(model, path) for path in paths_of(entry)])
+        name: fuse([module_at(model, path) for path in paths_of(entry)])
         for name, entry in entries.items()
         if any(path in layers for path in paths_of(entry))
     }
@@ -82,51 +82,56 @@ def save_adapter(folder: str | PathLike[str], model: Any, *, base_model: str | N
             tensors[f"{PREFIX}{name}.{MAGNITUDE}"] = adapter.magnitude
     saved = saved_tensors(model)
     tensors |= {PREFIX + name: x for name, x in saved.items()}
-
-    rank, ranks = usual({name: x.rank for name, x in adapters.items()})
-    alpha, alphas = usual({name: x.alpha for name, x in adapters.items()})
-    origin = model.origin
     config = {
-        "peft_type": "LORA",
         "task_type": task_of(model),
-        "base_model_name_or_path": base_model or (origin.file if origin else None),
+        "base_model_name_or_path": base_model or (model.origin.file if model.origin else None),
+        "lora_dropout": dropout_rate,
+        "use_rslora": rslora,
+        "use_dora": dora,
+        "modules_to_save": sorted({n.rpartition(".")[0] for n in saved}) or None,
+        **adapter_fields(adapters, entries),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise CheckpointError(f"{folder}: cannot be created ({failure.strerror})") from failure
+    write_safetensors(folder / WEIGHTS, tensors)
+    write_json(folder / CONFIG, config)
+
+
+def adapter_fields(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """Fields of adapter_config.json that follow from the adapted layers."""
+    rank, ranks = most_common({name: x.rank for name, x in adapters.items()})
+    alpha, alphas = most_common({name: x.alpha for name, x in adapters.items()})
+    return {
+        "peft_type": "LORA",
         "inference_mode": True,
         "r": rank,
         "rank_pattern": ranks,
         "lora_alpha": alpha,
         "alpha_pattern": alphas,
-        "lora_dropout": dropout_rate,
-        "use_rslora": rslora,
-        "use_dora": dora,
         "bias": "none",
         "fan_in_fan_out": any(entries[name].transposed for name in adapters),
         "init_lora_weights": True,
-        "target_modules": shortest(adapters, entries),
-        "modules_to_save": sorted({n.rpartition(".")[0] for n in saved}) or None,
+        "target_modules": shortest_targets(adapters, entries),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        raise CheckpointError(f"{folder}: cannot be made ({failure.strerror})") from failure
-    write_safetensors(folder / WEIGHTS, tensors)
-    write_json(folder / CONFIG, config)
 
 
-def fused(parts: Sequence[Linear]) -> Adapter:
-    """One adapter of several layers that a single one of PEFT's stands for; see the module."""
+def fuse(parts: Sequence[Linear]) -> Adapter:
+    """The adapter of one PEFT layer from our layers; see `jaxllm.checkpoint.peft`."""
     adapted = [part for part in parts if isinstance(part, LoraLinear)]
     first = adapted[0]
     a, b = np.asarray(first.lora_a[...]), [np.asarray(x.lora_b[...]) for x in adapted]
-    alike = all(
+    same_a = all(
         x.scale == first.scale and np.array_equal(np.asarray(x.lora_a[...]), a) for x in adapted
     )
     alpha = first.alpha
-    if alike and len(adapted) == len(parts):
+    if same_a and len(adapted) == len(parts):
         b = np.concatenate(b)
     else:
         a = np.concatenate([np.asarray(x.lora_a[...]) for x in adapted])
-        growth = a.shape[0] / first.rank
-        alpha *= math.sqrt(growth) if first.rslora else growth
+        factor = a.shape[0] / first.rank
+        alpha *= math.sqrt(factor) if first.rslora else factor
         outputs = [part.weight[...].shape[0] for part in parts]
         b = np.zeros((sum(outputs), a.shape[0]), a.dtype)
         row = column = 0
@@ -140,44 +145,45 @@ def fused(parts: Sequence[Linear]) -> Adapter:
             row += height
     magnitude = None
     if first.lora_magnitude is not None:
-        # A part without LoRA keeps its rows as long as they are.
+        # Rows of a part without LoRA keep their norms.
         magnitude = np.concatenate([np.asarray(magnitude_of(part)) for part in parts])
     return Adapter(a, b, magnitude, int(alpha) if alpha == int(alpha) else alpha)
 
 
 def magnitude_of(part: Linear) -> Any:
+    """DoRA's magnitude of each row; the row's norm for a layer without DoRA."""
     if isinstance(part, LoraLinear) and part.lora_magnitude is not None:
         return part.lora_magnitude[...]
     return row_norms(part.weight[...])
 
 
 def saved_tensors(model: Any) -> dict[str, np.ndarray]:
-    """The modules trained whole, under Hugging Face's names."""
+    """The weights of modules_to_save, under Hugging Face's names."""
     params = parameters(model)
-    wanted = {path for path in params if path.rpartition(".")[0] in model.modules_to_save}
-    check_tied(model, wanted)
+    paths = {path for path in params if path.rpartition(".")[0] in model.modules_to_save}
+    check_tied(model, paths)
     tensors = {}
     for entry in base_entries(model):
-        if wanted.isdisjoint(entry.ours):
+        if paths.isdisjoint(entry.ours):
             continue
-        if not wanted.issuperset(entry.ours):
+        if not paths.issuperset(entry.ours):
             raise UnsupportedError(
-                f"{entry.theirs}: only a part is trained whole; name all in modules_to_save: "
+                f"{entry.theirs}: only a part is in modules_to_save; name all of it: "
                 f"{', '.join(entry.ours)}"
             )
         tensors[entry.theirs] = entry.join([np.asarray(params[o]) for o in entry.ours])
     return tensors
 
 
-def usual(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The most frequent value, and the others by name."""
-    found = list(values.values())
-    default = max(dict.fromkeys(found), key=found.count)
+def most_common(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The most common value, and the other values by name."""
+    ordered = list(values.values())
+    default = max(dict.fromkeys(ordered), key=ordered.count)
     return default, {name: value for name, value in values.items() if value != default}
 
 
-def shortest(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]) -> list[str]:
-    """target_modules: the modules' last names if those name no other module, else whole names."""
-    last = {name.rpartition(".")[2] for name in adapters}
-    named = {name for name in entries if name.rpartition(".")[2] in last}
-    return sorted(last if named == adapters.keys() else adapters)
+def shortest_targets(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]) -> list[str]:
+    """target_modules: last parts of the names if they match no other module, else full names."""
+    last_parts = {name.rpartition(".")[2] for name in adapters}
+    named = {name for name in entries if name.rpartition(".")[2] in last_parts}
+    return sorted(last_parts if named == adapters.keys() else adapters)

@@ -1,0 +1,1 @@
+"""Reads and writes safetensors: checked headers, memory-mapped tensors, atomic writes."""

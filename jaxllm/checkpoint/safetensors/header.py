@@ -1,9 +1,9 @@
-"""The header of a safetensors file: checked to the last byte when read, laid out when written.
+"""Parses and checks the header of a safetensors file, and lays it out for writing.
 
 The format (https://github.com/huggingface/safetensors#format): 8 bytes of little-endian length,
 that many bytes of JSON, then the tensors' bytes. The header maps each name to its dtype, shape and
 begin and end within the data; ``__metadata__`` maps strings to strings. This reader also refuses
-what the reference implementation lets pass: duplicate keys and unknown fields.
+duplicate keys and unknown fields, which the safetensors package accepts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxllm.common.strict_json import parse_json
 # header under half a gigabyte; the largest real ones (thousands of tensors) are below one megabyte.
 MAX_HEADER_BYTES = 16 << 20
 
-# In the order of the reference implementation's `Dtype`, by which it sorts a file's tensors.
+# In the order by which the safetensors package sorts a file's tensors.
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -43,7 +43,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _RANKS = {code: rank for rank, code in enumerate(DTYPES)}
 
-# Part of the format, but nothing that jaxllm computes with.
+# Dtypes of the format that jaxllm does not compute in.
 _UNSUPPORTED = {"C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2"} | {
     "F8_E5M2FNUZ",
     "F8_E8M0",
@@ -55,7 +55,7 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a header; ``begin`` and ``end`` count from the first byte of the data."""
 
     dtype: np.dtype[Any]
@@ -66,14 +66,14 @@ class Entry:
 
 def parse_header(
     data: bytes, *, source: str, data_bytes: int
-) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Check the JSON of a header against the ``data_bytes`` that follow it.
+) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """Checks the JSON of a header against the ``data_bytes`` that follow it.
 
     Returns:
-        The entries in the order in which they lie in the file, and the metadata.
+        The entries in the order of the file, and the metadata.
 
     Raises:
-        CheckpointError: Anything but non-overlapping tensors that fill the data without a gap.
+        CheckpointError: The tensors overlap, leave a gap, or do not fill the data.
         UnsupportedError: A tensor has a dtype of the format that jaxllm does not read (8-bit
             floats and smaller, complex numbers).
     """
@@ -89,9 +89,9 @@ def parse_header(
     expected = 0
     for name, entry in ordered.items():
         if entry.begin != expected:
-            what = "overlaps the tensor before it" if entry.begin < expected else "leaves a gap"
+            problem = "overlaps the tensor before it" if entry.begin < expected else "leaves a gap"
             raise CheckpointError(
-                f"{source}: tensor {quoted(name)} {what}: it begins at byte {entry.begin}, "
+                f"{source}: tensor {quoted(name)} {problem}: it begins at byte {entry.begin}, "
                 f"not at {expected}"
             )
         expected = entry.end
@@ -100,7 +100,7 @@ def parse_header(
     return ordered, metadata
 
 
-def _entry(name: str, fields: Any, source: str, data_bytes: int) -> Entry:
+def _entry(name: str, fields: Any, source: str, data_bytes: int) -> HeaderEntry:
     where = f"{source}: tensor {quoted(name)}"
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise CheckpointError(f"{where} must have exactly dtype, shape and data_offsets")
@@ -130,7 +130,7 @@ def _entry(name: str, fields: Any, source: str, data_bytes: int) -> Entry:
     # numpy multiplies the other dimensions of an empty array too, and must not overflow.
     if math.prod(size for size in shape if size) * dtype.itemsize >= 2**63:
         raise CheckpointError(f"{where}: shape {_short(shape)} is too large")
-    return Entry(dtype, tuple(shape), begin, end)
+    return HeaderEntry(dtype, tuple(shape), begin, end)
 
 
 def _are_sizes(value: Any) -> bool:
@@ -144,11 +144,11 @@ def _short(value: Any) -> str:
 
 def layout(
     tensors: Mapping[str, Any], metadata: Mapping[str, str]
-) -> tuple[bytes, list[tuple[str, Entry]]]:
-    """The header bytes for arrays (only ``dtype`` and ``shape`` are looked at), and their order.
+) -> tuple[bytes, list[tuple[str, HeaderEntry]]]:
+    """The header bytes for arrays (only ``dtype`` and ``shape`` are read), and their order.
 
-    Tensors lie as the reference implementation puts them, by dtype and then by name, and the header
-    is padded to a multiple of 8, so the same tensors always give the same file.
+    Tensors are sorted by dtype and then by name, as the safetensors package does, and the header is
+    padded to a multiple of 8, so that the same tensors always give the same file.
 
     Raises:
         UnsupportedError: An array has a dtype that the format cannot hold.
@@ -160,13 +160,13 @@ def layout(
             raise UnsupportedError(f"tensor {quoted(name)}: safetensors cannot hold {array.dtype}")
         coded.append((-_RANKS[code], name, code))
 
-    entries: list[tuple[str, Entry]] = []
+    entries: list[tuple[str, HeaderEntry]] = []
     described: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
     begin = 0
     for _, name, code in sorted(coded):
         shape = tuple(int(size) for size in tensors[name].shape)
         end = begin + math.prod(shape) * DTYPES[code].itemsize
-        entries.append((name, Entry(DTYPES[code], shape, begin, end)))
+        entries.append((name, HeaderEntry(DTYPES[code], shape, begin, end)))
         described[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
@@ -175,7 +175,7 @@ def layout(
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names that a safetensors header cannot hold, or holds already."""
+    """Refuses duplicate names, and names that a safetensors header cannot hold."""
     seen: set[str] = set()
     for name in names:
         if not isinstance(name, str) or name == _METADATA:

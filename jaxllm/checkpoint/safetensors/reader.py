@@ -1,7 +1,7 @@
-"""Reading safetensors: one file, or a folder with one file or several shards and their index.
+"""Reads safetensors: one file, or a folder with one file or several shards and their index.
 
-Tensors are views of a read-only memory map: opening a checkpoint of any size costs its header, and
-a tensor's bytes are read when somebody looks at them. Pickled weights are never opened.
+Tensors are views of a read-only memory map: opening a checkpoint reads its headers only, and a
+tensor's bytes are read on access. Pickled weights are never opened.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 
-from jaxllm.checkpoint.safetensors.header import MAX_HEADER_BYTES, Entry, parse_header
+from jaxllm.checkpoint.safetensors.header import MAX_HEADER_BYTES, HeaderEntry, parse_header
 from jaxllm.checkpoint.source import Index, MappedFile, TensorInfo, WeightSource, quoted
 from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError
 from jaxllm.common.strict_json import read_json
@@ -86,7 +86,7 @@ class SafetensorsFile(WeightSource):
     def close(self) -> None:
         self._file.close()
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> HeaderEntry:
         try:
             return self._entries[name]
         except KeyError:
@@ -94,10 +94,10 @@ class SafetensorsFile(WeightSource):
 
 
 class ShardedSafetensors(WeightSource):
-    """Several safetensors files, joined by a ``model.safetensors.index.json``.
+    """Several safetensors files with a ``model.safetensors.index.json``.
 
-    The index and the shards must agree on every tensor; ``metadata.total_size`` is informative and
-    not checked, as writers disagree on what it counts.
+    The index and the shards must agree on every tensor. ``metadata.total_size`` is not checked,
+    since writers disagree on what it counts.
 
     Raises:
         MissingFileError: The index or a shard that it names is missing.
@@ -130,19 +130,19 @@ class ShardedSafetensors(WeightSource):
         self._check(weight_map, shards)
 
     def _check(self, weight_map: dict[str, str], shards: dict[str, SafetensorsFile]) -> None:
-        held: dict[str, str] = {}
+        shard_of: dict[str, str] = {}
         for shard, file in shards.items():
             for name in file.names():
-                if name in held:
+                if name in shard_of:
                     raise CheckpointError(
-                        f"{self.path}: tensor {quoted(name)} is in {held[name]} and in {shard}"
+                        f"{self.path}: tensor {quoted(name)} is in {shard_of[name]} and in {shard}"
                     )
-                held[name] = shard
-        for name in weight_map.keys() | held.keys():
-            if weight_map.get(name) != held.get(name):
+                shard_of[name] = shard
+        for name in weight_map.keys() | shard_of.keys():
+            if weight_map.get(name) != shard_of.get(name):
                 raise CheckpointError(
                     f"{self.path}: tensor {quoted(name)} is listed in "
-                    f"{weight_map.get(name, 'no shard')} and held by {held.get(name, 'none')}"
+                    f"{weight_map.get(name, 'no shard')} and held by {shard_of.get(name, 'none')}"
                 )
 
     def names(self) -> list[str]:
@@ -169,10 +169,9 @@ class ShardedSafetensors(WeightSource):
 
 
 def _is_plain_file_name(name: object) -> bool:
-    """Whether ``name`` stays in its folder on every system.
+    """Whether ``name`` is a file name without a folder, on every operating system.
 
-    Decided from the text alone: files in the Hugging Face cache are symbolic links, so resolving
-    the path would refuse good checkpoints.
+    Checked without resolving the path, since files in the Hugging Face cache are symbolic links.
     """
     return (
         isinstance(name, str)
@@ -185,9 +184,9 @@ def _is_plain_file_name(name: object) -> bool:
 
 
 def open_safetensors(path: str | PathLike[str]) -> WeightSource:
-    """Open a checkpoint folder (or one ``.safetensors`` file).
+    """Opens a checkpoint folder (or one ``.safetensors`` file).
 
-    A folder's ``model.safetensors`` comes before ``model.safetensors.index.json``, as in
+    ``model.safetensors`` takes precedence over ``model.safetensors.index.json``, as in
     transformers.
 
     Raises:

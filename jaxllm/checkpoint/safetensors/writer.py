@@ -1,9 +1,8 @@
-"""Writing safetensors: every file is read back and compared before it takes its name.
+"""Writes safetensors: every file is read back and compared before it gets its final name.
 
-The bytes are those of the reference implementation's ``save_file`` for the same tensors. They are
-written here one tensor at a time, because the library's numpy ``save_file`` (0.8.0) writes wrong
-data for transposed, sliced and broadcast arrays in silence (huggingface/safetensors#825) and holds
-a second copy of the model.
+The bytes are those of the safetensors package's ``save_file`` for the same tensors. That function
+is not used: its numpy version (0.8.0) writes wrong data for transposed, sliced and broadcast arrays
+(huggingface/safetensors#825) and needs a second copy of the model.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 def write_safetensors(
     path: str | PathLike[str], tensors: Tensors, metadata: Mapping[str, str] = PT_METADATA
 ) -> None:
-    """Write arrays (numpy, or JAX arrays on any device) to one safetensors file, atomically.
+    """Writes arrays (numpy, or JAX arrays on any device) to one safetensors file, atomically.
 
     The file is written beside ``path`` under a temporary name, flushed to disk, read back and
-    compared with the arrays bit by bit, and only then renamed; a failure leaves what was at
-    ``path`` untouched. Besides the arrays themselves, one contiguous tensor at a time is in memory.
+    compared with the arrays bit by bit, and then renamed; a failure leaves the file at ``path``
+    unchanged. Needs memory for one contiguous tensor besides the arrays.
 
     Args:
-        path: The file to make or replace; its folder must exist.
+        path: The file to create or replace; its folder must exist.
         tensors: Names and arrays, of any strides.
         metadata: The header's ``__metadata__``.
 
     Raises:
         MissingFileError: The folder does not exist.
         UnsupportedError: The format has no such dtype.
-        CheckpointError: Two tensors share a name, the disk is full, or what was read back differs.
+        CheckpointError: Two tensors share a name, the disk is full, or a tensor read back differs.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -70,12 +69,12 @@ def write_safetensors(
 def write_sharded(
     folder: str | PathLike[str], tensors: Tensors, max_shard_bytes: int = 5 * 10**9
 ) -> list[Path]:
-    """Write a checkpoint as transformers lays it out, in shards where it is large.
+    """Writes a checkpoint in transformers' layout: one file, or shards with an index.
 
     Up to ``max_shard_bytes`` of tensors become ``model.safetensors``; more become
     ``model-00001-of-0000N.safetensors`` ... and ``model.safetensors.index.json``. Tensors fill the
     shards in the given order; one that is larger than a shard gets its own. Weight files of an
-    earlier save, which would shadow the new ones, are removed at the end.
+    earlier save are removed at the end.
 
     Returns:
         The weight files, without the index.
@@ -154,7 +153,7 @@ def _write(path: Path, arrays: dict[str, Any], metadata: Mapping[str, str]) -> N
 def _compare(temporary: Path, arrays: dict[str, Any], path: Path) -> None:
     with SafetensorsFile(temporary) as written:
         if set(written.names()) != arrays.keys():
-            raise CheckpointError(f"{path}: the tensors read back are not those written")
+            raise CheckpointError(f"{path}: the tensor names differ when read back")
         for name, array in arrays.items():
             info = written.info(name)
             same = info.shape == tuple(array.shape) and info.dtype == np.dtype(array.dtype)

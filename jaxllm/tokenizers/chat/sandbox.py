@@ -1,9 +1,8 @@
 """Renders Jinja templates in a child process that the operating system limits.
 
-Why a process: inside one, a template can be stopped neither in a nested loop nor in ``10**10**8``,
-which is a single step of the interpreter. The child is started at the first use (a tenth of a
-second) and kept, so that rendering costs about a millisecond; it is started again after a
-template has made it die.
+Within the calling process a template could not be stopped, neither in a nested loop nor in
+``10**10**8``, which is a single step of the interpreter. The child starts at the first use (0.1 s)
+and is kept, so that rendering takes about a millisecond. It is restarted after a crash.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class _Worker:
-    """The child, and the pipes to it. Belongs to the process that started it."""
+    """The child process and its pipes. Only the process that started it may use it."""
 
     def __init__(self) -> None:
         try:
@@ -61,7 +60,7 @@ class _Worker:
         self._process.stdin.flush()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The answer; None when the child died over the request."""
+        """Sends a request; returns the answer, or None if the child died."""
         assert self._process.stdout is not None
         try:
             self._send(request)
@@ -71,7 +70,7 @@ class _Worker:
         return json.loads(line) if line.endswith("\n") else None
 
     def close(self) -> int:
-        """End the child; returns its exit status, minus the signal's number if one ended it."""
+        """Ends the child; returns its exit status, or minus the signal's number."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it may be gone already
@@ -89,12 +88,12 @@ _worker: _Worker | None = None
 
 
 def render(template: str, variables: Mapping[str, Any], now: float) -> str:
-    """The text that ``template`` gives for ``variables``.
+    """Renders a template.
 
     Args:
         template: Jinja, at most 64 KiB.
         variables: Values that JSON can express.
-        now: The time that ``strftime_now`` shows, in seconds since 1970.
+        now: The time for ``strftime_now``, in seconds since 1970.
 
     Raises:
         TemplateError: The template is too large, malformed, too expensive, or raised an error.

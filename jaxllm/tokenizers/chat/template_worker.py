@@ -1,9 +1,9 @@
-"""The process in which chat templates are rendered: a program of its own, run by ``sandbox.py``.
+"""Renders chat templates: a program of its own, which ``sandbox.py`` runs.
 
-It reads one request a line on stdin and writes one answer a line on stdout, both JSON. A template
-may come from a stranger, and Jinja's sandbox keeps it from reaching Python objects but not from
-looping for ever or filling the memory. So the operating system holds the limits: past the CPU
-time the process is killed by a signal, past the memory it gets MemoryError.
+It reads one JSON request per line on stdin and writes one JSON answer per line on stdout. Templates
+are not trusted: Jinja's sandbox prevents access to Python objects, but not endless loops or filling
+the memory. So the operating system enforces limits: beyond the CPU time a signal kills the process,
+beyond the memory limit it gets MemoryError.
 
 The environment is that of transformers' ``apply_chat_template``. Only the standard library and
 Jinja are imported here, to start fast.
@@ -56,27 +56,35 @@ def collect(template: Any, variables: dict[str, Any], limit: int) -> str:
     return "".join(pieces)
 
 
-def environment() -> Any:
-    """The Jinja environment in which transformers renders chat templates."""
+def raise_exception(message: str) -> None:
     import jinja2
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    raise jinja2.TemplateError(message)
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replaces Jinja's filter of this name, which also escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def namespace_class() -> Any:
+    """Jinja's ``namespace``, without names of Python's own such as ``__class__``."""
+    import jinja2
     from jinja2.utils import Namespace
 
-    class Generation(Extension):
-        """``{% generation %}`` marks the assistant's words for training; here its body is text."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
     class SafeNamespace(Namespace):
-        """A namespace that stores no name of Python's own, such as ``__class__``."""
-
         def __init__(*args: Any, **kwargs: Any) -> None:
             self, values = args[0], dict(*args[1:], **kwargs)
             for name in values:
@@ -92,31 +100,31 @@ def environment() -> Any:
             if not isinstance(name, str) or name.startswith("_"):
                 raise jinja2.TemplateRuntimeError(f"a namespace cannot store {name!r}")
 
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
+    return SafeNamespace
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        """Jinja's own filter of this name also escapes HTML."""
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+
+def environment() -> Any:
+    """The Jinja environment in which transformers renders chat templates."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks the assistant's text for training; here its body is output."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
 
     result = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     result.filters["tojson"] = tojson
     result.globals["raise_exception"] = raise_exception
-    result.globals["namespace"] = SafeNamespace
+    result.globals["namespace"] = namespace_class()
     return result
 
 

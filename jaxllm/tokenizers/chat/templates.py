@@ -1,15 +1,14 @@
-"""Chat templates whose users cannot write special tokens.
+"""Renders chat templates so that messages cannot inject special tokens.
 
 A template writes ``<|im_end|>`` to end a turn; a user who types the same characters must not end
-it. The characters alone cannot tell the two apart, so the conversation is rendered twice: as it
-stands, and with one character of every special token (``<``, for most) replaced, in everything that
-users wrote, by a stand-in that occurs nowhere else. Special tokens found in the second text are the
-template's own. The stand-ins are one character each, so that trimming, slicing and measuring give
-the same; that the two texts agree once the stand-ins are put back is checked, and where they do not
-(the template looks for that very character) another character of the tokens is tried.
+it. To tell the two apart, the conversation is rendered twice: as it is, and with one character of
+every special token (``<``, for most) replaced by a placeholder in all user input. Special tokens in
+the second text are the template's own. Placeholders are single characters, so that trimming,
+slicing and measuring give the same result. Both texts must be equal once the placeholders are
+replaced back; if not (the template tests for that character), another character is tried.
 
-The text itself stays untouched: for messages that spell no special token the ids are exactly those
-of the whole text, as in transformers.
+The text itself is not changed: for messages without special tokens the ids are exactly those of the
+whole text, as in transformers.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from jaxllm.tokenizers.added_tokens import token_pattern
 from jaxllm.tokenizers.chat.sandbox import render as _render
 from jaxllm.tokenizers.settings import AddedToken
 
-_STAND_INS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode: never characters
+_PLACEHOLDERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode: never characters
 _ATTEMPTS = 6
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """The text that a chat template writes.
+    """Renders a chat template.
 
     Raises:
         TemplateError: The template is too large, too expensive, or failed.
-        InputError: A variable is nothing that JSON can express.
+        InputError: JSON cannot express a variable.
     """
     return _checked(_render(template, _plain(variables, {}), time.time()))
 
@@ -45,21 +44,21 @@ def render_parts(
     variables: Mapping[str, Any],
     special: Mapping[str, AddedToken],
 ) -> str | list[str | AddedToken]:
-    """Render, and tell the template's special tokens from those that users wrote.
+    """Renders, and separates the template's special tokens from those in user input.
 
     Args:
         template: The chat template.
-        untrusted: Variables that users wrote: the messages, tools and documents.
-        variables: All others.
+        untrusted: User input: the messages, tools and documents.
+        variables: All other variables.
         special: The special tokens by their text.
 
     Returns:
-        The text, when every special token in it is the template's. Otherwise its parts: the
-        template's special tokens, and the texts between them, to be read as plain text.
+        The text, if every special token in it is the template's. Otherwise its parts: the
+        template's special tokens, and the texts between them, which are plain text.
 
     Raises:
-        TemplateError, InputError: As :func:`render`; also when a message spells a special token
-            and the template is such that the two cannot be told apart.
+        TemplateError, InputError: As :func:`render`; also if a message has a special token and it
+            cannot be separated from the template's.
     """
     now = time.time()
     trusted = _plain(variables, {})
@@ -73,19 +72,19 @@ def render_parts(
     for characters in _hitting_sets(special):
         if not any(character in written for character in characters):
             return text
-        stand_ins = _choose_stand_ins(characters, written + template)
-        if stand_ins is None:
+        placeholders = _choose_placeholders(characters, written + template)
+        if placeholders is None:
             continue
-        marked = {**_plain(untrusted, str.maketrans(stand_ins)), **trusted}
+        marked = {**_plain(untrusted, str.maketrans(placeholders)), **trusted}
         try:
             marked_text = _checked(_render(template, marked, now))
         except TemplateError:
             continue  # the template checks for the character that was replaced
-        if _restore(marked_text, stand_ins) != text:
+        if _restore(marked_text, placeholders) != text:
             continue
         if pattern.findall(marked_text) == found:
             return text
-        return _split(marked_text, pattern, special, stand_ins)
+        return _split(marked_text, pattern, special, placeholders)
     spelt = re.search(pattern.pattern, written, re.IGNORECASE)
     if spelt is None:
         return text
@@ -95,24 +94,24 @@ def render_parts(
     )
 
 
-def _plain(value: Any, stand_ins: Mapping[int, str]) -> Any:
-    """``value`` rebuilt of JSON's types, with characters of its strings replaced.
+def _plain(value: Any, placeholders: Mapping[int, str]) -> Any:
+    """Converts a value to JSON types, with characters of its strings replaced.
 
-    Names that templates look up stay as they are: keys ("content"), and the role of a message.
+    Names that templates look up are kept: keys ("content"), and the role of a message.
     """
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
-        return str(value).translate(stand_ins)
+        return str(value).translate(placeholders)
     if isinstance(value, Mapping):
         result = {}
         for key, item in value.items():
             is_role = key == "role" and str(item).isidentifier()
-            name = _plain(key, {} if str(key).isidentifier() else stand_ins)
-            result[name] = _plain(item, {} if is_role else stand_ins)
+            name = _plain(key, {} if str(key).isidentifier() else placeholders)
+            result[name] = _plain(item, {} if is_role else placeholders)
         return result
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_plain(item, stand_ins) for item in value]
+        return [_plain(item, placeholders) for item in value]
     raise InputError(
         f"chat templates take strings, numbers, lists and dicts, not {type(value).__name__}"
     )
@@ -131,9 +130,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _hitting_sets(special: Mapping[str, AddedToken]) -> Iterator[set[str]]:
-    """Sets of characters of which every special token has one, each of other characters if it can.
+    """Sets of characters, at least one of each special token; disjoint where possible.
 
-    With a letter goes its other case, so that a template that changes case cannot make a token.
+    Letters come in both cases, so that a template that changes case cannot make a token.
 
     >>> list(_hitting_sets({"<s>": AddedToken("<s>"), "<|a|>": AddedToken("<|a|>")}))[:2]
     [{'<'}, {'>'}]
@@ -141,7 +140,7 @@ def _hitting_sets(special: Mapping[str, AddedToken]) -> Iterator[set[str]]:
     used: set[str] = set()
     for _ in range(_ATTEMPTS):
         chosen: set[str] = set()
-        # Tokens that all their characters were tried of take part with all of them again.
+        # A token whose characters are all used takes part with all of them again.
         left = [set(token) - used or set(token) for token in special]
         while left:
             counts = Counter(character for characters in left for character in characters)
@@ -152,10 +151,10 @@ def _hitting_sets(special: Mapping[str, AddedToken]) -> Iterator[set[str]]:
         yield {variant for c in chosen for variant in (c, *c.lower(), *c.upper())}
 
 
-def _choose_stand_ins(characters: set[str], text: str) -> dict[str, str] | None:
-    """A stand-in for each character, none of which the text holds, not even as a JSON escape."""
+def _choose_placeholders(characters: set[str], text: str) -> dict[str, str] | None:
+    """A placeholder for each character that is not in the text, not even as a JSON escape."""
     folded = text.lower()
-    free = [s for s in _STAND_INS if s not in text and _json_escape(s) not in folded]
+    free = [s for s in _PLACEHOLDERS if s not in text and _json_escape(s) not in folded]
     if len(free) < len(characters):
         return None
     return dict(zip(sorted(characters), free, strict=False))
@@ -165,9 +164,9 @@ def _json_escape(character: str) -> str:
     return f"\\u{ord(character):04x}"
 
 
-def _restore(text: str, stand_ins: Mapping[str, str]) -> str:
-    for character, stand_in in stand_ins.items():
-        text = text.replace(stand_in, character).replace(_json_escape(stand_in), character)
+def _restore(text: str, placeholders: Mapping[str, str]) -> str:
+    for character, placeholder in placeholders.items():
+        text = text.replace(placeholder, character).replace(_json_escape(placeholder), character)
     return text
 
 
@@ -175,14 +174,14 @@ def _split(
     marked_text: str,
     pattern: re.Pattern[str],
     special: Mapping[str, AddedToken],
-    stand_ins: Mapping[str, str],
+    placeholders: Mapping[str, str],
 ) -> list[str | AddedToken]:
     parts: list[str | AddedToken] = []
     start = 0
     for match in pattern.finditer(marked_text):
-        parts += [_restore(marked_text[start : match.start()], stand_ins), special[match[0]]]
+        parts += [_restore(marked_text[start : match.start()], placeholders), special[match[0]]]
         start = match.end()
-    parts.append(_restore(marked_text[start:], stand_ins))
+    parts.append(_restore(marked_text[start:], placeholders))
     return [part for part in parts if part != ""]
 
 

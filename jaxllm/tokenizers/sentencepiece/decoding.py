@@ -1,7 +1,7 @@
-"""From sentencepiece's pieces to text, as transformers 4.57's slow tokenizers do it.
+"""Decodes sentencepiece pieces to text, as transformers 4.57's slow tokenizers do.
 
 Three layers, from the outside in: added tokens are joined to the text around them with spaces;
-special tokens cut the text into chunks; each chunk is decoded as sentencepiece's ``Decode`` does.
+special tokens split the text into chunks; each chunk is decoded as by sentencepiece's ``Decode``.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ SPACE = "▁"
 
 @dataclass(frozen=True)
 class DecodeRules:
-    """How one tokenizer decodes.
+    """Decoding options of a tokenizer.
 
     Attributes:
-        fixed_text: The text of a piece that sentencepiece does not read as text with spaces: ""
-            for a control piece, the piece itself where it is not in the vocabulary; else None.
-        is_byte: Whether a piece stands for one byte.
-        strip_chunk_start: Whether a chunk loses its leading space.
-        strip_all_chunk_starts: Whether it loses all of them, when it starts with several.
-        special: Texts of the special tokens.
-        separate: Texts of added tokens that are joined to their surroundings with spaces.
-        add_prefix_space: Whether the first piece loses the ``▁`` that encoding put there.
-        space_before_chunk: "never", "always", or "inner": not where the text begins with a special
-            token. The space stands before the chunk that a special token *ends*, so such a chunk
-            is only known when the token comes.
+        fixed_text: Maps a piece to its text where ``▁`` is not a space: "" for a control piece,
+            the piece itself if it is not in the vocabulary; else None.
+        is_byte: Whether a piece is a byte token.
+        strip_chunk_start: Whether to remove a chunk's leading space.
+        strip_all_chunk_starts: Whether to remove all its leading spaces.
+        special: Special tokens.
+        separate: Added tokens that are joined to the text around them with spaces.
+        add_prefix_space: Whether to remove the first piece's ``▁``, which encoding added.
+        space_before_chunk: "never", "always", or "inner": not if the text begins with a special
+            token. The space precedes the chunk that a special token *ends*, so the chunk is held
+            back until that token.
         space_after_first_special: Whether a first special token is followed by a space.
-        strip_text: Whether white space is taken from both ends of the text between separate tokens.
+        strip_text: Whether to strip white space around the text between separate tokens.
     """
 
     fixed_text: Callable[[str], str | None]
@@ -47,14 +47,14 @@ class DecodeRules:
 
 
 class PiecesToText(Stage):
-    """``PreTrainedTokenizer._decode`` with ``spaces_between_special_tokens``, piece by piece."""
+    """``PreTrainedTokenizer._decode`` with ``spaces_between_special_tokens``, incrementally."""
 
     def __init__(self, rules: DecodeRules, skip_special_tokens: bool) -> None:
         self._rules = rules
         self._skip = skip_special_tokens
         self._run: _Run | None = None
-        self._begun = False  # is there text before the current run?
-        self._run_begun = False  # has the current run given text?
+        self._begun = False  # whether there is text before the current run
+        self._run_begun = False  # whether the current run has text
 
     def put(self, tokens: list[str]) -> list[str]:
         result = []
@@ -66,14 +66,14 @@ class PiecesToText(Stage):
                 if self._run is None:
                     self._run = _Run(self._rules, holds_chunks=not self._skip)
                     self._run_begun = False
-                result.append(self._of_run(self._run.put(token)))
+                result.append(self._joined(self._run.put(token)))
         return result
 
     def end(self) -> list[str]:
         if self._run is None:
             return []
-        text = self._of_run(self._run.end())
-        # A last run joins the list of texts even when it is empty.
+        text = self._joined(self._run.end())
+        # An empty last run is still joined with a space.
         return [text if self._run_begun or not self._begun else " "]
 
     def inside(self, token: str) -> str | bytes:
@@ -88,12 +88,12 @@ class PiecesToText(Stage):
     def _end_run(self) -> str:
         if self._run is None:
             return ""
-        text = self._of_run(self._run.end())
+        text = self._joined(self._run.end())
         self._begun = self._begun or self._run_begun
         self._run = None
         return text
 
-    def _of_run(self, text: str) -> str:
+    def _joined(self, text: str) -> str:
         if not text or self._run_begun:
             return text
         self._run_begun = True
@@ -101,7 +101,7 @@ class PiecesToText(Stage):
 
 
 class _Run:
-    """``convert_tokens_to_string``: pieces and special tokens between two separate tokens."""
+    """``convert_tokens_to_string`` for pieces and special tokens between two separate tokens."""
 
     def __init__(self, rules: DecodeRules, holds_chunks: bool) -> None:
         self._rules = rules
@@ -142,7 +142,7 @@ class _Run:
         return lead + text
 
     def _strip(self, text: str) -> str:
-        """Leading white space is dropped; trailing white space waits for text behind it."""
+        """Drops leading white space; holds back trailing white space until text follows."""
         if not self._rules.strip_text:
             return text
         text = self._trailing + text
@@ -186,7 +186,7 @@ class _Chunk:
         return piece.replace(SPACE, " ")
 
     def _characters(self, final: bool) -> str:
-        """Take whole characters off the bytes; a byte that begins none becomes U+FFFD."""
+        """Decodes complete characters from the bytes; an invalid byte becomes U+FFFD."""
         result = []
         while self._bytes:
             size = _utf8_length(self._bytes[0])
@@ -202,5 +202,5 @@ class _Chunk:
 
 
 def _utf8_length(first: int) -> int:
-    """How many bytes a character has whose first byte is this."""
+    """Length of a UTF-8 character, from its first byte."""
     return 4 if first >= 0xF0 else 3 if first >= 0xE0 else 2 if first >= 0xC0 else 1

@@ -1,4 +1,4 @@
-"""A sentencepiece model from a stranger's bytes: loaded, and used, with errors of ours."""
+"""Loads an untrusted sentencepiece model; its errors are TokenizerErrors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 class SentencePieceModel:
-    """The pieces of a model and its way of cutting a text into them.
+    """A sentencepiece model: its pieces, and splitting text into them.
 
     Attributes:
-        pieces: Every piece, in the order of the ids.
-        unk_piece: The piece of unknown text.
-        unk_text: What that piece is decoded to.
-        control: Pieces that no text has, such as ``<s>``.
-        bytes: Pieces that stand for one byte.
-        flags: What the normaliser does to spaces.
+        pieces: All pieces, by id.
+        unk_piece: The unknown piece.
+        unk_text: The text that it is decoded to.
+        control: Control pieces, such as ``<s>``.
+        bytes: Byte pieces.
+        flags: The normaliser's options for spaces.
 
     Raises:
-        TokenizerError: The bytes are no model, or one that cannot be used.
+        TokenizerError: The bytes are not a usable model.
     """
 
     def __init__(self, model: bytes, source: str) -> None:
@@ -44,15 +44,15 @@ class SentencePieceModel:
         self.bytes = frozenset(self.pieces[i] for i in ids if processor.is_byte(i))
 
     def encode(self, text: str) -> list[str]:
-        """Pieces of a text; a stretch of unknown characters is a piece that has no id."""
+        """Splits text into pieces; a run of unknown characters is a piece without an id."""
         return self._guard(lambda: self._processor.encode(text, out_type=str))
 
     def piece_to_id(self, piece: str) -> int:
-        """The id of a piece, the unknown piece's for a string that is no piece."""
+        """The id of a piece; the unknown piece's id for any other string."""
         return self._processor.piece_to_id(piece)
 
     def fixed_text(self, piece: str) -> str | None:
-        """The text of a piece that is not read as text with spaces in it; else None."""
+        """The text of a control, unknown or foreign piece (whose ``▁`` is not a space), or None."""
         if piece in self.control:
             return ""
         if piece == self.unk_piece:
@@ -62,7 +62,7 @@ class SentencePieceModel:
     def _guard(self, action: Callable[[], T]) -> T:
         try:
             return action()
-        except (RuntimeError, OSError, ValueError, TypeError) as failure:  # bad UTF-8 among them
+        except (RuntimeError, OSError, ValueError, TypeError) as failure:  # including invalid UTF-8
             raise TokenizerError(
                 f"{self._source}: not a sentencepiece model ({failure})"
             ) from failure

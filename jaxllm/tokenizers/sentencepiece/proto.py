@@ -1,8 +1,7 @@
-"""The little that is needed of sentencepiece's ModelProto, without the protobuf library.
+"""Reads and writes the needed fields of sentencepiece's ModelProto, without the protobuf library.
 
-Field numbers are those of sentencepiece's ``sentencepiece_model.proto``. A message that is written
-twice is merged by every protobuf reader, later fields over earlier ones; so a change to a model is
-a few bytes behind it.
+Field numbers are those of sentencepiece's ``sentencepiece_model.proto``. Protobuf readers merge
+repeated messages, later fields over earlier ones; so bytes appended to a model change its options.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ WITHOUT_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 @dataclass(frozen=True)
 class NormalizerFlags:
-    """What sentencepiece does to spaces; protobuf's defaults where a model is silent."""
+    """Sentencepiece's options for spaces, with protobuf's defaults."""
 
     add_dummy_prefix: bool = True
     remove_extra_whitespaces: bool = True
 
 
 def read_normalizer_flags(model: bytes, source: str) -> NormalizerFlags:
-    """The flags in a serialised ModelProto.
+    """Reads the normalizer flags of a serialised ModelProto.
 
     Raises:
-        TokenizerError: The bytes are no protobuf message.
+        TokenizerError: The bytes are not a protobuf message.
     """
     add_dummy_prefix = remove_extra_whitespaces = True
     try:
@@ -96,7 +95,7 @@ def _bytes(field: int, value: bytes) -> bytes:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Field numbers and values of one message; numbers of fixed width come as their bytes."""
+    """Field numbers and values of a message; fixed-width numbers as bytes."""
     position = 0
     while position < len(data):
         key, position = _read_varint(data, position)

@@ -1,8 +1,8 @@
 """Llama's and T5's tokenizers over a sentencepiece model.
 
-The reference is transformers 4.57's slow ``LlamaTokenizer`` and ``T5Tokenizer``. ``legacy`` says
-what happens behind a special token: legacy tokenizers treat the text there as the start of a new
-text and put a space before it, the others take it as it is (transformers pull request 24565).
+The reference is transformers 4.57's slow ``LlamaTokenizer`` and ``T5Tokenizer``. With ``legacy``,
+text after a special token is treated as the start of a text and gets a prefix space; otherwise it
+is encoded as it is (transformers pull request 24565).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from jaxllm.tokenizers.tokenizer import Tokenizer
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """What the two have in common: added tokens, the prefix space, pieces to ids.
+    """Base class of both: added tokens, the prefix space, pieces to ids.
 
     Args:
         model: A serialised sentencepiece model.
         settings: Special tokens, flags and chat templates.
-        files: What ``save`` writes.
-        source: The name of the model's file, for messages.
+        files: Contents of the files that ``save`` writes.
+        source: Name of the model's file, for messages.
 
     Raises:
         TokenizerError: The model is malformed, or the settings contradict it.
@@ -108,7 +108,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._encode(parts, self._plain_added)
 
     def _prefixed(self, parts: Sequence[str | AddedToken]) -> list[str | AddedToken]:
-        """The new behaviour writes the prefix space itself, once, at the start of the text."""
+        """Non-legacy: adds the prefix space once, at the start of the text."""
         if self.legacy or not any(part != "" for part in parts):
             return list(parts)
         texts = [p.replace(SPACE, " ") if isinstance(p, str) else p for p in parts]
@@ -132,14 +132,15 @@ class SentencePieceTokenizer(Tokenizer):
         return [self._id(t.content if isinstance(t, AddedToken) else t) for t in tokens]
 
     def _id(self, token: str) -> int:
+        """The id of an added token or a piece."""
         index = self._added_ids.get(token)
         return self._model.piece_to_id(token) if index is None else index
 
     def _tokenize(self, text: str) -> list[str]:
-        """Pieces of a text without added tokens.
+        """Splits text without added tokens into pieces.
 
-        Without its dummy prefix sentencepiece strips the leading space of a text; the unknown
-        token in front of it, whose pieces are cut off again, keeps the space.
+        Without its dummy prefix sentencepiece strips the leading space of a text; an unknown token
+        before the text, whose pieces are removed again, preserves the space.
         """
         if self.legacy or not text.startswith((SPACE, " ")):
             return self._model.encode(text)
@@ -172,7 +173,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class LlamaTokenizer(SentencePieceTokenizer):
-    """LLaMA's tokenizer: BOS before a text, ``BOS a BOS b`` for a pair, bytes for rare characters.
+    """LLaMA's tokenizer: BOS before a text, ``BOS a BOS b`` for a pair, byte fallback.
 
     Options (tokenizer_config.json): ``add_bos_token`` (true), ``add_eos_token`` (false), ``legacy``
     (true), ``add_prefix_space`` (true).
@@ -194,7 +195,7 @@ class LlamaTokenizer(SentencePieceTokenizer):
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> LlamaTokenizer:
-        """From a folder that holds tokenizer.model."""
+        """Loads a folder with tokenizer.model."""
         source = str(files.folder / "tokenizer.model")
         settings = _with_tokens_of_json(files, settings)
         return cls(files.contents["tokenizer.model"], settings, files.contents, source=source)
@@ -213,10 +214,10 @@ class LlamaTokenizer(SentencePieceTokenizer):
 
 
 class T5Tokenizer(SentencePieceTokenizer):
-    """T5's tokenizer: ``</s>`` after a text, ``<extra_id_n>`` sentinels at the end of the ids.
+    """T5's tokenizer: ``</s>`` after a text, ``<extra_id_n>`` sentinels as the last ids.
 
     Options (tokenizer_config.json): ``extra_ids`` (100), ``legacy`` (true), ``add_prefix_space``
-    (true). Sentinel n has the id ``len(tokenizer) - 1 - n`` and swallows the white space around it.
+    (true). Sentinel n has the id ``len(tokenizer) - 1 - n`` and strips the white space around it.
     """
 
     default_side = "right"
@@ -236,7 +237,7 @@ class T5Tokenizer(SentencePieceTokenizer):
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> T5Tokenizer:
-        """From a folder that holds spiece.model."""
+        """Loads a folder with spiece.model."""
         source = str(files.folder / "spiece.model")
         settings = _with_tokens_of_json(files, settings)
         return cls(files.contents["spiece.model"], settings, files.contents, source=source)
@@ -276,7 +277,7 @@ def _refuse_options(settings: TokenizerSettings) -> None:
 
 
 def _with_tokens_of_json(files: TokenizerFiles, settings: TokenizerSettings) -> TokenizerSettings:
-    """Added tokens that only a tokenizer.json in the same folder lists."""
+    """Adds the added tokens of a tokenizer.json in the same folder, if no other file lists them."""
     if "added_tokens_decoder" in settings.options or "tokenizer.json" not in files:
         return settings
     return replace(settings, added={**settings.added, **added_tokens_of_json(files)})
@@ -291,13 +292,13 @@ def _extra_ids(settings: TokenizerSettings) -> int:
 
 def _with_sentinels(settings: TokenizerSettings) -> TokenizerSettings:
     count = _extra_ids(settings)
-    given = [token for token in settings.extra if "<extra_id_" in token.content]
-    if given and count > 0 and len(given) != count:
+    listed = [token for token in settings.extra if "<extra_id_" in token.content]
+    if listed and count > 0 and len(listed) != count:
         raise TokenizerError(
             f"tokenizer_config.json: extra_ids is {count}, but additional_special_tokens lists"
-            f" {len(given)} sentinels"
+            f" {len(listed)} sentinels"
         )
-    if given:
+    if listed:
         return settings
     sentinels = [AddedToken(f"<extra_id_{n}>", lstrip=True, rstrip=True) for n in range(count)]
     return replace(settings, extra=(*settings.extra, *sentinels))

@@ -1,8 +1,8 @@
 """Checks a tokenizer.json before the Rust library parses it.
 
-On hostile files that library panics, aborts the process (a padding length of 2**40) or hangs. So
-every component is compared with a table of what the tokenizers of known models are made of, and
-the vocabulary is checked to be one: ids 0..V-1, each once, and merges inside it.
+On malicious files that library panics, aborts the process (a padding length of 2**40) or hangs. So
+every component must be in a table of known ones, the vocabulary must have the ids 0..V-1, each
+once, and merges must be inside it.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _MODEL_FIELDS = {
 
 
 def check_tokenizer_json(spec: Any, source: str) -> dict[str, Any]:
-    """The same tokenizer, without padding and truncation, which are the caller's business.
+    """Checks a tokenizer.json; returns it without padding and truncation, which callers control.
 
     Args:
-        spec: What ``json.loads`` made of the file.
+        spec: The parsed JSON.
         source: Name of the file, for messages.
 
     Raises:
-        TokenizerError: The file contradicts itself, or is no tokenizer.json.
-        UnsupportedError: A component that none of the supported tokenizers has.
+        TokenizerError: The file contradicts itself, or is not a tokenizer.json.
+        UnsupportedError: A component that no supported tokenizer has.
     """
     if not isinstance(spec, dict):
         raise TokenizerError(f"{source}: holds {type(spec).__name__}, not an object")
@@ -79,8 +79,8 @@ def check_tokenizer_json(spec: Any, source: str) -> dict[str, Any]:
 
 
 def _check_model(model: dict[str, Any], source: str) -> dict[str, int]:
-    """The vocabulary, from token to id."""
-    # Files of before 2020 name no type; the library guesses it from the fields, and so do we.
+    """Checks the model; returns its vocabulary, from token to id."""
+    # Files from before 2020 have no type; as in the library, the fields decide.
     kind = model.get("type", "BPE" if "merges" in model else "Unigram")
     if not isinstance(kind, str) or kind not in _MODEL_FIELDS:
         raise UnsupportedError(f"{source}: type is {kind!r}; supported are {sorted(_MODEL_FIELDS)}")
@@ -143,7 +143,7 @@ def _check_unigram(model: dict[str, Any], source: str) -> dict[str, int]:
 
 
 def _check_added_tokens(added: Any, vocabulary: Mapping[str, int], source: str) -> int:
-    """The number of ids, those of the vocabulary and of the added tokens together."""
+    """Checks added tokens; returns the number of ids, including the vocabulary's."""
     if not isinstance(added, list):
         raise TokenizerError(f"{source}: {type(added).__name__}, not a list")
     ids = dict(vocabulary)
@@ -167,7 +167,7 @@ def _check_ids(ids: list[Any], source: str, *, dense: bool = False) -> None:
         raise TokenizerError(f"{source}: {len(ids)} tokens, but at most {MAX_VOCABULARY} are taken")
     for index in ids:
         if not is_count(index):
-            raise TokenizerError(f"{source}: {index!r} is no id")
+            raise TokenizerError(f"{source}: {index!r} is not an id")
     if len(set(ids)) != len(ids):
         seen: set[int] = set()
         twice = next(index for index in ids if index in seen or seen.add(index))

@@ -1,7 +1,7 @@
-"""The allowed parts of a tokenizer.json around its vocabulary, and the check of each.
+"""Checks the components of a tokenizer.json: normalizer, pre-tokenizer, post-processor, decoder.
 
-A part that is not in the table is refused: the library would take it, but nobody has looked at
-what it does with a hostile file.
+A component that is not in the table is refused: the library accepts it, but its behaviour on
+malicious files has not been reviewed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _METASPACE = {
 }
 _BEHAVIORS = ("Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 # Component -> its fields and their types. A tuple lists the allowed values, a string names one of
-# the checks below; only those in _OPTIONAL may be left out.
+# the checks below. Only fields in _OPTIONAL may be missing.
 _COMPONENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "normalizer": {
         "Sequence": {"normalizers": "list"},
@@ -70,13 +70,13 @@ _OPTIONAL = {
 
 
 def check_component(kind: str, value: Any, source: str, size: int) -> None:
-    """Raise unless ``value`` is an allowed component.
+    """Raises unless ``value`` is an allowed component.
 
     Args:
         kind: "normalizer", "pre_tokenizer", "post_processor" or "decoder".
-        value: The component, as JSON has it.
-        source: Where it is, for messages.
-        size: The number of ids, which a post-processor may name.
+        value: The component's JSON.
+        source: File and field, for messages.
+        size: The number of ids, the limit for ids in a post-processor.
     """
     component = as_object(value, source)
     name = component.get("type")
@@ -86,7 +86,7 @@ def check_component(kind: str, value: Any, source: str, size: int) -> None:
         )
     fields = _COMPONENTS[kind][name]
     where = f"{source}: {name}"
-    # Files of before 2023 spell Metaspace's replacement a second time.
+    # Files from before 2023 repeat Metaspace's replacement.
     unknown = set(component) - {"type", *fields} - ({"str_rep"} if name == "Metaspace" else set())
     if unknown:
         raise TokenizerError(f"{where} has the unknown fields {sorted(unknown)}")
@@ -148,7 +148,7 @@ def _check_pattern(value: Any, source: str, *, regex_allowed: bool) -> None:
 
 
 def _is_charsmap(value: Any) -> bool:
-    """sentencepiece's table of normalisations: a trie, its size in bytes before it, and strings."""
+    """Whether ``value`` is sentencepiece's normalisation table: size in bytes, trie, strings."""
     try:
         blob = base64.b64decode(value, validate=True)
     except (binascii.Error, TypeError, ValueError):
@@ -185,12 +185,12 @@ def _check_template_tokens(component: dict[str, Any], source: str, size: int) ->
 
 
 def as_object(value: Any, source: str) -> dict[str, Any]:
-    """``value``, unless it is no JSON object."""
+    """Returns ``value``; raises TokenizerError if it is not a JSON object."""
     if not isinstance(value, dict):
         raise TokenizerError(f"{source}: {type(value).__name__}, not an object")
     return value
 
 
 def is_count(value: Any) -> bool:
-    """Whether ``value`` is an int that a library can take for an id, a length or a type."""
+    """Whether ``value`` is an int in the range of ids, lengths and types."""
     return type(value) is int and 0 <= value < 2**31

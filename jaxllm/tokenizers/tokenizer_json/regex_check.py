@@ -1,8 +1,8 @@
 """Refuses regular expressions that can take exponential time.
 
-The pattern that splits text into words comes with the tokenizer and runs in a backtracking
-engine. Nested unbounded repetitions, like ``(a+)+``, can make that engine take exponential time in
-the length of the text, and back references too. No tokenizer in use has either.
+The pattern that splits text into words is part of the tokenizer and runs in a backtracking engine.
+Nested unbounded repetitions, like ``(a+)+``, and back references can take exponential time in the
+length of the text. No tokenizer in use has either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GROUP_START = re.compile(r"\((?:\?(?:[imsx]*-?[imsx]*:|=|!))?")
 
 
 def check_regex(pattern: str, source: str) -> None:
-    """Raise unless ``pattern`` is free of nested repetition, back references and the like.
+    """Raises unless ``pattern`` is free of nested repetition, back references and the like.
 
     >>> check_regex(r"'s| ?[\\p{L}]+|\\s+(?!\\S)|\\s+", "example")
     >>> check_regex("(a+)+b", "example")
@@ -28,8 +28,8 @@ def check_regex(pattern: str, source: str) -> None:
 repetition
 
     Raises:
-        UnsupportedError: The pattern is longer than 4096 characters, or holds something else than
-            characters, classes, groups, look-ahead, alternatives and repetitions that do not nest.
+        UnsupportedError: The pattern is longer than 4096 characters, or has anything but
+            characters, classes, groups, look-ahead, alternatives and non-nested repetitions.
     """
 
     def refuse(reason: str) -> UnsupportedError:
@@ -37,8 +37,8 @@ repetition
 
     if len(pattern) > _MAX_LENGTH:
         raise refuse(f"has more than {_MAX_LENGTH} characters")
-    open_groups = [False]  # per open group: does it hold a repetition?
-    item_repeats = False  # does the item just read hold one?
+    open_groups = [False]  # per open group: whether it contains a repetition
+    item_repeats = False  # whether the last item contains one
     position = 0
     while position < len(pattern):
         character = pattern[position]
@@ -73,7 +73,7 @@ repetition
 
 
 def _quantifier(pattern: str, position: int) -> tuple[bool, int]:
-    """Whether it repeats at all, and the position after it; -1 where it is refused."""
+    """Whether a quantifier repeats, and the position after it; -1 if it is refused."""
     if pattern[position] == "{":
         bounds = _BOUNDS.match(pattern, position)
         if bounds is None or not (bounds[1] or bounds[3]):
@@ -90,7 +90,7 @@ def _quantifier(pattern: str, position: int) -> tuple[bool, int]:
 
 
 def _skip_character(pattern: str, position: int) -> int:
-    """The position after one character, escape or class; -1 where it is refused."""
+    """The position after one character, escape or class; -1 if it is refused."""
     if pattern[position] == "\\":
         match = _ESCAPE.match(pattern, position)
         return match.end() if match else -1

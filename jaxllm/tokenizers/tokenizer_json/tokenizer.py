@@ -1,7 +1,7 @@
 """Tokenizers described by a tokenizer.json: byte-level BPE (GPT-2, Llama 3, SmolLM2) and Unigram.
 
-Text is split into tokens by the tokenizers library, after the file has been checked; what is put
-around the tokens comes from the file's ``post_processor``, and the way back from its ``decoder``.
+The tokenizers library splits text into tokens, after the file has been checked. Special tokens are
+added here, by the file's ``post_processor``, and its ``decoder`` is implemented here too.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class FastTokenizer(Tokenizer):
     Args:
         spec: The object in tokenizer.json.
         settings: Special tokens, flags and chat templates.
-        files: What ``save`` writes; made from ``spec`` and ``settings`` when None.
-        source: The name of the file, for messages.
-        padding_side: Where to pad, unless the settings say.
+        files: Contents of the files that ``save`` writes. None: from ``spec`` and ``settings``.
+        source: Name of the file, for messages.
+        padding_side: Default, if the settings have none.
 
     Raises:
         TokenizerError: ``spec`` or the settings are malformed.
-        UnsupportedError: ``spec`` holds a component that no supported model has.
+        UnsupportedError: ``spec`` has a component that no supported model has.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class FastTokenizer(Tokenizer):
         spec = check_tokenizer_json(spec, source)
         spec["added_tokens"] = _all_added_tokens(spec, settings, source)
         spec["post_processor"] = choose_post_processor(spec, settings)
-        decoder_stages(spec["decoder"])  # raises on what cannot be decoded
+        decoder_stages(spec["decoder"])  # raises for unsupported decoders
         self._source = source
         self._backend = _build(spec, source)
         self._decoder = spec["decoder"]
@@ -86,10 +86,10 @@ class FastTokenizer(Tokenizer):
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> FastTokenizer:
-        """From a folder that holds tokenizer.json; the class that it names fills in defaults.
+        """Loads a folder with tokenizer.json, with the defaults of the class that it names.
 
-        As in transformers, ``add_bos_token`` and ``add_eos_token`` count for Llama's class only:
-        the file itself says what is put around a text.
+        As in transformers, ``add_bos_token`` and ``add_eos_token`` apply to Llama's class only:
+        for others the file's post-processor decides.
         """
         source = str(files.folder / "tokenizer.json")
         spec = parse_json(files.contents["tokenizer.json"], source=source, error=TokenizerError)
@@ -128,13 +128,13 @@ class FastTokenizer(Tokenizer):
         return _guard(lambda: backend.encode(text, add_special_tokens=False).ids, self._source)
 
     def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
-        backend, names = self._guarded
+        backend, names = self._backend_for_parts
         text = "".join(p if isinstance(p, str) else names[p.content] for p in parts)
         return _guard(lambda: backend.encode(text, add_special_tokens=False).ids, self._source)
 
     @cached_property
-    def _guarded(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-        """A twin with the same ids, whose special tokens have names that no text can spell.
+    def _backend_for_parts(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+        """A copy with the same ids, whose special tokens have names that cannot occur in text.
 
         Nor can its model produce them from text: Unigram would find ``</s>`` in its vocabulary.
         """
@@ -171,14 +171,14 @@ class FastTokenizer(Tokenizer):
 
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
         stages = decoder_stages(self._decoder)
-        # transformers 5 leaves BPE alone here: the clean-up would take away real spaces.
+        # As in transformers 5, not for BPE, where the clean-up would remove real spaces.
         if self.settings.flag("clean_up_tokenization_spaces", False) and not self._is_bpe:
             stages.append(CleanUp())
         return stages
 
 
 def _guard(action: Callable[[], T], source: str) -> T:
-    """Run ``action`` of the Rust library, whose panics are no ``Exception``."""
+    """Calls the Rust library; its panics are not ``Exception``s."""
     try:
         return action()
     except Exception as failure:
@@ -205,7 +205,7 @@ def _build(spec: Mapping[str, Any], source: str) -> tokenizers.Tokenizer:
 def _all_added_tokens(
     spec: Mapping[str, Any], settings: TokenizerSettings, source: str
 ) -> list[dict[str, Any]]:
-    """The added tokens of tokenizer.json with those of the settings, as transformers adds them."""
+    """The added tokens of tokenizer.json and of the settings, merged as in transformers."""
     vocab = spec["model"]["vocab"]
     ids = dict(vocab) if isinstance(vocab, dict) else {p: i for i, (p, _) in enumerate(vocab)}
     entries: dict[str, dict[str, Any]] = {}
@@ -234,7 +234,7 @@ def _all_added_tokens(
 
 
 def _written_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json, as transformers 4.57 and 5 read them."""
+    """tokenizer.json and tokenizer_config.json for transformers 4.57 and 5."""
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

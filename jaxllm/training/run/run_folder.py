@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxllm.checkpoint.orbax.digest import digests
-from jaxllm.checkpoint.orbax.step_folders import numbered
+from jaxllm.checkpoint.orbax.steps import numbered
 from jaxllm.common.errors import ConfigError, RunError
 from jaxllm.models.config_export import config_to_json
 from jaxllm.models.registry import architecture_of

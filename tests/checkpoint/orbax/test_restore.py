@@ -10,7 +10,7 @@ import pytest
 from run_states import bits, like, meta, state
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
-from jaxllm.checkpoint.orbax.restore import tried
+from jaxllm.checkpoint.orbax.restore import attempt
 from jaxllm.common.errors import CheckpointError, MissingFileError, RunError
 
 STEP = Path("run/7")
@@ -33,30 +33,30 @@ def raising(failure: BaseException, cause: BaseException | None = None):
     ],
 )
 def test_damage(failure):
-    assert tried(raising(failure), STEP) == (None, failure)
+    assert attempt(raising(failure), STEP) == (None, failure)
 
 
 def test_a_disk_that_gives_no_answer_is_damage():
     failure = CheckpointError("cannot be read")
-    assert tried(raising(failure, OSError(errno.EIO, "")), STEP) == (None, failure)
+    assert attempt(raising(failure, OSError(errno.EIO, "")), STEP) == (None, failure)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ENOMEM])
 def test_what_cannot_be_read_now_may_be_sound(number):
     with pytest.raises(CheckpointError, match="cannot be read"):
-        tried(raising(CheckpointError("cannot be read"), OSError(number, "")), STEP)
+        attempt(raising(CheckpointError("cannot be read"), OSError(number, "")), STEP)
 
 
 @pytest.mark.parametrize("code", ["PERMISSION_DENIED", "RESOURCE_EXHAUSTED"])
 def test_what_tensorstore_cannot_read_now_may_be_sound(code):
     with pytest.raises(CheckpointError, match=rf"run/7: cannot be read \({code}: Error"):
-        tried(raising(ValueError(f"{code}: Error [tensorstore_spec='...']")), STEP)
+        attempt(raising(ValueError(f"{code}: Error [tensorstore_spec='...']")), STEP)
 
 
 @pytest.mark.parametrize("failure", [MemoryError(), RuntimeError("a device"), KeyError("a bug")])
 def test_what_files_do_not_cause_is_no_damage(failure):
     with pytest.raises(type(failure)):
-        tried(raising(failure), STEP)
+        attempt(raising(failure), STEP)
 
 
 def test_the_best_step_is_none_that_was_found_damaged(tmp_path):

@@ -139,7 +139,7 @@ def test_ids_outside_the_vocabulary(tmp_path):
         ({"legacy": "yes"}, TokenizerError, "legacy is 'yes'"),
         ({"sp_model_kwargs": {"enable_sampling": True}}, UnsupportedError, "sp_model_kwargs"),
         ({"do_lower_case": True}, UnsupportedError, "do_lower_case"),
-        ({"bos_token": 3}, TokenizerError, "bos_token: 3 is no token"),
+        ({"bos_token": 3}, TokenizerError, "bos_token: 3 is not a token"),
         ({"bos_token": None}, TokenizerError, "add_bos_token, but no bos_token"),
         ({"added_tokens_decoder": {"x": "a"}}, TokenizerError, "'x', not an id"),
         ({"added_tokens_decoder": {"900000": "a"}}, TokenizerError, "id 900000, beyond"),

@@ -11,9 +11,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from huggingface_hub import split_state_dict_into_shards_factory
-from weight_files import safetensors_bytes, written
+from weight_files import (
+    BF16,
+    MALFORMED_SAFETENSORS,
+    assert_same,
+    every_dtype,
+    safetensors_bytes,
+    st_entry,
+    written,
+)
 
-from jaxllm.checkpoint.safetensors.header import DTYPES, MAX_HEADER_BYTES
+from jaxllm.checkpoint.safetensors.header import MAX_HEADER_BYTES
 from jaxllm.checkpoint.safetensors.reader import (
     SafetensorsFile,
     ShardedSafetensors,
@@ -22,27 +30,6 @@ from jaxllm.checkpoint.safetensors.reader import (
 from jaxllm.checkpoint.safetensors.writer import write_safetensors, write_sharded
 from jaxllm.checkpoint.source import find_nonfinite
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError, UnsupportedError
-
-BF16 = ml_dtypes.bfloat16
-
-
-def every_dtype() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    tensors = {
-        f"t.{code}": rng.integers(0, 2, (3, 5)).astype(dtype) for code, dtype in DTYPES.items()
-    }
-    return tensors | {
-        'ü"\n': rng.normal(size=(2, 3)).astype(np.float32),
-        "scalar": np.array(2.5, np.float32),
-        "empty": np.zeros((0, 4), np.float16),
-        "nan": np.array([np.nan, -np.inf, -0.0], BF16),
-    }
-
-
-def assert_same(actual: np.ndarray, expected: np.ndarray) -> None:
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    assert actual.tobytes() == expected.tobytes()  # NaN included
 
 
 class TestReading:
@@ -85,64 +72,10 @@ class TestReading:
                 getattr(SafetensorsFile(tmp_path / "a.safetensors"), call)("v")
 
 
-def tensor(shape=(2,), offsets=(0, 8), dtype="F32", **more) -> dict:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets), **more}
-
-
-# name: (header, bytes of data, what the message says)
-MALFORMED = {
-    "not an object": (b"[]", 0, "no JSON object"),
-    "leading space": (b' {"w":{}}', 0, "no JSON object"),
-    "not JSON": (b"{", 0, "not JSON"),
-    "not UTF-8": (b'{"\xff": 1}', 0, "UTF-8"),
-    "duplicate tensor": (
-        b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},'
-        b'"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
-        0,
-        "'w' appears twice",
-    ),
-    "duplicate field": (b'{"w":{"dtype":"U8","dtype":"I8"}}', 0, "'dtype' appears twice"),
-    "surrogate name": (b'{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', 0, "surrog"),
-    "too deep": (b'{"w":' + b"[" * 99999 + b"]" * 99999 + b"}", 0, "deeper"),
-    "tensor is a list": ({"w": []}, 0, "exactly dtype"),
-    "missing field": ({"w": {"dtype": "F32", "shape": [2]}}, 8, "exactly dtype"),
-    "unknown field": ({"w": tensor(extra=1)}, 8, "exactly dtype"),
-    "unknown dtype": ({"w": tensor(dtype="F31")}, 8, "unknown dtype 'F31'"),
-    "dtype is a list": ({"w": tensor(dtype=["F32"])}, 8, "unknown dtype"),
-    "negative size": ({"w": tensor(shape=(-2,))}, 8, "non-negative integers"),
-    "fractional size": ({"w": tensor(shape=(2.0,))}, 8, "non-negative integers"),
-    "boolean size": ({"w": tensor(shape=(True, 2))}, 8, "non-negative integers"),
-    "shape is a number": ({"w": tensor() | {"shape": 2}}, 8, "non-negative integers"),
-    "65 dimensions": ({"w": tensor(shape=[1] * 64 + [2])}, 8, "at most 64"),
-    "three offsets": ({"w": tensor(offsets=(0, 8, 8))}, 8, "data_offsets must be"),
-    "negative offset": ({"w": tensor(offsets=(-8, 0))}, 8, "data_offsets must be"),
-    "end before begin": ({"w": tensor(offsets=(8, 0))}, 8, "begin <= end"),
-    "past the end": ({"w": tensor(shape=(4,), offsets=(0, 16))}, 8, "incomplete download"),
-    "offset of 2**64 + 8": ({"w": tensor(offsets=(0, 2**64 + 8))}, 8, "incomplete download"),
-    "wrong size": ({"w": tensor(shape=(3,))}, 8, "does not take the 8 bytes"),
-    "product wraps to 8": ({"w": tensor(shape=(2**32, 2**32, 2))}, 8, "does not take"),
-    "product wraps to 0": ({"w": tensor((2**62, 4), (0, 0))}, 0, "does not take"),
-    "empty but huge": ({"w": tensor((0, 2**62, 2**62), (0, 0))}, 0, "too large"),
-    "gap": (
-        {"a": tensor((1,), (0, 4)), "b": tensor((1,), (8, 12))},
-        12,
-        "'b' leaves a gap",
-    ),
-    "gap at the start": ({"w": tensor((1,), (4, 8))}, 8, "leaves a gap"),
-    "overlap": ({"a": tensor((2,), (0, 8)), "b": tensor((2,), (4, 12))}, 12, "overlaps"),
-    "same bytes": ({"a": tensor(), "b": tensor()}, 8, "overlaps"),
-    "trailing bytes": ({"w": tensor()}, 12, "4 bytes follow"),
-    "no tensors but data": ({}, 1, "1 bytes follow"),
-    "metadata is a list": ({"__metadata__": []}, 0, "strings to strings"),
-    "metadata is null": ({"__metadata__": None}, 0, "strings to strings"),
-    "metadata value is a number": ({"__metadata__": {"a": 1}}, 0, "strings to strings"),
-}
-
-
 class TestMalformed:
-    @pytest.mark.parametrize("case", MALFORMED)
+    @pytest.mark.parametrize("case", MALFORMED_SAFETENSORS)
     def test_header(self, case, tmp_path):
-        header, size, message = MALFORMED[case]
+        header, size, message = MALFORMED_SAFETENSORS[case]
         path = written(tmp_path / "a.safetensors", safetensors_bytes(header, b"\0" * size))
         with pytest.raises(CheckpointError, match=message) as error:
             SafetensorsFile(path)
@@ -165,12 +98,12 @@ class TestMalformed:
 
     @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "C64"])
     def test_other_dtypes_of_the_format_are_unsupported(self, dtype, tmp_path):
-        data = safetensors_bytes({"w": tensor(dtype=dtype)}, b"\0" * 8)
+        data = safetensors_bytes({"w": st_entry(dtype=dtype)}, b"\0" * 8)
         with pytest.raises(UnsupportedError, match=rf"'w' has dtype {dtype}"):
             SafetensorsFile(written(tmp_path / "a.safetensors", data))
 
     def test_booleans_are_zero_or_one(self, tmp_path):
-        data = safetensors_bytes({"w": tensor((2,), (0, 2), "BOOL")}, b"\x01\x02")
+        data = safetensors_bytes({"w": st_entry((2,), (0, 2), "BOOL")}, b"\x01\x02")
         file = SafetensorsFile(written(tmp_path / "a.safetensors", data))
         with pytest.raises(CheckpointError, match="neither 0 nor 1"):
             file.read("w")

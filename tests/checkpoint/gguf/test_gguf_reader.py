@@ -9,14 +9,24 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from weight_files import gguf_bytes, gguf_field, gguf_string, gguf_tensor, written
+from gguf.constants import GGML_QUANT_SIZES
+from weight_files import (
+    MALFORMED_GGUF,
+    VALID,
+    Q,
+    gguf_bytes,
+    gguf_field,
+    gguf_string,
+    gguf_tensor,
+    random_blocks,
+    with_tensors,
+    write_gguf,
+    written,
+)
 
 from jaxllm.checkpoint.gguf.header import MAX_HEADER_BYTES
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError, UnsupportedError
-
-Q = GGMLQuantizationType
 
 
 def nibbles(data: bytes) -> list[int]:
@@ -72,32 +82,6 @@ def q6_k(block: bytes) -> list[float]:
 
 
 LOOPS = {Q.Q8_0: q8_0, Q.Q4_0: q4_0, Q.Q4_1: q4_1, Q.Q4_K: q4_k, Q.Q6_K: q6_k}
-SCALES_AT = {Q.Q8_0: (0,), Q.Q4_0: (0,), Q.Q4_1: (0, 2), Q.Q4_K: (0, 2), Q.Q6_K: (208,)}
-
-
-def random_blocks(kind: Q, rows: int, width: int) -> np.ndarray:
-    """Rows of blocks of random bytes, with half-precision scales that are finite and unlike."""
-    size, block_bytes = GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(int(kind))
-    blocks = rng.integers(0, 256, (rows * width // size, block_bytes), np.uint8)
-    for at in SCALES_AT[kind]:
-        scale = rng.uniform(-2, 2, len(blocks)).astype(np.float16)
-        blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
-    return blocks.reshape(rows, -1)
-
-
-def write_gguf(path, tensors: dict[str, tuple[np.ndarray, Q | None]], **fields) -> GGUFFile:
-    """Write a file with gguf's own writer and open it."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in fields.items():
-        getattr(writer, f"add_{key}")(*value)
-    for name, (array, kind) in tensors.items():
-        writer.add_tensor(name, array, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return GGUFFile(path)
 
 
 class TestTypes:
@@ -232,98 +216,10 @@ class TestMetadata:
         assert [file.read(name).tolist() for name in file.names()] == [[1], [2]]
 
 
-def with_tensors(*tensors: bytes, size: int = 64, fields: tuple[bytes, ...] = ()) -> bytes:
-    return gguf_bytes(list(fields), list(tensors), b"\0" * size)
-
-
-W = gguf_tensor("w", [4], 0, 0)
-HUGE = struct.pack("<Q", 2**63)
-
-# name: (file, what the message says)
-MALFORMED = {
-    "other magic": (gguf_bytes([], [], magic=b"GGML"), "not a GGUF file"),
-    "only magic": (b"GGUF", "ends within the version"),
-    "no counts": (b"GGUF" + struct.pack("<I", 3), "ends within the number of tensors"),
-    "2**63 tensors": (gguf_bytes([], [], counts=(2**63, 0)), "number of tensors is 9223372036854"),
-    "2**63 fields": (gguf_bytes([], [], counts=(0, 2**63)), "number of metadata fields is 9223"),
-    "fewer fields": (gguf_bytes([], [], counts=(0, 7), alignment=1), "ends within"),
-    "fewer tensors": (gguf_bytes([], [], counts=(7, 0), alignment=1), "ends within"),
-    "a key of 2**63 bytes (49 bytes)": (
-        gguf_bytes([HUGE + b"\0" * 17], [], alignment=1),
-        "length of a metadata key is 9223372036854775808",
-    ),
-    "a string of 2**63 bytes": (
-        gguf_bytes([gguf_string("k") + struct.pack("<I", 8) + HUGE], []),
-        "length of 'k' is 9223372036854775808",
-    ),
-    "an array of 2**63 strings": (
-        gguf_bytes([gguf_string("k") + struct.pack("<II", 9, 8) + HUGE], []),
-        "length of 'k' is 9223372036854775808",
-    ),
-    "an array of 2**24 numbers": (
-        gguf_bytes([gguf_field("k", struct.pack("<IIQ", 9, 10, 2**24))], []),
-        "ends within 'k'",
-    ),
-    "an array of arrays": (
-        gguf_bytes([gguf_field("k", struct.pack("<IIQ", 9, 9, 1))], []),
-        "'k' is an array of arrays",
-    ),
-    "a value type of 13": (gguf_bytes([gguf_field("k", struct.pack("<I", 13))], []), "type 13"),
-    "an element type of 99": (
-        gguf_bytes([gguf_field("k", struct.pack("<IIQ", 9, 99, 1))], []),
-        "'k' has the unknown value type 99",
-    ),
-    "a boolean of 2": (
-        gguf_bytes([gguf_field("k", struct.pack("<IB", 7, 2))], []),
-        "'k' is a bool",
-    ),
-    "a key that is not UTF-8": (
-        gguf_bytes([gguf_string(b"k\xff") + struct.pack("<II", 4, 0)], []),
-        r"not UTF-8: b'k\\xff' \(byte 1\)",
-    ),
-    "a value that is not UTF-8": (
-        gguf_bytes([gguf_field("k", struct.pack("<I", 8) + gguf_string(b"\xc3"))], []),
-        "'k' is not UTF-8",
-    ),
-    "a key twice": (gguf_bytes([gguf_field("k", 1), gguf_field("k", 2)], []), "'k' appears twice"),
-    "alignment 0": (gguf_bytes([gguf_field("general.alignment", 0)], []), "power of two"),
-    "alignment 24": (gguf_bytes([gguf_field("general.alignment", 24)], []), "power of two"),
-    "alignment 'a'": (gguf_bytes([gguf_field("general.alignment", "a")], []), "power of two"),
-    "alignment 32.0": (gguf_bytes([gguf_field("general.alignment", 32.0)], []), "power of two"),
-    "a tensor twice": (with_tensors(W, gguf_tensor("w", [4], 0, 32)), "two tensors .* 'w'"),
-    "a name that is not UTF-8": (with_tensors(gguf_tensor(b"\x80", [4], 0, 0)), "not UTF-8"),
-    "0 dimensions": (with_tensors(gguf_tensor("w", [], 0, 0)), "'w' has 0 dimensions"),
-    "5 dimensions": (with_tensors(gguf_tensor("w", [1] * 5, 0, 0)), "'w' has 5 dimensions"),
-    "2**32 - 1 dimensions": (
-        with_tensors(gguf_string("w") + struct.pack("<I", 2**32 - 1)),
-        "has 4294967295 dimensions",
-    ),
-    "an empty dimension": (with_tensors(gguf_tensor("w", [4, 0], 0, 0)), "empty dimension"),
-    "an unknown type": (with_tensors(gguf_tensor("w", [4], 4, 0)), "unknown ggml type 4"),
-    "half a block": (with_tensors(gguf_tensor("w", [48], 8, 0)), "48 values are no whole Q8_0"),
-    "an unaligned offset": (with_tensors(gguf_tensor("w", [4], 0, 8)), "offset 8 is no multiple"),
-    "past the end": (with_tensors(gguf_tensor("w", [4], 0, 64)), "incomplete download"),
-    "an offset that wraps": (
-        with_tensors(gguf_tensor("w", [4], 0, 2**64 - 32)),
-        "ends at byte 18446744",
-    ),
-    "a product that wraps to 4": (
-        with_tensors(gguf_tensor("w", [2**32, 2**32, 4], 0, 0)),
-        "incomplete download",
-    ),
-    "a size that wraps to 0": (with_tensors(gguf_tensor("w", [2**62], 0, 0)), "incomplete downl"),
-    "the same bytes": (with_tensors(W, gguf_tensor("v", [4], 0, 0)), "'w' and 'v' overlap"),
-    "overlap": (
-        with_tensors(gguf_tensor("v", [4], 0, 32), gguf_tensor("w", [12], 0, 0)),
-        "'w' and 'v' overlap",
-    ),
-}
-
-
 class TestMalformed:
-    @pytest.mark.parametrize("case", MALFORMED)
+    @pytest.mark.parametrize("case", MALFORMED_GGUF)
     def test_header(self, case, tmp_path):
-        data, message = MALFORMED[case]
+        data, message = MALFORMED_GGUF[case]
         path = written(tmp_path / "a.gguf", data)
         start = time.perf_counter()
         with pytest.raises(CheckpointError, match=message) as error:
@@ -332,11 +228,11 @@ class TestMalformed:
         assert str(path) in str(error.value)
 
     def test_the_file_that_hangs_ggufs_own_reader_has_49_bytes(self):
-        assert len(MALFORMED["a key of 2**63 bytes (49 bytes)"][0]) == 49
+        assert len(MALFORMED_GGUF["a key of 2**63 bytes (49 bytes)"][0]) == 49
 
     def test_every_truncation_is_noticed(self, tmp_path):
         fields = [gguf_field("general.name", "tiny"), gguf_field("tokens", ["a", "b"])]
-        data = gguf_bytes(fields, [W], b"\0" * 16)
+        data = gguf_bytes(fields, [VALID], b"\0" * 16)
         GGUFFile(written(tmp_path / "a.gguf", data))
         for size in range(len(data)):
             with pytest.raises(CheckpointError):
@@ -361,7 +257,7 @@ class TestMalformed:
             GGUFFile(written(tmp_path / "a.gguf", b""))
 
     def test_an_unknown_name_is_named(self, tmp_path):
-        file = GGUFFile(written(tmp_path / "a.gguf", with_tensors(W)))
+        file = GGUFFile(written(tmp_path / "a.gguf", with_tensors(VALID)))
         for call in (file.read, file.info, file.quantisation):
             with pytest.raises(CheckpointError, match="no tensor is named 'v'"):
                 call("v")

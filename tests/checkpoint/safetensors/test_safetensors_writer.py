@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from test_safetensors_reader import assert_same, every_dtype
+from weight_files import assert_same, every_dtype
 
 from jaxllm.checkpoint.safetensors import writer as safetensors_writer
 from jaxllm.checkpoint.safetensors.reader import SafetensorsFile

@@ -1,0 +1,160 @@
+"""Steps of a run on disk: their folders, and the record of each step.
+
+The record is one checked file in the step's folder: the caller's meta, the metric, and a digest of
+every array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxllm.checkpoint.orbax.leaves import Leaf
+from jaxllm.common.atomic_file import write_whole
+from jaxllm.common.errors import CheckpointError
+from jaxllm.common.strict_json import parse_json, read_json
+
+RECORD_FILE = Path("record") / "metadata"  # the name that Orbax gives to a JSON item
+FORMAT = 1
+MAX_BYTES = 2**30
+LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleting)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A step without its arrays. `metric` decides which step is the best."""
+
+    step: int
+    meta: Any
+    metric: float | None
+    leaves: Mapping[str, Leaf]
+
+
+def seal(record: Record) -> dict[str, str]:
+    """The record as JSON text, with the text's SHA-256.
+
+    Raises:
+        CheckpointError: The meta is not JSON, or JSON would change it.
+    """
+    content = {
+        "format": FORMAT,
+        "step": record.step,
+        "metric": record.metric,
+        "meta": record.meta,
+        "leaves": {n: [x.dtype, list(x.shape), x.digest] for n, x in record.leaves.items()},
+    }
+    try:
+        text = json.dumps(content, allow_nan=False)
+    except (TypeError, ValueError) as failure:
+        raise CheckpointError(f"meta: not JSON ({failure})") from failure
+    if parse_json(text.encode(), source="meta", error=CheckpointError)["meta"] != record.meta:
+        raise CheckpointError(
+            "meta: JSON would change it (tuples become lists, keys become strings); pass dicts "
+            "with string keys, lists, strings, numbers, booleans and None only"
+        )
+    return {"sha256": checksum(text), "record": text}
+
+
+def read_record(folder: Path) -> Record:
+    """Reads the record of a step's folder.
+
+    Raises:
+        CheckpointError, MissingFileError: It is missing or damaged.
+    """
+    path = folder / RECORD_FILE
+    sealed = read_json(path, max_bytes=MAX_BYTES, error=CheckpointError)
+    if not isinstance(sealed, dict) or sealed.keys() != {"sha256", "record"}:
+        raise CheckpointError(f"{path}: not the record of a checkpoint")
+    text = sealed["record"]
+    if not isinstance(text, str) or sealed["sha256"] != checksum(text):
+        raise CheckpointError(f"{path}: the text and its checksum differ")
+    content = parse_json(text.encode(), source=str(path), error=CheckpointError)
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{path}: format {content['format']}, expected {FORMAT}")
+    if str(content["step"]) != folder.name:
+        raise CheckpointError(f"{path}: of step {content['step']}, not of step {folder.name}")
+    leaves = {
+        name: Leaf(dtype, tuple(shape), digest)
+        for name, (dtype, shape, digest) in content["leaves"].items()
+    }
+    return Record(content["step"], content["meta"], content["metric"], leaves)
+
+
+def replace_record(folder: Path, record: Record) -> None:
+    """Replaces a step's record atomically.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    path = folder / RECORD_FILE
+    try:
+        write_whole(path, json.dumps(seal(record)).encode())
+    except OSError as failure:
+        raise CheckpointError(f"{path}: cannot be written ({failure.strerror})") from failure
+
+
+def checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def numbered(folder: Path) -> list[int]:
+    """Steps that have a folder, in order, complete or not."""
+    if not folder.is_dir():
+        return []
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    return sorted(int(n) for n in names if n.isdecimal() and n.isascii() and n == str(int(n)))
+
+
+def complete(folder: Path) -> list[int]:
+    """The committed steps, in order: those with a record."""
+    return [step for step in numbered(folder) if (folder / str(step) / RECORD_FILE).is_file()]
+
+
+def best(metrics: Mapping[int, float | None], mode: str) -> int | None:
+    """The step with the smallest metric (mode "min") or the largest ("max"); the last on a tie.
+
+    >>> best({1: 0.5, 2: 0.25, 3: None, 4: 0.25}, "min")
+    4
+    """
+    sign = 1 if mode == "max" else -1
+    known = [(sign * metric, step) for step, metric in metrics.items() if metric is not None]
+    return max(known)[1] if known else None
+
+
+def expired(steps: Collection[int], *, keep: int, always: Collection[int | None]) -> list[int]:
+    """Steps to delete: not among the last `keep`, and not in `always`."""
+    return [step for step in sorted(steps)[:-keep] if step not in always]
+
+
+def remove(folder: Path, step: int) -> None:
+    """Deletes a step. Renamed first, since a half-deleted step would look damaged."""
+    doomed = folder / f"{step}.deleting"
+    (folder / str(step)).rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Renames a damaged step: ``9`` becomes ``9.damaged``, for the user to inspect."""
+    path, aside = folder / str(step), folder / f"{step}.damaged"
+    if path.exists():
+        if aside.exists():
+            shutil.rmtree(aside)
+        path.rename(aside)
+
+
+def clean(folder: Path) -> None:
+    """Removes leftovers of interrupted saves and deletions. Only the writer may call it."""
+    for path in folder.iterdir():
+        if LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+
+
+def size(folder: Path) -> int:
+    """Total bytes of all files in the folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
