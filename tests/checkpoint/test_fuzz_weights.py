@@ -1,4 +1,4 @@
-"""Hostile weight files: they load or raise a JaxLLMError, quickly and in bounded memory.
+"""Malicious weight files load or raise a JaxLLMError, quickly and in bounded memory.
 
 Each file is read in a child process with 4 GiB and 10 seconds. ``JAXLLM_FUZZ_N`` sets the number of
 mutated files for each format.

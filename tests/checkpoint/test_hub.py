@@ -1,4 +1,4 @@
-"""Names of checkpoints: local paths as they are, anything else from the Hub, errors in one line."""
+"""resolve: local paths, Hub ids, one-line errors."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def downloads(monkeypatch, tmp_path) -> list[tuple[str, dict]]:
 
 
 class TestLocal:
-    def test_folders_and_weight_files_are_themselves(self, tmp_path, downloads):
+    def test_local_folders_and_weight_files(self, tmp_path, downloads):
         for name in ("a.gguf", "a.safetensors", "A.GGUF"):
             (tmp_path / name).touch()
             assert resolve(tmp_path / name) == tmp_path / name
         assert resolve(tmp_path) == resolve(str(tmp_path)) == tmp_path
         assert not downloads
 
-    def test_a_folder_comes_before_a_hub_id(self, tmp_path, monkeypatch, downloads):
+    def test_local_folder_takes_precedence_over_hub_id(self, tmp_path, monkeypatch, downloads):
         (tmp_path / "gpt2").mkdir()
         monkeypatch.chdir(tmp_path)
         assert resolve("gpt2") == Path("gpt2")
         assert not downloads
 
-    def test_home(self, tmp_path, monkeypatch, downloads):
+    def test_home_is_expanded(self, tmp_path, monkeypatch, downloads):
         monkeypatch.setenv("HOME", str(tmp_path))
         (tmp_path / "model").mkdir()
         assert resolve("~/model") == tmp_path / "model"
@@ -70,34 +70,32 @@ class TestLocal:
         ],
         ids=lambda name: repr(name)[:20],
     )
-    def test_what_looks_like_a_path_is_not_asked_of_the_hub(
-        self, name, tmp_path, monkeypatch, downloads
-    ):
+    def test_missing_paths_do_not_contact_the_hub(self, name, tmp_path, monkeypatch, downloads):
         (tmp_path / "below").mkdir()
         monkeypatch.chdir(tmp_path / "below")
         with pytest.raises(MissingFileError, match="no such file or folder"):
             resolve(name)
         assert not downloads
 
-    def test_other_files(self, tmp_path):
+    def test_unsupported_file_formats(self, tmp_path):
         for name, advice in ("pytorch_model.bin", "safe_serialization"), ("config.json", "folder"):
             (tmp_path / name).touch()
             with pytest.raises(UnsupportedError, match=advice):
                 resolve(tmp_path / name)
 
-    def test_a_revision_needs_the_hub(self, tmp_path):
+    def test_revision_of_local_path_is_an_error(self, tmp_path):
         with pytest.raises(InputError, match="revision='main'"):
             resolve(tmp_path, revision="main")
 
 
 class TestHub:
     @pytest.mark.parametrize("name", ["gpt2", "google-t5/t5-small", "HuggingFaceTB/SmolLM2-1.7B_x"])
-    def test_ids_are_downloaded(self, name, tmp_path, downloads):
+    def test_hub_ids_are_downloaded(self, name, tmp_path, downloads):
         assert resolve(name, revision="v1") == tmp_path / "snapshot"
         assert [call[0] for call in downloads] == [name]
         assert downloads[0][1]["revision"] == "v1"
 
-    def test_only_what_is_needed(self, downloads):
+    def test_only_needed_files_are_downloaded(self, downloads):
         resolve("gpt2")
         options = downloads[0][1]
 
@@ -119,7 +117,7 @@ class TestHub:
         ):
             assert not wanted(file), file
 
-    def test_offline(self, tmp_path, monkeypatch):
+    def test_offline_uses_the_cache_or_fails(self, tmp_path, monkeypatch):
         """The real client, without a network and with an empty cache."""
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -134,7 +132,7 @@ class TestHub:
     @pytest.mark.parametrize(
         "failure", [RuntimeError("HTTP"), OSError(), TimeoutError("slow\nserver"), ValueError("id")]
     )
-    def test_any_failure_of_the_client_is_one_line(self, failure, monkeypatch):
+    def test_client_errors_take_one_line(self, failure, monkeypatch):
         def fail(*_, **__):
             raise failure
 

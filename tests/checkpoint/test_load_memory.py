@@ -1,4 +1,4 @@
-"""Loading needs the model, one tensor and the mapped file; no second copy of the model."""
+"""Peak memory of loading: the model, one tensor and the mapped file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Onto a mesh and back: the same bytes, of which each process reads what its devices keep."""
+"""Loading onto a mesh and saving from it: the same bytes; each process reads its own shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random_indices(shape: tuple[int, ...], seed: int):
         yield tuple(slice(int(a), int(b)) for a, b in ends)
 
 
-def check_parts(source) -> None:
+def check_slices(source) -> None:
     for name in source.names():
         whole = source.read(name)
         # Halves, as a mesh asks for them, which fall together with heads; and anything else.
@@ -39,23 +39,23 @@ def check_parts(source) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama_bias", "gpt2_hub_layout", "t5_relu"])
-def test_parts_of_tensors(name, tmp_path):
+def test_slices_of_tensors(name, tmp_path):
     folder = DATA / "parity" / name
     with open_safetensors(folder) as source:
-        check_parts(source)
+        check_slices(source)
     convert(folder, tmp_path / "a.gguf")
     with HFView(GGUFFile(tmp_path / "a.gguf")) as view:
-        check_parts(view)
+        check_slices(view)
 
 
 @pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_K], ids=lambda kind: kind.name)
-def test_parts_of_quantised_tensors(kind, tmp_path):
+def test_slices_of_quantised_tensors(kind, tmp_path):
     tensors = {"w": (random_blocks(kind, 6, 512), kind), "b": (np.ones(3, np.float32), None)}
     with write_gguf(tmp_path / "a.gguf", tensors) as file:
-        check_parts(file)
+        check_slices(file)
 
 
-def test_only_the_rows_asked_for_are_dequantised(tmp_path, monkeypatch):
+def test_only_requested_rows_are_dequantised(tmp_path, monkeypatch):
     from jaxllm.checkpoint.gguf import reader as gguf
 
     seen = []
@@ -125,7 +125,7 @@ print("done")
 """
 
 
-def test_on_eight_devices(tmp_path):
+def test_load_and_save_on_eight_devices(tmp_path):
     convert(DATA / "parity" / "llama_bias", tmp_path / "llama.gguf")
     convert(DATA / "conformance" / "models" / "s_gpt2", tmp_path / "gpt2.gguf")
     ggufs = (tmp_path / "llama.gguf", tmp_path / "gpt2.gguf")
@@ -181,7 +181,7 @@ except Exception as error:
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
+def test_load_and_save_in_two_processes(tmp_path):
     first, second = on_processes(TWO_PROCESSES, DATA, tmp_path)
     assert first == "OUT/blocked: not a folder\nCheckpointError"
     assert re.fullmatch("it failed in process 0\n[A-Za-z]*Error", second)

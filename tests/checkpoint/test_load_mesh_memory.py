@@ -1,4 +1,4 @@
-"""Two processes that share a model need half of it each, and one tensor."""
+"""Peak memory of loading in two processes: half the model each, and one tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that are incomplete, contradictory or hostile: named errors, and nothing executed."""
+"""Loading incomplete, contradictory or malicious folders: named errors, no code executed."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ def test_nonfinite_weights(copy, value, dtype):
     np.testing.assert_equal(np.asarray(model.backbone.stack.norm.weight[...])[3], value)
 
 
-def test_halves_of_both_kinds_in_one_file(copy):
+def test_float16_and_bfloat16_in_one_file(copy):
     norm = tensor("model.norm.weight", "sharded/bf16").astype(np.float16)
     folder = copy("sharded/bf16", {"model.norm.weight": norm})
     for options in ({}, {"dtype": "bfloat16"}, {"param_dtype": "bfloat16"}):
         assert jaxllm.load(folder, **options)
 
 
-def test_a_pickle_is_never_opened(copy, tmp_path):
+def test_pickles_are_never_opened(copy, tmp_path):
     bomb, mark = Bomb(), tmp_path / "exploded"
     bomb.mark = mark
     folder = copy("llama_bias")
@@ -136,7 +136,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin"])
-def test_an_index_that_leads_elsewhere(copy, shard):
+def test_index_outside_the_folder(copy, shard):
     folder = copy("llama_bias")
     (folder / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": shard}}
@@ -165,7 +165,7 @@ def test_malformed_config(copy, text, message):
     assert str(folder / "config.json") in str(caught.value)
 
 
-def test_files_that_are_not_there(copy, tmp_path):
+def test_missing_files(copy, tmp_path):
     folder = copy("llama_bias")
     with pytest.raises(UnsupportedError, match=r"folder that also holds config\.json"):
         jaxllm.load(folder / "model.safetensors")
@@ -180,7 +180,7 @@ def test_files_that_are_not_there(copy, tmp_path):
         jaxllm.load(tmp_path)
 
 
-def test_a_tied_head_that_differs_is_used(copy):
+def test_differing_head_of_tied_config_is_used(copy):
     """As transformers 5 does; version 4 ties it over."""
     head = np.array(tensor("lm_head.weight", "gpt2_unscaled"))
     head[0] += 1.0
@@ -195,7 +195,7 @@ def test_a_tied_head_that_differs_is_used(copy):
     assert (changed > 1e-3).nonzero()[0].tolist() == [0]
 
 
-def test_minus_zero_is_not_zero(copy):
+def test_tying_compares_bits(copy):
     """A head that equals the embedding but for the sign of a zero comes back with its own bytes."""
     head = np.array(tensor("transformer.wte.weight", "gpt2_unscaled"))
     head[0, 0] = 0.0
@@ -207,7 +207,7 @@ def test_minus_zero_is_not_zero(copy):
         assert saved.read("lm_head.weight").tobytes() == other.tobytes()
 
 
-def test_an_unscaled_head_of_mt5_that_version_5_saved(copy):
+def test_unscaled_mt5_head_saved_by_transformers_5(copy):
     """It writes tie_word_embeddings true, and no other key, beside mT5's own unscaled head."""
     folder = copy("mt5", config={"tie_word_embeddings": True})
     model, _ = jaxllm.load(folder)
@@ -216,13 +216,13 @@ def test_an_unscaled_head_of_mt5_that_version_5_saved(copy):
     assert max(found.values()) < 2e-4
 
 
-def test_copies_must_agree(copy):
+def test_copies_must_be_equal(copy):
     name = "encoder.embed_tokens.weight"
     with pytest.raises(CheckpointError, match=r"encoder\.embed_tokens\.weight is a copy of shared"):
         jaxllm.load(copy("t5_relu", {name: tensor(name, "t5_relu") + 1}))
 
 
-def test_untied_without_a_head_is_an_error_but_for_t5(copy):
+def test_missing_head_of_untied_config_is_an_error_except_for_t5(copy):
     folder = copy("llama_base_keys", config={"tie_word_embeddings": False})
     with pytest.raises(CheckpointError, match=r"missing lm_head\.weight"):
         jaxllm.load(folder)

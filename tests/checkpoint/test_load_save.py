@@ -1,4 +1,4 @@
-"""load and save_hf: the same tensors and config back, dtypes, shards; models of one's own."""
+"""load and save_hf: round trips, dtypes, shards; models without a checkpoint."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_round_trip_of_half_precision(name, dtype, tmp_path):
         assert found == ("float32" if wide else dtype), path
 
 
-def test_generation_config_and_tokenizer_files_come_along(tmp_path):
+def test_generation_config_and_tokenizer_are_saved(tmp_path):
     folder = DATA / "conformance" / "models" / "s_llama_tok"
     check_round_trip(folder, tmp_path)
     for name in ("generation_config.json", "tokenizer.json"):
@@ -86,7 +86,7 @@ def test_generation_config_and_tokenizer_files_come_along(tmp_path):
         assert saved == json.loads((folder / name).read_text())
 
 
-def test_saving_over_the_files_it_was_read_from(tmp_path):
+def test_saving_over_the_loaded_files(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "sharded" / "f32", folder)
     before = tensors_of(folder)
@@ -105,7 +105,7 @@ def test_shards(tmp_path):
     assert tensors_of(tmp_path) == tensors_of(ROOT / "gpt2_base")
 
 
-def test_weights_that_were_trained_further_keep_float32(tmp_path):
+def test_trained_weights_stay_float32(tmp_path):
     model, _ = jaxllm.load(ROOT / "sharded" / "bf16")
     trained = jax.tree.map(lambda x: x * 1.001, model)
     jaxllm.save_hf(tmp_path, trained)
@@ -116,7 +116,7 @@ def test_weights_that_were_trained_further_keep_float32(tmp_path):
         np.testing.assert_array_equal(parameters(again)[path], x)
 
 
-def test_a_field_of_the_config_that_was_changed_is_saved(tmp_path):
+def test_changed_config_field_is_saved(tmp_path):
     model, _ = jaxllm.load(ROOT / "llama_bias")
     model.config = dataclasses.replace(model.config, pad_token_id=3)
     jaxllm.save_hf(tmp_path, model)
@@ -146,7 +146,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_model_of_ones_own(name, tmp_path):
+def test_model_without_checkpoint(name, tmp_path):
     model = tiny.make(name.split()[0], **OWN[name])
     jaxllm.save_hf(tmp_path, model)
     again, tokenizer = jaxllm.load(tmp_path)
@@ -168,7 +168,7 @@ def test_a_model_of_ones_own(name, tmp_path):
         ("t5", "T5EncoderModel"),
     ],
 )
-def test_other_heads_of_ones_own(family, architecture, tmp_path):
+def test_other_heads_without_checkpoint(family, architecture, tmp_path):
     model = tiny.make(family, architecture=architecture, num_labels=3)
     jaxllm.save_hf(tmp_path, model)
     assert config_of(tmp_path)["architectures"] == [architecture]
@@ -177,7 +177,7 @@ def test_other_heads_of_ones_own(family, architecture, tmp_path):
     assert again.config == model.config
 
 
-def test_the_encoder_of_a_full_t5(tmp_path):
+def test_encoder_of_a_t5_checkpoint(tmp_path):
     whole, _ = jaxllm.load(ROOT / "t5_v11")
     encoder, _ = jaxllm.load(ROOT / "t5_v11", architecture="T5EncoderModel")
     tokens = tiny.ids(vocab=40)
@@ -196,7 +196,7 @@ def test_the_encoder_of_a_full_t5(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama_bias", "gpt2_base", "t5_v11"])
-def test_dtypes_are_what_was_asked_for(name):
+def test_requested_dtypes(name):
     """bf16 computing over float32 weights, and bf16 weights; logits are float32 always."""
     tokens = tiny.ids(vocab=40)
     exact = tiny.logits(jaxllm.load(ROOT / name)[0], tokens)
@@ -251,12 +251,12 @@ def test_progress_counts_bytes():
         ({"mesh": object()}, InputError, "mesh: expected what jaxllm.make_mesh returns"),
     ],
 )
-def test_options_that_do_not_exist(options, error, message):
+def test_unknown_options(options, error, message):
     with pytest.raises(error, match=message):
         jaxllm.load(ROOT / "llama_bias", **options)
 
 
-def test_saving_to_a_file(tmp_path):
+def test_saving_to_a_file_path_is_an_error(tmp_path):
     (tmp_path / "here").write_text("")
     with pytest.raises(CheckpointError, match="not a folder"):
         jaxllm.save_hf(tmp_path / "here", tiny.make("llama"))
@@ -264,7 +264,7 @@ def test_saving_to_a_file(tmp_path):
         jaxllm.save_hf(tmp_path / "here" / "below", tiny.make("llama"))
 
 
-def test_half_precision_models_of_ones_own(tmp_path):
+def test_half_precision_model_without_checkpoint(tmp_path):
     options = Options(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     jaxllm.save_hf(tmp_path, tiny.make("t5", options=options))
     assert config_of(tmp_path)["torch_dtype"] == "bfloat16"

@@ -1,4 +1,4 @@
-"""What the fuzz tests do with a weight file, in a child process: everything a loader would."""
+"""Targets of the fuzz tests: read a weight file completely, in a child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dispatcher, the compile cache's folder, and the options made from the table of fields."""
+"""The jaxllm command, the compile cache's folder, and options of generation fields."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def test_no_field_is_given_unless_it_is(parser: argparse.ArgumentParser) -> None:
+def test_no_fields_by_default(parser: argparse.ArgumentParser) -> None:
     assert given_fields(parser.parse_args([])) == {}
 
 
@@ -80,7 +80,7 @@ def test_values_reach_the_config(
     assert getattr(GenerationConfig(**fields), name) == value
 
 
-def test_where_programs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAXLLM_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/someone")

@@ -1,4 +1,4 @@
-"""Options for several devices and processes."""
+"""Command line options for several devices and processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parsed(*flags: str) -> argparse.Namespace:
     return parser.parse_args(flags)
 
 
-def test_no_options_change_nothing():
+def test_defaults():
     arguments = parsed()
     join_processes(arguments)
     assert mesh_of_arguments(arguments) is None
@@ -39,12 +39,12 @@ def test_no_options_change_nothing():
 @pytest.mark.parametrize(
     "text", ["", "data", "data=x", "model=2", "data=1,data=2", "data=1;fsdp=2"]
 )
-def test_sizes_that_mean_nothing(text):
+def test_invalid_mesh_sizes(text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected"):
         mesh_sizes(text)
 
 
-def test_sizes():
+def test_mesh_sizes():
     assert mesh_sizes("data=2, tensor=-1") == {"data": 2, "tensor": -1}
     count = jax.device_count()
     assert mesh_of_arguments(parsed("--mesh", "data=-1")).shape["data"] == count
@@ -66,7 +66,7 @@ def test_sizes():
         (["--distributed", "--process-id", "0"], "not both"),
     ],
 )
-def test_processes_that_cannot_be_found(flags, message):
+def test_invalid_process_options(flags, message):
     with pytest.raises(InputError, match=message):
         join_processes(parsed(*flags))
 
@@ -77,7 +77,7 @@ def command(*flags: object) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_print_once_what_one_prints():
+def test_two_processes_print_the_same_text_once():
     """Shared weights, one text; nobody but the first process says anything."""
     alone = subprocess.run(
         command("--seed", 7), env=environment(1), capture_output=True, text=True, check=True
@@ -120,7 +120,7 @@ while not Path(sys.argv[1]).exists():
 
 
 @pytest.mark.slow
-def test_a_process_that_crashes_does_not_wait_for_the_others(tmp_path):
+def test_crashed_process_exits_at_once(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     running = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: what is printed where, exit codes, one-line errors."""
+"""generate.py: stdout and stderr, exit codes, one-line errors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def spawn(environment: dict[str, str], *arguments: object, stdin: str = "") -> R
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-def test_a_real_answer(environment: dict[str, str], smollm2_gguf: Path) -> None:
+def test_smollm2_answers_and_keeps_compiled_programs(
+    environment: dict[str, str], smollm2_gguf: Path
+) -> None:
     first = spawn(environment, "--chat", "What is the capital of France?")
     assert (first.code, first.out) == (0, "The capital of France is Paris.\n"), first.err
     assert "loading SmolLM2-135M-Instruct.Q4_1.gguf" in first.err
@@ -82,7 +84,7 @@ def test_a_real_answer(environment: dict[str, str], smollm2_gguf: Path) -> None:
     assert from_cache == programs, "a second start compiles nothing"
 
 
-def test_help_lists_what_works_and_hides_what_does_not(run) -> None:
+def test_help_lists_supported_fields_only(run) -> None:
     result = run("--help")
     assert result.code == 0
     assert "--repetition-penalty" in result.out
@@ -90,7 +92,7 @@ def test_help_lists_what_works_and_hides_what_does_not(run) -> None:
     assert "--prefill-chunk-size" not in result.out
 
 
-def test_streamed_text_is_the_whole_text(run) -> None:
+def test_streamed_text_equals_whole_text(run) -> None:
     sampling = ("--do-sample", "--seed", 3, "--max-new-tokens", 30, "--no-compile-cache")
     streamed = run("--model", LLAMA, *sampling, "Once upon a time")
     whole = run("--model", LLAMA, *sampling, "--no-stream", "Once upon a time")
@@ -135,7 +137,7 @@ def test_beams_stop_strings_and_healing(run) -> None:
     assert healed.code == 0, healed.err
 
 
-def test_an_assistant_changes_no_greedy_text(run) -> None:
+def test_assisted_greedy_text_is_the_same(run) -> None:
     models = LLAMA.parent
     ids = ("--model", models / "s_llama", "--input-ids", "5,6,7", *SHORT)
     drafted = run(*ids, "--assistant-model", models / "s_llama_draft", "--num-assistant-tokens", 3)
@@ -188,10 +190,13 @@ ERRORS = {
     "no effect": (("--model", LLAMA, "--temperature", "0.5", "hi"), "add --do-sample"),
     "seed": (("--seed", str(2**32), "hi"), "--seed must be from 0"),
     "system alone": (("--system", "be brief", "hi"), "--chat"),
-    "chat with ids": (("--chat", "--input-ids", "1"), "--chat needs a prompt"),
+    "chat with ids": (("--chat", "--input-ids", "1"), "--chat needs a text prompt"),
     "no tokenizer": (("--model", T5, "hi"), "--input-ids"),
-    "a classifier": (("--model", PARITY / "gpt2_cls_single", "--input-ids", "1"), "no text"),
-    "an encoder": (("--model", PARITY / "t5_encoder", "--input-ids", "1"), "no text"),
+    "a classifier": (
+        ("--model", PARITY / "gpt2_cls_single", "--input-ids", "1"),
+        "cannot generate text",
+    ),
+    "an encoder": (("--model", PARITY / "t5_encoder", "--input-ids", "1"), "cannot generate text"),
     "no template": (("--model", LLAMA, "--chat", "hi"), "chat template"),
     "ids beyond the vocabulary": (("--model", T5, "--input-ids", "5,100000"), "100000"),
     "not ids": (("--model", T5, "--input-ids", "a,b"), "comma separated integers, found 'a,b'"),
@@ -201,7 +206,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), ERRORS.values(), ids=ERRORS)
-def test_an_error_takes_one_line(run, arguments: tuple[object, ...], message: str) -> None:
+def test_errors_take_one_line(run, arguments: tuple[object, ...], message: str) -> None:
     cache = () if "--no-compile-cache" in arguments else ("--no-compile-cache",)
     result = run("--quiet", *cache, *arguments)
     assert result.code == 2
@@ -211,7 +216,7 @@ def test_an_error_takes_one_line(run, arguments: tuple[object, ...], message: st
     assert message in line
 
 
-def test_a_corrupted_file_is_named(run, tmp_path: Path) -> None:
+def test_damaged_file_is_named(run, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(LLAMA, tmp_path / "broken"))
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -232,9 +237,7 @@ def test_without_the_bundled_model(run, monkeypatch: pytest.MonkeyPatch) -> None
     assert "--require-hashes" in result.err
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_unwritable_cache_is_not_an_error(environment: dict[str, str], tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     options = ("--model", LLAMA, "--max-new-tokens", 4, "--compile-cache", blocked / "cache")
@@ -244,7 +247,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     assert f"{blocked / 'cache'} cannot be written" in result.err
 
 
-def test_stdin_must_be_text(environment: dict[str, str]) -> None:
+def test_stdin_must_be_utf8(environment: dict[str, str]) -> None:
     done = subprocess.run(
         command("--model", LLAMA, "-"), env=environment, input=b"\xff\xfe", capture_output=True
     )
@@ -271,14 +274,14 @@ def endless(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
         pipe.close()
 
 
-def test_interrupted_in_silence(endless: subprocess.Popen[bytes]) -> None:
+def test_interrupt_prints_nothing(endless: subprocess.Popen[bytes]) -> None:
     endless.send_signal(signal.SIGINT)
     assert endless.wait(timeout=60) == 130
     assert endless.stderr is not None
     assert b"Traceback" not in endless.stderr.read()
 
 
-def test_the_reader_may_go_away(endless: subprocess.Popen[bytes]) -> None:
+def test_closed_pipe(endless: subprocess.Popen[bytes]) -> None:
     assert endless.stdout is not None
     endless.stdout.close()
     assert endless.wait(timeout=60) == 141

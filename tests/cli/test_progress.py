@@ -1,4 +1,4 @@
-"""What is said on stderr, and what is counted."""
+"""Progress messages on stderr, and the compile clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.cli.progress import Reporter
 from jaxllm.common.compile_clock import CompileClock
 
 
-def test_a_phase_says_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_phase_prints_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     with Reporter().phase("loading [red]x[/red].gguf") as update:
         update("tensor", 5_000_000, 10_000_000)
     out, err = capsys.readouterr()
@@ -21,7 +21,7 @@ def test_a_phase_says_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r"loading \[red\]x\[/red\]\.gguf: \d+\.\d s\n", err)
 
 
-def test_a_long_line_is_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_lines_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     Reporter().say("word " * 100)
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -33,13 +33,13 @@ def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_failing_phase_claims_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_phase_prints_no_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="broken"), Reporter().phase("loading"):
         raise ValueError("broken")
     assert capsys.readouterr().err == ""
 
 
-def test_the_clock_counts_programs() -> None:
+def test_compile_clock_counts_programs() -> None:
     x = jnp.arange(3)
 
     def compile_one(number: int) -> None:

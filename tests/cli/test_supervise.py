@@ -1,4 +1,4 @@
-"""The supervisor, over tiny commands that live and die as they are told."""
+"""jaxllm supervise: restarts, signals and exit codes of small commands."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def running(pid: int) -> bool:
     return True
 
 
-def test_a_command_that_ends_well_runs_once(tmp_path):
+def test_successful_command_runs_once(tmp_path):
     assert main(command(tmp_path, {"0": [0], "1": [0]}, "--processes", "2")) == 0
     (first,), (second,) = started(tmp_path, 0), started(tmp_path, 1)
     assert first[0] == "--coordinator"
@@ -72,7 +72,7 @@ def test_one_process_needs_no_coordinator(tmp_path):
     assert started(tmp_path, 0) == [["--field", "5"]]
 
 
-def test_all_start_again_when_one_is_lost(tmp_path, capsys):
+def test_all_processes_restart_when_one_dies(tmp_path, capsys):
     """By a signal, then by a crash; the process that stays is ended each time."""
     ends = {"0": ["sleep", "sleep", 0], "1": [-9, 1, 0]}
     assert main(command(tmp_path, ends, "--processes", "2")) == 0
@@ -86,20 +86,20 @@ def test_all_start_again_when_one_is_lost(tmp_path, capsys):
     assert "process 1 ended with code 1; restart 2 of 3" in err
 
 
-def test_restarts_have_an_end(tmp_path, capsys):
+def test_maximum_number_of_restarts(tmp_path, capsys):
     assert main(command(tmp_path, {"0": [-9]}, "--restarts", "1")) == 137
     assert len(started(tmp_path, 0)) == 2
     assert "the process was killed by SIGKILL; it was started 2 times" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [2, 130, 143])
-def test_what_starting_again_would_not_mend(tmp_path, code):
+def test_user_errors_are_not_restarted(tmp_path, code):
     ends: dict[str, list[int | str]] = {"0": ["sleep"], "1": [code]}
     assert main(command(tmp_path, ends, "--processes", "2")) == code
     assert len(started(tmp_path, 1)) == 1
 
 
-def test_signals_are_passed_on(tmp_path):
+def test_signals_are_forwarded(tmp_path):
     flags = command(tmp_path, {"0": ["sleep"], "1": ["sleep"]}, "--processes", "2")
     code = "import sys; from jaxllm.cli.supervise import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen([sys.executable, "-c", code, *flags])
@@ -122,6 +122,6 @@ def test_signals_are_passed_on(tmp_path):
         (["--processes", "2", "--", "./no-such-command"], "./no-such-command: cannot be started"),
     ],
 )
-def test_what_is_refused(arguments, why, capsys):
+def test_invalid_options(arguments, why, capsys):
     assert main(arguments) == 2
     assert why in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`jaxllm verify`: its measures, its verdict, and what it says where the reference is missing.
+"""jaxllm verify: distances, exit codes, and a missing reference.
 
 torch and transformers are no test dependencies, so the reference here is jaxllm's own model behind
 transformers' interface, with an error of a known size added to it.
@@ -103,7 +103,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> type[Reference]:
     "name",
     ["s_llama_tok", *(pytest.param(n, marks=pytest.mark.slow) for n in ("s_t5", "s_gpt2_xattn"))],
 )
-def test_equal_is_good(
+def test_equal_models_pass(
     reference: type[Reference], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(MODELS / name)]) == 0
@@ -112,7 +112,7 @@ def test_equal_is_good(
     assert "100.00%" in printed
 
 
-def test_a_difference_is_found(
+def test_different_models_fail(
     reference: type[Reference],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -124,7 +124,7 @@ def test_a_difference_is_found(
     assert main(["verify", model, "--tolerance", "0.5"]) == 0
 
 
-def test_a_mistake_of_the_reference_is_named(
+def test_known_reference_error_is_named(
     reference: type[Reference],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -134,7 +134,7 @@ def test_a_mistake_of_the_reference_is_named(
     assert "compare with that" in capsys.readouterr().out
 
 
-def test_nan_is_no_agreement(
+def test_nan_fails(
     reference: type[Reference],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -144,7 +144,7 @@ def test_nan_is_no_agreement(
     assert "BEYOND THE TOLERANCE" in capsys.readouterr().out
 
 
-def test_without_the_reference(
+def test_missing_torch_or_transformers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -153,7 +153,7 @@ def test_without_the_reference(
     assert "pip install torch transformers" in line
 
 
-def test_a_prompt_needs_a_tokenizer(
+def test_prompt_needs_a_tokenizer(
     reference: type[Reference], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(MODELS / "s_t5"), "--prompt", "hello"]) == 2

@@ -1,4 +1,4 @@
-"""What the fuzz tests do with each file: load it, and use what was loaded a little."""
+"""Targets of the fuzz tests: load a tokenizer file and use it."""
 
 from __future__ import annotations
 

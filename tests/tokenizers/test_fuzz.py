@@ -1,4 +1,4 @@
-"""Mutated files in a child process: an error of ours or success, no panic, hang or signal."""
+"""Mutated files in a child process: success or a JaxLLMError, no panic, hang or signal."""
 
 import json
 import random
@@ -88,7 +88,7 @@ def test_many_mutated_files(kind, tmp_path):
     check(run(kind, fuzz_count(500), tmp_path, seed=1))
 
 
-def test_the_harness_sees_what_goes_wrong(tmp_path):
+def test_harness_detects_failures(tmp_path):
     """Every kind of harm is told apart, and the files after it are still run."""
     names = ("fine", "refused", "escaped", "hang", "died", "memory", "fine")
     files = [tmp_path / f"{number}-{name}" for number, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF metadata: SmolLM2's real file, and models written as GGUF holds them."""
+"""Tokenizers from GGUF metadata: SmolLM2's file, and models converted to GGUF."""
 
 import json
 
@@ -215,7 +215,7 @@ MISSING = object()
         ("tokenizer.chat_template", 7, "chat_template is '7', not str"),
     ],
 )
-def test_lies_in_the_metadata(gpt2_metadata, key, value, message):
+def test_invalid_metadata(gpt2_metadata, key, value, message):
     metadata = gpt2_metadata | {key: value}
     if value is MISSING:
         del metadata[key]
@@ -232,6 +232,6 @@ def test_lies_in_the_metadata(gpt2_metadata, key, value, message):
         ("tokenizer.ggml.tokens", ["a"] * 420, "not a sentencepiece model"),
     ],
 )
-def test_lies_about_a_sentencepiece_model(llama_metadata, key, value, message):
+def test_invalid_sentencepiece_metadata(llama_metadata, key, value, message):
     with pytest.raises(TokenizerError, match=message):
         tokenizer_from_gguf(llama_metadata | {key: value})

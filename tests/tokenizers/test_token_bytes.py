@@ -1,4 +1,4 @@
-"""The bytes that each token gives in the middle of a text."""
+"""token_bytes: the bytes of each token inside a text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from small_tokenizers import small_tokenizer as tokenizer
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "smollm", "llama2", "t5", "llama.model"])
-def test_the_bytes_of_tokens_are_the_text_that_decode_gives(name):
+def test_token_bytes_concatenate_to_decoded_text(name):
     tokens = tokenizer(name)
     found = tokens.token_bytes()
     for text in ("Hello, world! naïve 见到你 😀", " The  end\n", "a\tb"):

@@ -1,4 +1,4 @@
-"""Digests: every change shows, and nothing but the bits counts."""
+"""Digests change with every bit, and depend on the bits only."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_eight_bytes():
         assert digest(x) == digest(x.view(np.uint32).reshape(3, 5, 2))
 
 
-def test_every_single_bit_counts():
+def test_every_bit_changes_the_digest():
     x = np.random.default_rng(0).standard_normal(16, dtype=np.float32)
     found = {digest(x)}
     for bit in range(16 * 32):
@@ -66,7 +66,7 @@ def test_every_single_bit_counts():
     assert len(found) == 1 + 16 * 32
 
 
-def test_places_count():
+def test_order_changes_the_digest():
     x = np.random.default_rng(0).standard_normal((12, 16), dtype=np.float32)
     changed = [x, x.T.reshape(12, 16), x[::-1], x[:, ::-1], np.roll(x, 1), np.roll(x, 16)]
     for i, j in [(0, 1), (3, 70), (100, 101)]:
@@ -83,13 +83,13 @@ def test_places_count():
     assert len({digest(x) for x in changed}) == len(changed)
 
 
-def test_zeros_and_nans_are_told_apart():
+def test_zeros_and_nans_have_different_digests():
     quiet, other = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
     assert digest(np.float32(0.0)) != digest(np.float32(-0.0))
     assert digest(quiet) != digest(other)
 
 
-def test_what_has_no_plain_bits_is_refused():
+def test_unsupported_dtypes_are_refused():
     for x in (jnp.zeros(2, jnp.complex64), np.zeros(2, ml_dtypes.int4)):
         with pytest.raises(CheckpointError, match="cannot be saved"):
             digest(x)

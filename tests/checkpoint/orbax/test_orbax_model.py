@@ -70,7 +70,7 @@ def test_round_trip_of_bfloat16(name, tmp_path):
     check_round_trip(tmp_path / "half", tmp_path / "kept", dtype="bfloat16")
 
 
-def test_tokenizer_and_generation_config_come_along(tmp_path):
+def test_tokenizer_and_generation_config_are_saved(tmp_path):
     check_round_trip(TOKENIZED, tmp_path)
     model, tokenizer = jaxllm.load(TOKENIZED)
     again, its_tokenizer = jaxllm.load_orbax(tmp_path / "orbax")
@@ -82,7 +82,7 @@ def test_tokenizer_and_generation_config_come_along(tmp_path):
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_model_of_ones_own(family, tmp_path):
+def test_model_without_checkpoint(family, tmp_path):
     model = tiny.make(family, options=Options(param_dtype=jnp.bfloat16))
     jaxllm.save_orbax(tmp_path, model)
     again, tokenizer = jaxllm.load_orbax(tmp_path)
@@ -93,7 +93,7 @@ def test_a_model_of_ones_own(family, tmp_path):
         np.testing.assert_array_equal(parameters(again)[path], x)
 
 
-def test_saving_again_replaces(tmp_path):
+def test_saving_again_replaces_the_model(tmp_path):
     for seed in (0, 1):
         jaxllm.save_orbax(tmp_path, tiny.make("gpt2", seed=seed))
     again, _ = jaxllm.load_orbax(tmp_path)

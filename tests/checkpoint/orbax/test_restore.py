@@ -1,4 +1,4 @@
-"""What makes a step be passed over, what does not; and records that are amended."""
+"""Which errors count as damage when restoring; amended records."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ def raising(failure: BaseException, cause: BaseException | None = None):
         ValueError('NOT_FOUND: Error opening "zarr" driver'),
     ],
 )
-def test_damage(failure):
+def test_damage_errors(failure):
     assert attempt(raising(failure), STEP) == (None, failure)
 
 
-def test_a_disk_that_gives_no_answer_is_damage():
+def test_io_error_counts_as_damage():
     failure = CheckpointError("cannot be read")
     assert attempt(raising(failure, OSError(errno.EIO, "")), STEP) == (None, failure)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ENOMEM])
-def test_what_cannot_be_read_now_may_be_sound(number):
+def test_transient_os_errors_are_not_damage(number):
     with pytest.raises(CheckpointError, match="cannot be read"):
         attempt(raising(CheckpointError("cannot be read"), OSError(number, "")), STEP)
 
 
 @pytest.mark.parametrize("code", ["PERMISSION_DENIED", "RESOURCE_EXHAUSTED"])
-def test_what_tensorstore_cannot_read_now_may_be_sound(code):
+def test_transient_tensorstore_errors_are_not_damage(code):
     with pytest.raises(CheckpointError, match=rf"run/7: cannot be read \({code}: Error"):
         attempt(raising(ValueError(f"{code}: Error [tensorstore_spec='...']")), STEP)
 
 
 @pytest.mark.parametrize("failure", [MemoryError(), RuntimeError("a device"), KeyError("a bug")])
-def test_what_files_do_not_cause_is_no_damage(failure):
+def test_other_errors_are_raised(failure):
     with pytest.raises(type(failure)):
         attempt(raising(failure), STEP)
 
 
-def test_the_best_step_is_none_that_was_found_damaged(tmp_path):
+def test_best_step_is_not_a_damaged_one(tmp_path):
     problems: list[str] = []
     with RunCheckpoints(tmp_path, on_problem=problems.append) as checkpoints:
         for step, metric in ((1, 0.5), (2, 0.25)):
@@ -73,7 +73,7 @@ def test_the_best_step_is_none_that_was_found_damaged(tmp_path):
     assert len(problems) == 1
 
 
-def test_a_record_is_amended(tmp_path):
+def test_amend_record(tmp_path):
     with RunCheckpoints(tmp_path) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, state(step), meta(step), metric=2.0 if step == 1 else None)

@@ -1,4 +1,4 @@
-"""RunCheckpoints: what is saved comes back to the bit, what is kept, and what is refused."""
+"""RunCheckpoints: round trips, which steps are kept, and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_restored(restored, step: int) -> None:
     assert jax.tree.structure(restored.arrays) == jax.tree.structure(state(step))
 
 
-def test_every_kind_of_array_comes_back(checkpoints):
+def test_round_trip_of_every_array_type(checkpoints):
     save_all(checkpoints, [1, 2])
     assert_restored(checkpoints.restore(target=like(state(0))), 2)
     assert_restored(checkpoints.restore(1, like(state(0))), 1)
@@ -50,7 +50,7 @@ def test_every_kind_of_array_comes_back(checkpoints):
     assert checkpoints.latest() == 2
 
 
-def test_another_program_restores_what_was_saved(tmp_path):
+def test_restore_in_another_process(tmp_path):
     with RunCheckpoints(tmp_path, keep=1) as checkpoints:
         save_all(checkpoints, [3])
     with RunCheckpoints(tmp_path, writable=False) as checkpoints:
@@ -71,7 +71,7 @@ def test_arrays_may_be_donated_while_they_are_written(checkpoints):
         assert (restored.arrays[str(i)] == i).all()
 
 
-def test_saved_is_reported_after_the_commit(tmp_path):
+def test_on_saved_is_called_after_the_commit(tmp_path):
     reports = []
 
     def on_saved(step, seconds, size):
@@ -83,7 +83,7 @@ def test_saved_is_reported_after_the_commit(tmp_path):
     assert reports == [(1, True, True), (2, True, True)]
 
 
-def test_the_last_ones_and_the_best_are_kept(tmp_path):
+def test_last_steps_and_best_step_are_kept(tmp_path):
     for mode, metrics, best in (("min", [3, 1, 2, 4, 5], 2), ("max", [3, 9, 2, 9, 5], 4)):
         folder = tmp_path / mode
         with RunCheckpoints(folder, keep=1, mode=mode) as checkpoints:
@@ -96,7 +96,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
         assert sorted(p.name for p in folder.iterdir()) == [str(best), "7", "writer.lock"]
 
 
-def test_the_old_one_goes_after_the_new_one_is_there(tmp_path):
+def test_old_step_is_deleted_after_the_commit(tmp_path):
     seen = []
     with RunCheckpoints(tmp_path, keep=1, on_saved=lambda *_: seen.append(there())) as checkpoints:
 
@@ -107,13 +107,13 @@ def test_the_old_one_goes_after_the_new_one_is_there(tmp_path):
     assert seen == [[1], [1, 2], [2, 3]]
 
 
-def test_a_step_that_is_just_saved_stays_though_later_ones_are_there(tmp_path):
+def test_new_step_with_a_smaller_number_is_kept(tmp_path):
     with RunCheckpoints(tmp_path, keep=1) as checkpoints:
         save_all(checkpoints, [9, 5])
         assert checkpoints.steps() == [5, 9]
 
 
-def test_an_empty_folder_is_no_step(checkpoints, problems):
+def test_empty_folder_is_not_a_step(checkpoints, problems):
     save_all(checkpoints, [1])
     (checkpoints.folder / "9").mkdir()
     for name in ("notes", "007", "-3", "٣"):
@@ -127,7 +127,7 @@ def test_an_empty_folder_is_no_step(checkpoints, problems):
     assert checkpoints.steps() == [1, 9]
 
 
-def test_a_damaged_step_is_named_passed_over_and_replaced(checkpoints, problems):
+def test_damaged_step_is_reported_skipped_and_renamed(checkpoints, problems):
     save_all(checkpoints, [1, 2, 3])
     (checkpoints.folder / "3" / "record" / "metadata").write_text("{}")
     shutil.rmtree(checkpoints.folder / "2" / "arrays" / "d")
@@ -140,7 +140,7 @@ def test_a_damaged_step_is_named_passed_over_and_replaced(checkpoints, problems)
     assert (checkpoints.folder / "2.damaged").is_dir()
 
 
-def test_without_a_sound_step_each_is_listed_with_its_reason(checkpoints, problems):
+def test_error_lists_all_damaged_steps(checkpoints, problems):
     save_all(checkpoints, [1, 2])
     for step in (1, 2):
         (checkpoints.folder / str(step) / "record" / "metadata").unlink()
@@ -150,7 +150,7 @@ def test_without_a_sound_step_each_is_listed_with_its_reason(checkpoints, proble
         checkpoints.restore(2, like(state(0)))
 
 
-def test_problems_are_logged_where_nobody_else_takes_them(tmp_path, caplog):
+def test_problems_are_logged_by_default(tmp_path, caplog):
     with RunCheckpoints(tmp_path) as checkpoints:
         save_all(checkpoints, [1])
         (tmp_path / "2").mkdir()
@@ -159,14 +159,14 @@ def test_problems_are_logged_where_nobody_else_takes_them(tmp_path, caplog):
     assert [r.name for r in caplog.records if "/2: cannot" in r.getMessage()] == ["jaxllm"]
 
 
-def test_another_steps_folder_under_this_name(checkpoints, problems):
+def test_renamed_step_is_refused(checkpoints, problems):
     save_all(checkpoints, [1])
     shutil.copytree(checkpoints.folder / "1", checkpoints.folder / "5")
     assert_restored(checkpoints.restore(target=like(state(0))), 1)
     assert "of step 1, not of step 5" in problems[0]
 
 
-def test_nothing_there(tmp_path):
+def test_missing_steps(tmp_path):
     with RunCheckpoints(tmp_path / "none", writable=False) as checkpoints:
         assert checkpoints.latest() is None
         with pytest.raises(MissingFileError, match="no checkpoint"):
@@ -191,7 +191,7 @@ def test_nothing_there(tmp_path):
         ),
     ],
 )
-def test_a_target_that_does_not_fit(checkpoints, problems, change, message):
+def test_target_that_does_not_match(checkpoints, problems, change, message):
     """Is an error at once: an older step would not fit better."""
     save_all(checkpoints, [0, 1])
     with pytest.raises(CheckpointError, match=message):
@@ -199,7 +199,7 @@ def test_a_target_that_does_not_fit(checkpoints, problems, change, message):
     assert problems == []
 
 
-def test_a_part_of_the_arrays(checkpoints):
+def test_restore_a_subset(checkpoints):
     save_all(checkpoints, [1])
     target = {"params": like(state(0)["params"])}
     restored = checkpoints.restore(target=target, subset=True)
@@ -208,7 +208,7 @@ def test_a_part_of_the_arrays(checkpoints):
         checkpoints.restore(target=target | {"other": jnp.zeros(1)}, subset=True)
 
 
-def test_the_record_alone(checkpoints, problems):
+def test_read_record(checkpoints, problems):
     checkpoints.save(1, state(1), meta(1), metric=0.5)
     save_all(checkpoints, [2])
     assert checkpoints.read(1).metric == 0.5
@@ -221,7 +221,7 @@ def test_the_record_alone(checkpoints, problems):
     assert "not JSON" in problems[0]
 
 
-def test_files_do_not_depend_on_classes(checkpoints):
+def test_array_paths_do_not_depend_on_classes(checkpoints):
     tree = {"opt_state": Moments(jnp.int32(1), {"w": jnp.ones(2)})}
     checkpoints.save(1, tree, {})
     plain = {"opt_state": {"count": jnp.int32(0), "mu": {"w": jnp.zeros(2)}}}
@@ -242,9 +242,7 @@ def test_files_do_not_depend_on_classes(checkpoints):
         ({"x": jnp.ones(1)}, {"a": "\ud800"}, "unpaired surrogate"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(
-    checkpoints, arrays, meta, message
-):
+def test_invalid_values_are_refused_before_writing(checkpoints, arrays, meta, message):
     save_all(checkpoints, [1])
     before = sorted(p.name for p in checkpoints.folder.iterdir())
     with pytest.raises(CheckpointError, match=message):
@@ -253,13 +251,13 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(
     save_all(checkpoints, [2])
 
 
-def test_a_step_is_not_written_over(checkpoints):
+def test_existing_step_is_not_overwritten(checkpoints):
     save_all(checkpoints, [1])
     with pytest.raises(CheckpointError, match="there is a checkpoint of this step already"):
         checkpoints.save(1, state(1), {})
 
 
-def test_arguments(tmp_path):
+def test_invalid_arguments(tmp_path):
     with pytest.raises(InputError, match="keep"):
         RunCheckpoints(tmp_path, keep=0)
     with pytest.raises(InputError, match="mode"):
@@ -280,7 +278,7 @@ def test_one_writer_and_any_readers(checkpoints):
         assert again.steps() == [1]
 
 
-def test_what_killed_saves_left_behind_is_removed(tmp_path):
+def test_leftovers_of_killed_saves_are_removed(tmp_path):
     for name in ("7.orbax-checkpoint-tmp", "6.orbax-checkpoint-tmp-12", "3.deleting"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("")
@@ -291,7 +289,7 @@ def test_what_killed_saves_left_behind_is_removed(tmp_path):
     assert names == ["mine.deleting", "plots", "writer.lock"]
 
 
-def test_an_error_of_the_callback_is_not_a_failed_save(tmp_path):
+def test_callback_error_is_not_a_failed_save(tmp_path):
     def on_saved(*_):
         raise ZeroDivisionError
 
@@ -335,7 +333,7 @@ checkpoints.close()
 
 
 @pytest.mark.parametrize("limit", [100, 50_000])
-def test_a_full_disk_is_an_error_and_the_steps_before_are_intact(tmp_path, limit):
+def test_full_disk_leaves_earlier_steps_intact(tmp_path, limit):
     done = subprocess.run(
         [sys.executable, "-c", DISK_FULL, str(tmp_path), str(limit)], capture_output=True, text=True
     )
@@ -355,7 +353,7 @@ def test_a_full_disk_is_an_error_and_the_steps_before_are_intact(tmp_path, limit
         assert checkpoints.restore(1, {"x": jax.ShapeDtypeStruct((100,), jnp.float32)})
 
 
-def test_the_text_of_the_record_is_what_is_hashed(checkpoints, problems):
+def test_record_checksum_covers_its_text(checkpoints, problems):
     save_all(checkpoints, [1, 2])
     path = checkpoints.folder / "2" / "record" / "metadata"
     sealed = json.loads(path.read_text())

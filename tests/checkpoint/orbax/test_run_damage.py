@@ -1,4 +1,4 @@
-"""Files of a step rot at random: what is restored is right, or the step is refused by name."""
+"""Randomly damaged files: restored arrays are correct, or the step is refused by name."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_five_hundred_damaged_files(sound, tmp_path):
     assert counted["refused"] > 200
 
 
-def test_the_digests_notice_what_orbax_does_not(sound, tmp_path):
+def test_digests_find_damage_that_orbax_misses(sound, tmp_path):
     """Without them some of these would pass: they are refused for their digests alone."""
     by_digest = []
     for seed in range(100, 130):

@@ -1,4 +1,4 @@
-"""kill -9 at any moment of endless saving: what was reported as saved is there, to the bit."""
+"""kill -9 while saving: steps that were reported as saved are intact, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved on some devices, restored on others; digests are of the whole array wherever it lies."""
+"""Saving on one mesh and restoring on another; digests do not depend on sharding."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ print("done")
 """
 
 
-def test_from_any_mesh_to_any_other(tmp_path: Path) -> None:
+def test_restore_onto_other_meshes(tmp_path: Path) -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", ON_EIGHT_DEVICES, str(tmp_path)],

@@ -1,4 +1,4 @@
-"""Two processes save and one restores, and the other way round."""
+"""Saving in two processes and restoring in one, and the reverse."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def test_two_processes_and_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_pass_over_the_same_damaged_step(tmp_path):
+def test_two_processes_skip_the_same_damaged_step(tmp_path):
     run(tmp_path, 2, 1)
     (tmp_path / "3" / "record" / "metadata").write_text("{}")
     assert run(tmp_path, 2, 4) == ["restored 2 1\nsaved [5, 6]"] * 2
 
 
 @pytest.mark.slow
-def test_no_process_waits_when_the_folder_is_locked(tmp_path):
+def test_locked_folder_fails_in_all_processes(tmp_path):
     from jaxllm.checkpoint.orbax import RunLock
 
     lock = RunLock(tmp_path)

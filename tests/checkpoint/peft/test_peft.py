@@ -1,4 +1,4 @@
-"""PEFT's adapter files: what PEFT computes with them, and files that lie."""
+"""PEFT's adapter files: parity with PEFT, round trips, and invalid files."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def trained(model: Any) -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True, "rslora": True}], ids=str)
 @pytest.mark.parametrize("targets", ["all-linear", "attn.(q|v)"])
-def test_gpt2_q_k_v_trained_apart(options, targets, tmp_path):
+def test_gpt2_qkv_with_different_a(options, targets, tmp_path):
     """One c_attn of several times the rank, with the scale of before."""
     base = tiny.cached("gpt2")
     model = trained(add_lora(base, LoraConfig(rank=2, alpha=3, targets=targets, **options)))
@@ -184,7 +184,7 @@ def test_gpt2_q_k_v_trained_apart(options, targets, tmp_path):
     np.testing.assert_allclose(tiny.logits(again), tiny.logits(model), atol=1e-4)
 
 
-def test_target_modules_are_named_as_short_as_can_be(tmp_path):
+def test_target_modules_use_short_names(tmp_path):
     base = tiny.cached("gpt2")
     whole, short = tmp_path / "whole", tmp_path / "short"
     save_adapter(whole, add_lora(base, LoraConfig(targets="attn.c_proj")))
@@ -195,19 +195,19 @@ def test_target_modules_are_named_as_short_as_can_be(tmp_path):
     assert config_of(short)["target_modules"] == ["c_attn", "c_proj"]
 
 
-def test_nothing_to_save(tmp_path):
+def test_saving_without_lora_is_an_error(tmp_path):
     with pytest.raises(InputError, match="no LoRA"):
         save_adapter(tmp_path, tiny.cached("llama"))
 
 
 @pytest.mark.parametrize(("family", "module"), [("gpt2", "wte"), ("t5", "shared")])
-def test_an_embedding_used_twice_is_not_written(family, module, tmp_path):
+def test_tied_embedding_in_modules_to_save_is_an_error(family, module, tmp_path):
     model = add_lora(tiny.cached(family), LoraConfig(modules_to_save=module))
     with pytest.raises(UnsupportedError, match="merge_lora"):
         save_adapter(tmp_path, model)
 
 
-def test_a_part_of_a_fused_layer_is_not_written(tmp_path):
+def test_part_of_a_fused_layer_in_modules_to_save_is_an_error(tmp_path):
     model = add_lora(tiny.cached("gpt2"), LoraConfig(targets="mlp.up", modules_to_save="attn.q"))
     with pytest.raises(UnsupportedError, match=r"c_attn.*only a part"):
         save_adapter(tmp_path, model)
@@ -216,7 +216,7 @@ def test_a_part_of_a_fused_layer_is_not_written(tmp_path):
 GOOD = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4, "lora_alpha": 8}
 
 
-def test_config_acts():
+def test_config_patterns():
     config = parse_peft_config(
         {**GOOD, "rank_pattern": {"^model.layers.1.q_proj": 2}, "alpha_pattern": {"q_proj": 0.5}}
     )
@@ -266,7 +266,7 @@ def test_config_errors_name_the_field(field, value, error):
         parse_peft_config({**GOOD, field: value})
 
 
-def test_fields_that_ask_for_nothing_pass():
+def test_empty_unknown_fields_pass():
     off = {"a_field_of_tomorrow": None, "use_qalora": False, "loftq_config": {}, "eva_config": 1}
     assert parse_peft_config({**GOOD, **off}) == parse_peft_config(GOOD)
 
@@ -315,13 +315,13 @@ ZEROS = np.zeros((2, 48), np.float32)
         ({}, {"task_type": "SEQ_CLS"}, UnsupportedError, "task_type"),
     ],
 )
-def test_files_that_lie(folder, tensors, config, error, words):
+def test_contradictory_files(folder, tensors, config, error, words):
     change(folder, tensors, **config)
     with pytest.raises(error, match=words):
         load_adapter(base_of("llama_lora"), folder)
 
 
-def test_a_regular_expression_of_a_file_is_not_run(folder):
+def test_regular_expressions_of_a_file_are_not_run(folder):
     change(folder, target_modules="(.*)*.*(.*)*x")
     assert lora_layers(load_adapter(base_of("llama_lora"), folder))
 
@@ -344,7 +344,7 @@ def test_missing_files(folder):
         load_adapter(base_of("llama_lora"), folder)
 
 
-def test_torn_files(folder):
+def test_truncated_files(folder):
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         path = folder / name
         whole = path.read_bytes()
@@ -356,7 +356,7 @@ def test_torn_files(folder):
     load_adapter(base_of("llama_lora"), folder)
 
 
-def test_the_model_has_lora_already():
+def test_model_that_has_lora_is_refused():
     with pytest.raises(InputError, match="already"):
         load_adapter(adapted("llama_lora"), DATA / "peft" / "llama_lora")
 

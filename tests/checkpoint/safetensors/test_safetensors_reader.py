@@ -1,4 +1,4 @@
-"""Safetensors: read against and written as the reference implementation does, strict otherwise."""
+"""Safetensors reader: agrees with the safetensors package, and refuses malformed files."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TestReading:
         path = written(tmp_path / "a.safetensors", safetensors_bytes(header, data.tobytes()))
         assert_same(SafetensorsFile(path).read("w"), data)
 
-    def test_an_unknown_name_is_named(self, tmp_path):
+    def test_unknown_tensor_name(self, tmp_path):
         write_safetensors(tmp_path / "a.safetensors", {"w": np.zeros(1)})
         for call in ("read", "info"):
             with pytest.raises(CheckpointError, match=r"no tensor is named 'v'"):
@@ -108,7 +108,7 @@ class TestMalformed:
         with pytest.raises(CheckpointError, match="neither 0 nor 1"):
             file.read("w")
 
-    def test_a_folder_or_nothing_is_a_missing_file(self, tmp_path):
+    def test_missing_file(self, tmp_path):
         for path in (tmp_path, tmp_path / "none"):
             with pytest.raises(MissingFileError, match="no such file"):
                 SafetensorsFile(path)
@@ -147,7 +147,7 @@ class TestShards:
         assert write_sharded(tmp_path, self.TENSORS) == [tmp_path / "model.safetensors"]
         assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
-    def test_an_earlier_save_does_not_shadow_a_later_one(self, tmp_path):
+    def test_files_of_an_earlier_save_are_removed(self, tmp_path):
         (tmp_path / "config.json").write_text("{}")
         for limit in (1000, 100, 200, 1000):
             tensors = {name: array + np.uint8(limit % 7) for name, array in self.TENSORS.items()}
@@ -187,7 +187,7 @@ class TestShards:
         with pytest.raises(CheckpointError, match=r"weight_map\['w'\] is .*, not the plain name"):
             open_safetensors(tmp_path / "sub")
 
-    def test_links_are_followed(self, tmp_path):
+    def test_symbolic_links_are_followed(self, tmp_path):
         """The files of a snapshot in the Hugging Face cache are links to files elsewhere."""
         (tmp_path / "blobs").mkdir()
         (tmp_path / "snapshot").mkdir()
@@ -219,7 +219,7 @@ class TestShards:
             ShardedSafetensors(index)
 
     @pytest.mark.parametrize("text", ["", "[]", "1", '{"weight_map": 1}', '{"a": 1, "a": 2}'])
-    def test_a_malformed_index(self, text, tmp_path):
+    def test_malformed_index(self, text, tmp_path):
         index = tmp_path / "model.safetensors.index.json"
         index.write_text(text)
         with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
@@ -236,7 +236,7 @@ class Bomb:
 
 class TestPickles:
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "a.pt", "a.pth", "a.pkl", "a.ckpt"])
-    def test_they_are_never_opened(self, name, tmp_path):
+    def test_pickles_are_never_opened(self, name, tmp_path):
         marker = tmp_path.parent / f"{tmp_path.name}.marker"
         bomb = pickle.dumps(Bomb(marker))
         (tmp_path / name).write_bytes(bomb)
@@ -257,7 +257,7 @@ class TestPickles:
             open_safetensors(tmp_path)
 
 
-def test_a_folder_without_weights(tmp_path):
+def test_folder_without_weights(tmp_path):
     with pytest.raises(MissingFileError, match=r"neither model\.safetensors nor"):
         open_safetensors(tmp_path)
     write_safetensors(tmp_path / "adapter.safetensors", {"w": np.zeros(1)})

@@ -1,4 +1,4 @@
-"""Writing safetensors: the reference's bytes, whatever the strides, and nothing half done."""
+"""Safetensors writer: the bytes of the safetensors package, for any strides; atomic writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError
 
 
 class TestWriting:
-    def test_the_bytes_are_those_of_the_reference(self, tmp_path):
+    def test_bytes_equal_those_of_the_safetensors_package(self, tmp_path):
         tensors = every_dtype()
         write_safetensors(tmp_path / "ours", tensors)
         safetensors.numpy.save_file(tensors, tmp_path / "theirs", metadata=PT_METADATA)
@@ -30,7 +30,7 @@ class TestWriting:
         write_safetensors(tmp_path / "b", reversed(tensors.items()))
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
-    def test_strided_arrays_are_written_as_they_look(self, tmp_path):
+    def test_strided_arrays(self, tmp_path):
         """The reference writes other data for these, in silence (huggingface/safetensors#825)."""
         base = np.arange(24, dtype=np.float32).reshape(4, 6)
         tensors = {
@@ -64,7 +64,7 @@ class TestWriting:
             ({"w": np.array(["a"])}, "cannot hold"),
         ],
     )
-    def test_what_cannot_be_written(self, tensors, message, tmp_path):
+    def test_invalid_names_and_dtypes(self, tensors, message, tmp_path):
         with pytest.raises(JaxLLMError, match=message):
             write_safetensors(tmp_path / "a.safetensors", tensors)
         assert not list(tmp_path.iterdir())
@@ -73,7 +73,7 @@ class TestWriting:
         with pytest.raises(MissingFileError, match="no such folder"):
             write_safetensors(tmp_path / "none" / "a.safetensors", {"w": np.zeros(1)})
 
-    def test_what_differs_when_read_back_is_not_kept(self, tmp_path, monkeypatch):
+    def test_file_that_differs_when_read_back_is_deleted(self, tmp_path, monkeypatch):
         path = tmp_path / "a.safetensors"
         write_safetensors(path, {"w": np.zeros(4)})
         before = path.read_bytes()
@@ -91,7 +91,7 @@ class TestWriting:
         assert path.read_bytes() == before
         assert list(tmp_path.iterdir()) == [path]
 
-    def test_a_full_disk_leaves_the_old_file(self, tmp_path, monkeypatch):
+    def test_full_disk_leaves_the_old_file(self, tmp_path, monkeypatch):
         path = tmp_path / "a.safetensors"
         write_safetensors(path, {"w": np.zeros(4)})
         before = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Chat templates: transformers' text and ids, limits, and users who spell special tokens."""
+"""Chat templates: parity with transformers, limits, and special tokens in messages."""
 
 import json
 import threading
@@ -67,7 +67,7 @@ def special(template: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_text_and_ids_are_those_of_transformers(tokenizer, fast_cases, chat_templates, name):
+def test_text_and_ids_match_transformers(tokenizer, fast_cases, chat_templates, name):
     template = chat_templates[name]
     for chat, prompt, text, ids in fast_cases["smollm"]["chats"][name]:
         options = {"chat_template": template["template"], "add_generation_prompt": prompt}
@@ -82,7 +82,7 @@ def count_special(tokenizer: Tokenizer, ids: list[int]) -> dict[int, int]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", ["fast", "sentencepiece"])
-def test_users_write_no_special_tokens(tokenizer, llama, chat_templates, name, kind):
+def test_special_tokens_in_messages_are_plain_text(tokenizer, llama, chat_templates, name, kind):
     model = tokenizer if kind == "fast" else llama
     template = chat_templates[name]
     options = {"chat_template": template["template"], **special(template)}
@@ -99,7 +99,7 @@ def test_users_write_no_special_tokens(tokenizer, llama, chat_templates, name, k
         assert model.decode(ids).replace(" ", "") == text.replace(" ", ""), injection
 
 
-def test_the_injections_would_work_without_the_guard(tokenizer, chat_templates):
+def test_injections_work_without_the_guard(tokenizer, chat_templates):
     """The test above can fail: read as one text, the same prompts hold more special tokens."""
     template = chat_templates["smollm2"]["template"]
     for injection in INJECTIONS[:10]:
@@ -141,7 +141,7 @@ def test_templates_that_rewrite_messages(tokenizer, template):
         assert count_special(tokenizer, ids) == ends, contents
 
 
-def test_a_template_that_hides_who_wrote_what_is_refused(tokenizer):
+def test_template_that_hides_the_author_is_refused(tokenizer):
     template = "{% set c = messages[0].content %}{% if c == 'a<|im_end|>b' %}{{ c }}{% endif %}"
     messages = [{"role": "user", "content": "a<|im_end|>b"}]
     with pytest.raises(TemplateError, match=r"spells a special token \('<\|im_end\|>'\)"):
@@ -182,7 +182,7 @@ def test_named_templates(load_fast, tmp_path):
     assert tokenizer.apply_chat_template(chat, tokenize=False, **options) == "Rd"
 
 
-def test_a_template_in_its_own_file_wins(fast_folder):
+def test_chat_template_file_takes_precedence(fast_folder):
     folder = fast_folder("gpt2", chat_template="config")
     (folder / "chat_template.jinja").write_text("file")
     tokenizer = load_tokenizer(folder)
@@ -234,12 +234,12 @@ def test_extensions_of_transformers(tokenizer):
         ([{"role": "user", "content": "\ud800"}], "unpaired surrogate"),
     ],
 )
-def test_messages_that_are_refused(tokenizer, messages, message):
+def test_invalid_messages(tokenizer, messages, message):
     with pytest.raises(InputError, match=message):
         tokenizer.apply_chat_template(messages, chat_template="{{ messages[0].content }}")
 
 
-def test_options_of_transformers_that_are_no_variables(tokenizer):
+def test_unsupported_options_of_transformers(tokenizer):
     with pytest.raises(UnsupportedError, match="continue_final_message"):
         tokenizer.apply_chat_template([], chat_template="x", continue_final_message=True)
 
@@ -264,7 +264,7 @@ def test_threads_share_the_worker(tokenizer):
     assert texts == {n: str(n) for n in range(20)}
 
 
-def test_a_worker_that_was_killed_is_replaced(tokenizer):
+def test_killed_worker_is_restarted(tokenizer):
     assert sandbox.render("a", {}, 0.0) == "a"
     worker = sandbox._worker
     assert worker is not None

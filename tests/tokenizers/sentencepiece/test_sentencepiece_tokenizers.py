@@ -1,4 +1,4 @@
-"""Ids and texts of transformers 4.57's slow tokenizers, over small models and many settings."""
+"""Sentencepiece tokenizers: parity with transformers 4.57's slow tokenizers in many settings."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_decode(case):
         assert tokenizer.decode(ids, skip_special_tokens=True) == skipped, ids
 
 
-def test_streamed_pieces_add_up(case):
+def test_streamed_pieces_concatenate_to_decoded_text(case):
     tokenizer, expected = case
     for ids, shown, skipped in expected["decoded"]:
         for skip, text in ((False, shown), (True, skipped)):
@@ -100,7 +100,7 @@ def test_the_rules_of_t5(tmp_path):
     assert old == ["▁Hello", "<extra_id_0>", "▁", ".", "</s>"]
 
 
-def test_text_of_users_holds_no_special_token(case):
+def test_encode_user_has_no_special_tokens(case):
     tokenizer, expected = case
     for text in expected["ids"]:
         ids = tokenizer.encode_user(text)
@@ -114,7 +114,7 @@ def test_a_split_text_keeps_its_characters(tmp_path):
     assert tokenizer.decode(tokenizer.encode_user("a</s>b<s> c")) == "a</s>b<s> c"
 
 
-def test_a_stream_gives_no_half_character(tmp_path):
+def test_stream_ends_no_piece_inside_a_character(tmp_path):
     tokenizer = load(tmp_path, "llama", {})
     stream = tokenizer.stream_decoder()
     ids = tokenizer.encode("😀é")
@@ -162,7 +162,7 @@ def test_t5_refuses_a_wrong_number_of_sentinels(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"\x00", b"not a model" * 10, b"\x0a\xff\xff\xff\xff\x0f"]
 )
-def test_a_broken_model_is_refused(tmp_path, content):
+def test_damaged_model_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(TokenizerError, match=r"tokenizer\.model: "):
         load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Tokenizers from tokenizer.json against transformers 5.23, and the checks before the parser."""
+"""tokenizer.json: parity with transformers 5.23, and the checks before parsing."""
 
 import json
 import random
@@ -52,7 +52,7 @@ def test_decode_and_stream(case):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_decode_is_the_library_s(load_fast, name):
+def test_decode_matches_the_tokenizers_library(load_fast, name):
     """Random ids, invalid UTF-8 and byte tokens included."""
     tokenizer = load_fast(name, clean_up_tokenization_spaces=False)
     backend = tokenizers.Tokenizer.from_file(str(DATA / "fast" / f"{name}.json"))
@@ -72,7 +72,7 @@ def test_split_special_tokens_changes_nothing_else(case):
             assert ids == tokenizer.encode(text, add_special_tokens=False), text
 
 
-def test_streams_hold_back_half_characters(load_fast):
+def test_streams_hold_back_incomplete_characters(load_fast):
     tokenizer = load_fast("gpt2")
     ids = tokenizer.encode("né 😀")
     stream = tokenizer.stream_decoder()
@@ -82,7 +82,7 @@ def test_streams_hold_back_half_characters(load_fast):
     assert stream.end() == ""
 
 
-def test_a_stream_costs_the_same_at_every_token(load_fast):
+def test_stream_cost_per_token_is_constant(load_fast):
     """The work for a token does not grow with the text: what is held stays small."""
     tokenizer = load_fast("t5")
     stream = tokenizer.stream_decoder()
@@ -114,12 +114,12 @@ def test_gpt2_from_vocab_and_merges(tmp_path, fast_cases):
     assert tokenizer.pad_token_id is None
 
 
-def test_a_folder_without_tokenizer_files(tmp_path):
+def test_folder_without_tokenizer_files(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert load_tokenizer(tmp_path) is None
 
 
-def test_a_tokenizer_without_reader_names_its_files(tmp_path):
+def test_unsupported_tokenizer_names_its_files(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GemmaTokenizer"}')
     with pytest.raises(UnsupportedError, match=r"GemmaTokenizer from tokenizer\.model"):
@@ -137,7 +137,7 @@ def test_padding_and_truncation_of_the_file_are_dropped():
     )
 
 
-def test_flags_count_for_llama_only(load_fast):
+def test_bos_and_eos_flags_apply_to_llama_only(load_fast):
     plain = load_fast("llama2").encode("Hello")
     flags = {"add_bos_token": False, "add_eos_token": True}
     assert load_fast("llama2", **flags).encode("Hello") == plain
@@ -214,7 +214,7 @@ def test_malformed_files_are_refused_before_the_parser(changes, message, monkeyp
         FastTokenizer(broken, TokenizerSettings())
 
 
-def test_a_panic_is_an_error_of_ours(load_fast, monkeypatch):
+def test_panic_becomes_a_tokenizer_error(load_fast, monkeypatch):
     class PanicException(BaseException):
         pass
 
@@ -236,7 +236,7 @@ def test_a_panic_is_an_error_of_ours(load_fast, monkeypatch):
         ("é" * 11, "22 bytes, but at most 20"),
     ],
 )
-def test_texts_that_are_refused(load_fast, text, message):
+def test_invalid_texts(load_fast, text, message):
     with pytest.raises(InputError, match=message):
         load_fast("gpt2").encode(text, max_bytes=20)
 
@@ -265,6 +265,6 @@ FOREIGN = (r"(a)\1", "(?<=a+)b", "(?<n>a)", r"\k<n>", "[", "(", ")", "a" * 5000)
 
 
 @pytest.mark.parametrize("pattern", EXPLOSIVE + FOREIGN)
-def test_expressions_that_can_explode_are_refused(pattern):
+def test_exponential_regexes_are_refused(pattern):
     with pytest.raises(UnsupportedError, match="regular expression"):
         check_regex(pattern, "test")

@@ -1,6 +1,6 @@
-"""A config.json that cannot be, or does not fit the weights, gives an error that names the field.
+"""An invalid config.json, or one that does not fit the weights: errors name the field.
 
-And it does so before any weight is read into memory.
+They are raised before any weight is read into memory.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def lying_copy(case: str, folder: Path, field: str, value) -> Path:
 @pytest.mark.parametrize(
     ("case", "field", "value"), LIES, ids=[f"{c}-{f}-{str(v)[:20]}" for c, f, v in LIES]
 )
-def test_lie(case, field, value, tmp_path):
+def test_invalid_config_names_the_field(case, field, value, tmp_path):
     folder = lying_copy(case, tmp_path / "model", field, value)
     tracemalloc.start()
     try:
@@ -174,5 +174,5 @@ def test_lie(case, field, value, tmp_path):
     assert peak < 2**20
 
 
-def test_there_are_enough():
+def test_number_of_cases():
     assert len(LIES) >= 40

@@ -1,4 +1,4 @@
-"""Padding, buckets, masks, and prompts that are refused."""
+"""Padding: buckets, masks, and invalid prompts."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_bucket_length(length, bucket, expected):
 
 
 @pytest.mark.parametrize("bucket", [0, -8, 2.0, True, "big"])
-def test_buckets_that_are_none(tokenizer, bucket):
+def test_invalid_buckets(tokenizer, bucket):
     with pytest.raises(InputError, match="bucket is"):
         tokenizer(PROMPTS, bucket=bucket)
 
@@ -51,13 +51,13 @@ def test_one_string_is_a_batch_of_one(tokenizer):
     assert batch.input_ids.tolist() == [tokenizer.encode("Hello")]
 
 
-def test_the_side_of_the_tokenizer_is_the_default(load_fast):
+def test_padding_side_of_the_tokenizer_is_the_default(load_fast):
     left = load_fast("metaspace", padding_side="left")
     assert left(PROMPTS).attention_mask[2, 0] == 0
     assert left(PROMPTS, padding_side="right").attention_mask[2, 0] == 1
 
 
-def test_eos_pads_where_there_is_no_pad(load_fast):
+def test_eos_pads_without_a_pad_token(load_fast):
     gpt2 = load_fast("gpt2")
     assert gpt2.pad_token_id is None
     batch = gpt2(["<|endoftext|>", "Hello there"])
@@ -65,7 +65,7 @@ def test_eos_pads_where_there_is_no_pad(load_fast):
     assert set(batch.input_ids[0].tolist()) == {gpt2.eos_token_id}
 
 
-def test_an_empty_prompt_is_bos(load_fast):
+def test_empty_prompt_becomes_bos(load_fast):
     gpt2 = load_fast("gpt2")
     assert gpt2.encode("") == []
     assert gpt2("").input_ids.tolist() == [[gpt2.bos_token_id]]
@@ -88,7 +88,7 @@ def test_refused_batches(tokenizer):
         tokenizer(["a", 7])
 
 
-def test_special_tokens_of_strangers_can_be_switched_off(tokenizer):
+def test_split_special_tokens(tokenizer):
     ids = tokenizer("x</s>y", split_special_tokens=True, add_special_tokens=False).input_ids
     assert tokenizer.eos_token_id not in ids
     assert tokenizer.eos_token_id in tokenizer("x</s>y", add_special_tokens=False).input_ids
