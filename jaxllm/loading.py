@@ -19,6 +19,7 @@ from jaxllm.checkpoint.save import MAX_SHARD_BYTES, save_model, write_json
 from jaxllm.common.errors import CheckpointError
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS
+from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.processes import together
 from jaxllm.parallel.sharding import check_mesh
@@ -103,7 +104,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
 
 
 def set_generation_config(
-    model: Any, config: GenerationConfig, tokenizer: Tokenizer | None
+    model: Model, config: GenerationConfig, tokenizer: Tokenizer | None
 ) -> None:
     """Sets a model's generation defaults and the tokenizer's end token."""
     model.generation_config = config
@@ -125,7 +126,7 @@ def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
 
 def save_hf(
     folder: str | PathLike[str],
-    model: Any,
+    model: Model,
     tokenizer: Tokenizer | None = None,
     *,
     dtype: Any = None,
@@ -154,7 +155,7 @@ def save_hf(
     with_host_arrays(parameters(model), write)
 
 
-def save_settings(folder: Path, model: Any, tokenizer: Tokenizer | None) -> None:
+def save_settings(folder: Path, model: Model, tokenizer: Tokenizer | None) -> None:
     """Writes generation_config.json and the tokenizer's files."""
     settings = model.generation_config
     if settings is not None:
@@ -163,7 +164,9 @@ def save_settings(folder: Path, model: Any, tokenizer: Tokenizer | None) -> None
         tokenizer.save(folder)
 
 
-def save_orbax(folder: str | PathLike[str], model: Any, tokenizer: Tokenizer | None = None) -> None:
+def save_orbax(
+    folder: str | PathLike[str], model: Model, tokenizer: Tokenizer | None = None
+) -> None:
     """Saves a model in Orbax's format, with a digest of every parameter.
 
     Parameters keep their dtypes, and the Hugging Face metadata is kept: `load_orbax` and then

@@ -17,7 +17,7 @@ from jaxllm.checkpoint.safetensors.writer import write_sharded
 from jaxllm.common.atomic_file import write_whole
 from jaxllm.common.errors import CheckpointError, InputError
 from jaxllm.models.config_export import config_to_json
-from jaxllm.models.model import Origin
+from jaxllm.models.model import Model, Origin
 from jaxllm.models.registry import FAMILIES, architecture_of
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -25,7 +25,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 def save_model(
     folder: Path,
-    model: Any,
+    model: Model,
     arrays: Mapping[str, HostArray],
     *,
     dtype: Any = None,
@@ -56,7 +56,7 @@ def save_model(
     write_json(folder / "config.json", saved_config(model, dtypes))
 
 
-def hf_tensors(model: Any, arrays: Mapping[str, HostArray]) -> Iterator[tuple[str, HostArray]]:
+def hf_tensors(model: Model, arrays: Mapping[str, HostArray]) -> Iterator[tuple[str, HostArray]]:
     """The model's parameters as Hugging Face tensors, in their own dtype."""
     model_type, _ = architecture_of(model)
     table = FAMILIES[model_type].table(model.config)
@@ -83,7 +83,7 @@ def hf_tensors(model: Any, arrays: Mapping[str, HostArray]) -> Iterator[tuple[st
             yield name, arrays[ours]
 
 
-def original_dtypes(model: Any, tensors: Mapping[str, HostArray]) -> dict[str, Any]:
+def original_dtypes(model: Model, tensors: Mapping[str, HostArray]) -> dict[str, Any]:
     """The dtypes of the file the model was loaded from, if casting back is lossless; else none.
 
     A half-precision checkpoint that was widened at load gets its own bytes back; one that was
@@ -108,7 +108,7 @@ def is_lossless(x: np.ndarray, dtype: Any) -> bool:
     return bool((back.view(f"u{x.itemsize}") == x.view(f"u{x.itemsize}")).all())
 
 
-def saved_config(model: Any, dtypes: dict[str, str]) -> dict[str, Any]:
+def saved_config(model: Model, dtypes: dict[str, str]) -> dict[str, Any]:
     """The checkpoint's config.json with the caller's changes; `dtypes` are those being saved."""
     origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)

@@ -18,7 +18,7 @@ from jaxllm.checkpoint.orbax.steps import Record
 from jaxllm.common.errors import CheckpointError
 from jaxllm.models.build_options import Options
 from jaxllm.models.config_export import config_to_json
-from jaxllm.models.model import Origin
+from jaxllm.models.model import Model, Origin
 from jaxllm.models.registry import architecture_of, model_spec
 from jaxllm.models.weights import parameter_path, parameters
 from jaxllm.parallel.sharding import check_heads, parameter_sharding
@@ -26,14 +26,14 @@ from jaxllm.parallel.sharding import check_heads, parameter_sharding
 WEIGHTS = "weights"
 
 
-def save_weights(folder: Path, model: Any) -> None:
+def save_weights(folder: Path, model: Model) -> None:
     """Writes parameters and config; an older model in the folder is deleted afterwards."""
     with RunCheckpoints(folder / WEIGHTS, keep=1) as checkpoints:
         latest = checkpoints.latest()
         checkpoints.save(0 if latest is None else latest + 1, parameters(model), describe(model))
 
 
-def describe(model: Any) -> dict[str, Any]:
+def describe(model: Model) -> dict[str, Any]:
     """Config and origin, as JSON."""
     origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)

@@ -28,12 +28,13 @@ from jaxllm.checkpoint.safetensors.reader import USE_SAFETENSORS, SafetensorsFil
 from jaxllm.checkpoint.source import find_nonfinite, quoted
 from jaxllm.common.errors import CheckpointError, NonFiniteError, UnsupportedError
 from jaxllm.models.lora import base_entries, check_plain, module_at, with_lora
+from jaxllm.models.model import Model
 from jaxllm.models.weights import Entry, parameters, with_parameters
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.lora import LoraLinear
 
 
-def load_adapter(model: Any, folder: str | PathLike[str]) -> Any:
+def load_adapter(model: Model, folder: str | PathLike[str]) -> Any:
     """Adds the LoRA of PEFT's files to a model; returns a new model that shares its arrays.
 
     Every tensor of the file must belong to the model, and every layer that target_modules names
@@ -70,7 +71,7 @@ def load_adapter(model: Any, folder: str | PathLike[str]) -> Any:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def with_adapter(model: Any, config: PeftConfig, tensors: Mapping[str, np.ndarray]) -> Any:
+def with_adapter(model: Model, config: PeftConfig, tensors: Mapping[str, np.ndarray]) -> Any:
     """The model with the adapter of these tensors, each of which is used exactly once."""
     left = {name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)}
     if len(left) < len(tensors):
@@ -114,7 +115,7 @@ def with_adapter(model: Any, config: PeftConfig, tensors: Mapping[str, np.ndarra
 
 
 def split_layers(
-    model: Any, config: PeftConfig, name: str, entry: Entry, left: dict[str, np.ndarray]
+    model: Model, config: PeftConfig, name: str, entry: Entry, left: dict[str, np.ndarray]
 ) -> dict[str, LoraLinear]:
     """Our layers for one layer of PEFT's; removes its tensors from `left`."""
     bases = {path: module_at(model, path) for path in paths_of(entry)}
@@ -141,7 +142,7 @@ def split_layers(
     }
 
 
-def check_base(model: Any, name: str, entry: Entry, left: dict[str, np.ndarray]) -> None:
+def check_base(model: Model, name: str, entry: Entry, left: dict[str, np.ndarray]) -> None:
     """Checks the base weight that PEFT saves beside the LoRA of an LM head."""
     tensor = left.pop(f"{name}.base_layer.weight", None)
     if tensor is None:
@@ -155,7 +156,7 @@ def check_base(model: Any, name: str, entry: Entry, left: dict[str, np.ndarray])
         )
 
 
-def take_saved(model: Any, entry: Entry, left: dict[str, np.ndarray]) -> dict[str, Any]:
+def take_saved(model: Model, entry: Entry, left: dict[str, np.ndarray]) -> dict[str, Any]:
     """Our parameters for one tensor of modules_to_save; removes it from `left`."""
     params = parameters(model)
     rows, *columns = params[entry.ours[0]].shape

@@ -8,6 +8,7 @@ from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.lora import base_entries, table_of
+from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.models.weights import Entry
 
@@ -17,7 +18,7 @@ PREFIX = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 
-def weight_entries(model: Any) -> dict[str, Entry]:
+def weight_entries(model: Model) -> dict[str, Entry]:
     """The weights of the base model, by the module's Hugging Face name."""
     return {
         entry.theirs.removesuffix(".weight"): entry
@@ -31,7 +32,7 @@ def paths_of(entry: Entry) -> list[str]:
     return [ours.removesuffix(".weight") for ours in entry.ours]
 
 
-def task_of(model: Any) -> str:
+def task_of(model: Model) -> str:
     """PEFT's task type of a model."""
     if isinstance(model, SequenceClassifier):
         return "SEQ_CLS"
@@ -41,9 +42,9 @@ def task_of(model: Any) -> str:
     return "SEQ_2_SEQ_LM" if seq2seq else "FEATURE_EXTRACTION"
 
 
-def check_tied(model: Any, paths: Any) -> None:
+def check_tied(model: Model, paths: Any) -> None:
     """Refuses to save a weight that several modules share: PEFT would untie them."""
-    headless = hasattr(model, "lm_head") and model.lm_head is None
+    headless = getattr(model, "lm_head", True) is None  # tied to the embedding
     for pattern, ours in table_of(model).copies:
         if ours in paths and (headless or "lm_head" not in pattern):
             raise UnsupportedError(

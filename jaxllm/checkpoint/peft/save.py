@@ -27,6 +27,7 @@ from jaxllm.checkpoint.safetensors.writer import write_safetensors
 from jaxllm.checkpoint.save import write_json
 from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.models.lora import base_entries, lora_layers, module_at
+from jaxllm.models.model import Model
 from jaxllm.models.weights import Entry, parameters
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.lora import LoraLinear, row_norms
@@ -46,7 +47,9 @@ class Adapter:
         return self.a.shape[0]
 
 
-def save_adapter(folder: str | PathLike[str], model: Any, *, base_model: str | None = None) -> None:
+def save_adapter(
+    folder: str | PathLike[str], model: Model, *, base_model: str | None = None
+) -> None:
     """Writes the LoRA of a model, and its modules_to_save, as PEFT's files.
 
     ``PeftModel.from_pretrained(base, folder)`` loads them without missing or unexpected keys.
@@ -157,7 +160,7 @@ def magnitude_of(part: Linear) -> Any:
     return row_norms(part.weight[...])
 
 
-def saved_tensors(model: Any) -> dict[str, np.ndarray]:
+def saved_tensors(model: Model) -> dict[str, np.ndarray]:
     """The weights of modules_to_save, under Hugging Face's names."""
     params = parameters(model)
     paths = {path for path in params if path.rpartition(".")[0] in model.modules_to_save}
