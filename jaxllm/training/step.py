@@ -82,8 +82,8 @@ def _update(
     schedule: optax.Schedule | None,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step of a state without its frozen parameters, traced."""
-    structure = state.structure
     keys = jax.random.split(jax.random.fold_in(state.key, state.step), accumulation)
+    structure = state.structure
     tokens_read = real_tokens(structure.model({**state.params, **frozen}), batch)
 
     def micro_loss(params: Params, part: Batch, key: Array) -> tuple[Array, LossSums]:

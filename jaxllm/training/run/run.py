@@ -97,20 +97,8 @@ def train(
 
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(open_checkpoints(recipe, folder, console.quiet, say))
-        if not resume:
-            together(lambda: check_new(folder), RunError)
-        has_checkpoint = resume and bool(saved_steps(folder))
-        if has_checkpoint:
-            check_same(checkpoints.read().meta["recipe"], recipe, folder)
-        setup = set_up(recipe, say)
-        base = base_of(setup.state.model, setup.state.frozen)
-        state, evaluated = setup.state, False
-        if has_checkpoint:
-            state, evaluated = restore(checkpoints, setup, base, folder)
-        start = int(state.step)
-        check_ahead(start, recipe.max_steps, folder)
-        if resume:
-            say(f"resuming at step {start}" if has_checkpoint else "no checkpoint yet: a new run")
+        setup, base, evaluated = start_or_resume(recipe, folder, checkpoints, resume, say)
+        state, start = setup.state, int(setup.state.step)
         resume_at = start if resume else None
         card = card_of(setup, resume_at)
         log, sinks, card = together(
@@ -160,6 +148,36 @@ def open_checkpoints(
         ),
         on_problem=None if quiet else say,
     )
+
+
+def start_or_resume(
+    recipe: Recipe,
+    folder: Path,
+    checkpoints: RunCheckpoints,
+    resume: bool,
+    say: Callable[[str], None],
+) -> tuple[Setup, dict[str, Any], bool]:
+    """Sets up a new run, or one as its last checkpoint left it.
+
+    Returns:
+        The setup, `base_of` its model, and whether its state was evaluated already.
+    """
+    if not resume:
+        together(lambda: check_new(folder), RunError)
+    has_checkpoint = resume and bool(saved_steps(folder))
+    if has_checkpoint:
+        check_same(checkpoints.read().meta["recipe"], recipe, folder)
+    setup = set_up(recipe, say)
+    base = base_of(setup.state.model, setup.state.frozen)
+    evaluated = False
+    if has_checkpoint:
+        state, evaluated = restore(checkpoints, setup, base, folder)
+        setup = dataclasses.replace(setup, state=state)
+    start = int(setup.state.step)
+    check_ahead(start, recipe.max_steps, folder)
+    if resume:
+        say(f"resuming at step {start}" if has_checkpoint else "no checkpoint yet: a new run")
+    return setup, base, evaluated
 
 
 def restore(
