@@ -53,6 +53,7 @@ def uncached(family: str, row: int, new: np.ndarray) -> np.ndarray:
 )
 def test_scores_are_those_of_an_uncached_pass(family, strategy):
     out, new = generated(family, output_scores=True, **STRATEGIES[strategy])
+    assert out.scores is not None
     for row, tokens in enumerate(new):
         scores = np.stack(out.scores)[:, row]
         np.testing.assert_allclose(scores, uncached(family, row, tokens), atol=3e-4)
@@ -69,6 +70,7 @@ def test_scores_are_those_of_an_uncached_pass(family, strategy):
 )
 def test_scores_of_beams_are_those_of_an_uncached_pass(family, fields):
     out, new = generated(family, num_beams=3, num_return_sequences=2, **fields)
+    assert out.sequences_scores is not None
     for i, tokens in enumerate(new):
         log_p = jax.nn.log_softmax(uncached(family, i // 2, tokens), axis=-1)
         score = log_p[np.arange(NEW), tokens].sum() / NEW
