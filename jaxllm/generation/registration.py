@@ -21,6 +21,13 @@ from jaxllm.generation.strategies.select_strategy import (
 )
 from jaxllm.generation.strategies.strategy import Strategy
 
+__all__ = [
+    "declare_field",
+    "register_processor",
+    "register_prompt_transform",
+    "register_strategy",
+]
+
 
 def register_strategy(
     name: str, selects: Callable[[Call], bool], build: Callable[[Call], Strategy[Any]]

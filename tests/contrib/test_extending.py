@@ -1,0 +1,70 @@
+"""docs/extending.md runs as it stands: a processor and a strategy of one's own."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import tiny
+from paths import ROOT
+
+import jaxllm
+from jaxllm.generation import GenerationConfig
+from jaxllm.generation.processors.build import REGISTERED
+from jaxllm.generation.registration import register_processor, register_prompt_transform
+from jaxllm.generation.settings.config import FIELDS, declare_field
+from jaxllm.generation.settings.fields import Field
+from jaxllm.generation.strategies.select_strategy import REGISTERED_STRATEGIES
+
+DOC = ROOT / "docs" / "extending.md"
+
+
+@pytest.fixture
+def unregistered():
+    """Takes away what a test registers."""
+    tables = [FIELDS, REGISTERED_STRATEGIES, *REGISTERED.values()]
+    before = [dict(table) for table in tables]
+    yield
+    for name in FIELDS.keys() - before[0].keys():
+        delattr(GenerationConfig, name)
+    for table, kept in zip(tables, before, strict=True):
+        table.clear()
+        table.update(kept)
+
+
+def test_examples_run(unregistered) -> None:
+    text = DOC.read_text(encoding="utf-8")
+    namespace = {"__name__": "extending", "model": tiny.cached("llama"), "input_ids": tiny.ids()}
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        line = text.count("\n", 0, block.start(1))
+        exec(compile("\n" * line + block[1], str(DOC), "exec"), namespace)
+    config = GenerationConfig(top_n_sigma=2, do_sample=True)
+    assert (config.top_n_sigma, config.given) == (2.0, {"top_n_sigma", "do_sample"})
+    with pytest.raises(jaxllm.JaxLLMError, match="`top_n_sigma` must be a number"):
+        GenerationConfig(top_n_sigma=0)
+    generator = jaxllm.BatchGenerator(tiny.cached("llama"), do_sample=True, seed=0)
+    rows = [{"input_ids": [3, 4, 5], "top_n_sigma": n, "max_new_tokens": 3} for n in (0.5, 1e-6)]
+    outputs = sorted(generator.generate(rows), key=lambda output: output.index)
+    greedy = jaxllm.generate(tiny.cached("llama"), np.array([[3, 4, 5]]), max_new_tokens=3)
+    assert outputs[1].output_ids == (greedy.sequences[0, 3:].tolist(),)
+
+
+def test_registration_names_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="no field 'no_such'"):
+        register_processor("no_such", lambda value, inputs: None)
+    with pytest.raises(ValueError, match="no field 'no_such'"):
+        register_prompt_transform("no_such", lambda *arguments: arguments[2:])
+    for name in ("temperature", "streamer", "merge"):
+        with pytest.raises(ValueError, match=f"'{name}' is taken"):
+            declare_field(name, Field(None, float, "anything"))
+
+
+def test_watermark_names_are_in_generation() -> None:
+    from jaxllm import generation
+
+    assert generation.WatermarkDetector.__module__ == "jaxllm.contrib.watermark.detector"
+    assert "WatermarkingConfig" in dir(generation)
+    assert all(hasattr(generation, name) for name in generation.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        generation.Nothing  # noqa: B018
