@@ -18,7 +18,7 @@ from jaxllm.batch.slots import Arrivals, RowSettings, SlotOutputs, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.processors.per_row import row_by_row
 from jaxllm.generation.stopping import StoppingCriteriaList
-from jaxllm.generation.stopping.per_row import watched
+from jaxllm.generation.stopping.base import for_rows
 from jaxllm.generation.strategies.beam.beam_search import BeamSearch, BeamSearchState
 from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.strategy import NEVER, DecodeSettings, Prompt
@@ -80,7 +80,7 @@ class SlotStrategy:
             eos=rows.eos,
             pad=jnp.int32(0),
             max_length=rows.max_length,
-            stops=watched(stops, rows.watched),
+            stops=for_rows(stops, rows.watched),
             allow_nonfinite=self.allow_nonfinite,
         )
 

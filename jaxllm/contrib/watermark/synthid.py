@@ -24,9 +24,9 @@ from jaxllm.generation.processors.base import (
     LogitsProcessor,
     Scores,
     logits_processor,
+    prompt_length,
     store,
 )
-from jaxllm.generation.processors.prompt_length import prompt_length
 
 _MULTIPLIER = Int64.of_ints(6364136223846793005)  # of Knuth's MMIX generator
 _ONE = Int64.of_ints(1)

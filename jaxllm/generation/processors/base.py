@@ -1,4 +1,4 @@
-"""What every logits processor shares: its call, its view of the tokens so far, and the list.
+"""Logits processors: the base class, the list, and the tokens so far as processors see them.
 
 A processor is a pytree. Its numbers are leaves with fixed dtypes, so a jitted function that takes
 one as an argument compiles once and serves every temperature, penalty or list of ids.
@@ -23,19 +23,19 @@ C = TypeVar("C", bound=type)
 
 
 class History(NamedTuple):
-    """The tokens so far, as processors look at them.
+    """The tokens so far, as processors see them.
 
     Attributes:
         ids: int32 ``[B, L]``, a buffer of fixed size.
         real: Which columns hold a token: before ``cur_len``, and not padding.
-        text: The real tokens of each row moved together to its left.
-        size: int32 ``[1, 1]`` or ``[B, 1]``; how many they are.
+        tokens: The real tokens of each row, moved together to its left.
+        size: int32 ``[1, 1]`` or ``[B, 1]``; the number of real tokens.
         length: int32 ``[1, 1]`` or ``[B, 1]``; the length as length rules count it.
     """
 
     ids: Int[Array, "B L"]
     real: Bool[Array, "B L"]
-    text: Int[Array, "B L"]
+    tokens: Int[Array, "B L"]
     size: Int[Array, "#B 1"]
     length: Int[Array, "#B 1"]
 
@@ -50,24 +50,24 @@ class History(NamedTuple):
         ids = jnp.asarray(input_ids, jnp.int32)
         column = jnp.asarray(cur_len, jnp.int32).reshape(-1, 1)
         real = jnp.broadcast_to(jnp.arange(ids.shape[1]) < column, ids.shape)
-        text, size = ids, column
+        tokens, size = ids, column
         if mask is not None:
             real &= jnp.asarray(mask, bool)
-            text, size = moved_left(ids, real)
+            tokens, size = moved_left(ids, real)
         counted = column if length is None else jnp.asarray(length, jnp.int32).reshape(-1, 1)
-        return cls(ids, real, text, size, counted)
+        return cls(ids, real, tokens, size, counted)
 
     def last(self, count: int) -> tuple[Int[Array, "B count"], Bool[Array, "B count"]]:
-        """The last ``count`` tokens of the text, and which of them exist."""
+        """The last ``count`` tokens of each row, and which of them exist."""
         return self._at(self.size - count + jnp.arange(count))
 
     def back(self, steps: Int[Array, ""]) -> tuple[Int[Array, "B 1"], Bool[Array, "B 1"]]:
-        """The token ``steps`` places before the next one (1 is the last), and if it exists."""
+        """The token ``steps`` places before the next one (1: the last), and whether it exists."""
         return self._at(self.size - steps)
 
     def _at(self, columns: Int[Array, "#B n"]) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:
-        columns = jnp.broadcast_to(columns, (self.text.shape[0], columns.shape[1]))
-        tokens = jnp.take_along_axis(self.text, jnp.maximum(columns, 0), axis=1, mode="clip")
+        columns = jnp.broadcast_to(columns, (self.tokens.shape[0], columns.shape[1]))
+        tokens = jnp.take_along_axis(self.tokens, jnp.maximum(columns, 0), axis=1, mode="clip")
         return tokens, columns >= 0
 
 
@@ -105,16 +105,15 @@ class LogitsProcessor:
         """Scores of the next token, changed.
 
         Args:
-            input_ids: int32 ``[B, L]``, a buffer of which the first ``cur_len`` columns count; what
-                lies beyond them never matters.
+            input_ids: int32 ``[B, L]``, a buffer whose first ``cur_len`` columns hold tokens; the
+                others have no effect.
             scores: ``[B, V]`` logits (log-probabilities in beam search), without NaN.
             cur_len: The number of columns in use, prompt included: an int, a traced scalar, or one
                 per row, ``[B]``.
             mask: Which columns hold real tokens, where the prompt is padded. None: all of the first
-                ``cur_len``. Padding on either side is as if it were not there, but for rules
-                about lengths.
-            length: The length that rules about lengths count, where it differs from ``cur_len``
-                because the prompt was padded further than the caller's own padding.
+                ``cur_len``. Padding on either side has no effect, except on rules about lengths.
+            length: The length that such rules count, where it differs from ``cur_len`` because the
+                prompt was padded beyond the caller's own padding (to a bucket).
 
         Returns:
             float32 ``[B, V]``.
@@ -128,7 +127,7 @@ class LogitsProcessor:
 
 
 def logits_processor(*, static: tuple[str, ...] = ()) -> Callable[[C], C]:
-    """Makes a class a frozen dataclass and a pytree whose fields are leaves, but for ``static``.
+    """Makes a class a frozen dataclass and a pytree; all fields but ``static`` are leaves.
 
     The class writes its own ``__init__``, which checks its arguments and stores arrays with
     :func:`store`; rebuilding from leaves does not call it.
@@ -157,13 +156,13 @@ def logits_processor(*, static: tuple[str, ...] = ()) -> Callable[[C], C]:
 
 
 def store(processor: Any, **values: Any) -> None:
-    """Sets the fields of a frozen processor, once, while it is made."""
+    """Sets the fields of a frozen processor, in its ``__init__``."""
     for name, value in values.items():
         object.__setattr__(processor, name, value)
 
 
 def tuple_of_callables(cls: C) -> C:
-    """Makes a subclass of tuple a pytree; members that are no pytrees are part of the program."""
+    """Makes a subclass of tuple a pytree; members that are not pytrees are static."""
 
     def flatten(members: Any) -> tuple[list[Any], tuple[Any, ...]]:
         opaque = tuple(m if jax.tree_util.all_leaves([m]) else None for m in members)
@@ -210,7 +209,7 @@ class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
 
 
 def accepted(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that a function takes."""
+    """The keyword arguments that a function takes, out of ``kwargs``."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs
@@ -218,7 +217,7 @@ def accepted(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def checked_scores(processor: Any, found: Any, shape: tuple[int, ...]) -> Scores:
-    """What a processor returned, if it has the shape and kind of scores."""
+    """The result of a processor, checked to have the shape and dtype of scores."""
     kind = getattr(found, "dtype", None)
     if kind is None or np.shape(found) != shape or not jnp.issubdtype(kind, jnp.floating):
         what = type(found).__name__ if kind is None else f"{kind}{list(np.shape(found))}"
@@ -243,3 +242,48 @@ def token_set(
 def listed(ids: Int[Array, " E"], vocab_size: int) -> Bool[Array, " V"]:
     """Which tokens of the vocabulary are in a table of ids (see ``values.id_table``)."""
     return token_set(ids[None], jnp.ones((1, ids.shape[0]), bool), vocab_size)[0]
+
+
+class EncoderTokens(NamedTuple):
+    """The encoder's input (or the prompt) ``[B, S]``, and which of its ids are real tokens."""
+
+    ids: Int[Array, "B S"]
+    real: Bool[Array, "B S"]
+
+    @classmethod
+    def of(cls, owner: str, ids: Int[Array, "B S"], mask: Bool[Array, "B S"] | None) -> Self:
+        """Checked ids and mask; one row may come without its batch axis.
+
+        Raises:
+            InputError: The ids are not ``[B, S]``, or the mask has another shape.
+        """
+        ids = jnp.atleast_2d(jnp.asarray(ids, jnp.int32))
+        real = ids >= 0 if mask is None else jnp.atleast_2d(jnp.asarray(mask, bool))
+        if ids.ndim != 2 or real.shape != ids.shape:
+            raise InputError(
+                f"{owner}: `encoder_input_ids` must be [batch, length] and its mask alike, "
+                f"but they are {ids.shape} and {real.shape}"
+            )
+        return cls(ids, real)
+
+    def rows(self, count: int) -> tuple[Int[Array, "rows S"], Bool[Array, "rows S"]]:
+        """The ids and mask for ``count`` rows, each item repeated for its beams."""
+        batch = self.ids.shape[0]
+        if count % batch:
+            raise InputError(f"{count} rows of scores do not divide among {batch} encoder inputs")
+        return jnp.repeat(self.ids, count // batch, 0), jnp.repeat(self.real, count // batch, 0)
+
+
+def prompt_length(processor: Any, from_call: Int[Array, ""] | int | None) -> Int[Array, ""] | int:
+    """The number of columns before the first new token: the call's, or else the processor's.
+
+    Raises:
+        InputError: Neither has one.
+    """
+    found = processor.prompt_len if from_call is None else from_call
+    if found is None:
+        raise InputError(
+            f"{type(processor).__name__}: needs `prompt_len`, the number of columns of the prompt: "
+            "give it to the processor when it is made"
+        )
+    return found

@@ -1,4 +1,4 @@
-"""Processors that forbid repeating n-grams, with n a number that the program does not depend on."""
+"""Processors that forbid repeated n-grams; n is traced, so another n compiles nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.generation.inputs.values import int_leaf
 from jaxllm.generation.processors.base import (
+    EncoderTokens,
     History,
     LogitsProcessor,
     Scores,
@@ -16,15 +17,14 @@ from jaxllm.generation.processors.base import (
     store,
     token_set,
 )
-from jaxllm.generation.processors.encoder_tokens import EncoderTokens
 
 
 @logits_processor()
 class NoRepeatNGramLogitsProcessor(LogitsProcessor):
-    """Forbids tokens that would complete an n-gram that the text holds already, prompt included.
+    """Forbids tokens that would complete an n-gram of the sequence so far, prompt included.
 
-    ``ngram_size`` 1 forbids every token that was used; 0 is off. Padding is left out, so a padded
-    row behaves as it would alone (in transformers padding is a token here).
+    ``ngram_size`` 1 forbids every token of the sequence; 0 is off. Padding has no effect (in
+    transformers padding counts as a token).
 
     >>> import jax.numpy as jnp
     >>> forbid = NoRepeatNGramLogitsProcessor(2)
@@ -38,8 +38,8 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
         store(self, ngram_size=int_leaf(type(self).__name__, "ngram_size", ngram_size))
 
     def process(self, history: History, scores: Scores) -> Scores:
-        last = _completing(history, history.text, history.size, self.ngram_size)
-        return jnp.where(token_set(history.text, last, scores.shape[1]), -jnp.inf, scores)
+        last = _completing(history, history.tokens, history.size, self.ngram_size)
+        return jnp.where(token_set(history.tokens, last, scores.shape[1]), -jnp.inf, scores)
 
 
 @logits_processor()
@@ -65,25 +65,25 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
         store(self, ngram_size=size, encoder=encoder)
 
     def process(self, history: History, scores: Scores) -> Scores:
-        text, size = moved_left(*self.encoder.rows(scores.shape[0]))
-        last = _completing(history, text, size, self.ngram_size)
-        return jnp.where(token_set(text, last, scores.shape[1]), -jnp.inf, scores)
+        tokens, size = moved_left(*self.encoder.rows(scores.shape[0]))
+        last = _completing(history, tokens, size, self.ngram_size)
+        return jnp.where(token_set(tokens, last, scores.shape[1]), -jnp.inf, scores)
 
 
 def _completing(
-    history: History, text: Int[Array, "B S"], size: Int[Array, "#B 1"], n: Int[Array, ""]
+    history: History, tokens: Int[Array, "B S"], size: Int[Array, "#B 1"], n: Int[Array, ""]
 ) -> Bool[Array, "B S"]:
-    """Where ``text`` holds the last token of an n-gram that begins as the history ends.
+    """The columns of ``tokens`` that end an n-gram whose first n-1 tokens are the newest ones.
 
-    One pass over ``text`` for each of the n-1 tokens that have to agree.
+    One pass over ``tokens`` for each of the n-1 tokens that have to agree.
     """
-    columns = jnp.arange(text.shape[1])
+    columns = jnp.arange(tokens.shape[1])
 
     def agree(steps: Int[Array, ""], match: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
-        wanted, exists = history.back(steps)
-        before = jnp.roll(text, steps, axis=1)
-        return match & exists & (columns >= steps) & (before == wanted)
+        newest, exists = history.back(steps)
+        before = jnp.roll(tokens, steps, axis=1)
+        return match & exists & (columns >= steps) & (before == newest)
 
-    everywhere = jnp.broadcast_to((columns < size) & (n > 0), text.shape)
-    longest = jnp.minimum(n, text.shape[1] + 1)  # no longer n-gram fits
+    everywhere = jnp.broadcast_to((columns < size) & (n > 0), tokens.shape)
+    longest = jnp.minimum(n, tokens.shape[1] + 1)  # no longer n-gram fits
     return lax.fori_loop(1, longest, agree, everywhere)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer
 from jaxllm.generation.processors.base import (
+    EncoderTokens,
     History,
     LogitsProcessor,
     Scores,
@@ -15,7 +16,6 @@ from jaxllm.generation.processors.base import (
     store,
     token_set,
 )
-from jaxllm.generation.processors.encoder_tokens import EncoderTokens
 
 
 def _penalised(scores: Scores, tokens: Bool[Array, "B V"], penalty: Float[Array, ""]) -> Scores:

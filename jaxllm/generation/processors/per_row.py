@@ -1,7 +1,7 @@
-"""Processors whose numbers are another for each row of a batch.
+"""Logits processors with per-row parameters.
 
-Rows that run side by side may each ask for a temperature of their own. Their lists of processors
-are built one by one, as for a call of one row, and then stacked: every leaf gets an axis of rows.
+Rows of one program may have different temperatures, penalties, .... Their lists of processors are
+built one by one, as for a call of one row, and then stacked: every leaf gets an axis of rows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jaxllm.generation.processors.base import LogitsProcessorList, Scores
 from jaxllm.generation.processors.warpers import Filter, TemperatureLogitsWarper
 
 BATCHED = (Filter, TemperatureLogitsWarper)
-"""These take an array of one number a row as it is. A filter under `vmap` would do the work of both
-branches of each of its conditions."""
+"""Processors that take arrays with one number per row themselves. Under `vmap`, a filter would run
+both branches of each of its conditions."""
 
 
 def signature(processors: LogitsProcessorList) -> Any:
-    """What two lists must have in common to be stacked: types, and shapes of leaves; hashable."""
+    """Types and leaf shapes of a list, hashable: lists with the same signature can be stacked."""
     leaves, structure = jax.tree.flatten(processors)
     return structure, tuple((np.shape(leaf), np.result_type(leaf).name) for leaf in leaves)
 
@@ -40,14 +40,14 @@ def stacked(lists: Sequence[LogitsProcessorList]) -> LogitsProcessorList:
 
 
 def row_by_row(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Processors that may be called, from those of `stacked`: each row meets its own numbers."""
+    """Callable processors from the result of `stacked`: each row uses its own parameters."""
     return LogitsProcessorList(map(RowProcessor, processors))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowProcessor:
-    """A processor with a set of numbers for each row."""
+    """A processor with a set of parameters for each row."""
 
     stacked: Any
 
@@ -58,19 +58,19 @@ class RowProcessor:
         cur_len: Int[Array, " R"],
         **_: Any,
     ) -> Scores:
-        """Scores [B * M, V] of M texts a row, which begin at column 0 and are equally long."""
-        processor, cur_len = for_texts(input_ids, cur_len, self.stacked)
+        """Scores [B * M, V] of M sequences per row, all equally long and from column 0 on."""
+        processor, cur_len = per_sequence(input_ids, cur_len, self.stacked)
         if isinstance(processor, BATCHED):
             return processor(input_ids, scores, cur_len)
         return jax.vmap(_one_row)(processor, input_ids, scores, cur_len)
 
 
-def for_texts(
-    input_ids: Int[Array, "BM L"], cur_len: Int[Array, " R"], numbers: Any
+def per_sequence(
+    input_ids: Int[Array, "BM L"], cur_len: Int[Array, " R"], parameters: Any
 ) -> tuple[Any, Int[Array, " BM"]]:
-    """What a processor's or criterion's rows have, repeated for each of the texts of a row."""
-    texts = input_ids.shape[0] // cur_len.shape[0]
-    return jax.tree.map(lambda x: jnp.repeat(x, texts, axis=0), (numbers, cur_len))
+    """The parameters of each row, and its length, repeated for each of its M sequences."""
+    count = input_ids.shape[0] // cur_len.shape[0]
+    return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), (parameters, cur_len))
 
 
 def _one_row(processor: Any, input_ids: Array, scores: Array, cur_len: Array) -> Array:

@@ -26,7 +26,7 @@ from jaxllm.generation.processors.base import (
     logits_processor,
     store,
 )
-from jaxllm.generation.processors.thresholds import (
+from jaxllm.generation.processors.top_k_top_p import (
     column,
     entropy_mask,
     nearest_mask,

@@ -1,14 +1,16 @@
-"""What every stopping criterion shares: its call, and the list.
+"""Stopping criteria: the base class, the list, and criteria for some rows of a batch.
 
-Criteria are the twins of logits processors: pytrees of numbers, pure functions of the tokens so far
-that run inside the compiled loop. A criterion is asked after each new token which rows it ends.
+Like logits processors they are pytrees of numbers and pure functions of the tokens so far, inside
+the compiled loop. After each new token, a criterion says which rows end.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -21,6 +23,7 @@ from jaxllm.generation.processors.base import (
     logits_processor,
     tuple_of_callables,
 )
+from jaxllm.generation.processors.per_row import per_sequence
 
 Done: TypeAlias = Bool[Array, " B"]
 
@@ -29,7 +32,7 @@ stopping_criterion = logits_processor
 
 
 class StoppingCriteria:
-    """Base class: which rows end with their newest token.
+    """Base class of criteria: decides which rows end with their newest token.
 
     Called as ``criterion(input_ids, scores, cur_len)``, under ``jit``, ``vmap`` and
     ``lax.while_loop``. Subclasses define :meth:`reached`, or ``__call__`` itself.
@@ -48,7 +51,7 @@ class StoppingCriteria:
         """Which rows end.
 
         Args:
-            input_ids: int32 ``[B, L]``, a buffer of which the first ``cur_len`` columns count, the
+            input_ids: int32 ``[B, L]``, a buffer whose first ``cur_len`` columns hold tokens, the
                 newest token the last of them.
             scores: ``[B, V]``, those that the newest token was chosen by. (transformers passes the
                 scores of all steps.)
@@ -101,7 +104,7 @@ class StoppingCriteriaList(tuple[Callable[..., Done], ...]):
 
 
 def checked_done(criterion: Any, found: Any, shape: tuple[int, ...]) -> Done:
-    """What a criterion returned, if it is a truth value for each row, or one for all."""
+    """The result of a criterion, checked to be one boolean per row, or one for all."""
     kind = np.dtype(bool) if isinstance(found, bool) else getattr(found, "dtype", None)
     if kind != np.dtype(bool) or np.shape(found) not in (shape, ()):
         what = type(found).__name__ if kind is None else f"{kind}{list(np.shape(found))}"
@@ -110,3 +113,26 @@ def checked_done(criterion: Any, found: Any, shape: tuple[int, ...]) -> Done:
             f"stopping_criteria: {name} must return booleans {list(shape)}, but returned {what}"
         )
     return jnp.asarray(found)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowCriterion:
+    """A stopping criterion for some rows of a batch."""
+
+    criterion: Any
+    rows: Bool[Array, " R"]
+
+    def __call__(
+        self, input_ids: Int[Array, "BM L"], scores: Scores, cur_len: Int[Array, " R"], **_: Any
+    ) -> Done:
+        """Which sequences end: M per row, which begin at column 0 and are equally long."""
+        rows, cur_len = per_sequence(input_ids, cur_len, self.rows)
+        return self.criterion(input_ids, scores, cur_len) & rows
+
+
+def for_rows(criteria: StoppingCriteriaList, rows: Bool[Array, "R C"]) -> StoppingCriteriaList:
+    """C criteria, each for the rows that are true in its column of ``rows``."""
+    return StoppingCriteriaList(
+        RowCriterion(criterion, rows[:, number]) for number, criterion in enumerate(criteria)
+    )

@@ -17,7 +17,7 @@ from small_tokenizers import small_tokenizer as tokenizer
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.stopping import StopStringCriteria
-from jaxllm.generation.stopping.automaton import token_automaton
+from jaxllm.generation.stopping.stop_strings import token_automaton
 from jaxllm.tokenizers import load_tokenizer, tokenizer_from_gguf
 
 CASES = json.loads((DATA / "stopping" / "stop_strings.json").read_text(encoding="utf-8"))["cases"]

@@ -20,7 +20,13 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import TokenIds, id_list, int_leaf, is_integer
-from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_processor, store
+from jaxllm.generation.processors.base import (
+    LogitsProcessor,
+    Scores,
+    logits_processor,
+    prompt_length,
+    store,
+)
 from jaxllm.generation.processors.host.allowed_tokens import (
     WORD,
     HostRow,
@@ -28,7 +34,6 @@ from jaxllm.generation.processors.host.allowed_tokens import (
     number_of,
 )
 from jaxllm.generation.processors.host.grammar_matching import Grammar, llguidance, vocabulary
-from jaxllm.generation.processors.prompt_length import prompt_length
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 

@@ -170,8 +170,8 @@ class PromptLookup(Draft):
             prompt_len=prompt_len,
         )
         allowed = scores > jnp.finfo(jnp.float32).min
-        at, found = earlier_match(history.text, history.size, allowed, self.ngram_size)
+        at, found = earlier_match(history.tokens, history.size, allowed, self.ngram_size)
         limit = jnp.where(found, limit, 0)
-        drafted = following(history.text, history.size, at, limit, settings.eos, most)
+        drafted = following(history.tokens, history.size, at, limit, settings.eos, most)
         real = jnp.arange(most) < drafted.size[:, None]
         return drafted, text.put(drafted.tokens, real), cache, own

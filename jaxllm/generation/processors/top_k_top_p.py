@@ -1,14 +1,14 @@
-"""Exact cuts through a vocabulary, without sorting it.
+"""Masks of the tokens that top-k, top-p and the other sampling filters keep, without sorting.
 
-Sorting 50,000 scores takes ten times longer than everything else that a warper does. Two ways
-around it, both exact:
+Sorting 50,000 scores takes ten times longer than everything else that a filter does. Instead, both
+exact:
 
-- The ``CANDIDATES`` largest scores, from ``lax.top_k``. Usually they hold the whole answer.
-- Otherwise bisection: float32 numbers, read as unsigned integers, keep their order once the sign
-  is dealt with, so 32 passes over the scores fix every bit of a threshold.
+- ``lax.top_k`` finds the ``CANDIDATES`` largest scores; usually the kept tokens are among them.
+- Otherwise bisection finds the threshold: float32 numbers keep their order as unsigned integers
+  (after a change of the sign bit), so 32 passes over the scores fix its bits.
 
 Sums of probabilities are float32 (XLA adds in blocks; the error is about 1e-7 of the total), so a
-token may fall on either side of a cut that its cumulative mass meets within about 1e-6.
+token whose cumulative probability is within about 1e-6 of p may be kept or dropped.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 CANDIDATES = 128
-"""How many of the largest scores are looked at before falling back to bisection."""
+"""The number of largest scores searched before bisection."""
 
 
 def ordered_bits(x: Float[Array, " ..."]) -> UInt32[Array, " ..."]:
-    """Unsigned integers in the order of the float32 numbers they stand for (-0 as 0)."""
+    """Unsigned integers in the order of the float32 numbers (-0 as 0)."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -64,7 +64,7 @@ def threshold(
 
 
 def column(x: Array) -> Array:
-    """A number for all rows, or one for each: as [1, 1] or [B, 1], beside scores [B, V]."""
+    """A number for all rows, or one per row, as [1, 1] or [B, 1]: broadcasts with scores [B, V]."""
     return jnp.reshape(x, (-1, 1))
 
 
@@ -83,7 +83,7 @@ def kth_largest(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Float[Array, " B
 
 
 def top_k_mask(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Bool[Array, "B V"]:
-    """True at the ``k`` largest of each row and at whatever ties with the k-th."""
+    """True at the ``k`` largest of each row and at ties with the k-th."""
     return x >= kth_largest(x, k)[:, None]
 
 
