@@ -16,7 +16,7 @@ from jaxllm.cache.variants import PLAIN, CacheKind
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.call.past_key_values import PastKeyValues, continuation
 from jaxllm.generation.call.prompts import PreparedInputs
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, last_real
+from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, last_token_columns
 from jaxllm.generation.inputs.values import any_traced, bucket, int_leaf
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.lengths import MOST_COLUMNS
@@ -119,7 +119,7 @@ def sequence_buffers(padded: PaddedBatch, new_token_bucket: int, pad: int) -> tu
         the prompt's ids (0 for embeddings alone) and `new_token_bucket`.
     """
     host = jnp if any_traced(padded) else np
-    known, last_column = host.asarray(padded.mask), last_real(padded.mask)
+    known, last_column = host.asarray(padded.mask), last_token_columns(padded.mask)
     if padded.ids is None:
         shape = (known.shape[0], new_token_bucket)
         return host.full(shape, pad, host.int32), host.zeros(shape, bool), last_column

@@ -28,7 +28,7 @@ from jaxllm.generation.inputs.arguments import (
     processor_list,
     sorted_keywords,
 )
-from jaxllm.generation.inputs.padded_batch import check_room, checked_types
+from jaxllm.generation.inputs.padded_batch import check_positions, checked_types
 from jaxllm.generation.inputs.values import any_traced, id_table
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.settings.config import GenerationConfig
@@ -197,7 +197,7 @@ def check_lengths(call: Call, inputs: PreparedInputs, given: ModelInputs) -> Non
     """Raises InputError where the unconditional contexts are too long for the model, or the prompt
     for the assistant model; `given` are the inputs before the checks."""
     if inputs.negative is not None:
-        check_room(call.model, inputs.negative, call.max_new_tokens)
+        check_positions(call.model, inputs.negative, call.max_new_tokens)
     assistant = call.arguments.assistant_model
     if assistant is not None:
         check_assistant_inputs(assistant, call.model, inputs.prompt, given, call.max_new_tokens)

@@ -1,4 +1,4 @@
-"""A [batch, length] argument with its mask: checked on the host, and padded to a bucket."""
+"""Padded batches: [batch, length] arguments and masks, checked on the host, padded to buckets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PaddedBatch:
     mask: Any
     embeds: Any = None
     before: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Columns before padding; None: it was not padded."""
+    """Columns before padding to a bucket; None: not padded yet."""
 
     @property
     def length(self) -> int:
@@ -37,11 +37,12 @@ class PaddedBatch:
 
     @property
     def start_len(self) -> int:
-        """Columns of the result that it fills: none, where it is embeddings alone."""
+        """Columns of the result that the prompt fills: 0 for a prompt of embeddings."""
         return 0 if self.ids is None else self.length
 
     @property
     def unpadded(self) -> int:
+        """Columns before padding to a bucket."""
         return self.length if self.before is None else self.before
 
     def pad_to(self, length: int, pad: int = 0) -> PaddedBatch:
@@ -55,12 +56,16 @@ class PaddedBatch:
         )
 
 
-def check_room(model: Any, given: PaddedBatch, new: int, whose: str = "this model") -> None:
-    """A learned position table has a hard end; reading past it repeats its last row in silence."""
+def check_positions(model: Any, prompt: PaddedBatch, new: int, whose: str = "this model") -> None:
+    """Raises where prompt and new tokens need more positions than the model has.
+
+    An index beyond a learned position table would be clamped to its last row without an error.
+    """
     limit = model.config.max_positions
     if limit is None:
         return
-    real = given.length if is_traced(given.mask) else int(np.asarray(given.mask).sum(1).max())
+    traced = is_traced(prompt.mask)
+    real = prompt.length if traced else int(np.asarray(prompt.mask).sum(1).max())
     if real + new > limit:
         raise InputError(
             f"max_new_tokens: a prompt of {real} tokens and {new} new ones need {real + new} "
@@ -74,13 +79,13 @@ def check_width(name: str, x: Any, width: int) -> None:
 
 
 def checked_ids(name: str, ids: Any, vocab_size: int) -> Any:
-    """Token ids [batch, length], int32, on the host where they are known."""
+    """Token ids, int32 [batch, length]: NumPy arrays unless traced."""
     checked = check.checked_token_ids(name, ids, vocab_size)
     return checked.astype(jnp.int32) if is_traced(checked) else checked
 
 
 def checked_mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask") -> Any:
-    """A boolean mask of that shape in which every row has a real token."""
+    """A boolean mask of that shape, with a real token in every row."""
     checked = check.mask_of(name, mask, shape)
     if is_traced(checked):
         return checked
@@ -91,18 +96,18 @@ def checked_mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask"
     return host
 
 
-def checked_types(model: Any, token_type_ids: Any, given: PaddedBatch) -> Any:
-    """int32 [B, T] beside the prompt, on the host where they are known; None if there are none."""
+def checked_types(model: Any, token_type_ids: Any, prompt: PaddedBatch) -> Any:
+    """Token types, int32 [B, T] as the prompt: a NumPy array unless traced, or None."""
     if token_type_ids is None:
         return None
     types = check.token_ids("token_type_ids", token_type_ids, model.config.vocab_size)
-    if types.shape != given.mask.shape:
-        raise InputError(f"token_type_ids: expected {given.mask.shape}, found {types.shape}")
+    if types.shape != prompt.mask.shape:
+        raise InputError(f"token_type_ids: expected {prompt.mask.shape}, found {types.shape}")
     return types if is_traced(types) else np.asarray(types)
 
 
-def last_real(mask: Any) -> Any:
-    """int32 [B]: the column of each row's last real token; on the host where the mask is known."""
+def last_token_columns(mask: Any) -> Any:
+    """int32 [B], the column of each row's last real token: a NumPy array unless traced."""
     host = jnp if is_traced(mask) else np
     known = host.asarray(mask)
     columns = host.where(known, host.arange(known.shape[1]), 0)
@@ -110,11 +115,12 @@ def last_real(mask: Any) -> Any:
 
 
 def floats(x: Any) -> Any:
-    """Embeddings on the host where they are known, so that padding them compiles nothing."""
+    """Embeddings as a NumPy array unless traced, so that padding them compiles nothing."""
     return x if is_traced(x) else np.asarray(x)
 
 
 def pad_right(x: Any, extra: int, value: Any) -> Any:
+    """An array with `extra` more columns of `value`."""
     widths = ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))
     if isinstance(x, np.ndarray):
         return np.pad(x, widths, constant_values=value)

@@ -1,4 +1,4 @@
-"""Numbers and token ids given by people, checked on the host and turned into arrays of fixed dtype.
+"""Numbers and token ids of the caller, checked on the host and turned into arrays of fixed dtype.
 
 A number that becomes a leaf of a compiled program always has the same dtype (float32 or int32),
 whether it came as a Python number, a numpy scalar or a tracer; otherwise changing it would compile
@@ -22,7 +22,7 @@ Number: TypeAlias = float | int | np.generic | Array
 TokenIds: TypeAlias = int | Sequence[int] | np.ndarray | Array
 
 NO_TOKEN = -1
-"""Fills tables of token ids up to their bucket; matches nothing."""
+"""Pads tables of token ids to their bucket; equals no token."""
 _SMALLEST_ID_TABLE = 8
 
 
@@ -39,7 +39,7 @@ def inside(interval: str, value: float) -> bool:
 
 
 def any_traced(*values: Any) -> bool:
-    """Whether some leaf of the pytrees is a tracer, and so known inside the caller's jit only."""
+    """Whether a leaf of the pytrees is a tracer."""
     return any(is_traced(leaf) for leaf in jax.tree.leaves(values))
 
 

@@ -1,4 +1,4 @@
-"""Settings that cannot be: those that are not implemented, and those that contradict each other."""
+"""Checks of settings: values that are not implemented, and fields that contradict each other."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.mode import contrasts, drafts_asked_for, generation_mode
+from jaxllm.generation.settings.mode import draft_options, generation_mode, is_contrastive
 from jaxllm.generation.settings.special_tokens import token_tuple
 
 
 def check_supported(config: GenerationConfig) -> None:
-    """Raises for every field that asks for something that jaxllm does not do yet.
+    """Raises for the first field whose value is not implemented.
 
     Raises:
         UnsupportedError: Names the field, its value, and the values that are possible.
@@ -28,7 +28,7 @@ def check_supported(config: GenerationConfig) -> None:
 
 
 def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> None:
-    """Finds settings that contradict each other, and warns of those without effect.
+    """Raises for settings that contradict each other, and warns of those without effect.
 
     As in transformers, a field is warned about only if it was given in code: a checkpoint's file
     may hold a temperature and be used greedily.
@@ -64,13 +64,13 @@ def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> N
     active = {
         "do_sample": config.do_sample,
         "penalty_alpha": mode == "contrastive_search" or beams > 1,  # with beams it raises
-        "do_sample or penalty_alpha": config.do_sample or contrasts(config),
+        "do_sample or penalty_alpha": config.do_sample or is_contrastive(config),
         "top_k > 1 and greedy search": mode == "contrastive_search",
         "greedy search or sampling": mode in ("dola_generation", "assisted_generation"),
         "num_beams": beams > 1,
         "num_beam_groups": config.num_beam_groups > 1,
         "an assistant": assistant_model is not None or config.assistant_early_exit is not None,
-        "a draft": bool(drafts_asked_for(config, assistant_model)),
+        "a draft": bool(draft_options(config, assistant_model)),
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         "assistant_tokenizer": False,
     }

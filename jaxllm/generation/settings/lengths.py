@@ -1,4 +1,4 @@
-"""How long a result may become: of what was asked for, and of what the model has room for."""
+"""Lengths of a result: from the settings, the prompt and the model's positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxllm.common.errors import InputError
-from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_room
+from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import GenerationConfig
 
@@ -33,19 +33,19 @@ def resolve_lengths(
     ``min_length``.
 
     Raises:
-        InputError: No room for a new token, or the minimum is above the maximum.
+        InputError: The prompt alone reaches the maximum, or the minimum is above it.
 
     >>> resolve_lengths(GenerationConfig(max_new_tokens=5, min_new_tokens=2), prompt_len=10)
     Lengths(max_length=15, min_length=12)
     """
-    stated = config.to_dict()
+    settings = config.to_dict()
     if config.max_new_tokens is not None:
         if "max_length" in config.given:
             warnings.warn(
                 "`max_length` has no effect beside `max_new_tokens`", UserWarning, stacklevel=2
             )
         max_length = prompt_len + config.max_new_tokens
-    elif "max_length" in stated:
+    elif "max_length" in settings:
         max_length = config.max_length
     else:
         max_length = prompt_len + config.max_length
@@ -66,7 +66,7 @@ def resolve_lengths(
                 "nothing can be generated; raise it, or set `max_new_tokens`"
             )
         name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
-        # A minimum that only the checkpoint's file states does not forbid a short call.
+        # The minimum of a checkpoint's file does not forbid a shorter call.
         if name in config.given and not is_traced(min_length) and min_length > max_length:
             raise InputError(
                 f"`{name}` asks for at least {min_length} tokens in all, but the maximum is "
@@ -76,32 +76,35 @@ def resolve_lengths(
 
 
 def checked_lengths(
-    model: Any, config: GenerationConfig, given: PaddedBatch
+    model: Any, config: GenerationConfig, prompt: PaddedBatch
 ) -> tuple[GenerationConfig, int]:
-    """Columns of the longest result; and the settings, in which lengths count those columns."""
-    lengths = resolve_lengths(config, given.start_len, model.config.context_length)
-    until = whole("max_length", lengths.max_length)
-    if given.ids is None and "max_length" in config.to_dict() and config.max_new_tokens is None:
-        until -= given.length  # max_length counts the embedded prompt, which is not returned
-        if until < 1:
+    """The settings and `max_length`, with lengths counted in columns of the result.
+
+    A prompt of embeddings is not returned, and so takes none of these columns.
+    """
+    lengths = resolve_lengths(config, prompt.start_len, model.config.context_length)
+    max_length = host_int("max_length", lengths.max_length)
+    if prompt.ids is None and "max_length" in config.to_dict() and config.max_new_tokens is None:
+        max_length -= prompt.length  # max_length counts the embedded prompt, which is not returned
+        if max_length < 1:
             raise InputError("inputs_embeds: the prompt alone reaches max_length")
     least = config.min_length
-    if given.ids is None and (is_traced(least) or least):  # and so does min_length
-        rest = least - given.length
+    if prompt.ids is None and (is_traced(least) or least):  # and so does min_length
+        rest = least - prompt.length
         config = config.replace(
             min_length=jnp.maximum(rest, 0) if is_traced(rest) else max(rest, 0)
         )
-    if until > MOST_COLUMNS:
+    if max_length > MOST_COLUMNS:
         raise InputError(
-            f"max_length: {until} columns; the cache is allocated for all of them, at most "
+            f"max_length: {max_length} columns; the cache is allocated for all of them, at most "
             f"{MOST_COLUMNS}: lower max_new_tokens or max_length"
         )
-    check_room(model, given, until - given.start_len)
-    return config, until
+    check_positions(model, prompt, max_length - prompt.start_len)
+    return config, max_length
 
 
-def whole(name: str, value: Any) -> int:
-    """Lengths size the buffers, so they are known on the host even under the caller's jit."""
+def host_int(name: str, value: Any) -> int:
+    """A length as a Python int, which sizes the buffers: known also under the caller's jit."""
     if is_traced(value):
         raise InputError(f"{name}: must be a Python int, since it sizes the result; found a tracer")
     return int(value)

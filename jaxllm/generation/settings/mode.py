@@ -1,4 +1,4 @@
-"""The generation mode that the settings ask for, by the rule of transformers."""
+"""Generation mode: the name of the strategy that settings ask for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def generation_mode(config: GenerationConfig, assistant_model: Any = None) -> st
         if config.num_beam_groups > 1:
             return "group_beam_search"
         return "beam_sample" if config.do_sample else "beam_search"
-    if not config.do_sample and contrasts(config):
+    if not config.do_sample and is_contrastive(config):
         top_k = config.top_k
         if is_traced(top_k) or top_k > 1:
             return "contrastive_search"
@@ -32,12 +32,13 @@ def generation_mode(config: GenerationConfig, assistant_model: Any = None) -> st
     return "sample" if config.do_sample else "greedy_search"
 
 
-def contrasts(config: GenerationConfig) -> bool:
+def is_contrastive(config: GenerationConfig) -> bool:
+    """Whether `penalty_alpha` asks for contrastive search."""
     alpha = config.penalty_alpha
     return is_traced(alpha) or bool(alpha)
 
 
-def drafts_asked_for(config: GenerationConfig, assistant_model: Any) -> list[str]:
+def draft_options(config: GenerationConfig, assistant_model: Any) -> list[str]:
     """The names of the options that ask for a draft."""
     options = {
         "assistant_early_exit": config.assistant_early_exit,

@@ -1,4 +1,4 @@
-"""Which tokens end a text, and which one fills up what is left of a row."""
+"""Special tokens of a call: those that end a sequence, and the one that pads rows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ def resolve_pad(config: GenerationConfig, eos: tuple[int, ...]) -> int | None:
 
 
 def token_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """No token, one, or several, as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 def checked_pad(model: Any, config: GenerationConfig, eos: tuple[int, ...]) -> int | None:
+    """The padding token of the settings or else of the model, checked against the vocabulary."""
     pad = resolve_pad(config, eos)
     pad = model.config.pad_token_id if pad is None else pad
     vocabulary = model.config.vocab_size

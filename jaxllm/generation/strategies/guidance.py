@@ -22,7 +22,7 @@ from jaxllm.generation.inputs.padded_batch import (
     PaddedBatch,
     checked_ids,
     checked_mask,
-    last_real,
+    last_token_columns,
     pad_right,
 )
 from jaxllm.generation.inputs.values import is_traced
@@ -43,7 +43,7 @@ class Negative:
 
     @staticmethod
     def of(columns: PaddedBatch) -> Negative:
-        return Negative(columns.ids, columns.mask, last_real(columns.mask))
+        return Negative(columns.ids, columns.mask, last_token_columns(columns.mask))
 
     def padded(self, width: int) -> Negative:
         """With masked columns up to `width`."""
@@ -222,7 +222,7 @@ def last_tokens(prompt: PaddedBatch) -> PaddedBatch:
     """Contexts of one column: the last real token of each prompt."""
     if prompt.ids is None:
         raise InputError("negative_prompt_ids: needed where the prompt has no token ids")
-    column = last_real(prompt.mask)[:, None]
+    column = last_token_columns(prompt.mask)[:, None]
     host = jnp if is_traced(prompt.ids) or is_traced(column) else np
     ids = host.take_along_axis(host.asarray(prompt.ids), column, axis=1)
     return PaddedBatch(ids, np.ones(ids.shape, bool))

@@ -10,7 +10,7 @@ from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.values import float_leaf, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.mode import drafts_asked_for, generation_mode
+from jaxllm.generation.settings.mode import draft_options, generation_mode
 from jaxllm.generation.strategies.assisted.assistants import assisted
 from jaxllm.generation.strategies.beam.beam_search import BeamSearch
 from jaxllm.generation.strategies.beam.constrained_beam import ConstrainedBeamSearch
@@ -200,7 +200,7 @@ def choose_strategy(call: Call) -> Strategy[Any]:
             return registered.build(call)
     assistant = call.arguments.assistant_model
     mode = generation_mode(call.config, assistant)
-    asked = drafts_asked_for(call.config, assistant)
+    asked = draft_options(call.config, assistant)
     if asked and mode != "assisted_generation":
         raise UnsupportedError(
             f"{asked[0]}: drafts go with greedy search and sampling alone, and these settings ask "

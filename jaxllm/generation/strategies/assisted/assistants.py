@@ -8,10 +8,10 @@ import numpy as np
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.inputs.arguments import ModelInputs, refuse
-from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_room
+from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions
 from jaxllm.generation.inputs.values import bucket, float_leaf, int_leaf
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.mode import drafts_asked_for
+from jaxllm.generation.settings.mode import draft_options
 from jaxllm.generation.strategies.assisted.assisted import Assisted
 from jaxllm.generation.strategies.assisted.drafts import (
     AssistantModel,
@@ -43,7 +43,7 @@ def assisted(
         InputError: Two drafts at once, or more layers than the model has.
         UnsupportedError: An assistant that does not fit the model.
     """
-    asked = drafts_asked_for(config, assistant_model)
+    asked = draft_options(config, assistant_model)
     if len(asked) > 1:
         raise InputError(f"{', '.join(asked)}: give one of them; a call has one draft")
     if config.dola_layers is not None:
@@ -155,7 +155,7 @@ def check_assistant_inputs(
             "encoder_hidden_states": inputs.encoder_hidden_states,
         }
         refuse(only_ours, "not together with an assistant_model of another family")
-    check_room(assistant, prompt, new, whose="assistant_model")
+    check_positions(assistant, prompt, new, whose="assistant_model")
 
 
 def check_rotary(model: Any, option: str, max_length: int) -> None:
