@@ -202,14 +202,10 @@ def test_every_processor_is_covered_here():
     numberless = {"InfNanRemoveLogitsProcessor", "LogitNormalization"}
     # The host's processor is tested with its twin, the host's criterion.
     tools = {"HostLogitsProcessor", "LogitsProcessor", "LogitsProcessorList", "logits_processor"}
-    # These have tests of their own: test_guidance, test_prefix, test_watermark.
+    # These have tests of their own: test_guidance, test_prefix.
     tools |= {
         "PrefixConstrainedLogitsProcessor",
-        "SynthIDTextWatermarkLogitsProcessor",
-        "SynthIDTextWatermarkingConfig",
         "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "WatermarkLogitsProcessor",
-        "WatermarkingConfig",
     }
     assert {name for name, _ in CHANGES} | numberless | tools == set(P.__all__)
     assert {case["cls"] for case in CASES} | tools == set(P.__all__)
