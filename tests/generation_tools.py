@@ -130,6 +130,6 @@ def banded(model, row: list[int], window: int, source=None) -> np.ndarray:
         return np.asarray(model.logits(model.backbone.run(ids, view).x))[0]
     mask = np.ones((1, len(source)), bool)
     states = model.encode(np.array([source]), mask).x
-    context = Context(view=view, memory_visible=mask[:, None, None, :])
-    out = model.decoder(model.shared(ids), context, memory=model.decoder.project_memory(states))
+    context = Context(view=view, cross_visible=mask[:, None, None, :])
+    out = model.decoder(model.shared(ids), context, cross_kv=model.decoder.project_cross_kv(states))
     return np.asarray(model.logits(out.x))[0]

@@ -1,4 +1,4 @@
-"""What decoder-only models share: backbone, forward pass of the heads, decoding on a cache."""
+"""Decoder-only models: backbone, forward pass, language-model head, decoding on a cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import AttentionView, Branches, make_view
-from jaxllm.cache.kv_cache import Cache
+from jaxllm.cache.kv_cache import KV, Cache
 from jaxllm.common.errors import InputError
 from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
@@ -19,7 +19,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import Decoder, decode_output
 from jaxllm.models.losses import causal_loss
 from jaxllm.models.model import Model
-from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput
+from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput, base_output
 from jaxllm.nn.blocks import Context, Stack, StackOutput, shallow_copy
 from jaxllm.nn.dropout import split
 from jaxllm.nn.linear import Embedding, Linear
@@ -53,53 +53,25 @@ class Backbone(nnx.Module):
         inputs_embeds: Float[Array, "B T D"] | None = None,
         token_type_ids: Int[Array, "B T"] | None = None,
         cache: Cache | None = None,
-        memory=None,
-        memory_mask: Bool[Array, "B E"] | None = None,
+        cross_kv: tuple[KV, ...] | None = None,
+        cross_mask: Bool[Array, "B E"] | None = None,
         **options: Any,
     ) -> StackOutput:
         x = self.embed_tokens(input_ids, inputs_embeds, view, token_type_ids)
         context = Context(
             view=view,
             rotary=self.rotary(view),
-            memory_visible=None if memory_mask is None else memory_mask[:, None, None, :],
+            cross_visible=None if cross_mask is None else cross_mask[:, None, None, :],
         )
         return self.stack(
-            x, context, layers=None if cache is None else cache.layers, memory=memory, **options
+            x, context, layers=None if cache is None else cache.layers, cross_kv=cross_kv, **options
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """The checked arrays of one forward call."""
-
-    input_ids: Int[Array, "B T"] | None
-    inputs_embeds: Float[Array, "B T D"] | None
-    mask: Bool[Array, "B T"]
-    segments: Int[Array, "B T"] | None = None
 
 
 class DecoderOnly(Model[ModelConfig]):
-    """What the heads of Llama and GPT-2 share: input checks, the forward pass, the cache."""
+    """Base of decoder-only models: input checks and the forward pass of the backbone."""
 
     backbone: Backbone
-
-    def prepare(self, input_ids, inputs_embeds, attention_mask, segment_ids=None) -> Prepared:
-        """Checks ids or embeddings, and the mask, which packed rows have in their segments."""
-        check.one_of(input_ids, inputs_embeds)
-        if input_ids is not None:
-            input_ids = check.token_ids("input_ids", input_ids, self.config.vocab_size)
-            shape = input_ids.shape
-        else:
-            width = self.backbone.embed.weight.shape[1]
-            inputs_embeds = check.embeddings("inputs_embeds", inputs_embeds, width)
-            shape = inputs_embeds.shape[:2]
-        segments = check.segment_ids(
-            "segment_ids", segment_ids, shape, attention_mask, "attention_mask"
-        )
-        if segments is not None:
-            return Prepared(input_ids, inputs_embeds, segments != 0, segments)
-        mask = check.mask_of("attention_mask", attention_mask, shape)
-        return Prepared(input_ids, inputs_embeds, mask)
 
     def hidden(
         self,
@@ -118,69 +90,78 @@ class DecoderOnly(Model[ModelConfig]):
         output_attentions: bool = False,
     ) -> BaseOutput:
         """The backbone with every option of a forward call; see `__call__` of the heads."""
-        given = self.prepare(input_ids, inputs_embeds, attention_mask, segment_ids)
+        inputs = check.sequence_inputs(
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            segment_ids,
+            vocab_size=self.config.vocab_size,
+            width=self.backbone.embed.weight.shape[1],
+        )
         if segment_ids is not None:
             for name, value in (("cache", cache), ("encoder_hidden_states", encoder_hidden_states)):
                 if value is not None:
-                    raise InputError(f"{name}: packed rows (segment_ids) cannot have one")
-        shape, limit = given.mask.shape, self.config.max_positions
-        check.check_room(
-            given.mask, cache, None if position_ids is not None else limit, given.segments
-        )
-        if cache is None:
-            view = make_view(given.mask, segments=given.segments)
-        else:
-            view, cache = cache.make_view(given.mask)
-        if position_ids is not None:
-            positions = check.position_ids(position_ids, shape, limit)
-            view = dataclasses.replace(view, positions=positions, horizon=jnp.max(positions) + 1)
+                    raise InputError(f"{name}: not together with segment_ids (packed rows)")
+        view, cache = self._view(inputs, cache, position_ids)
         if token_type_ids is not None:
-            token_type_ids = check.token_ids(
-                "token_type_ids", token_type_ids, self.config.vocab_size
-            )
-            if token_type_ids.shape != shape:
-                raise InputError(f"token_type_ids: expected {shape}, found {token_type_ids.shape}")
+            token_type_ids = self._token_types(token_type_ids, inputs.mask.shape)
         blocks = self.backbone.stack.blocks
         head_mask = check.head_mask("head_mask", head_mask, len(blocks), blocks[0].attn.heads)
-        memory = memory_mask = None
-        dropout_key, memory_key = split(dropout_key, 2)
+        dropout_key, cross_key = split(dropout_key, 2)
+        cross_kv = cross_mask = None
         if encoder_hidden_states is not None:
-            memory, memory_mask = self.memory(
-                encoder_hidden_states, encoder_attention_mask, memory_key
+            cross_kv, cross_mask = self.cross_kv(
+                encoder_hidden_states, encoder_attention_mask, cross_key
             )
-            if memory_mask.shape[0] != shape[0]:
-                raise InputError(
-                    f"encoder_hidden_states: {memory_mask.shape[0]} rows, but the call has "
-                    f"{shape[0]}"
-                )
+            rows, expected = cross_mask.shape[0], inputs.mask.shape[0]
+            if rows != expected:
+                raise InputError(f"encoder_hidden_states: {rows} rows, but the call has {expected}")
         elif encoder_attention_mask is not None:
             raise InputError("encoder_attention_mask: given without encoder_hidden_states")
         elif cache is not None and cache.cross is not None:
-            memory, memory_mask = cache.cross, cache.cross_mask
+            cross_kv, cross_mask = cache.cross, cache.cross_mask
         out = self.backbone.run(
-            given.input_ids,
+            inputs.input_ids,
             view,
-            inputs_embeds=given.inputs_embeds,
+            inputs_embeds=inputs.inputs_embeds,
             token_type_ids=token_type_ids,
             cache=cache,
-            memory=memory,
-            memory_mask=memory_mask,
+            cross_kv=cross_kv,
+            cross_mask=cross_mask,
             head_mask=head_mask,
             cross_head_mask=head_mask,
             key=dropout_key,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        return BaseOutput(
-            last_hidden_state=out.x,
-            hidden_states=out.hidden_states,
-            attentions=out.attentions,
-            cross_attentions=out.cross_attentions,
-            cache=None if cache is None else cache.replace(layers=out.layers),
-        )
+        return base_output(out, cache)
 
-    def memory(self, encoder_hidden_states, encoder_attention_mask, key=None):
-        """Cross-attention keys and values; only GPT-2 with `add_cross_attention` has any."""
+    def _view(
+        self, inputs: check.SequenceInputs, cache: Cache | None, position_ids: Any
+    ) -> tuple[AttentionView, Cache | None]:
+        """Positions and attention mask of a call, and the cache with its columns reserved."""
+        mask, segments, limit = inputs.mask, inputs.segments, self.config.max_positions
+        check.check_room(mask, cache, None if position_ids is not None else limit, segments)
+        if cache is None:
+            view = make_view(mask, segments=segments)
+        else:
+            view, cache = cache.make_view(mask)
+        if position_ids is not None:
+            positions = check.position_ids(position_ids, mask.shape, limit)
+            view = dataclasses.replace(view, positions=positions, horizon=jnp.max(positions) + 1)
+        return view, cache
+
+    def _token_types(self, ids: Any, shape: tuple[int, ...]) -> Int[Array, "B T"]:
+        ids = check.token_ids("token_type_ids", ids, self.config.vocab_size)
+        if ids.shape != shape:
+            raise InputError(f"token_type_ids: expected {shape}, found {ids.shape}")
+        return ids
+
+    def cross_kv(
+        self, encoder_hidden_states: Any, encoder_attention_mask: Any, key: Array | None = None
+    ) -> tuple[tuple[KV, ...], Any]:
+        """Cross-attention keys and values, and the encoder's mask (GPT-2 with
+        `add_cross_attention`)."""
         if self.backbone.stack.blocks[0].cross is None:
             raise InputError(
                 "encoder_hidden_states: this model has no cross-attention (add_cross_attention)"
@@ -188,11 +169,11 @@ class DecoderOnly(Model[ModelConfig]):
         width = self.backbone.embed.weight.shape[1]
         states = check.embeddings("encoder_hidden_states", encoder_hidden_states, width)
         mask = check.mask_of("encoder_attention_mask", encoder_attention_mask, states.shape[:2])
-        return self.backbone.stack.project_memory(states, key), mask
+        return self.backbone.stack.project_cross_kv(states, key), mask
 
 
 class CausalLM(DecoderOnly):
-    """A language model: the backbone and a head, tied to the embedding when `lm_head` is None."""
+    """A language model: the backbone and an LM head; `lm_head` None is a tied embedding."""
 
     body: ClassVar[Callable[..., Backbone]]
     """The family's backbone."""
@@ -280,7 +261,7 @@ class CausalLM(DecoderOnly):
         )
         if encoder_hidden_states is None:
             return cache
-        cross, mask = self.memory(encoder_hidden_states, encoder_attention_mask)
+        cross, mask = self.cross_kv(encoder_hidden_states, encoder_attention_mask)
         return cache.replace(cross=cross, cross_mask=mask)
 
     def decode(
@@ -309,8 +290,8 @@ class CausalLM(DecoderOnly):
             inputs_embeds=inputs_embeds,
             token_type_ids=token_type_ids,
             cache=cache,
-            memory=cache.cross,
-            memory_mask=cache.cross_mask,
+            cross_kv=cache.cross,
+            cross_mask=cache.cross_mask,
             cache_is_empty=cache_is_empty,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,

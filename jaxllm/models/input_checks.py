@@ -6,6 +6,7 @@ traced cannot be seen; their shapes and dtypes are checked all the same.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,6 +34,51 @@ def on_host(name: str, x: Any) -> Any:
         return np.asarray(x)
     except ValueError:
         raise InputError(f"{name}: rows of different lengths; pad them to one length") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceInputs:
+    """The checked sequences of one forward call, of an encoder or of a decoder."""
+
+    input_ids: Int[Array, "B T"] | None
+    inputs_embeds: Float[Array, "B T D"] | None
+    """In place of ids."""
+    mask: Any
+    """Bool [B, T], True at real tokens; on the host if it came from there."""
+    segments: Any
+    """Documents of packed rows, int32 [B, T]; None: one sequence a row."""
+
+
+def sequence_inputs(
+    input_ids: Any,
+    inputs_embeds: Any,
+    attention_mask: Any,
+    segment_ids: Any,
+    *,
+    vocab_size: int,
+    width: int,
+    side: str = "",
+) -> SequenceInputs:
+    """Checks ids or embeddings with their mask, or with the documents of packed rows.
+
+    Args:
+        width: size of an embedding.
+        side: begins the arguments' names in errors: ``"decoder_"``, or nothing.
+    """
+    names = [side + name for name in ("input_ids", "inputs_embeds", "attention_mask")]
+    if (input_ids is None) == (inputs_embeds is None):
+        raise InputError(f"{names[0]}, {names[1]}: give exactly one of the two")
+    if input_ids is not None:
+        input_ids = token_ids(names[0], input_ids, vocab_size)
+        shape = input_ids.shape
+    else:
+        inputs_embeds = embeddings(names[1], inputs_embeds, width)
+        shape = inputs_embeds.shape[:2]
+    segments = checked_segment_ids(
+        f"{side}segment_ids", segment_ids, shape, attention_mask, names[2]
+    )
+    mask = mask_of(names[2], attention_mask, shape) if segments is None else segments != 0
+    return SequenceInputs(input_ids, inputs_embeds, mask, segments)
 
 
 def token_ids(name: str, ids: Any, vocab_size: int) -> Int[Array, "B T"]:
@@ -86,7 +132,9 @@ def mask_of(name: str, mask: Any, shape: tuple[int, ...]) -> Any:
     return mask.astype(bool)
 
 
-def segment_ids(name: str, ids: Any, shape: tuple[int, ...], mask: Any, mask_name: str) -> Any:
+def checked_segment_ids(
+    name: str, ids: Any, shape: tuple[int, ...], mask: Any, mask_name: str
+) -> Any:
     """Documents of packed rows, int32 [B, T]: 0 at pads, then 1, 2, ... in runs."""
     if ids is None:
         return None
@@ -188,11 +236,6 @@ def columns_to_keep(keep: Any, length: int) -> Any:
     if keep.size == 0 or keep.min() < -length or keep.max() >= length:
         raise InputError(f"logits_to_keep: expected columns 0 to {length - 1}, found {keep}")
     return keep
-
-
-def one_of(ids: Any, embeds: Any, name: str = "input_ids", other: str = "inputs_embeds") -> None:
-    if (ids is None) == (embeds is None):
-        raise InputError(f"{name}, {other}: give exactly one of the two")
 
 
 def checked_labels(labels: Any, shape: tuple[int, ...], logits: Array) -> Int[Array, "B T"]:

@@ -1,4 +1,4 @@
-"""Multi-head attention with grouped keys, for all families and both kinds (self and cross)."""
+"""Multi-head attention with grouped keys: self- and cross-attention of all families."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.nn.dropout import dropout, split
 from jaxllm.nn.linear import Linear
+from jaxllm.nn.platform import over_used_slots, splits_cache
 from jaxllm.nn.rope import rotate
 from jaxllm.parallel.sharding import constrain
 
 IMPLEMENTATIONS = ("eager", "xla", "cudnn")
-
-PREFIXES = 4
-SMALLEST_SPLIT_CACHE = 64
-MOST_SPLIT_QUERIES = 8
 
 
 def attend(
@@ -36,7 +33,7 @@ def attend(
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T S"]]:
-    """Attention written out (the reference), returning the output and the weights.
+    """Eager attention (the reference): the output and the attention weights.
 
     Scores and softmax are in float32. The mask is boolean and applied once, after the bias; a query
     that sees nothing gets zeros, never NaN.
@@ -50,8 +47,8 @@ def attend(
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
     scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
-    # Divided by their sums after the mixing, as in FlashAttention (Dao et al. 2022,
-    # arXiv:2205.14135): fewer passes over [T, S], half the time of the gradients on a CPU.
+    # PERF(cpu): divided by the sums after mixing the values, as in FlashAttention (Dao et al. 2022,
+    # arXiv:2205.14135): fewer passes over [T, S], gradients in half the time; benchmarks/train.py.
     exps = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     sums = jnp.where(visible.any(axis=-1, keepdims=True), exps.sum(axis=-1, keepdims=True), jnp.inf)
     exps = dropout(exps, dropout_rate, key)
@@ -71,7 +68,7 @@ def attend_fused(
     scale: float,
     implementation: Any,
 ) -> Float[Array, "B T N H"]:
-    """The same by `jax.nn.dot_product_attention` (XLA's, or cuDNN's flash kernel)."""
+    """Attention by `jax.nn.dot_product_attention` (XLA's, or cuDNN's flash kernel)."""
     B, T, N, H = q.shape
     K, S = math.prod(kv.heads) // B, kv.length
     kv = kv.plain()
@@ -84,38 +81,6 @@ def attend_fused(
     )
     sees_something = mask.any(axis=-1).transpose(0, 2, 1)[..., None]
     return jnp.where(sees_something, out, 0)
-
-
-def attend_used(
-    q: Float[Array, "B T N H"],
-    kv: KV,
-    used: Int[Array, ""],
-    *,
-    visible: Bool[Array, "B 1 #T S"],
-    bias: Float[Array, "#B N T S"] | None,
-    scale: float,
-) -> Float[Array, "B T N H"]:
-    """`attend` over a cache of which only the first `used` slots hold anything.
-
-    On a CPU, where reading the cache is a good part of a step, the shortest of four prefixes that
-    covers them is read. Elsewhere a branch costs more than it saves.
-    """
-    size = kv.length
-    prefixes = [size * i // PREFIXES for i in range(1, PREFIXES + 1)]
-
-    def over(length: int):
-        def run(q, kv, visible, bias):
-            kv = kv.prefix(length)
-            bias = None if bias is None else bias[..., :length]
-            return attend(q, kv, visible=visible[..., :length], bias=bias, scale=scale)[0]
-
-        return run
-
-    def shortest(q, kv, visible, bias):
-        which = jnp.searchsorted(jnp.asarray(prefixes), used)
-        return jax.lax.switch(which, [over(p) for p in prefixes], q, kv, visible, bias)
-
-    return jax.lax.platform_dependent(q, kv, visible, bias, cpu=shortest, default=over(size))
 
 
 class Attention(nnx.Module):
@@ -175,9 +140,11 @@ class Attention(nnx.Module):
         want_weights: bool = False,
         used: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B N T S"] | None]:
-        """Attends from x to given keys and values, and projects back to the model's width.
+        """Attends from x to the keys and values, and projects to the model's width.
 
-        `used` says how many slots of a cache hold anything; None means all.
+        Args:
+            used: the slots of a cache before this one hold all there is; None: all of them do.
+            want_weights: also return the attention weights.
         """
         B, T, _ = x.shape
         key, q_key, o_key = split(key, 3)
@@ -186,12 +153,8 @@ class Attention(nnx.Module):
         if rotary is not None:
             q = rotate(q, *rotary)
         weights = None
-        written_out = want_weights or head_mask is not None or (key is not None)
-        # The fused kernels return no weights and take neither head mask nor dropout.
-        large = kv.length >= SMALLEST_SPLIT_CACHE and T <= MOST_SPLIT_QUERIES
-        if used is not None and large and self.implementation == "eager" and not written_out:
-            out = attend_used(q, kv, used, visible=visible, bias=bias, scale=self.scale)
-        elif self.implementation == "eager" or written_out:
+        # The other implementations return no weights, and take neither head mask nor dropout.
+        if want_weights or head_mask is not None or key is not None:
             out, weights = attend(
                 q,
                 kv,
@@ -203,13 +166,21 @@ class Attention(nnx.Module):
                 key=key,
             )
         else:
-            out = attend_fused(
-                q,
-                kv,
-                visible=visible,
-                bias=bias,
-                scale=self.scale,
-                implementation=self.implementation,
-            )
+            out = self._attend(q, kv, visible, bias, used)
         y = self.o(out.reshape(B, T, self.heads * self.head_dim), o_key)
         return y, (weights if want_weights else None)
+
+    def _attend(self, q, kv: KV, visible, bias, used) -> Float[Array, "B T N H"]:
+        """Attention without weights, head mask and dropout."""
+        if self.implementation != "eager":
+            implementation, scale = self.implementation, self.scale
+            return attend_fused(
+                q, kv, visible=visible, bias=bias, scale=scale, implementation=implementation
+            )
+
+        def run(q, kv, visible, bias):
+            return attend(q, kv, visible=visible, bias=bias, scale=self.scale)[0]
+
+        if used is not None and splits_cache(kv.length, q.shape[1]):
+            return over_used_slots(run, q, kv, used, visible=visible, bias=bias)
+        return run(q, kv, visible, bias)

@@ -1,4 +1,4 @@
-"""Pre-norm residual blocks and the stack that runs them; shared by the three families."""
+"""Pre-norm residual blocks and the stack that runs them; shared by all families."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import InputError
 from jaxllm.nn.attention import Attention
 from jaxllm.nn.dropout import dropout, split
+from jaxllm.nn.platform import after_gradient
 from jaxllm.parallel.sharding import constrain
 
 M = TypeVar("M")
@@ -35,21 +36,21 @@ def shallow_copy(module: M, **attributes: Any) -> M:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What all blocks of one call share: the view, and position as data."""
+    """Inputs that all blocks of one call share: the attention view, and positions as data."""
 
     view: AttentionView
     rotary: tuple[Array, Array] | None = None
     """Cosines and sines [B, T, 1, H]."""
     bias: Float[Array, "#B N T S"] | None = None
     """Added to the self-attention scores."""
-    memory_visible: Bool[Array, "B 1 #T E"] | None = None
-    """Which columns of the encoder's output cross-attention may see; there where `memory` is."""
+    cross_visible: Bool[Array, "B 1 #T E"] | None = None
+    """The encoder's columns that cross-attention sees; needed where there is an encoder."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockOptions:
-    """What one block gets beside its input. None everywhere in plain inference."""
+    """Rare inputs of one block; all None in plain inference."""
 
     head_mask: Float[Array, " N"] | None = None
     cross_head_mask: Float[Array, " N"] | None = None
@@ -57,11 +58,29 @@ class BlockOptions:
     """Dropout key: training."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockOutput:
+    """Output of one block."""
+
+    x: Float[Array, "B T D"]
+    kv: KV | None
+    """The layer's cache with the new columns in it; None without a cache."""
+    attentions: Float[Array, "B N T S"] | None
+    """Self-attention weights, if asked for."""
+    cross_attentions: Float[Array, "B N T E"] | None
+    """Cross-attention weights, if asked for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StackOutput:
+    """Output of all blocks and the final norm. Tuples have one entry a layer."""
+
     x: Float[Array, "B T D"]
     layers: tuple[KV, ...] | None
+    """The layers' caches with the new columns in them."""
     hidden_states: tuple[Float[Array, "B T D"], ...] | None
+    """Input of every block, then `x`."""
     attentions: tuple[Float[Array, "B N T S"], ...] | None
     cross_attentions: tuple[Float[Array, "B N T E"], ...] | None
 
@@ -94,21 +113,20 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         context: Context,
         cache: KV | None,
-        memory: KV | None,
-        extras: BlockOptions,
+        cross_kv: KV | None,
+        options: BlockOptions,
         *,
         cache_is_empty: bool,
         want_weights: bool,
-    ):
-        """Returns x, the updated cache of this layer, and the attention weights (self, cross)."""
-        keys = split(extras.key, 7)
+    ) -> BlockOutput:
+        keys = split(options.key, 7)
         y = self.attn_norm(x)
         k, v = self.attn.keys_values(y, context.rotary, keys[6])
         kv = used = None
         if cache is not None and context.view.write_at is not None:
             cache = kv = cache.write(k, v, context.view.write_at)
             used = context.view.used
-        if kv is None or cache_is_empty:  # nothing older to see than what this call brings
+        if kv is None or cache_is_empty:  # attend to the new columns only
             kv, used = KV.of(k, v), None
         y, weights = self.attn(
             y,
@@ -116,77 +134,71 @@ class Block(nnx.Module):
             visible=context.view.visible,
             rotary=context.rotary,
             bias=context.bias,
-            head_mask=extras.head_mask,
+            head_mask=options.head_mask,
             key=keys[0],
             want_weights=want_weights,
             used=used,
         )
         x = self._add(x, y, keys[1])
         cross_weights = None
-        if self.cross is not None and self.cross_norm is not None and memory is not None:
-            assert context.memory_visible is not None
+        if self.cross is not None and self.cross_norm is not None and cross_kv is not None:
+            assert context.cross_visible is not None
             y, cross_weights = self.cross(
                 self.cross_norm(x),
-                memory,
-                visible=context.memory_visible,
-                head_mask=extras.cross_head_mask,
+                cross_kv,
+                visible=context.cross_visible,
+                head_mask=options.cross_head_mask,
                 key=keys[2],
                 want_weights=want_weights,
             )
             x = self._add(x, y, keys[3])
         x = self._add(x, self.mlp(self.mlp_norm(x), keys[4]), keys[5])
-        return x, cache, weights, cross_weights
+        return BlockOutput(x, cache, weights, cross_weights)
 
     def _add(self, x, y, key):
-        # Here the parts that heads, and slices of the MLP, computed apart are summed over devices.
+        # All-reduce of tensor-parallel partial sums.
         x = constrain(x + dropout(y, self.dropout_rate, key), "rows")
         return x if self.limit is None else self.limit(x)
 
 
-def _run(block, x, context, cache, memory, extras, cache_is_empty, want_weights):
-    return block(
-        x, context, cache, memory, extras, cache_is_empty=cache_is_empty, want_weights=want_weights
-    )
+def _run(block, x, context, cache, cross_kv, options, cache_is_empty, want_weights) -> BlockOutput:
+    flags = {"cache_is_empty": cache_is_empty, "want_weights": want_weights}
+    return block(x, context, cache, cross_kv, options, **flags)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _run_twice(block, x, context, cache, memory, extras, cache_is_empty, want_weights):
-    """`_run`, whose activations are computed again in the backward pass.
+def _run_recomputed(
+    block, x, context, cache, cross_kv, options, cache_is_empty, want_weights
+) -> BlockOutput:
+    """`_run` with rematerialization: the backward pass recomputes the activations.
 
-    `jax.checkpoint`, whose second run depends on the block's inputs alone, lets XLA on a CPU do all
-    of them before the first is needed, and so saves next to nothing there. This one waits for the
-    gradient that asks for it. It has no forward-mode derivative (`jax.jvp`).
+    `jax.checkpoint`, whose second run depends on the block's inputs alone, lets XLA on a CPU
+    recompute all blocks before the first is needed, and so saves next to no memory there. This one
+    waits for the gradient of its output. It has no forward-mode derivative (`jax.jvp`).
     """
-    return _run(block, x, context, cache, memory, extras, cache_is_empty, want_weights)
+    return _run(block, x, context, cache, cross_kv, options, cache_is_empty, want_weights)
 
 
-def _keep_inputs(*args):
+def _forward(*args):
     return _run(*args), args[:6]
 
 
-def _run_again(cache_is_empty, want_weights, inputs, gradients):
+def _backward(cache_is_empty, want_weights, inputs, gradients):
     run = functools.partial(_run, cache_is_empty=cache_is_empty, want_weights=want_weights)
-    # All inputs wait, weights that devices gather among them.
+    # All inputs wait for the gradients, all-gathered weights among them.
     (block, x, *rest), gradients = jax.lax.optimization_barrier((inputs, gradients))
-    x = jax.lax.platform_dependent(x, gradients[0], cpu=_after, default=lambda x, gradient: x)
-    return jax.vjp(run, block, x, *rest)[1](gradients)
+    return jax.vjp(run, block, after_gradient(x, gradients.x), *rest)[1](gradients)
 
 
-def _after(x, gradient):
-    """x, with a use of the gradient that stays (0 times it could be NaN): XLA on a CPU drops
-    barriers before it orders the program."""
-    return x + gradient * 0
-
-
-_run_twice.defvjp(_keep_inputs, _run_again)
+_run_recomputed.defvjp(_forward, _backward)
 
 # Equal blocks share one trace: a 30-layer model is traced in the time of one layer.
 _run_traced_once = jax.jit(_run, static_argnums=(6, 7))
-_run_remat = jax.jit(_run_twice, static_argnums=(6, 7))
+_run_remat = jax.jit(_run_recomputed, static_argnums=(6, 7))
 
 
 def _of_layer(head_mask, i: int):
-    """Row i of a mask per layer; a mask of one row holds for every layer."""
+    """Row i of a head mask [L, N]; a mask [N] holds for every layer."""
     if head_mask is None:
         return None
     head_mask = jnp.asarray(head_mask)
@@ -194,10 +206,10 @@ def _of_layer(head_mask, i: int):
 
 
 class Stack(nnx.Module):
-    """Blocks in a row, then the final norm. Owns the relative bias where the family has one.
+    """Blocks one after the other, then the final norm; with the relative bias of T5.
 
-    `position_bias` holds nothing, one bias for all blocks (T5), or one a block (umT5). With `remat`
-    each block's activations are computed again in the backward pass instead of kept.
+    `position_bias` is empty, or one bias for all blocks (T5), or one for each (umT5). With `remat`
+    the backward pass recomputes each block's activations.
     """
 
     def __init__(
@@ -221,7 +233,7 @@ class Stack(nnx.Module):
         return any(block.attn.window is not None for block in self.blocks)
 
     def first(self, count: int) -> Stack:
-        """The first blocks and the final norm, sharing their parameters with this stack.
+        """A stack of the first blocks and the final norm, with the same parameters.
 
         Raises:
             InputError: There are not as many blocks.
@@ -233,13 +245,13 @@ class Stack(nnx.Module):
             )
         return shallow_copy(self, blocks=tuple(self.blocks)[:count])
 
-    def project_memory(
-        self, memory: Float[Array, "B E D"], key: Array | None = None
+    def project_cross_kv(
+        self, encoder_states: Float[Array, "B E D"], key: Array | None = None
     ) -> tuple[KV, ...]:
-        """Cross-attention keys and values of every block, once for a whole generation."""
+        """Cross-attention keys and values of every block, computed once for a whole generation."""
         crosses = [block.cross for block in self.blocks if block.cross is not None]
         return tuple(
-            KV.of(*cross.keys_values(memory, key=k))
+            KV.of(*cross.keys_values(encoder_states, key=k))
             for cross, k in zip(crosses, split(key, len(crosses)), strict=True)
         )
 
@@ -249,7 +261,7 @@ class Stack(nnx.Module):
         context: Context,
         *,
         layers: tuple[KV, ...] | None = None,
-        memory: tuple[KV, ...] | None = None,
+        cross_kv: tuple[KV, ...] | None = None,
         cache_is_empty: bool = False,
         head_mask: Float[Array, "L N"] | Float[Array, " N"] | None = None,
         cross_head_mask: Float[Array, "L N"] | Float[Array, " N"] | None = None,
@@ -257,46 +269,53 @@ class Stack(nnx.Module):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> StackOutput:
+        """Runs the blocks and the final norm.
+
+        Args:
+            x: token embeddings.
+            layers: each block's cache; None: no cache.
+            cross_kv: each block's cross-attention keys and values (`project_cross_kv`).
+            cache_is_empty: prefill: the new columns attend to each other only.
+            key: dropout key: training.
+        """
         run = _run_remat if self.remat else _run_traced_once
         depth = len(self.blocks)
         keys = split(key, depth + 2)
         x = constrain(dropout(x, self.embedding_dropout, keys[depth]), "rows")
+        hidden: list[Array] = []
+        outputs: list[BlockOutput] = []
+        contexts = self._contexts(context)
+        for i, block in enumerate(self.blocks):
+            hidden.append(x)
+            options = BlockOptions(_of_layer(head_mask, i), _of_layer(cross_head_mask, i), keys[i])
+            cache = None if layers is None else layers[i]
+            cross = None if cross_kv is None else cross_kv[i]
+            flags = (cache_is_empty, output_attentions)
+            outputs.append(run(block, x, contexts[i], cache, cross, options, *flags))
+            x = outputs[-1].x
+        x = dropout(self.norm(x), self.output_dropout, keys[depth + 1])
+
+        def per_layer(name: str) -> tuple[Any, ...]:
+            return tuple(getattr(out, name) for out in outputs)
+
+        crosses = output_attentions and cross_kv is not None
+        return StackOutput(
+            x=x,
+            layers=None if layers is None else per_layer("kv"),
+            hidden_states=(*hidden, x) if output_hidden_states else None,
+            attentions=per_layer("attentions") if output_attentions else None,
+            cross_attentions=per_layer("cross_attentions") if crosses else None,
+        )
+
+    def _contexts(self, context: Context) -> list[Context]:
+        """Each block's context: its attention window and its relative bias."""
         view = context.view
         windows = dict.fromkeys(block.attn.window for block in self.blocks)
         views = {window: view.for_layer(window) for window in windows}
         biases = [bias(view.query_slots, view.key_slots) for bias in self.position_bias]
-        hidden, new, attentions, crosses = [], [], [], []
+        contexts = []
         for i, block in enumerate(self.blocks):
-            if output_hidden_states:
-                hidden.append(x)
-            context = dataclasses.replace(context, view=views[block.attn.window])
-            if biases:
-                context = dataclasses.replace(context, bias=biases[min(i, len(biases) - 1)])
-            extras = BlockOptions(
-                head_mask=_of_layer(head_mask, i),
-                cross_head_mask=_of_layer(cross_head_mask, i),
-                key=keys[i],
-            )
-            x, kv, weights, cross_weights = run(
-                block,
-                x,
-                context,
-                None if layers is None else layers[i],
-                None if memory is None else memory[i],
-                extras,
-                cache_is_empty,
-                output_attentions,
-            )
-            new.append(kv)
-            attentions.append(weights)
-            crosses.append(cross_weights)
-        x = dropout(self.norm(x), self.output_dropout, keys[depth + 1])
-        if output_hidden_states:
-            hidden.append(x)
-        return StackOutput(
-            x=x,
-            layers=None if layers is None else tuple(new),
-            hidden_states=tuple(hidden) if output_hidden_states else None,
-            attentions=tuple(attentions) if output_attentions else None,
-            cross_attentions=tuple(crosses) if output_attentions and memory is not None else None,
-        )
+            bias = biases[min(i, len(biases) - 1)] if biases else context.bias
+            of_block = dataclasses.replace(context, view=views[block.attn.window], bias=bias)
+            contexts.append(of_block)
+        return contexts

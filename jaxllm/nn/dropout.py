@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxllm.nn.platform import random_uint16
+
 LEVELS = 1 << 16
 
 
@@ -24,13 +26,8 @@ def dropout(x: Float[Array, ...], rate: float, key: Array | None) -> Float[Array
 
 
 def keep(key: Array, dropped: int, shape: tuple[int, ...]) -> Bool[Array, ...]:
-    """False at `dropped` of 65536 elements, on average."""
-    size = math.prod(shape)
-    words = jax.random.bits(key, ((size + 1) // 2,), jnp.uint32)
-    # Drawing is most of the cost on a CPU, so each word serves two elements; and XLA, which would
-    # otherwise fuse the drawing into every use of the mask and repeat it there, is held back.
-    halves = jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(words), jnp.uint16)
-    return halves.reshape(-1)[:size].reshape(shape) >= dropped
+    """Dropout mask: False at `dropped` of 65536 elements, on average."""
+    return random_uint16(key, math.prod(shape)).reshape(shape) >= dropped
 
 
 def split(key: Array | None, n: int) -> tuple[Array | None, ...]:

@@ -1,4 +1,4 @@
-"""Matrices: Linear and Embedding.
+"""Linear and Embedding.
 
 Weights are [out, in], the layout that one-token decoding reads fastest.
 """
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxllm.nn.platform import times_transposed
 from jaxllm.parallel.sharding import constrain
 
 
@@ -18,7 +19,7 @@ def normal(
 ) -> nnx.Param[jax.Array]:
     """A parameter drawn from N(0, std^2), in float32 first: every dtype gets the same draw.
 
-    Without `rngs` it is zero: a loader wants the shapes only, and drawing is slow to trace.
+    Without `rngs` it is zero: a loader needs shapes only, and drawing is slow to trace.
     """
     if rngs is None:
         return nnx.Param(jnp.zeros(shape, dtype))
@@ -28,7 +29,7 @@ def normal(
 class Linear(nnx.Module):
     """``y = x W^T + b``, computed in `dtype` whatever the dtype of the parameters.
 
-    The key of a call is for layers in its place that drop out (`LoraLinear`).
+    A call's dropout key is for `LoraLinear`, which may stand in its place.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of vectors; `attend` is the output projection of a tied head."""
+    """Token embedding; `attend` is the LM head that shares its matrix (tied embedding)."""
 
     def __init__(
         self,
@@ -70,17 +71,17 @@ class Embedding(nnx.Module):
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, ids: Int[Array, ...]) -> Float[Array, "... D"]:
-        # What `fsdp` splits is brought together first, as for every matrix that multiplies.
+        # All-gather what `fsdp` shards first, as for every matrix that multiplies.
         return self.rows(constrain(self.weight[...], "vocab"), ids)
 
     def rows(self, table: Float[Array, "V D"], ids: Int[Array, ...]) -> Float[Array, "... D"]:
-        # Ids are checked on the host. `clip` keeps a traced id from becoming a NaN row in silence.
+        # Ids are checked on the host. Without `clip` a bad traced id would give a row of NaN.
         return jnp.take(table, ids, axis=0, mode="clip").astype(self.dtype)
 
     def of(
         self, ids: Int[Array, ...] | None, embeds: Float[Array, "... D"] | None
     ) -> Float[Array, "... D"]:
-        """The vectors of `ids`, or the caller's own in their place, in this table's dtype."""
+        """The embeddings of `ids`, or `embeds` in their place, in this layer's dtype."""
         if embeds is not None:
             return jnp.asarray(embeds, self.dtype)
         assert ids is not None
@@ -88,10 +89,3 @@ class Embedding(nnx.Module):
 
     def attend(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
         return times_transposed(x.astype(self.dtype), self.weight[...].astype(self.dtype))
-
-
-def times_transposed(x: Float[Array, "... I"], w: Float[Array, "O I"]) -> Float[Array, "... O"]:
-    """``x W^T`` as a product of two matrices: with three axes XLA's gradients on a CPU take half as
-    long again."""
-    y = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), w, (((1,), (1,)), ((), ())))
-    return y.reshape(*x.shape[:-1], w.shape[0])

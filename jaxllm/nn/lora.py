@@ -10,7 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxllm.nn.dropout import dropout
-from jaxllm.nn.linear import Linear, times_transposed
+from jaxllm.nn.linear import Linear
+from jaxllm.nn.platform import times_transposed
 
 
 class LoraLinear(Linear):

@@ -18,7 +18,7 @@ from jaxllm.models.decoder import EncoderDecoder, decode_output
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.losses import token_loss
 from jaxllm.models.model import Model
-from jaxllm.models.outputs import BaseOutput, DecodeOutput, Seq2SeqLMOutput
+from jaxllm.models.outputs import BaseOutput, DecodeOutput, Seq2SeqLMOutput, base_output
 from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.stack import make_stack
 from jaxllm.nn.blocks import Context, Stack, StackOutput, shallow_copy
@@ -27,7 +27,7 @@ from jaxllm.nn.linear import Embedding, Linear
 
 
 class T5Encoder(Model[T5Config]):
-    """What every T5 has: the shared embedding and the encoder."""
+    """The shared embedding and the encoder: base of all T5 models."""
 
     shared: Embedding
     encoder: Stack
@@ -57,30 +57,17 @@ class T5Encoder(Model[T5Config]):
         view = make_view(mask, causal=False, segments=segments)
         return self.encoder(x, Context(view=view), **options)
 
-    def prepare(self, input_ids, inputs_embeds, attention_mask, segment_ids=None):
-        """Checks the encoder's inputs: ids, embeddings, mask, documents."""
-        check.one_of(input_ids, inputs_embeds)
-        if input_ids is not None:
-            input_ids = check.token_ids("input_ids", input_ids, self.config.vocab_size)
-            shape = input_ids.shape
-        else:
-            inputs_embeds = check.embeddings("inputs_embeds", inputs_embeds, self.config.d_model)
-            shape = inputs_embeds.shape[:2]
-        segments = check.segment_ids(
-            "segment_ids", segment_ids, shape, attention_mask, "attention_mask"
-        )
-        if segments is None:
-            mask = check.mask_of("attention_mask", attention_mask, shape)
-        else:
-            mask = segments != 0
-        return input_ids, inputs_embeds, mask, segments
+    def inputs(self, *arrays: Any, side: str = "") -> check.SequenceInputs:
+        """Checks ids, embeddings, mask and documents of the encoder, or of the decoder."""
+        sizes = {"vocab_size": self.config.vocab_size, "width": self.config.d_model}
+        return check.sequence_inputs(*arrays, **sizes, side=side)
 
     def head_mask(self, name: str, mask, stack: Stack) -> Float[Array, "L N"] | None:
         return check.head_mask(name, mask, len(stack.blocks), self.config.num_heads)
 
 
 class T5EncoderModel(T5Encoder):
-    """The encoder alone, for embeddings of texts."""
+    """The encoder alone, for embeddings of sequences."""
 
     def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config, options, rngs=rngs)
@@ -101,26 +88,57 @@ class T5EncoderModel(T5Encoder):
 
         `segment_ids` in its place: rows of several documents (0 at pads, 1 and up elsewhere).
         """
-        ids, embeds, mask, segments = self.prepare(
-            input_ids, inputs_embeds, attention_mask, segment_ids
-        )
+        inputs = self.inputs(input_ids, inputs_embeds, attention_mask, segment_ids)
         out = self.encode(
-            ids,
-            mask,
-            inputs_embeds=embeds,
-            segments=segments,
+            inputs.input_ids,
+            inputs.mask,
+            inputs_embeds=inputs.inputs_embeds,
+            segments=inputs.segments,
             head_mask=self.head_mask("head_mask", head_mask, self.encoder),
             key=dropout_key,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
-        return BaseOutput(
-            last_hidden_state=out.x, hidden_states=out.hidden_states, attentions=out.attentions
-        )
+        return base_output(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seq2SeqInputs:
+    """Arguments of an encoder-decoder's forward call, by Hugging Face's names."""
+
+    input_ids: Int[Array, "B E"] | None = None
+    attention_mask: Int[Array, "B E"] | None = None
+    """1 at the encoder's real tokens; None: all are."""
+    decoder_input_ids: Int[Array, "B T"] | None = None
+    """Start with `decoder_start_token_id`. With `labels` alone: the labels shifted right."""
+    decoder_attention_mask: Int[Array, "B T"] | None = None
+    inputs_embeds: Float[Array, "B E D"] | None = None
+    """In place of `input_ids`."""
+    decoder_inputs_embeds: Float[Array, "B T D"] | None = None
+    """In place of `decoder_input_ids`."""
+    encoder_outputs: BaseOutput | Float[Array, "B E D"] | None = None
+    """The encoder's output in place of its inputs; `attention_mask` goes with it."""
+    segment_ids: Int[Array, "B E"] | None = None
+    """In place of the mask, for rows that hold several documents: 0 at pads, elsewhere the
+    document's number, the same on both sides."""
+    decoder_segment_ids: Int[Array, "B T"] | None = None
+    head_mask: Float[Array, "L N"] | None = None
+    """A factor per layer and head of the encoder; below those of the decoder."""
+    decoder_head_mask: Float[Array, "L N"] | None = None
+    cross_attn_head_mask: Float[Array, "L N"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """An encoder's output, with its mask."""
+
+    output: BaseOutput
+    mask: Bool[Array, "B E"]
+    segments: Int[Array, "B E"] | None = None
 
 
 class T5ForConditionalGeneration(T5Encoder):
-    """Encoder, decoder with cross-attention, and a head: tied (`lm_head` None) or its own."""
+    """Encoder, decoder with cross-attention, and LM head; `lm_head` None is a tied embedding."""
 
     is_encoder_decoder = True
     lm_head: Linear | None
@@ -136,7 +154,7 @@ class T5ForConditionalGeneration(T5Encoder):
         )
 
     def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
-        """Float32 logits. Scaling and tying are two things; see T5Config."""
+        """Float32 logits. Scaling does not follow from tying; see `T5Config`."""
         if self.config.scaled:
             x = x * self.config.d_model**-0.5
         if self.lm_head is None:
@@ -149,144 +167,109 @@ class T5ForConditionalGeneration(T5Encoder):
         attention_mask: Int[Array, "B E"] | None = None,
         decoder_input_ids: Int[Array, "B T"] | None = None,
         *,
-        decoder_attention_mask: Int[Array, "B T"] | None = None,
-        inputs_embeds: Float[Array, "B E D"] | None = None,
-        decoder_inputs_embeds: Float[Array, "B T D"] | None = None,
-        encoder_outputs: BaseOutput | Float[Array, "B E D"] | None = None,
-        segment_ids: Int[Array, "B E"] | None = None,
-        decoder_segment_ids: Int[Array, "B T"] | None = None,
         labels: Int[Array, "B T"] | None = None,
         logits_to_keep: int | Int[Array, " K"] = 0,
-        head_mask: Float[Array, "L N"] | None = None,
-        decoder_head_mask: Float[Array, "L N"] | None = None,
-        cross_attn_head_mask: Float[Array, "L N"] | None = None,
         dropout_key: Array | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
+        **arrays: Any,
     ) -> Seq2SeqLMOutput:
         """One forward pass of encoder and decoder.
 
         Args:
-            input_ids, attention_mask: the encoder's, or `inputs_embeds`, or `encoder_outputs` that
-                an encoder gave (the mask goes with them).
-            decoder_input_ids: starts with `decoder_start_token_id`; with `labels` alone they are
-                the labels shifted right, -100 becoming pad.
-            segment_ids, decoder_segment_ids: in place of the two masks, for rows that hold several
-                documents: 0 at pads, elsewhere the document's number, the same on both sides.
             labels: ids, -100 where nothing is predicted; `loss` is their mean cross-entropy.
-            head_mask, decoder_head_mask, cross_attn_head_mask: a factor per layer and head.
+            logits_to_keep: 0 for all positions, n for the last n, or the indices of columns.
             dropout_key: training.
+            arrays: other inputs, the fields of `Seq2SeqInputs`.
 
         Raises:
             InputError: ids outside the vocabulary, shapes that do not fit.
         """
-        wanted: dict[str, Any] = {
+        inputs = Seq2SeqInputs(input_ids, attention_mask, decoder_input_ids, **arrays)
+        records: dict[str, Any] = {
             "output_hidden_states": output_hidden_states,
             "output_attentions": output_attentions,
         }
-        encoder_key, decoder_key, memory_key, head_key = split(dropout_key, 4)
-        if encoder_outputs is None:
-            ids, embeds, mask, segments = self.prepare(
-                input_ids, inputs_embeds, attention_mask, segment_ids
-            )
-            out = self.encode(
-                ids,
-                mask,
-                inputs_embeds=embeds,
-                segments=segments,
-                head_mask=self.head_mask("head_mask", head_mask, self.encoder),
-                key=encoder_key,
-                **wanted,
-            )
-            encoded = BaseOutput(
-                last_hidden_state=out.x, hidden_states=out.hidden_states, attentions=out.attentions
-            )
-        else:
-            for name, value in (
-                ("input_ids", input_ids),
-                ("inputs_embeds", inputs_embeds),
-                ("head_mask", head_mask),
-                ("segment_ids", segment_ids),
-            ):
-                if value is not None:
-                    raise InputError(f"{name}: has no effect beside encoder_outputs; drop it")
-            encoded, mask = self.given_encoding(encoder_outputs, attention_mask)
-            segments = None
-        if (segments is None) != (decoder_segment_ids is None):
-            raise InputError("segment_ids, decoder_segment_ids: give both or none")
-        if decoder_input_ids is None and decoder_inputs_embeds is None and labels is not None:
-            decoder_input_ids = self.shift_right(
-                check.label_ids(labels, self.config.vocab_size), decoder_segment_ids
-            )
-        x, decoder_mask, decoder_segments = self.prepare_decoder(
-            decoder_input_ids, decoder_inputs_embeds, decoder_attention_mask, decoder_segment_ids
-        )
-        if x.shape[0] != mask.shape[0]:
-            raise InputError(
-                f"decoder_input_ids: {x.shape[0]} rows, but the encoder has {mask.shape[0]}"
-            )
+        encoder_key, decoder_key, cross_key, head_key = split(dropout_key, 4)
+        encoded = self._encoded(inputs, key=encoder_key, **records)
+        decoder = self._decoder_inputs(inputs, encoded, labels)
         out = self.decoder(
-            x,
+            self.shared.of(decoder.input_ids, decoder.inputs_embeds),
             Context(
-                view=make_view(decoder_mask, segments=decoder_segments),
-                memory_visible=memory_visible(mask, segments, decoder_segments),
+                view=make_view(decoder.mask, segments=decoder.segments),
+                cross_visible=cross_visible(encoded.mask, encoded.segments, decoder.segments),
             ),
-            memory=self.decoder.project_memory(encoded.last_hidden_state, memory_key),
-            head_mask=self.head_mask("decoder_head_mask", decoder_head_mask, self.decoder),
+            cross_kv=self.decoder.project_cross_kv(encoded.output.last_hidden_state, cross_key),
+            head_mask=self.head_mask("decoder_head_mask", inputs.decoder_head_mask, self.decoder),
             cross_head_mask=self.head_mask(
-                "cross_attn_head_mask", cross_attn_head_mask, self.decoder
+                "cross_attn_head_mask", inputs.cross_attn_head_mask, self.decoder
             ),
             key=decoder_key,
-            **wanted,
+            **records,
         )
-        logits = self.logits(out.x[:, check.columns_to_keep(logits_to_keep, x.shape[1])], head_key)
+        shape = decoder.mask.shape
+        logits = self.logits(out.x[:, check.columns_to_keep(logits_to_keep, shape[1])], head_key)
         loss = None
         if labels is not None:
-            loss = token_loss(logits, check.checked_labels(labels, x.shape[:2], logits))
+            loss = token_loss(logits, check.checked_labels(labels, shape, logits))
         return Seq2SeqLMOutput(
             logits=logits,
             loss=loss,
-            encoder_last_hidden_state=encoded.last_hidden_state,
-            encoder_hidden_states=encoded.hidden_states,
-            encoder_attentions=encoded.attentions,
+            encoder_last_hidden_state=encoded.output.last_hidden_state,
+            encoder_hidden_states=encoded.output.hidden_states,
+            encoder_attentions=encoded.output.attentions,
             decoder_hidden_states=out.hidden_states,
             decoder_attentions=out.attentions,
             cross_attentions=out.cross_attentions,
         )
 
-    def given_encoding(
-        self, given: BaseOutput | Float[Array, "B E D"], attention_mask
-    ) -> tuple[BaseOutput, Bool[Array, "B E"]]:
-        """The caller's `encoder_outputs`, and the mask that belongs to them."""
-        if not isinstance(given, BaseOutput):
-            given = BaseOutput(last_hidden_state=given)
-        states = check.embeddings("encoder_outputs", given.last_hidden_state, self.config.d_model)
-        mask = check.mask_of("attention_mask", attention_mask, states.shape[:2])
-        return dataclasses.replace(given, last_hidden_state=states), mask
+    def _encoded(self, inputs: Seq2SeqInputs, **options: Any) -> Encoded:
+        """Runs the encoder, or takes the caller's `encoder_outputs`."""
+        output = inputs.encoder_outputs
+        if output is None:
+            arrays = (inputs.input_ids, inputs.inputs_embeds)
+            encoder = self.inputs(*arrays, inputs.attention_mask, inputs.segment_ids)
+            out = self.encode(
+                encoder.input_ids,
+                encoder.mask,
+                inputs_embeds=encoder.inputs_embeds,
+                segments=encoder.segments,
+                head_mask=self.head_mask("head_mask", inputs.head_mask, self.encoder),
+                **options,
+            )
+            return Encoded(base_output(out), encoder.mask, encoder.segments)
+        for name in ("input_ids", "inputs_embeds", "head_mask", "segment_ids"):
+            if getattr(inputs, name) is not None:
+                raise InputError(f"{name}: has no effect beside encoder_outputs; drop it")
+        if not isinstance(output, BaseOutput):
+            output = BaseOutput(last_hidden_state=output)
+        states = check.embeddings("encoder_outputs", output.last_hidden_state, self.config.d_model)
+        mask = check.mask_of("attention_mask", inputs.attention_mask, states.shape[:2])
+        return Encoded(dataclasses.replace(output, last_hidden_state=states), mask)
 
-    def prepare_decoder(self, input_ids, inputs_embeds, attention_mask, segment_ids):
-        """Embedded decoder inputs, their mask, and their documents."""
-        check.one_of(input_ids, inputs_embeds, "decoder_input_ids", "decoder_inputs_embeds")
-        if inputs_embeds is not None:
-            width = self.config.d_model
-            inputs_embeds = check.embeddings("decoder_inputs_embeds", inputs_embeds, width)
-        else:
-            size = self.config.vocab_size
-            input_ids = check.token_ids("decoder_input_ids", input_ids, size)
-        x, name = self.shared.of(input_ids, inputs_embeds), "decoder_attention_mask"
-        segments = check.segment_ids(
-            "decoder_segment_ids", segment_ids, x.shape[:2], attention_mask, name
-        )
-        if segments is not None:
-            return x, segments != 0, segments
-        return x, check.mask_of(name, attention_mask, x.shape[:2]), None
+    def _decoder_inputs(
+        self, inputs: Seq2SeqInputs, encoded: Encoded, labels: Any
+    ) -> check.SequenceInputs:
+        """Checks the decoder's inputs, which may follow from the labels."""
+        ids, embeds = inputs.decoder_input_ids, inputs.decoder_inputs_embeds
+        segments = inputs.decoder_segment_ids
+        if (encoded.segments is None) != (segments is None):
+            raise InputError("segment_ids, decoder_segment_ids: give both or none")
+        if ids is None and embeds is None and labels is not None:
+            ids = self.shift_right(check.label_ids(labels, self.config.vocab_size), segments)
+        mask = inputs.decoder_attention_mask
+        decoder = self.inputs(ids, embeds, mask, segments, side="decoder_")
+        rows, expected = decoder.mask.shape[0], encoded.mask.shape[0]
+        if rows != expected:
+            raise InputError(f"decoder_input_ids: {rows} rows, but the encoder has {expected}")
+        return decoder
 
     def shift_right(
         self, labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None = None
     ) -> Int[Array, "B T"]:
         """Decoder inputs for labels: the start token first, the last label dropped, -100 as pad.
 
-        Of packed rows every document starts with the start token.
+        In packed rows every document starts with the start token.
         """
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None or pad is None:
@@ -307,7 +290,10 @@ class T5ForConditionalGeneration(T5Encoder):
         attention_mask: Bool[Array, "B E"] | None = None,
         encoder_states: Float[Array, "B E D"] | None = None,
     ) -> Cache:
-        """Encodes once (or takes `encoder_states`), projects the cross keys and values once."""
+        """An empty cache with the cross-attention keys and values of the encoded input.
+
+        The encoder runs here, once, unless its output is given as `encoder_states`.
+        """
         attn = self.decoder.blocks[0].attn
         cache = Cache.empty(
             len(self.decoder.blocks), batch, capacity, attn.kv_heads, attn.head_dim, attn.k.dtype
@@ -316,7 +302,7 @@ class T5ForConditionalGeneration(T5Encoder):
             raise InputError("attention_mask: init_cache() needs the encoder's mask")
         if encoder_states is None:
             encoder_states = self.encode(input_ids, attention_mask, inputs_embeds=inputs_embeds).x
-        cross = self.decoder.project_memory(encoder_states)
+        cross = self.decoder.project_cross_kv(encoder_states)
         return cache.replace(cross=cross, cross_mask=attention_mask)
 
     def decode(
@@ -335,9 +321,9 @@ class T5ForConditionalGeneration(T5Encoder):
         assert cache.cross_mask is not None
         out = self.decoder(
             self.embed(tokens),
-            Context(view=view, memory_visible=cache.cross_mask[:, None, None, :]),
+            Context(view=view, cross_visible=cache.cross_mask[:, None, None, :]),
             layers=cache.layers,
-            memory=cache.cross,
+            cross_kv=cache.cross,
             cache_is_empty=cache_is_empty,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
@@ -359,12 +345,12 @@ class T5ForConditionalGeneration(T5Encoder):
         return shallow_copy(self, decoder=self.decoder.first(layers))
 
 
-def memory_visible(
+def cross_visible(
     mask: Bool[Array, "B E"],
     segments: Int[Array, "B E"] | None,
     decoder_segments: Int[Array, "B T"] | None,
 ) -> Bool[Array, "B 1 #T E"]:
-    """What cross-attention sees: all real tokens of the encoder, or those of the same document."""
+    """The encoder's columns that cross-attention sees: real tokens, of the same document."""
     visible = jnp.asarray(mask)[:, None, None, :]
     if segments is None or decoder_segments is None:
         return visible
