@@ -101,7 +101,7 @@ class DecoderOnly(Model[ModelConfig]):
         if segment_ids is not None:
             for name, value in (("cache", cache), ("encoder_hidden_states", encoder_hidden_states)):
                 if value is not None:
-                    raise InputError(f"{name}: not together with segment_ids (packed rows)")
+                    raise InputError(f"{name}: packed rows (segment_ids) cannot have one")
         view, cache = self._view(inputs, cache, position_ids)
         if token_type_ids is not None:
             token_type_ids = self._token_types(token_type_ids, inputs.mask.shape)

@@ -104,28 +104,29 @@ class T5EncoderModel(T5Encoder):
 
 @dataclasses.dataclass(frozen=True)
 class Seq2SeqInputs:
-    """Arguments of an encoder-decoder's forward call, by Hugging Face's names."""
+    """Arguments of an encoder-decoder's forward call, by Hugging Face's names, not checked
+    yet: arrays of the shapes beside them."""
 
-    input_ids: Int[Array, "B E"] | None = None
-    attention_mask: Int[Array, "B E"] | None = None
+    input_ids: Any = None  # [B E]
+    attention_mask: Any = None  # [B E]
     """1 at the encoder's real tokens; None: all are."""
-    decoder_input_ids: Int[Array, "B T"] | None = None
+    decoder_input_ids: Any = None  # [B T]
     """Start with `decoder_start_token_id`. With `labels` alone: the labels shifted right."""
-    decoder_attention_mask: Int[Array, "B T"] | None = None
-    inputs_embeds: Float[Array, "B E D"] | None = None
+    decoder_attention_mask: Any = None  # [B T]
+    inputs_embeds: Any = None  # [B E D]
     """In place of `input_ids`."""
-    decoder_inputs_embeds: Float[Array, "B T D"] | None = None
+    decoder_inputs_embeds: Any = None  # [B T D]
     """In place of `decoder_input_ids`."""
-    encoder_outputs: BaseOutput | Float[Array, "B E D"] | None = None
+    encoder_outputs: Any = None  # BaseOutput or [B E D]
     """The encoder's output in place of its inputs; `attention_mask` goes with it."""
-    segment_ids: Int[Array, "B E"] | None = None
+    segment_ids: Any = None  # [B E]
     """In place of the mask, for rows that hold several documents: 0 at pads, elsewhere the
     document's number, the same on both sides."""
-    decoder_segment_ids: Int[Array, "B T"] | None = None
-    head_mask: Float[Array, "L N"] | None = None
+    decoder_segment_ids: Any = None  # [B T]
+    head_mask: Any = None  # [L N]
     """A factor per layer and head of the encoder; below those of the decoder."""
-    decoder_head_mask: Float[Array, "L N"] | None = None
-    cross_attn_head_mask: Float[Array, "L N"] | None = None
+    decoder_head_mask: Any = None  # [L N]
+    cross_attn_head_mask: Any = None  # [L N]
 
 
 @dataclasses.dataclass(frozen=True)
