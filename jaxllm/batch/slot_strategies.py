@@ -50,7 +50,7 @@ class SlotStrategy:
     def before(self, arrivals: Arrivals, cache: Cache, sizes: Sizes) -> Slots:
         """Slots of rows whose prompts are in the cache, before anything is chosen."""
         settings = arrivals.settings
-        state = self.strategy(settings).before(_prompt(arrivals, sizes), cache, sizes.room)
+        state = self.strategy(settings).initial_state(_prompt(arrivals, sizes), cache, sizes.room)
         return self._slots(state, settings, jnp.ones(arrivals.start.shape, bool))
 
     def first(
@@ -129,15 +129,15 @@ class BeamSlots(SlotStrategy):
     def strategy(self, settings: RowSettings) -> BeamSearch:
         return BeamSearch(
             length_penalty=settings.length_penalty,
-            beams=self.beams,
-            returns=self.beams,
+            num_beams=self.beams,
+            num_return_sequences=self.beams,
             early_stopping=self.early_stopping,
             sampling=self.sampling,
         )
 
     def outputs(self, slots: Slots) -> SlotOutputs:
         state: BeamSearchState = slots.state
-        count = jnp.sum(state.finished.origin >= 0, axis=2, dtype=jnp.int32)
+        count = jnp.sum(state.finished.beam_indices >= 0, axis=2, dtype=jnp.int32)
         length = state.start_len[:, None] + count
         return SlotOutputs(
             tokens=state.finished.sequences,
@@ -153,13 +153,13 @@ def _prompt(arrivals: Arrivals, sizes: Sizes) -> Prompt:
     width = arrivals.tokens.shape[1]
     start = jnp.asarray(arrivals.start)
     return Prompt(
-        inputs={},
-        encoder={},
+        decoder_inputs={},
+        encoder_inputs={},
         sequences=jnp.pad(arrivals.tokens, ((0, 0), (0, sizes.columns - width))),
         mask=jnp.arange(sizes.columns) < start[:, None],
         start_len=start,
-        columns=start,
-        at=start - 1,
+        cache_len=start,
+        last_column=start - 1,
         keys=arrivals.keys(),
     )
 

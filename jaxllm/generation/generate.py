@@ -138,7 +138,7 @@ def stream(
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     if request.traced:
         raise InputError("stream: runs on the host, outside jax.jit; use generate inside")
-    if not request.strategy.streams:
+    if not request.strategy.can_stream:
         raise UnsupportedError(
             "stream: the tokens of beams are final at the end only; use generate, or num_beams=1"
         )
@@ -197,7 +197,7 @@ def run_by_token(model: Decoder, request: Request, streamer: Any) -> tuple[Resul
     called, as transformers' streamers are.
     """
     if streamer is not None:
-        if not request.strategy.streams:
+        if not request.strategy.can_stream:
             raise UnsupportedError("streamer: cannot be used with beams; set num_beams=1")
         streamer.put(np.asarray(request.prompt.sequences)[:, : request.start_len])
     streamed = request.start_len
@@ -222,7 +222,7 @@ def partial_results(model: Decoder, request: Request, chunk: int) -> Iterator[tu
     Only the fields of `PROGRESS_FIELDS` are on the host. The state and the other fields are valid
     until the next result is asked for, since the loop donates them.
     """
-    strategy, settings, beams = request.strategy, request.settings, not request.strategy.streams
+    strategy, settings, beams = request.strategy, request.settings, not request.strategy.can_stream
     state, next_length = None, 0
     while True:
         with use(request.mesh), reraised():
@@ -255,7 +255,7 @@ def run_prefill(model: Decoder, request: Request, program: Callable[..., Any]) -
     """
     settings = request.settings
     arguments = (request.strategy, model, request.prompt, settings)
-    sizes = {"capacity": request.capacity, "room": request.new_token_bucket}
+    sizes = {"capacity": request.capacity, "new_token_bucket": request.new_token_bucket}
     if settings.keep_hidden_states or settings.keep_attentions:
         # This traces the program; the run finds it traced.
         check_size(prefill_program.eval_shape(*arguments, **sizes).records)

@@ -24,36 +24,42 @@ def prefill(
     settings: DecodeSettings,
     *,
     capacity: int,
-    room: int,
+    new_token_bucket: int,
 ) -> Any:
     """Runs the prompt once, or its new part on top of the past, and the strategy's first choice.
 
     Args:
         capacity: slots of the cache.
-        room: most new tokens, a bucket.
+        new_token_bucket: the limit of new tokens, rounded up.
     """
     wanted = settings.decode_options
     encoded = None
-    if prompt.past is None:
-        encoder, encoded = read_source(model, prompt.encoder, wanted)
-        cache = prompt.kind.of(model.init_cache(prompt.mask.shape[0], capacity, **encoder))
+    if prompt.past_cache is None:
+        encoder, encoded = read_source(model, prompt.encoder_inputs, wanted)
+        cache = prompt.cache_kind.of(model.init_cache(prompt.mask.shape[0], capacity, **encoder))
     else:
-        cache = prompt.past.compact(capacity)
-    options = {**wanted, **strategy.read_options, "cache_is_empty": prompt.past is None}
-    read = model.decode(cache=cache, logits_column=prompt.at, **prompt.inputs, **options)
+        cache = prompt.past_cache.compact(capacity)
+    options = {
+        **wanted,
+        **strategy.extra_decode_options,
+        "cache_is_empty": prompt.past_cache is None,
+    }
+    out = model.decode(
+        cache=cache, logits_column=prompt.last_column, **prompt.decoder_inputs, **options
+    )
     if encoded is not None:
-        read = read.replace(
+        out = out.replace(
             encoder_hidden_states=encoded.hidden_states, encoder_attentions=encoded.attentions
         )
     # New tokens overwrite the columns that only fill the bucket.
-    read = read.replace(cache=read.cache.replace(length=prompt.columns))
-    return settled(strategy.init(model, prompt, read, settings, room))
+    out = out.replace(cache=out.cache.replace(length=prompt.cache_len))
+    return settled(strategy.init(model, prompt, out, settings, new_token_bucket))
 
 
 def read_source(
     model: Any, encoder: dict[str, Any], wanted: dict[str, bool]
 ) -> tuple[dict[str, Any], Any]:
-    """What `model.start` takes, with the encoder's output in it where its records are wanted."""
+    """Arguments of `model.init_cache`; the encoder's output is among them where it is recorded."""
     if "attention_mask" not in encoder or "encoder_states" in encoder or not any(wanted.values()):
         return encoder, None
     inputs = dict(encoder)
@@ -63,12 +69,16 @@ def read_source(
 
 
 def decode(
-    strategy: Strategy[Any], model: Any, state: Any, settings: DecodeSettings, until: Int[Array, ""]
+    strategy: Strategy[Any],
+    model: Any,
+    state: Any,
+    settings: DecodeSettings,
+    max_length: Int[Array, ""],
 ) -> Any:
-    """Generates until every row has ended or `until` columns are in use."""
+    """Generates until every row has ended or `max_length` columns are in use."""
     return settled(
         jax.lax.while_loop(
-            lambda state: strategy.alive(state, until),
+            lambda state: strategy.alive(state, max_length),
             lambda state: strategy.step(model, state, settings),
             state,
         )
@@ -88,7 +98,7 @@ def finish(strategy: Strategy[Any], state: Any, settings: DecodeSettings) -> Res
     return constrain(dataclasses.replace(strategy.finish(state, settings), over=over))
 
 
-prefill_program = jax.jit(prefill, static_argnames=("capacity", "room"))
+prefill_program = jax.jit(prefill, static_argnames=("capacity", "new_token_bucket"))
 # The state is donated: cache and sequences are updated in the buffers that prefill made.
 decode_program = jax.jit(decode, donate_argnames=("state",))
 finish_program = jax.jit(finish)

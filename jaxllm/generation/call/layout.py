@@ -70,7 +70,7 @@ def lay_out(
     if past is None:
         # A later call of any strategy, and attentions column by column, need the columns that have
         # left the window.
-        ring = strategy.slides and not keep_cache and not config.output_attentions
+        ring = strategy.allows_ring_cache and not keep_cache and not config.output_attentions
         kind = cache_kind(config, ring=ring)
         decoder_inputs = inputs.decoder_inputs()
         if keep_cache:
@@ -78,7 +78,7 @@ def lay_out(
     else:
         _refuse_cache_settings(config)
         new = continuation(past, inputs)
-        decoder_inputs, cache_len = new.inputs, new.cache_len
+        decoder_inputs, cache_len = new.decoder_inputs, new.cache_len
         last_column: Any = new.last_column
         capacity = new.capacity(new_slots, past.cache.capacity)
         kind = CacheKind.like(past.cache)
@@ -86,16 +86,16 @@ def lay_out(
         # `compact` sets it anew; here they are made alike, so that one program reads both.
         past_cache = past.cache.replace(length=past.cache.next_position)
     prompt = Prompt(
-        inputs=decoder_inputs,
-        encoder=inputs.encoder_arguments,
+        decoder_inputs=decoder_inputs,
+        encoder_inputs=inputs.encoder_arguments,
         sequences=sequences,
         mask=mask,
         start_len=np.int32(inputs.prompt.start_len),  # pyright: ignore[reportArgumentType]
-        columns=cache_len,
-        at=last_column,
+        cache_len=cache_len,
+        last_column=last_column,
         keys=keys,
-        kind=kind,
-        past=past_cache,
+        cache_kind=kind,
+        past_cache=past_cache,
     )
     needed = int(np.max(cache_len)) + strategy.slots(max_new_tokens)
     return Layout(prompt, cache_slots(config, kind, capacity, needed), new_token_bucket)

@@ -102,9 +102,11 @@ def generate_output(
 def record_columns(request: Request) -> RecordColumns:
     """Where the columns of the result are in its records."""
     prompt, count = request.prompt, request.prompt_columns
-    if prompt.past is None:
-        return RecordColumns(count, np.asarray(prompt.columns), request.encoder_len)
-    first_new, mask, last_column = readable((prompt.columns, prompt.mask, prompt.at), request.mesh)
+    if prompt.past_cache is None:
+        return RecordColumns(count, np.asarray(prompt.cache_len), request.encoder_len)
+    first_new, mask, last_column = readable(
+        (prompt.cache_len, prompt.mask, prompt.last_column), request.mesh
+    )
     return RecordColumns(
         count,
         np.asarray(first_new),
@@ -123,14 +125,14 @@ def past_key_values(model: GenerativeModel, request: Request, state: Any) -> Pas
     if not request.return_past_key_values:
         return None
     ids, mesh = request.encoder_ids, request.mesh
-    cache, sequences, mask = request.strategy.leave(state)
+    returned = request.strategy.returned_cache(state)
     if ids is not None:
-        ids = jnp.repeat(ids, sequences.shape[0] // ids.shape[0], axis=0)
+        ids = jnp.repeat(ids, returned.sequences.shape[0] // ids.shape[0], axis=0)
     return PastKeyValues(
         # The next call compares tokens on the host; keys and values stay where they are.
-        cache=cache.replace(next_position=readable(cache.next_position, mesh)),
-        sequences=readable(sequences, mesh),
-        mask=readable(mask, mesh),
+        cache=returned.cache.replace(next_position=readable(returned.cache.next_position, mesh)),
+        sequences=readable(returned.sequences, mesh),
+        mask=readable(returned.mask, mesh),
         encoder_ids=ids,
         encoder_len=request.encoder_len,
         config=model.config,

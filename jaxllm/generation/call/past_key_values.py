@@ -67,8 +67,8 @@ class PastKeyValues:
 class Continuation:
     """The new columns of a conversation, padded on the right to a bucket."""
 
-    inputs: dict[str, Any]
-    """As `Prompt.inputs`."""
+    decoder_inputs: dict[str, Any]
+    """As `Prompt.decoder_inputs`."""
     last_column: Int[np.ndarray, " B"]
     """int32. The last real new column of each row."""
     cache_len: Int[np.ndarray, " B"]
@@ -165,7 +165,7 @@ def continuation(past: PastKeyValues, inputs: PreparedInputs) -> Continuation:
         cache_len = np.maximum(cache_len, inputs.negative.length)
         prefill_slots = max(prefill_slots, inputs.width)
     return Continuation(
-        inputs=decoder_inputs,
+        decoder_inputs=decoder_inputs,
         last_column=(counts - 1).astype(np.int32),
         cache_len=cache_len.astype(np.int32),
         prefill_slots=prefill_slots,

@@ -36,7 +36,7 @@ from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.generation.settings.special_tokens import checked_pad
 from jaxllm.generation.stopping import MaxTimeCriteria
 from jaxllm.generation.stopping.build import build_criteria
-from jaxllm.generation.strategies.assisted.assistants import check_assistant_inputs
+from jaxllm.generation.strategies.assisted.select_draft import check_assistant_inputs
 from jaxllm.generation.strategies.guidance import Negative, negative_prompt
 from jaxllm.generation.strategies.select_strategy import Call, choose_strategy
 from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt, Strategy
@@ -85,11 +85,11 @@ class Request:
             raise UnsupportedError(
                 "max_time: the clocks of several processes differ; limit max_new_tokens instead"
             )
-        kind = put_everywhere(self.prompt.kind, mesh)
+        cache_kind = put_everywhere(self.prompt.cache_kind, mesh)
         return dataclasses.replace(
             self,
             mesh=mesh,
-            prompt=put_rows(dataclasses.replace(self.prompt, kind=kind), mesh),
+            prompt=put_rows(dataclasses.replace(self.prompt, cache_kind=cache_kind), mesh),
             negative=put_rows(self.negative, mesh),
             settings=put_everywhere(self.settings, mesh),
             strategy=put_everywhere(self.strategy, mesh),
@@ -136,7 +136,7 @@ def prepare_call(
         shared_key(key, mesh),
         arguments.row_ids,
         prompt.rows,
-        strategy.samples,
+        strategy.keys_per_row,
         sampling=bool(config.do_sample),
         under_jit=traced,
     )
@@ -211,7 +211,7 @@ def check_past_support(
 ) -> None:
     """Raises UnsupportedError for a strategy that cannot continue from a cache, or a prompt that a
     later call could not continue."""
-    if past is not None and not strategy.continues:
+    if past is not None and not strategy.can_continue:
         raise UnsupportedError(
             "past_key_values: contrastive search compares hidden states of the whole sequence, "
             "which a cache does not hold (transformers fails there, too)"

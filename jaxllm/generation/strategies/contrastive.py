@@ -1,10 +1,10 @@
-"""Contrastive search: of the k likeliest tokens the one that repeats the context least."""
+"""Contrastive search: a likely token whose hidden state is unlike those of the context."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,65 +20,73 @@ from jaxllm.models.outputs import DecodeOutput
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class State(sample.SampleState):
-    """Here the newest token is in the cache already, and the model has been asked what follows."""
+class ContrastiveState(sample.SampleState):
+    """State of contrastive search. The newest token is in the cache already, and the logits of the
+    next one are known."""
 
     next_logits: Float[Array, "B V"]
-    """Of the token to choose."""
+    """Logits of the token to choose."""
     next_unconditional: Float[Array, "B V"] | None
+    """The same of the unconditional contexts, with guidance."""
     directions: Float[Array, "B S D"]
     """Last hidden states as unit vectors, in the slots of the cache."""
 
 
-class Chosen(NamedTuple):
-    """The best candidate so far of each row."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The best candidate of each row so far."""
 
     value: Float[Array, " B"]
+    """Its score."""
     token: Int[Array, " B"]
-    read: DecodeOutput
-    """What the model read of it, one column; without the cache."""
+    out: DecodeOutput
+    """The model's output for it, one column, without the cache."""
     column: Any
-    """Its keys and values: `Cache.layers`, of one slot."""
+    """Its keys and values: `Cache.layers` of one slot."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Contrastive(Strategy[State]):
+class Contrastive(Strategy[ContrastiveState]):
     """Su et al., "A Contrastive Framework for Neural Text Generation",
     https://arxiv.org/abs/2202.06417, as transformers 4.55.4 does it (`_contrastive_search`).
 
     The k best tokens go through the model in one call, as alternatives at the next position, or one
     after the other (`low_memory`). A candidate's score is ``(1 - alpha) * p - alpha * s``, with s
-    the largest cosine between its last hidden state and those of the context. What the model said
-    of the chosen candidate is kept, so that a token costs one call of width k, or k calls.
+    the largest cosine between its last hidden state and those of the context. The model's output
+    for the chosen candidate is kept, so that a token costs one call of width k, or k calls.
     """
 
     alpha: Float[Array, ""]
+    """`penalty_alpha`: weight of the similarity."""
     k: int = dataclasses.field(metadata={"static": True})
+    """`top_k`: candidates for each token."""
     low_memory: bool = dataclasses.field(default=False, metadata={"static": True})
-    continues = False
+    """Candidates go through the model one after the other, in one slot of the cache."""
+    can_continue = False
 
     def slots(self, new):
         return new if self.low_memory else new + self.k - 1
 
-    def init(self, model, prompt, read, settings, room) -> State:
-        logits = read.logits[:, 0]
-        first = sample.first_state(prompt, read.cache, 1)
-        first = sample.with_records(first, logits, settings, room)
-        # A token's own call is the one that chose it, the last token's included.
-        kept = first_records(read, 1, room + 1, **settings.decode_options)
+    def init(self, model, prompt, out, settings, new_token_bucket) -> ContrastiveState:
+        logits = out.logits[:, 0]
+        first = sample.first_state(prompt, out.cache, 1)
+        first = sample.with_records(first, logits, settings, new_token_bucket)
+        # Every token has a call of its own, the one that chose it; so has the last.
+        kept = first_records(out, 1, new_token_bucket + 1, **settings.decode_options)
         first = first.replace(records=kept)
-        context = unit(read.last_hidden_state)
-        free = read.cache.capacity - context.shape[1]
-        # The first token is the loop's, like the others: its candidates need the model as well.
-        return State(
+        context = unit_vectors(out.last_hidden_state)
+        free = out.cache.capacity - context.shape[1]
+        # The first token is chosen in the loop, too: its candidates need the model.
+        return ContrastiveState(
             **vars(first),
             next_logits=logits,
-            next_unconditional=unconditional(read),
+            next_unconditional=unconditional(out),
             directions=jnp.pad(context, ((0, 0), (0, free), (0, 0))),
         )
 
-    def step(self, model, state, settings) -> State:
+    def step(self, model, state, settings) -> ContrastiveState:
         scores = settings.processors(
             state.sequences,
             state.next_logits,
@@ -91,84 +99,84 @@ class Contrastive(Strategy[State]):
         tokens = tokens.astype(jnp.int32)
         probability = jnp.exp(best - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
         probability = jnp.where(jnp.isneginf(best), -jnp.inf, probability)
-        choose = self.choose_in_turn if self.low_memory else self.choose_at_once
+        choose = self.choose_one_by_one if self.low_memory else self.choose_in_parallel
         chosen, cache = choose(model, state, tokens, probability, settings.decode_options)
 
-        read, slot = chosen.read, state.cache.length
+        out, slot = chosen.out, state.cache.length
         written = sample.append(state, chosen.token, state.next_logits, scores, settings)
         if state.records is not None:
             columns = jnp.minimum(jnp.arange(cache.capacity, dtype=jnp.int32), slot)
             written = written.replace(
-                records=state.records.write_branches(read, state.step + 1, columns)
+                records=state.records.write_branches(out, state.step + 1, columns)
             )
         return written.replace(
-            next_logits=read.logits[:, 0],
-            next_unconditional=unconditional(read),
-            directions=put_columns(state.directions, unit(read.last_hidden_state), slot),
+            next_logits=out.logits[:, 0],
+            next_unconditional=unconditional(out),
+            directions=put_columns(state.directions, unit_vectors(out.last_hidden_state), slot),
             cache=cache.replace(layers=jax.tree.map(put_slot(slot), cache.layers, chosen.column)),
         )
 
-    def choose_at_once(
+    def choose_in_parallel(
         self,
         model: Any,
-        state: State,
+        state: ContrastiveState,
         tokens: Int[Array, "B k"],
         probability: Float[Array, "B k"],
         options: dict[str, Any],
     ) -> tuple[Chosen, Cache]:
-        """The best of the candidates, and the cache with room for it at the next slot."""
+        """The best candidate of each row, and the cache, whose next slot is free for it."""
         before = state.cache
-        read = model.decode(
+        out = model.decode(
             tokens,
             jnp.broadcast_to(~state.done[:, None], tokens.shape),
             before,
             branches=alternatives(before, *tokens.shape),
             **options,
         )
-        value = self.values(state, probability, read)
+        value = self.values(state, probability, out)
         best = jnp.argmax(value, axis=-1)
 
         def slot_of_best(x: Float[Array, "*BK S H"]) -> Float[Array, "*BK 1 H"]:
-            at = before.length + per_head(for_all_rows(best.astype(jnp.int32), before), x)
-            return jnp.take_along_axis(x, jnp.expand_dims(at, (-2, -1)), axis=-2)
+            slot = before.length + per_head(for_all_rows(best.astype(jnp.int32), before), x)
+            return jnp.take_along_axis(x, jnp.expand_dims(slot, (-2, -1)), axis=-2)
 
-        cache = read.cache.replace(
-            mask=read.cache.mask & (jnp.arange(before.capacity) <= before.length),
+        cache = out.cache.replace(
+            mask=out.cache.mask & (jnp.arange(before.capacity) <= before.length),
             length=before.length + 1,
         )
         chosen = Chosen(
-            value=pick(value[..., None], best)[:, 0, 0],
-            token=pick(tokens[..., None], best)[:, 0, 0],
-            read=picked(read.replace(cache=None), best),
+            value=take_candidate(value[..., None], best)[:, 0, 0],
+            token=take_candidate(tokens[..., None], best)[:, 0, 0],
+            out=take_output(out.replace(cache=None), best),
             column=jax.tree.map(slot_of_best, cache.layers),
         )
         return chosen, cache
 
-    def choose_in_turn(
+    def choose_one_by_one(
         self,
         model: Any,
-        state: State,
+        state: ContrastiveState,
         tokens: Int[Array, "B k"],
         probability: Float[Array, "B k"],
         options: dict[str, Any],
     ) -> tuple[Chosen, Cache]:
-        """The same, in one slot."""
+        """As `choose_in_parallel`, one candidate after the other in one slot."""
         before, live = state.cache, ~state.done[:, None]
 
         def candidate(i: Int[Array, ""], layers: Any) -> tuple[Chosen, Cache]:
             token, share = (jax.lax.dynamic_slice_in_dim(x, i, 1, 1) for x in (tokens, probability))
-            read = model.decode(token, live, before.replace(layers=layers), **options)
+            out = model.decode(token, live, before.replace(layers=layers), **options)
             column = jax.tree.map(
                 lambda x: jax.lax.dynamic_slice_in_dim(x, before.length, 1, axis=x.ndim - 2),
-                read.cache.layers,
+                out.cache.layers,
             )
-            value = self.values(state, share, read)[:, 0]
-            return Chosen(value, token[:, 0], read.replace(cache=None), column), read.cache
+            value = self.values(state, share, out)[:, 0]
+            return Chosen(value, token[:, 0], out.replace(cache=None), column), out.cache
 
         def better(i: Int[Array, ""], carry: tuple[Chosen, Cache]) -> tuple[Chosen, Cache]:
             old, cache = carry
             new, cache = candidate(i, cache.layers)
-            # As argmax: of equals the first stays, and NaN, which is reported, comes before all.
+            # As argmax: of equal values the first stays, and NaN, which is reported, wins.
             wins = (new.value > old.value) | (jnp.isnan(new.value) & ~jnp.isnan(old.value))
 
             def row(a: Array, b: Array) -> Array:
@@ -179,31 +187,33 @@ class Contrastive(Strategy[State]):
                 return jnp.where(jnp.expand_dims(index, (-2, -1)), a, b)
 
             columns = jax.tree.map(row_and_head, new.column, old.column)
-            rest = (new._replace(column=None), old._replace(column=None))
-            return jax.tree.map(row, *rest)._replace(column=columns), cache
+            rest = (dataclasses.replace(new, column=None), dataclasses.replace(old, column=None))
+            best = dataclasses.replace(jax.tree.map(row, *rest), column=columns)
+            return best, cache
 
         shapes = jax.eval_shape(candidate, 0, before.layers)
         nothing, cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        start = nothing._replace(value=jnp.full_like(nothing.value, -jnp.inf), token=tokens[:, 0])
+        lowest = jnp.full_like(nothing.value, -jnp.inf)
+        start = dataclasses.replace(nothing, value=lowest, token=tokens[:, 0])
         cache = dataclasses.replace(cache, layers=before.layers, cross=before.cross)
         return jax.lax.fori_loop(0, self.k, better, (start, cache))
 
     def values(
-        self, state: State, probability: Float[Array, "B n"], read: DecodeOutput
+        self, state: ContrastiveState, probability: Float[Array, "B n"], out: DecodeOutput
     ) -> Float[Array, "B n"]:
-        """How good the candidates are that were read."""
-        known = state.cache.mask[: probability.shape[0]]
-        similarity = nearest(known, state.directions, unit(read.last_hidden_state))
+        """Scores of the candidates, from the model's output for them."""
+        real = state.cache.mask[: probability.shape[0]]
+        similarity = max_cosine(real, state.directions, unit_vectors(out.last_hidden_state))
         value = (1 - self.alpha) * probability - self.alpha * similarity
-        # A forbidden token is no candidate, however little it repeats.
+        # A forbidden token is never chosen, however little it repeats.
         return jnp.where(jnp.isneginf(probability), -jnp.inf, value)
 
-    def finish(self, state: State, settings: DecodeSettings) -> Result:
+    def finish(self, state: ContrastiveState, settings: DecodeSettings) -> Result:
         return sample.result(state)
 
 
 def alternatives(cache: Cache, batch: int, k: int) -> Branches:
-    """k candidates at the same column: each sees the context and itself."""
+    """k candidates at the same column: each attends to the context and itself."""
     slots = jnp.arange(cache.capacity, dtype=jnp.int32)
     own = cache.length + jnp.arange(k, dtype=jnp.int32)
     seen = (slots < cache.length) | (slots == own[:, None])
@@ -214,7 +224,8 @@ def alternatives(cache: Cache, batch: int, k: int) -> Branches:
 
 
 def for_all_rows(x: Shaped[Array, " B"], cache: Cache) -> Shaped[Array, " R"]:
-    """With guidance the unconditional rows lie below; they go on with the same tokens."""
+    """Values of B rows for the rows of the cache: with guidance the unconditional contexts follow
+    the others, and continue with the same tokens."""
     return jnp.tile(x, cache.mask.shape[0] // x.shape[0])
 
 
@@ -223,38 +234,44 @@ def put_slot(slot: Int[Array, ""]) -> Callable[[Array, Array], Array]:
     return lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=x.ndim - 2)
 
 
-def pick(x: Shaped[Array, "B k *rest"], which: Int[Array, " B"]) -> Shaped[Array, "B 1 *rest"]:
-    """Each row's chosen entry."""
+def take_candidate(
+    x: Shaped[Array, "B k *rest"], which: Int[Array, " B"]
+) -> Shaped[Array, "B 1 *rest"]:
+    """The entry `which` of each row."""
     return jnp.take_along_axis(x, which.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
 
 
-def picked(read: DecodeOutput, which: Int[Array, " B"]) -> DecodeOutput:
-    """What was read of one of k branches, for each row."""
+def take_output(out: DecodeOutput, which: Int[Array, " B"]) -> DecodeOutput:
+    """The output for one of k candidates of each row."""
 
     def one(x: Array) -> Array:
-        return pick(x, which) if x.ndim == 3 else pick(x.swapaxes(1, 2), which).swapaxes(1, 2)
+        return (
+            take_candidate(x, which)
+            if x.ndim == 3
+            else take_candidate(x.swapaxes(1, 2), which).swapaxes(1, 2)
+        )
 
-    return jax.tree.map(one, read)
+    return jax.tree.map(one, out)
 
 
-def unit(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def unit_vectors(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """float32 vectors of length 1; zeros stay."""
     x = x.astype(jnp.float32)
     norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
     return x / jnp.where(norm > 0, norm, 1.0)
 
 
-def nearest(
-    known: Bool[Array, "B S"],
+def max_cosine(
+    real: Bool[Array, "B S"],
     context: Float[Array, "B S D"],
     candidates: Float[Array, "B k D"],
 ) -> Float[Array, "B k"]:
-    """The largest cosine between each candidate and what is known of the context.
+    """The largest cosine between each candidate and the real columns of the context.
 
     >>> import jax.numpy as jnp
     >>> context = jnp.array([[[1.0, 0.0], [0.0, 1.0]]])
-    >>> nearest(jnp.array([[True, False]]), context, jnp.array([[[0.6, 0.8]]])).tolist()
+    >>> max_cosine(jnp.array([[True, False]]), context, jnp.array([[[0.6, 0.8]]])).tolist()
     [[0.6000000238418579]]
     """
     cosines = jnp.einsum("bkd,bsd->bks", candidates, context, precision=jax.lax.Precision.HIGHEST)
-    return jnp.max(jnp.where(known[:, None], cosines, -jnp.inf), axis=-1)
+    return jnp.max(jnp.where(real[:, None], cosines, -jnp.inf), axis=-1)

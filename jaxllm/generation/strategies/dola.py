@@ -1,4 +1,4 @@
-"""DoLa: the last layer's distribution against that of an earlier one."""
+"""DoLa: contrasts the last layer's distribution with that of an earlier layer."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class DoLa(Sample):
     """Chuang et al., "DoLa: Decoding by Contrasting Layers Improves Factuality in Large Language
     Models", https://arxiv.org/abs/2309.03883, as transformers 4.55.4 does it (`_dola_decoding`).
 
-    Of the layers to contrast, each step takes the one whose distribution is the farthest from the
-    last layer's. As there, it is one layer for the whole batch, by the mean over its rows: this is
-    the one strategy in which rows depend on each other. Rows that have ended have no say here.
+    Each step contrasts with the candidate layer whose distribution differs most from the last
+    layer's. As in transformers it is one layer for the whole batch, by the mean over its rows: this
+    is the only strategy in which rows depend on each other. Rows that have ended are left out here.
     """
 
     layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    """Layers to contrast; 0 is the embedding."""
-    read_options: ClassVar = {"output_hidden_states": True}
+    """Candidate layers; 0 is the embedding."""
+    extra_decode_options: ClassVar = {"output_hidden_states": True}
 
-    def prediction(self, model, read, at, live):
-        """The processors start from differences of log-probabilities."""
-        assert read.hidden_states is not None  # `read_options` ask for them
-        states = [read.hidden_states[i] for i in self.layers]
+    def prediction(self, model, out, at, live):
+        """Logits, and as input of the processors the differences of log-probabilities."""
+        assert out.hidden_states is not None  # from `extra_decode_options`
+        states = [out.hidden_states[i] for i in self.layers]
         last = [x[:, -1:] if at is None else take_column(x, at) for x in states]
         early = jnp.stack([model.logits(x)[:, 0] for x in last])  # past no final norm, as in HF
-        predicted = super().prediction(model, read, at, live)
+        predicted = super().prediction(model, out, at, live)
         base = farthest(predicted.logits, early, live)
         return predicted._replace(basis=contrast(predicted.logits, base))
 
@@ -49,7 +49,7 @@ class DoLa(Sample):
 def farthest(
     final: Float[Array, "B V"], early: Float[Array, "C B V"], live: Bool[Array, " B"]
 ) -> Float[Array, "B V"]:
-    """Of C early layers' logits those with the largest divergence from `final` over the live rows.
+    """The logits of the one of C early layers that diverges most from `final` over the live rows.
 
     As in transformers the average of the two distributions is the first argument of both
     Kullback-Leibler terms, where the Jensen-Shannon divergence has it as the second.
@@ -78,8 +78,9 @@ def contrast(final: Float[Array, "B V"], early: Float[Array, "B V"]) -> Float[Ar
     return jnp.where(log_p < floor, -jnp.inf, log_p - log_q)
 
 
-def layers_to_contrast(model: Decoder, wanted: str | Sequence[int]) -> tuple[int, ...]:
-    """The layers of `dola_layers`: "low", "high", or a list of which those below the last count.
+def layers_to_contrast(model: Decoder, dola_layers: str | Sequence[int]) -> tuple[int, ...]:
+    """Candidate layers: of the lower or the higher half ("low", "high"), or of a list those that
+    lie below the last layer.
 
     With tied embeddings "low" starts above the first layers, which repeat the input there.
 
@@ -87,24 +88,24 @@ def layers_to_contrast(model: Decoder, wanted: str | Sequence[int]) -> tuple[int
         InputError: no layer is left.
     """
     depth = model.depth
-    if wanted == "low":
+    if dola_layers == "low":
         start = min(depth - 1, 2) if model.tied_embedding else 0
         end = depth // 2 if depth <= 40 else 20
         layers = (start,) if start == depth // 2 else tuple(range(start, end, 2))
-    elif wanted == "high":
+    elif dola_layers == "high":
         layers = tuple(range(depth // 2 if depth <= 40 else depth - 20, depth, 2))
     else:
-        layers = tuple(i for i in dict.fromkeys(map(int, wanted)) if i < depth)
-        if len(layers) < len(set(wanted)):
+        layers = tuple(i for i in dict.fromkeys(map(int, dola_layers)) if i < depth)
+        if len(layers) < len(set(dola_layers)):
             warnings.warn(
-                f"`dola_layers`={tuple(wanted)}: the model has {depth} layers, of which only those "
-                f"before the last count ({list(layers)})",
+                f"`dola_layers`={tuple(dola_layers)}: the model has {depth} layers, of which only "
+                f"those before the last count ({list(layers)})",
                 UserWarning,
                 stacklevel=2,
             )
     if not layers:
         raise InputError(
-            f"dola_layers: {wanted!r} leaves no layer of a model with {depth}; give a list of "
+            f"dola_layers: {dola_layers!r} leaves no layer of a model with {depth}; give a list of "
             f"numbers from 0 to {depth - 1}"
         )
     return layers

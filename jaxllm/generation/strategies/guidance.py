@@ -1,7 +1,8 @@
-"""Classifier-free guidance: the prompt and a negative prompt, side by side through one model.
+"""Classifier-free guidance: the prompt and a negative prompt, decoded together by one model.
 
-The strategies do not know of it: they run a model whose cache has twice the rows, and pass on the
-second half's logits to the processors, of which the first mixes the two.
+It wraps the model: strategies run a `Decoder` whose cache has twice the rows, and pass the logits
+of the second half, the unconditional contexts, to the processors; the first of these mixes the two
+(Sanchez et al. 2023, arXiv:2306.17806, as in transformers).
 """
 
 from __future__ import annotations
@@ -34,33 +35,34 @@ from jaxllm.models.outputs import DecodeOutput
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Negative:
-    """What each row's unconditional context starts with."""
+    """The prompts of the unconditional contexts, one for each row."""
 
     tokens: Int[Array, "B T"]
+    """int32, padded on either side."""
     mask: Bool[Array, "B T"]
-    at: Int[Array, " B"]
-    """The column of each row's last real token."""
+    """Real tokens."""
+    last_column: Int[Array, " B"]
+    """int32. The column of each row's last real token."""
 
     @staticmethod
-    def of(columns: PaddedBatch) -> Negative:
-        return Negative(columns.ids, columns.mask, last_token_columns(columns.mask))
+    def of(prompt: PaddedBatch) -> Negative:
+        return Negative(prompt.ids, prompt.mask, last_token_columns(prompt.mask))
 
     def padded(self, width: int) -> Negative:
-        """With masked columns up to `width`."""
+        """Padded on the right to `width` columns."""
         extra = max(width - self.mask.shape[1], 0)
         return Negative(
-            pad_right(self.tokens, extra, 0), pad_right(self.mask, extra, False), self.at
+            pad_right(self.tokens, extra, 0), pad_right(self.mask, extra, False), self.last_column
         )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Guided:
-    """A decoder-only model that also follows the unconditional contexts; strategies run it as any
-    other `Decoder`.
+    """A decoder-only model that decodes unconditional contexts, too; a `Decoder` to strategies.
 
-    A call of B rows runs 2B, the conditional ones over the unconditional. What it returns is of the
-    first B, but for the cache, and for `unconditional_logits`.
+    A call with B rows runs 2B through the model: the conditional rows, then the unconditional ones.
+    It returns the output of the first B, with the cache of all and `unconditional_logits`.
     """
 
     model: Any
@@ -100,8 +102,8 @@ class Guided:
         inputs_embeds: Float[Array, "B T D"] | None = None,
         **options: Any,
     ) -> DecodeOutput:
-        """As `Decoder.decode`. In a prefill the unconditional rows read their own contexts, and so
-        they do where the cache has no rows for them yet: it holds a conversation without them."""
+        """As `Decoder.decode`. In prefill the unconditional rows run their own prompts; so they do
+        where the cache has no rows for them yet, since it continues a conversation."""
         if cache.mask.shape[0] == mask.shape[0]:
             return self.joined(
                 tokens,
@@ -111,16 +113,16 @@ class Guided:
                 inputs_embeds=inputs_embeds,
                 **options,
             )
-        # What is chosen continues both contexts, in the same slots.
+        # A chosen token continues both contexts, in the same slots.
         length = cache.length
         if jnp.ndim(length) == 1:
             cache = cache.replace(length=stacked(length, length))
-        below = (tokens, mask, logits_column)
+        unconditional = (tokens, mask, logits_column)
         if cache_is_empty:
             negative = self.negative.padded(mask.shape[1])
-            below = (negative.tokens, negative.mask, negative.at)
+            unconditional = (negative.tokens, negative.mask, negative.last_column)
         if inputs_embeds is not None:
-            tokens, embeds = None, self.model.embed(below[0])
+            tokens, embeds = None, self.model.embed(unconditional[0])
             inputs_embeds = jnp.concatenate([inputs_embeds.astype(embeds.dtype), embeds])
         if branches is not None:
             columns = branches.columns
@@ -128,49 +130,50 @@ class Guided:
                 seen=stacked(branches.seen, branches.seen),
                 columns=stacked(columns, columns) if columns.ndim == 2 else columns,
             )
-        read = self.model.decode(
-            stacked(tokens, below[0]),
-            stacked(mask, below[1]),
+        out = self.model.decode(
+            stacked(tokens, unconditional[0]),
+            stacked(mask, unconditional[1]),
             cache,
             cache_is_empty=cache_is_empty,
-            logits_column=stacked(logits_column, below[2]),
+            logits_column=stacked(logits_column, unconditional[2]),
             branches=branches,
             inputs_embeds=inputs_embeds,
             **options,
         )
         rows = mask.shape[0]
-        upper = jax.tree.map(lambda x: x[:rows], read.replace(cache=None))
-        cache = read.cache
+        conditional = jax.tree.map(lambda x: x[:rows], out.replace(cache=None))
+        cache = out.cache
         if jnp.ndim(length) == 1:
             cache = cache.replace(length=cache.length[:rows])
-        return upper.replace(cache=cache, unconditional_logits=read.logits[rows:])
+        return conditional.replace(cache=cache, unconditional_logits=out.logits[rows:])
 
     def joined(
         self, tokens: Any, mask: Bool[Array, "B T"], cache: Cache, **options: Any
     ) -> DecodeOutput:
-        """Reads the new part of a conversation, and the unconditional contexts in rows below."""
+        """Runs the new part of a conversation, and the unconditional contexts in rows after it."""
         negative, rows = self.negative, mask.shape[0]
-        upper = self.model.decode(tokens, mask, cache, **options)
-        options.update(logits_column=negative.at, inputs_embeds=None)
+        conditional = self.model.decode(tokens, mask, cache, **options)
+        options.update(logits_column=negative.last_column, inputs_embeds=None)
         empty = cache.cut(jnp.zeros((rows,), jnp.int32))
-        lower = self.model.decode(
+        unconditional = self.model.decode(
             negative.tokens, negative.mask, empty, cache_is_empty=True, **options
         )
-        return upper.replace(
-            cache=lower.cache.below(upper.cache), unconditional_logits=lower.logits
+        return conditional.replace(
+            cache=unconditional.cache.below(conditional.cache),
+            unconditional_logits=unconditional.logits,
         )
 
     def early_exit(self, layers: int) -> Guided:
         return dataclasses.replace(self, model=self.model.early_exit(layers))
 
 
-def beside(model: Any, other: Any) -> Any:
-    """The other model, which follows the unconditional contexts of `model`, if that does."""
+def with_guidance_of(model: Any, other: Any) -> Any:
+    """The `other` model, with the unconditional contexts of `model` if that has any."""
     return Guided(other, model.negative) if isinstance(model, Guided) else other
 
 
 def stacked(above: Array | None, below: Array | None) -> Any:
-    """The rows of both, or None where the first are not given."""
+    """The rows of both, or None if either is None."""
     return None if above is None or below is None else jnp.concatenate([above, below])
 
 

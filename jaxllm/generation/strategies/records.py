@@ -1,8 +1,8 @@
-"""What the model computes beside logits, kept for the user: hidden states and attentions.
+"""Hidden states and attentions of every step, kept for the user.
 
-A strategy makes `Records` from what was read of the prompt, and writes into them at every step; on
-the host they are cut into the tuples that transformers returns. Their buffers have room for every
-step, so they are made only where they are asked for.
+A strategy makes `Records` from the output of prefill, and writes into them at every step; on the
+host they are cut into the tuples that transformers returns. Their buffers have the size of all
+steps, so they are made only where they are asked for.
 """
 
 from __future__ import annotations
@@ -20,47 +20,53 @@ from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.models.outputs import DecodeOutput, Layers
 
-MOST_BYTES = 4 * 2**30
+MAX_BYTES = 4 * 2**30
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Internals:
-    """One entry a layer; hidden states have one more, the embeddings.
+    """Hidden states and attentions of one call of the model, or with a leading axis of all steps.
 
-    Shapes are [B, T, D], [B, N, T, S] and [B, N, T, E]; of all steps together, with the steps in
-    front.
+    Each is a tuple over the layers, or None where it is not kept.
     """
 
     hidden_states: Layers = None
+    """[B, T, D]; the embeddings come first."""
     attentions: Layers = None
+    """[B, heads, T, S], over the slots of the cache."""
     cross_attentions: Layers = None
+    """[B, heads, T, E], over the encoder's columns."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Records:
-    prompt: Internals
-    """Of the prompt's columns, once for all samples of a row."""
-    steps: Internals
-    """Of the newest token at every step but the first, which read the prompt."""
-    encoder: Internals
-    """Empty for decoder-only models, and where the caller gave the encoder's output."""
+    """Hidden states and attentions of a whole generation."""
 
-    def write(self, read: DecodeOutput, step: Int[Array, ""]) -> Records:
-        """With what was read for new token `step`, counted from 0; 1 is the first one written."""
-        return self._put(self._of(read), step)
+    prompt: Internals
+    """Those of the prompt's columns, once for all samples of a row."""
+    steps: Internals
+    """Those of the newest token at every step but the first, which is prefill."""
+    encoder: Internals
+    """Those of the encoder; empty for decoder-only models, and where the caller gave its output."""
+
+    def write(self, out: DecodeOutput, step: Int[Array, ""]) -> Records:
+        """The records with the output for new token `step` (from 0; the first one written is 1)."""
+        return self._put(self._of(out), step)
 
     def write_branches(
         self,
-        read: DecodeOutput,
+        out: DecodeOutput,
         step: Int[Array, ""],
         columns: Int[Array, " S"] | Int[Array, "B S"],
     ) -> Records:
-        """As `write`, of branches, each of which is a row here: [B*N, 1, D], [B*N, heads, 1, S].
+        """As `write`, for N branches of each row, which are rows of the records: [B*N, 1, D] and
+        [B*N, heads, 1, S].
 
-        `columns` says which column each slot of the cache belongs to, of all rows or of each. A
-        branch sees one slot of each, and no other has any weight.
+        Args:
+            columns: the column of each slot of the cache, of all rows or of each row. A branch
+                attends to one slot of each column, so that all others have weight 0.
         """
 
         def rows(x):
@@ -73,65 +79,65 @@ class Records:
                 each = jnp.repeat(columns, weights.shape[0] // columns.shape[0], axis=0)
             empty = jnp.zeros((*weights.shape[1:-1], kept.shape[-1]), weights.dtype)
             put = jax.vmap(
-                lambda row, at: empty.at[..., at].add(row, mode="drop"),
+                lambda row, column: empty.at[..., column].add(row, mode="drop"),
                 (0, 0 if each.ndim == 2 else None),
             )
             return put(weights, each)
 
-        new = jax.tree.map(rows, self._of(read))
+        new = jax.tree.map(rows, self._of(out))
         weights = jax.tree.map(by_column, new.attentions, self.steps.attentions)
         return self._put(dataclasses.replace(new, attentions=weights), step)
 
-    def write_columns(self, read: DecodeOutput, steps: Int[Array, " B"]) -> Records:
-        """As `write`, of T columns, which each row reads for its new tokens from `steps[b]` on."""
+    def write_columns(self, out: DecodeOutput, steps: Int[Array, " B"]) -> Records:
+        """As `write`, for T new tokens of each row b, counted from `steps[b]` on."""
 
         def put(kept, new):
             new = jnp.moveaxis(new, -2, 0)[..., None, :]
             return jax.vmap(_put_at, in_axes=(1, 1, 0), out_axes=1)(kept, new, steps - 1)
 
-        return dataclasses.replace(self, steps=jax.tree.map(put, self.steps, self._of(read)))
+        return dataclasses.replace(self, steps=jax.tree.map(put, self.steps, self._of(out)))
 
-    def _of(self, read: DecodeOutput) -> Internals:
+    def _of(self, out: DecodeOutput) -> Internals:
         kept = self.steps
-        return internals(read, kept.hidden_states is not None, kept.attentions is not None)
+        return internals(out, kept.hidden_states is not None, kept.attentions is not None)
 
     def _put(self, new: Internals, step: Int[Array, ""]) -> Records:
         written = jax.tree.map(lambda kept, x: _put_at(kept, x[None], step - 1), self.steps, new)
         return dataclasses.replace(self, steps=written)
 
 
-def _put_at(kept: Array, new: Array, at: Int[Array, ""]) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(kept, new, at, axis=0)
+def _put_at(kept: Array, new: Array, position: Int[Array, ""]) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(kept, new, position, axis=0)
 
 
-def internals(read: DecodeOutput, hidden_states: bool, attentions: bool) -> Internals:
-    """What is kept of a call; a strategy may have asked for more than that."""
+def internals(out: DecodeOutput, hidden_states: bool, attentions: bool) -> Internals:
+    """The parts of an output that are kept; a strategy may have asked the model for more."""
     return Internals(
-        hidden_states=read.hidden_states if hidden_states else None,
-        attentions=read.attentions if attentions else None,
-        cross_attentions=read.cross_attentions if attentions else None,
+        hidden_states=out.hidden_states if hidden_states else None,
+        attentions=out.attentions if attentions else None,
+        cross_attentions=out.cross_attentions if attentions else None,
     )
 
 
 def first_records(
-    read: DecodeOutput,
+    out: DecodeOutput,
     samples: int,
-    room: int,
+    new_token_bucket: int,
     *,
     output_hidden_states: bool,
     output_attentions: bool,
     width: int | None = None,
 ) -> Records | None:
-    """Records that hold the prompt's part, with buffers for `room` tokens; None if nothing is kept.
+    """Records of the prompt, with empty buffers for the steps; None if nothing is kept.
 
     Args:
-        read: what the model read of the prompt.
+        out: the output of prefill.
         samples: results a row.
-        room: most new tokens.
-        output_hidden_states, output_attentions: what is kept.
-        width: most columns that attention looks at; None: as many as the cache has slots.
+        new_token_bucket: the limit of new tokens, rounded up.
+        output_hidden_states, output_attentions: whether they are kept.
+        width: columns of the attention weights; None: as many as the cache has slots.
     """
-    prompt = internals(read, output_hidden_states, output_attentions)
+    prompt = internals(out, output_hidden_states, output_attentions)
     if not jax.tree.leaves(prompt):
         return None
 
@@ -141,27 +147,27 @@ def first_records(
 
         def like(x):
             rows, (*heads, _, width) = x.shape[0] * samples, x.shape[1:]
-            shape = (room - 1, rows, *heads, 1, width if last is None else last)
+            shape = (new_token_bucket - 1, rows, *heads, 1, width if last is None else last)
             return jnp.zeros(shape, x.dtype)
 
         return tuple(like(x) for x in layers)
 
     steps = Internals(
         hidden_states=zeros(prompt.hidden_states),
-        attentions=zeros(prompt.attentions, read.cache.capacity if width is None else width),
+        attentions=zeros(prompt.attentions, out.cache.capacity if width is None else width),
         cross_attentions=zeros(prompt.cross_attentions),
     )
-    encoder = Internals(read.encoder_hidden_states, read.encoder_attentions)
+    encoder = Internals(out.encoder_hidden_states, out.encoder_attentions)
     return Records(prompt=prompt, steps=steps, encoder=encoder)
 
 
 def check_size(records: Records | None) -> None:
-    """Raises if the records, of which only the shapes need be known, would be huge."""
+    """Raises InputError if the records would take more than `MAX_BYTES`; shapes are enough."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(records))
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise InputError(
             f"output_attentions, output_hidden_states: their buffers would take {size:,} bytes, "
-            f"more than {MOST_BYTES:,}; ask for one of the two, for fewer new tokens or for fewer "
+            f"more than {MAX_BYTES:,}; ask for one of the two, for fewer new tokens or for fewer "
             "rows at a time"
         )
 

@@ -88,47 +88,55 @@ class Sample(Strategy[SampleState]):
 
     sampling: bool = dataclasses.field(metadata={"static": True})
     """Some rows draw their tokens."""
-    count: int = dataclasses.field(default=1, metadata={"static": True})
+    num_return_sequences: int = dataclasses.field(default=1, metadata={"static": True})
     """Results a row: the prompt is prefilled once for all of them."""
     sampled: Bool[Array, " B"] | None = None
     """Rows that draw, where `sampling`; None: all."""
-    slides = True
+    allows_ring_cache = True
 
     @property
-    def samples(self) -> int:
-        return self.count
+    def keys_per_row(self) -> int:
+        return self.num_return_sequences
 
-    def init(self, model, prompt, read, settings, room):
-        predicted = self.prediction(model, read, prompt.at, jnp.ones(prompt.at.shape, bool))
-        predicted = jax.tree.map(lambda x: jnp.repeat(x, self.count, axis=0), predicted)
-        state = self.before(prompt, read.cache, room)
-        state = with_records(state, predicted.logits, settings, room)
-        kept = first_records(read, self.count, room, **settings.decode_options)
+    def init(self, model, prompt, out, settings, new_token_bucket):
+        predicted = self.prediction(
+            model, out, prompt.last_column, jnp.ones(prompt.last_column.shape, bool)
+        )
+        predicted = jax.tree.map(
+            lambda x: jnp.repeat(x, self.num_return_sequences, axis=0), predicted
+        )
+        state = self.initial_state(prompt, out.cache, new_token_bucket)
+        state = with_records(state, predicted.logits, settings, new_token_bucket)
+        kept = first_records(
+            out, self.num_return_sequences, new_token_bucket, **settings.decode_options
+        )
         return self.emit(state.replace(records=kept), predicted, settings)
 
-    def before(self, prompt: Prompt, cache: Cache, room: int) -> SampleState:
+    def initial_state(self, prompt: Prompt, cache: Cache, new_token_bucket: int) -> SampleState:
         """The state before the first token, with a cache that holds the prompt."""
-        return first_state(prompt, cache.repeat(self.count), self.count)
+        return first_state(
+            prompt, cache.repeat(self.num_return_sequences), self.num_return_sequences
+        )
 
     def step(self, model, state, settings):
         live = ~state.done
-        options = {**settings.decode_options, **self.read_options}
-        read = model.decode(state.token[:, None], live[:, None], state.cache, **options)
+        options = {**settings.decode_options, **self.extra_decode_options}
+        out = model.decode(state.token[:, None], live[:, None], state.cache, **options)
         if state.records is not None:
-            state = state.replace(records=state.records.write(read, state.step))
-        predicted = self.prediction(model, read, None, live)
-        return self.emit(state.replace(cache=read.cache), predicted, settings)
+            state = state.replace(records=state.records.write(out, state.step))
+        predicted = self.prediction(model, out, None, live)
+        return self.emit(state.replace(cache=out.cache), predicted, settings)
 
     def prediction(
         self,
         model: Any,
-        read: DecodeOutput,
+        out: DecodeOutput,
         at: Int[Array, " B"] | None,
         live: Bool[Array, " B"],
     ) -> Prediction:
         """Logits of the newest column, or of column `at` of the prompt."""
-        logits = read.logits[:, 0]
-        return Prediction(logits, logits, unconditional(read))
+        logits = out.logits[:, 0]
+        return Prediction(logits, logits, unconditional(out))
 
     def emit(
         self, state: SampleState, predicted: Prediction, settings: DecodeSettings
@@ -176,13 +184,13 @@ def first_state(prompt: Prompt, cache: Cache, samples: int) -> SampleState:
 
 
 def with_records(
-    state: Any, logits: Float[Array, "B V"], settings: DecodeSettings, room: int
+    state: Any, logits: Float[Array, "B V"], settings: DecodeSettings, new_token_bucket: int
 ) -> Any:
     """Adds buffers for the scores and logits of every step, where they are kept."""
     if settings.keep_scores:
-        state = state.replace(scores=jnp.zeros((room, *logits.shape), logits.dtype))
+        state = state.replace(scores=jnp.zeros((new_token_bucket, *logits.shape), logits.dtype))
     if settings.keep_logits:
-        state = state.replace(logits=jnp.zeros((room, *logits.shape), logits.dtype))
+        state = state.replace(logits=jnp.zeros((new_token_bucket, *logits.shape), logits.dtype))
     return state
 
 

@@ -11,7 +11,7 @@ from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.values import float_leaf, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.mode import draft_options, generation_mode
-from jaxllm.generation.strategies.assisted.assistants import assisted
+from jaxllm.generation.strategies.assisted.select_draft import assisted
 from jaxllm.generation.strategies.beam.beam_search import BeamSearch
 from jaxllm.generation.strategies.beam.constrained_beam import ConstrainedBeamSearch
 from jaxllm.generation.strategies.beam.constraints import (
@@ -66,7 +66,7 @@ REGISTERED_STRATEGIES: dict[str, RegisteredStrategy] = {}
 
 def _sample(call: Call) -> Strategy[Any]:
     config = call.config
-    return Sample(sampling=bool(config.do_sample), count=config.num_return_sequences)
+    return Sample(sampling=bool(config.do_sample), num_return_sequences=config.num_return_sequences)
 
 
 def _assisted(call: Call) -> Strategy[Any]:
@@ -97,7 +97,7 @@ def _dola(call: Call) -> Strategy[Any]:
     assert config.dola_layers is not None
     return DoLa(
         sampling=bool(config.do_sample),
-        count=config.num_return_sequences,
+        num_return_sequences=config.num_return_sequences,
         layers=layers_to_contrast(call.model, config.dola_layers),
     )
 
@@ -112,8 +112,8 @@ def _beams(call: Call) -> dict[str, Any]:
     penalty = float_leaf("generate()", "length_penalty", config.length_penalty, "(-inf, inf)")
     return {
         "length_penalty": penalty,
-        "beams": config.num_beams,
-        "returns": config.num_return_sequences,
+        "num_beams": config.num_beams,
+        "num_return_sequences": config.num_return_sequences,
         "early_stopping": config.early_stopping,
     }
 
@@ -142,7 +142,7 @@ def _group_beam_search(call: Call) -> Strategy[Any]:
         raise UnsupportedError("num_beam_groups: diverse beam search does not sample")
     if not is_traced(config.diversity_penalty) and config.diversity_penalty == 0:
         raise InputError("diversity_penalty: must be above 0, or all groups find the same texts")
-    return GroupBeamSearch(**_beams(call), groups=config.num_beam_groups)
+    return GroupBeamSearch(**_beams(call), num_groups=config.num_beam_groups)
 
 
 def _constrained_beam_search(call: Call) -> Strategy[Any]:

@@ -1,7 +1,10 @@
-"""What every strategy of generation is: a start, a step and an end over one driver (`loop`).
+"""The base class of decoding strategies, and the arrays that they take and return.
 
-A strategy is a frozen dataclass and a pytree. What shapes its program (the number of beams) is
-static; its numbers (a length penalty) are leaves, so that another number compiles nothing.
+A strategy is a frozen dataclass and a pytree. Fields that shape its program (the number of beams)
+are static; numbers (a length penalty) are leaves, so that another number compiles nothing. The
+driver in `generation/loop.py` runs `init` once, `step` in a while loop, and `finish` at the end.
+
+B is the batch, T columns of the prompt, L columns of the sequence buffers, Bn samples of all rows.
 """
 
 from __future__ import annotations
@@ -22,62 +25,70 @@ from jaxllm.generation.strategies.records import Records
 from jaxllm.models.outputs import DecodeOutput
 
 NEVER = -1
+"""`first_nonfinite_step` of a row whose logits were finite so far."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """The arrays of one call, in buckets."""
+    """The prompts of one call in buckets, and what prefill makes of them."""
 
-    inputs: dict[str, Any]
-    """What `model.decode` takes: `tokens` [B, T] or `inputs_embeds` [B, T, D], `mask` [B, T],
-    `token_type_ids` [B, T]."""
-    encoder: dict[str, Any]
-    """What `model.start` takes."""
+    decoder_inputs: dict[str, Any]
+    """Arguments of `Decoder.decode`: `tokens` int32 [B, T] or `inputs_embeds` [B, T, D], `mask`
+    bool [B, T], `token_type_ids` int32 [B, T]."""
+    encoder_inputs: dict[str, Any]
+    """Arguments of `Decoder.init_cache`; empty without an encoder."""
     sequences: Int[Array, "B L"]
-    """The buffer that the result grows in: the prompt, then pads."""
+    """int32. The buffer in which the result grows: the prompt, then pads."""
     mask: Bool[Array, "B L"]
-    """Which columns of `sequences` hold real tokens."""
+    """Real tokens of `sequences`."""
     start_len: Int[Array, ""] | Int[Array, " B"]
-    """Columns of `sequences` that the prompt fills. One number a row in batch slots alone."""
-    columns: Int[Array, ""] | Int[Array, " B"]
-    """Columns of the prompt that are not bucket padding; new tokens overwrite that. More than
-    `start_len` with embeddings alone."""
-    at: Int[Array, " B"]
-    """The column that holds each row's last real token."""
+    """int32. Columns of `sequences` that the prompt fills; one number a row in batch slots."""
+    cache_len: Int[Array, ""] | Int[Array, " B"]
+    """int32. Columns of the cache that the prompt fills, without the padding of its bucket, which
+    new tokens overwrite. More than `start_len` for embeddings alone."""
+    last_column: Int[Array, " B"]
+    """int32. The column of `decoder_inputs` that holds each row's last real token."""
     keys: Key[Array, " Bn"]
-    """A key for each sample of each row."""
-    kind: CacheKind = PLAIN
-    """Of the cache."""
-    past: Cache | None = None
-    """What an earlier call left. `inputs` and `at` are then of the new columns alone, padded on the
-    right, and `columns` is one number a row: the real ones, old and new."""
+    """A random key for each sample of each row, the samples of a row side by side."""
+    cache_kind: CacheKind = PLAIN
+    past_cache: Cache | None = None
+    """The cache of an earlier call. `decoder_inputs` and `last_column` are then those of the new
+    columns alone, padded on the right, and `cache_len` counts the real columns of each row, old and
+    new."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeSettings:
-    """What all strategies read, all traced: another EOS set or length compiles nothing."""
+    """Settings that all strategies read. The numbers are traced: other end tokens or another length
+    compile nothing."""
 
     processors: LogitsProcessorList
     eos: Int[Array, " E"] | Int[Array, "B E"]
-    """End tokens, filled up with -1, which no token equals; each row's own in batch slots."""
+    """int32. End tokens, filled up with -1, which no token equals; each row's own in batch
+    slots."""
     pad: Int[Array, ""]
-    """What finished rows emit."""
+    """int32. The token that rows get after their end."""
     max_length: Int[Array, ""] | Int[Array, " B"]
-    """Columns of the longest result."""
+    """int32. Columns of the longest result, prompt included."""
     stops: StoppingCriteriaList
-    """What ends a row besides `eos` and `max_length`."""
+    """Criteria that end a row besides `eos` and `max_length`."""
     allow_nonfinite: bool = dataclasses.field(metadata={"static": True})
-    """`remove_invalid_values`: NaN and infinite logits are mended, not reported."""
+    """`remove_invalid_values`: a processor replaces NaN and infinite logits, so they are not
+    reported."""
     keep_scores: bool = dataclasses.field(default=False, metadata={"static": True})
+    """`output_scores`."""
     keep_logits: bool = dataclasses.field(default=False, metadata={"static": True})
+    """`output_logits`."""
     keep_hidden_states: bool = dataclasses.field(default=False, metadata={"static": True})
+    """`output_hidden_states`."""
     keep_attentions: bool = dataclasses.field(default=False, metadata={"static": True})
+    """`output_attentions`."""
 
     @property
     def decode_options(self) -> dict[str, Any]:
-        """Arguments of `model.decode`, at every step."""
+        """Arguments of `Decoder.decode` at every step."""
         return {
             "output_hidden_states": self.keep_hidden_states,
             "output_attentions": self.keep_attentions,
@@ -87,63 +98,84 @@ class DecodeSettings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AssistedCounts:
-    """What assisted generation did, for each row; `accepted / drafted` is the acceptance rate."""
+    """Counts of assisted generation for each row; `accepted / drafted` is the acceptance rate."""
 
     drafted: Int[Array, " R"]
-    """Tokens that the draft proposed."""
+    """int32. Tokens that the draft proposed."""
     accepted: Int[Array, " R"]
-    """Those of them that are in the result."""
+    """int32. Proposed tokens that are in the result."""
     target_calls: Int[Array, " R"]
-    """Forward passes of the model while the row was live, the prompt's included."""
+    """int32. Forward passes of the model while the row was live, prefill included."""
     num_assistant_tokens: Int[Array, " R"]
-    """The schedule's last value; passed to the next call it carries the heuristic on."""
+    """int32. The schedule's last value; the next call continues the schedule if it gets this."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a strategy ends with; R rows are returned."""
+    """The result of a strategy, finished or so far: R rows are returned after N steps."""
 
     sequences: Int[Array, "R L"]
+    """int32. Prompt and new tokens, then pads."""
     length: Int[Array, ""]
-    """Columns of the longest row; while some are live, those that every live row has."""
+    """Columns of the longest row; while some are live, columns that every live row has."""
     steps: Int[Array, ""]
-    """Entries in the records below."""
+    """New tokens of the longest row: entries in `scores`, `logits` and `records`."""
     first_nonfinite_step: Int[Array, " B"]
     """The first step at which a live row had no finite logits or no token left, or -1."""
     longest: Int[Array, ""] | None = None
-    """Columns of the longest row so far, where rows do not advance together; else None."""
+    """Columns of the longest row so far, in strategies whose rows do not advance together."""
     over: Bool[Array, ""] | None = None
-    """Nothing is left to do. Set by the driver."""
+    """Every row has ended or is full. Set by the driver."""
     scores: Float[Array, "N Bn V"] | None = None
+    """Processed scores of every step (`output_scores`)."""
     logits: Float[Array, "N Bn V"] | None = None
+    """Raw logits of every step (`output_logits`)."""
     sequences_scores: Float[Array, " R"] | None = None
+    """Of beams: the score of each row, its length penalty included."""
     beam_indices: Int[Array, "R N"] | None = None
+    """Of beams: the beam that each new token was chosen from, counted over the batch; -1 after the
+    end."""
     records: Records | None = None
+    """Hidden states and attentions."""
     assisted: AssistedCounts | None = None
+    """Counts of assisted generation."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ReturnedCache:
+    """The cache of the rows that are returned, for `past_key_values`."""
+
+    cache: Cache
+    sequences: Int[Array, "R L"]
+    mask: Bool[Array, "R L"]
+    """Real tokens of `sequences`; the cache holds the first ones of each row."""
 
 
 S = TypeVar("S")
 
 
 class Strategy(Generic[S]):
-    """One way of choosing tokens. S is the state that its loop carries; `cur_len`, `step`,
-    `first_nonfinite_step` and `cache` are in every state, and `done` where `open_rows` is not
-    overridden."""
+    """A way of choosing tokens, with a state S that the decoding loop carries.
 
-    streams: ClassVar[bool] = True
-    """Tokens once chosen stay."""
-    slides: ClassVar[bool] = False
-    """It reads new columns one at a time, so that a sliding window may be a ring."""
-    continues: ClassVar[bool] = True
-    """It can start from a cache of `PastKeyValues`."""
-    read_options: ClassVar[Mapping[str, Any]] = {}
-    """More arguments of `model.decode` for the prompt; greedy search, sampling and DoLa give them
-    at every step."""
+    Every state has the fields `cur_len` (columns in use), `step` (steps so far),
+    `first_nonfinite_step` and `cache`, and `done` [B] where `open_rows` is not overridden.
+    """
+
+    can_stream: ClassVar[bool] = True
+    """Chosen tokens are final, so that they can be streamed."""
+    allows_ring_cache: ClassVar[bool] = False
+    """It runs new columns one at a time, so that a sliding window may be a ring buffer."""
+    can_continue: ClassVar[bool] = True
+    """It can start from the cache of `PastKeyValues`."""
+    extra_decode_options: ClassVar[Mapping[str, Any]] = {}
+    """Further arguments of `Decoder.decode` for the prompt; greedy search, sampling and DoLa give
+    them at every step."""
 
     @property
-    def samples(self) -> int:
-        """Random keys a row."""
+    def keys_per_row(self) -> int:
+        """Random keys a row: results that draw independently."""
         return 1
 
     def slots(self, new: int) -> int:
@@ -151,39 +183,44 @@ class Strategy(Generic[S]):
         return new
 
     def init(
-        self, model: Any, prompt: Prompt, read: DecodeOutput, settings: DecodeSettings, room: int
+        self,
+        model: Any,
+        prompt: Prompt,
+        out: DecodeOutput,
+        settings: DecodeSettings,
+        new_token_bucket: int,
     ) -> S:
-        """The state after the first token, from what the model read of the prompt; or before it,
-        where choosing it takes another call of the model.
+        """The state after the first token, from the output of prefill; or before it, where choosing
+        it takes another call of the model.
 
         Args:
-            read: logits of each row's last real column [B, 1, V], the filled cache, and the hidden
+            out: logits of each row's last real column [B, 1, V], the filled cache, and the hidden
                 states of all columns.
-            room: most new tokens, a bucket.
+            new_token_bucket: the limit of new tokens, rounded up.
         """
         raise NotImplementedError
 
     def step(self, model: Any, state: S, settings: DecodeSettings) -> S:
-        """One more token for every live row."""
+        """The state after one more token (assisted generation: one more draft) of each live row."""
         raise NotImplementedError
 
     def open_rows(self, state: Any) -> Bool[Array, " B"]:
         """Rows that have not ended."""
         return ~state.done
 
-    def alive(self, state: Any, until: Int[Array, ""]) -> Bool[Array, ""]:
-        """Whether to go on: some row has not ended, and has fewer than `until` columns."""
-        return jnp.any(self.open_rows(state) & (state.cur_len < until))
+    def alive(self, state: Any, max_length: Int[Array, ""]) -> Bool[Array, ""]:
+        """Whether the loop goes on: some open row has fewer than `max_length` columns."""
+        return jnp.any(self.open_rows(state) & (state.cur_len < max_length))
 
     def finish(self, state: S, settings: DecodeSettings) -> Result:
-        """The rows to return."""
+        """The rows to return, of a state that need not be the last."""
         raise NotImplementedError
 
-    def leave(self, state: Any) -> tuple[Cache, Int[Array, "R L"], Bool[Array, "R L"]]:
-        """What a later call may start from: the cache of the rows to return, their tokens, and
-        which of these are real. The first ones of each row are in the cache."""
-        # Unconditional contexts lie below, and belong to a call.
-        return state.cache.first(state.mask.shape[0]), state.sequences, state.mask
+    def returned_cache(self, state: Any) -> ReturnedCache:
+        """The cache of the rows to return, from which a later call continues."""
+        # The unconditional contexts of guidance are the last rows, and belong to this call.
+        cache = state.cache.first(state.mask.shape[0])
+        return ReturnedCache(cache, state.sequences, state.mask)
 
 
 def note_nonfinite(
@@ -193,7 +230,7 @@ def note_nonfinite(
     logits: Float[Array, "B V"],
     scores: Float[Array, "B V"],
 ) -> Int[Array, " B"]:
-    """`first_nonfinite_step` after a look at this step."""
+    """`first_nonfinite_step` after this step."""
     return jnp.where(
         nonfinite(logits, scores) & live & (first_nonfinite_step == NEVER),
         step,
@@ -202,15 +239,15 @@ def note_nonfinite(
 
 
 def nonfinite(logits: Float[Array, "... V"], scores: Float[Array, "... V"]) -> Bool[Array, " ..."]:
-    """NaN or infinite logits, or every token forbidden.
+    """Whether logits are NaN or infinite, or every token is forbidden.
 
-    A -inf among the logits is no fault (a head may mask); nothing but -inf is.
+    Single logits of -inf are allowed (a model may mask tokens).
     """
     best = jnp.max(scores, axis=-1)
     return ~jnp.isfinite(jnp.max(logits, axis=-1)) | jnp.isnan(best) | (best == -jnp.inf)
 
 
-def unconditional(read: DecodeOutput) -> Float[Array, "B V"] | None:
-    """The logits of the unconditional contexts, where there is guidance."""
-    logits = read.unconditional_logits
+def unconditional(out: DecodeOutput) -> Float[Array, "B V"] | None:
+    """Logits of the unconditional contexts, or None without guidance."""
+    logits = out.unconditional_logits
     return None if logits is None else logits[:, 0]

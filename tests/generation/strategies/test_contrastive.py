@@ -11,7 +11,7 @@ from generation_tools import cache_copies, compilations, loop_is_in_place, promp
 
 import jaxllm
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.generation.strategies.contrastive import nearest, unit
+from jaxllm.generation.strategies.contrastive import max_cosine, unit_vectors
 
 SEARCH = {"penalty_alpha": 0.6, "top_k": 4}
 CASES = [case for case in cases().values() if case["mode"] == "contrastive"]
@@ -248,8 +248,8 @@ def test_top_k_cannot_be_a_tracer():
 
 
 def test_similarity_looks_at_known_columns_only():
-    vectors = unit(jnp.array([[[3.0, 4.0], [0.0, 0.0], [2.0, 0.0]]]))
+    vectors = unit_vectors(jnp.array([[[3.0, 4.0], [0.0, 0.0], [2.0, 0.0]]]))
     np.testing.assert_allclose(vectors[0], [[0.6, 0.8], [0, 0], [1, 0]], atol=1e-6)
-    candidates = unit(jnp.array([[[1.0, 0.0], [0.0, 1.0]]]))
-    best = nearest(jnp.array([[True, True, False]]), vectors, candidates)
+    candidates = unit_vectors(jnp.array([[[1.0, 0.0], [0.0, 1.0]]]))
+    best = max_cosine(jnp.array([[True, True, False]]), vectors, candidates)
     np.testing.assert_allclose(best, [[0.6, 0.8]], atol=1e-6)

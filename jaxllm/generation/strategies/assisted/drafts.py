@@ -1,75 +1,131 @@
-"""Where drafted tokens come from: a smaller model, the model's own first layers, or the text."""
+"""Drafts of a network: an assistant model, or the model's own first layers, token by token.
+
+The rows of a batch have different lengths, since they accept different numbers of drafted tokens.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.kv_cache import Cache
+from jaxllm.cache.kv_cache import Cache, put_columns
 from jaxllm.common.errors import UnsupportedError
-from jaxllm.generation.processors import LogitsProcessorList
-from jaxllm.generation.processors.base import History
-from jaxllm.generation.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
-from jaxllm.generation.processors.warpers import Filter
 from jaxllm.generation.strategies.assisted.acceptance import Drafted
-from jaxllm.generation.strategies.assisted.draft_loop import Choose, Drafting, Text, each_sample
-from jaxllm.generation.strategies.assisted.lookup import earlier_match, following
-from jaxllm.generation.strategies.guidance import beside
-from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt
+from jaxllm.generation.strategies.guidance import with_guidance_of
+from jaxllm.generation.strategies.strategy import (
+    DecodeSettings,
+    Prompt,
+    nonfinite,
+    unconditional,
+)
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.outputs import DecodeOutput
 
-SCORED = (Filter, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+Choose = Callable[[Float[Array, "B V"], Int[Array, " B"]], Int[Array, " B"]]
+"""`(processed scores, columns) -> tokens`: each row's token for its column."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenBuffer:
+    """The sequences of a batch; drafted tokens follow from column `cur_len` on."""
+
+    sequences: Int[Array, "B L"]
+    mask: Bool[Array, "B L"]
+    """Real tokens of `sequences`."""
+    cur_len: Int[Array, " B"]
+    """Columns of each row that are accepted."""
+
+    def put(
+        self, tokens: Int[Array, "B T"], real: Bool[Array, "B T"], offset: int | Int[Array, ""] = 0
+    ) -> TokenBuffer:
+        """The buffer with tokens written from column `cur_len + offset` on."""
+        position = self.cur_len + offset
+        return dataclasses.replace(
+            self,
+            sequences=put_columns(self.sequences, tokens, position),
+            mask=put_columns(self.mask, real, position),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftInputs:
+    """Arguments of `Draft.propose`."""
+
+    model: Decoder
+    """The model that checks the draft."""
+    buffer: TokenBuffer
+    cache: Cache
+    """The model's cache: each row without its newest token."""
+    draft_state: Any
+    """What `Draft.init` returned, or the last round."""
+    limit: Int[Array, " B"]
+    """Tokens to propose for each row, at most."""
+    choose: Choose
+    prompt_len: Int[Array, ""]
+    """Columns of the prompt."""
+    settings: DecodeSettings
+    max_draft: int
+    """G: columns of a draft, a static bound of `limit`."""
+    keep_scores: bool
+    """The scores that tokens are drawn from are needed for acceptance."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A draft, and the buffers that it was written to."""
+
+    drafted: Drafted
+    buffer: TokenBuffer
+    cache: Cache
+    """The model's."""
+    draft_state: Any
 
 
 class Draft:
-    """Proposes up to `most` tokens a row. A pytree, like the strategy that it belongs to."""
+    """Proposes tokens for each row. A pytree, like the strategy that it belongs to."""
 
     has_scores: ClassVar[bool] = True
-    """Its tokens are drawn from scores, which the rule of acceptance then needs."""
+    """Its tokens are drawn from scores, which the speculative rule of acceptance needs."""
 
-    def init(self, model: Any, prompt: Prompt, capacity: int, samples: int) -> Any:
-        """What it remembers of the prompt."""
+    def init(self, model: Decoder, prompt: Prompt, capacity: int, samples: int) -> Any:
+        """The draft's own state after the prompt.
+
+        Args:
+            capacity: slots of the model's cache.
+            samples: results a row.
+        """
         return None
 
-    def propose(
-        self,
-        model: Any,
-        text: Text,
-        cache: Cache,
-        own: Any,
-        limit: Int[Array, " B"],
-        choose: Choose,
-        prompt_len: Int[Array, ""],
-        settings: DecodeSettings,
-        *,
-        most: int,
-        keep_scores: bool,
-    ) -> tuple[Drafted, Text, Cache, Any]:
-        """Drafts of at most `limit` tokens, the text with them, the model's cache, and its own.
-
-        The cache holds each row up to its newest token, which is not in it.
-        """
+    def propose(self, inputs: DraftInputs) -> Proposal:
         raise NotImplementedError
 
-    def keep(self, own: Any, length: Int[Array, " B"]) -> Any:
-        """Forgets drafts that were not accepted; `length` columns are in the model's cache."""
-        return own
+    def keep(self, draft_state: Any, length: Int[Array, " B"]) -> Any:
+        """The draft's state without tokens that were rejected.
+
+        Args:
+            length: columns of each row in the model's cache.
+        """
+        return draft_state
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AssistantModel(Draft):
-    """A model of the same vocabulary, with a cache of its own."""
+    """A model of the same vocabulary, with a cache of its own (its draft state)."""
 
     model: Any
     threshold: Float[Array, ""]
     """A row's draft ends with a token less probable than this."""
 
     def init(self, model, prompt, capacity, samples):
-        if "inputs_embeds" in prompt.inputs or prompt.encoder.keys() & {
+        if "inputs_embeds" in prompt.decoder_inputs or prompt.encoder_inputs.keys() & {
             "inputs_embeds",
             "encoder_states",
         }:
@@ -78,100 +134,168 @@ class AssistantModel(Draft):
                 "outputs of one model mean nothing to another; assistant_early_exit and "
                 "prompt_lookup_num_tokens take them"
             )
-        network, (batch, width) = beside(model, self.model), prompt.mask.shape
-        if prompt.past is None:
-            cache = prompt.kind.of(network.init_cache(batch, capacity, **prompt.encoder))
+        network, (batch, width) = with_guidance_of(model, self.model), prompt.mask.shape
+        if prompt.past_cache is None:
+            cache = network.init_cache(batch, capacity, **prompt.encoder_inputs)
             cache = network.decode(
-                cache=cache, cache_is_empty=True, logits_column=prompt.at, **prompt.inputs
+                cache=prompt.cache_kind.of(cache),
+                cache_is_empty=True,
+                logits_column=prompt.last_column,
+                **prompt.decoder_inputs,
             ).cache
         else:
-            # The conversation is new to the assistant.
-            unread = prompt.past.cross is not None and "input_ids" not in prompt.encoder
-            if unread or "token_type_ids" in prompt.inputs:
+            # The assistant has not seen the conversation: it prefills all of it.
+            no_ids = (
+                prompt.past_cache.cross is not None and "input_ids" not in prompt.encoder_inputs
+            )
+            if no_ids or "token_type_ids" in prompt.decoder_inputs:
                 raise UnsupportedError(
                     "assistant_model: not with past_key_values that hold no ids of the encoder's "
                     "input, which the assistant reads as well, nor beside token_type_ids; "
                     "assistant_early_exit and prompt_lookup_num_tokens go on there"
                 )
-            cache = prompt.kind.of(network.init_cache(batch, width, **prompt.encoder))
-            read = network.decode(prompt.sequences, prompt.mask, cache, cache_is_empty=True)
-            cache = read.cache.compact(capacity)
-        length = each_sample(prompt.columns, batch * samples)
+            cache = network.init_cache(batch, width, **prompt.encoder_inputs)
+            cache = network.decode(
+                prompt.sequences, prompt.mask, prompt.cache_kind.of(cache), cache_is_empty=True
+            ).cache.compact(capacity)
+        length = per_sample(prompt.cache_len, batch * samples)
         return cache.repeat(samples).replace(length=length)
 
-    def propose(
-        self, model, text, cache, own, limit, choose, prompt_len, settings, *, most, keep_scores
-    ):
-        drafting = Drafting(
-            beside(model, self.model),
-            self.threshold,
-            choose,
-            prompt_len,
-            settings,
-            most,
-            keep_scores,
-        )
-        drafted, text, own = drafting(text, own, cache.length, limit)
-        # The last token of a draft was proposed, but not read.
-        length = cache.length + jnp.maximum(drafted.size, 1)
-        return drafted, text, cache, own.replace(length=length)
+    def propose(self, inputs):
+        network = with_guidance_of(inputs.model, self.model)
+        drafted, buffer, own = run_draft(network, self.threshold, inputs, inputs.draft_state)
+        # The last token of a draft is proposed, but not in the assistant's cache.
+        own = own.replace(length=inputs.cache.length + jnp.maximum(drafted.size, 1))
+        return Proposal(drafted, buffer, inputs.cache, own)
 
-    def keep(self, own, length):
-        return own.cut(jnp.minimum(own.length, length))
+    def keep(self, draft_state, length):
+        return draft_state.cut(jnp.minimum(draft_state.length, length))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EarlyExit(Draft):
-    """The first layers of the model itself, with the final norm and the head.
+    """The model's own first layers, with its final norm and LM head (LayerSkip, arXiv:2404.16710).
 
-    Their keys and values are those of the whole model, so the drafts are written to its cache,
-    where the model then writes the same again.
+    Their keys and values are those of the whole model, so drafts are written to its cache, where
+    the whole model then writes the same values again.
     """
 
     layers: int = dataclasses.field(metadata={"static": True})
     threshold: Float[Array, ""]
+    """As of `AssistantModel`."""
 
-    def propose(
-        self, model, text, cache, own, limit, choose, prompt_len, settings, *, most, keep_scores
-    ):
-        n, network = self.layers, model.early_exit(self.layers)
+    def propose(self, inputs):
+        n, cache = self.layers, inputs.cache
         first = cache.replace(
             layers=cache.layers[:n], cross=None if cache.cross is None else cache.cross[:n]
         )
-        drafting = Drafting(
-            network, self.threshold, choose, prompt_len, settings, most, keep_scores
-        )
-        drafted, text, first = drafting(text, first, cache.length, limit)
-        return drafted, text, cache.replace(layers=(*first.layers, *cache.layers[n:])), None
+        network = inputs.model.early_exit(n)
+        drafted, buffer, first = run_draft(network, self.threshold, inputs, first)
+        cache = cache.replace(layers=(*first.layers, *cache.layers[n:]))
+        return Proposal(drafted, buffer, cache, None)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PromptLookup(Draft):
-    """What followed the row's last tokens when they occurred in it before."""
+class DraftLoopState:
+    """State of the loop over the tokens of one draft."""
 
-    has_scores: ClassVar[bool] = False
-    ngram_size: Int[Array, ""]
-    """The longest n-gram to look for."""
+    i: Int[Array, ""]
+    """The token to propose; -1 while the cache still lacks an earlier token of some row."""
+    drafting: Bool[Array, " B"]
+    """The row's draft has not ended."""
+    buffer: TokenBuffer
+    cache: Cache
+    """The network's."""
+    drafted: Drafted
 
-    def propose(
-        self, model, text, cache, own, limit, choose, prompt_len, settings, *, most, keep_scores
-    ):
-        history = History.of(text.sequences, text.cur_len, text.mask)
-        # Rules forbid tokens whatever the scores; warpers and guidance do not, and need true ones.
-        rules = LogitsProcessorList(p for p in settings.processors if not isinstance(p, SCORED))
-        vocabulary = model.config.vocab_size
-        scores = rules(
-            text.sequences,
-            jnp.ones((text.sequences.shape[0], vocabulary), jnp.float32),
-            text.cur_len,
-            mask=text.mask,
-            prompt_len=prompt_len,
-        )
-        allowed = scores > jnp.finfo(jnp.float32).min
-        at, found = earlier_match(history.tokens, history.size, allowed, self.ngram_size)
-        limit = jnp.where(found, limit, 0)
-        drafted = following(history.tokens, history.size, at, limit, settings.eos, most)
-        real = jnp.arange(most) < drafted.size[:, None]
-        return drafted, text.put(drafted.tokens, real), cache, own
+
+def run_draft(
+    network: Decoder, threshold: Float[Array, ""], inputs: DraftInputs, cache: Cache
+) -> tuple[Drafted, TokenBuffer, Cache]:
+    """Drafts tokens with a network, one at a time.
+
+    Args:
+        threshold: a row's draft ends with a token less probable than this.
+        cache: the network's, each row up to its newest token, or to one before.
+
+    Returns:
+        The draft, the buffer with it, and the cache with its columns written; the length and
+        positions of the cache are out of date.
+    """
+    batch, buffer = inputs.limit.shape[0], inputs.buffer
+    slot = inputs.cache.length  # of the newest token
+    drafting = inputs.limit > 0
+    missing = slot - cache.length
+    scores = None
+    if inputs.keep_scores:
+        scores = jnp.zeros((batch, inputs.max_draft, network.config.vocab_size), jnp.float32)
+    start = DraftLoopState(
+        i=jnp.where(jnp.any(drafting & (missing > 0)), -1, 0).astype(jnp.int32),
+        drafting=drafting,
+        buffer=buffer,
+        cache=cache,
+        drafted=Drafted(
+            tokens=jnp.zeros((batch, inputs.max_draft), jnp.int32),
+            size=jnp.zeros((batch,), jnp.int32),
+            scores=scores,
+        ),
+    )
+
+    def step(state: DraftLoopState) -> DraftLoopState:
+        i, buffer = state.i, state.buffer
+        column = buffer.cur_len + i - 1
+        token = jnp.take_along_axis(buffer.sequences, column[:, None], axis=1)
+        # At i = -1 a row that lacks nothing waits, and overwrites nothing.
+        real = state.drafting & (i >= -missing)
+        cache = state.cache.replace(length=slot + jnp.maximum(i, -missing))
+        out = network.decode(token, real[:, None], cache)
+        return _append(dataclasses.replace(state, cache=out.cache), out, threshold, inputs)
+
+    end = lax.while_loop(lambda state: state.drafting.any(), step, start)
+    return end.drafted, end.buffer, end.cache
+
+
+def _append(
+    state: DraftLoopState, out: DecodeOutput, threshold: Float[Array, ""], inputs: DraftInputs
+) -> DraftLoopState:
+    """One more token of the rows that are drafting."""
+    buffer, drafted, settings = state.buffer, state.drafted, inputs.settings
+    logits = out.logits[:, 0]
+    i = jnp.maximum(state.i, 0)
+    scores = settings.processors(
+        buffer.sequences,
+        logits,
+        buffer.cur_len + i,
+        mask=buffer.mask,
+        prompt_len=inputs.prompt_len,
+        unconditional_logits=unconditional(out),
+    )
+    token = inputs.choose(scores, buffer.cur_len + i)
+    # A draft cannot spoil the result: one without finite scores only ends.
+    good = state.drafting & (state.i >= 0) & ~nonfinite(logits, scores)
+    token = jnp.where(good, token, settings.pad)
+    probability = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), token[:, None], axis=1)
+    ends = jnp.isin(token, settings.eos) | (probability[:, 0] < threshold)
+    ends |= i + 1 >= inputs.limit
+    kept = drafted.scores
+    if kept is not None:
+        kept = lax.dynamic_update_slice_in_dim(kept, scores[:, None], i, axis=1)
+    return DraftLoopState(
+        i=state.i + 1,
+        drafting=jnp.where(state.i < 0, state.drafting, good & ~ends),
+        buffer=buffer.put(token[:, None], good[:, None], i),
+        cache=state.cache,
+        drafted=Drafted(
+            tokens=lax.dynamic_update_slice_in_dim(drafted.tokens, token[:, None], i, axis=1),
+            size=drafted.size + good.astype(jnp.int32),
+            scores=kept,
+        ),
+    )
+
+
+def per_sample(columns: Int[Array, ""] | Int[Array, " B"], rows: int) -> Int[Array, " rows"]:
+    """Numbers of columns, one for all rows or one a row, for each sample of each row."""
+    columns = jnp.asarray(columns, jnp.int32).reshape(-1)
+    return jnp.repeat(columns, rows // columns.shape[0])

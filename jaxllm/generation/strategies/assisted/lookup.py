@@ -1,4 +1,4 @@
-"""Prompt lookup: the draft is what followed the last tokens when they occurred before.
+"""Prompt lookup: drafts the tokens that followed the row's last tokens where they occurred before.
 
 After https://github.com/apoorvumang/prompt-lookup-decoding, as in transformers 5.23
 (`PromptLookupCandidateGenerator`).
@@ -6,49 +6,95 @@ After https://github.com/apoorvumang/prompt-lookup-decoding, as in transformers 
 
 from __future__ import annotations
 
+import dataclasses
+from typing import ClassVar
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.generation.processors.base import History
+from jaxllm.generation.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from jaxllm.generation.processors.warpers import Filter
 from jaxllm.generation.strategies.assisted.acceptance import Drafted
+from jaxllm.generation.strategies.assisted.drafts import Draft, Proposal
+
+SCORED = (Filter, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+"""Processors that depend on the scores, which a lookup does not have."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PromptLookup(Draft):
+    """The tokens after an earlier occurrence of the row's last n-gram."""
+
+    has_scores: ClassVar[bool] = False
+    ngram_size: Int[Array, ""]
+    """The longest n-gram to look for."""
+
+    def propose(self, inputs):
+        buffer = inputs.buffer
+        history = History.of(buffer.sequences, buffer.cur_len, buffer.mask)
+        # Rules forbid tokens whatever their scores.
+        rules = LogitsProcessorList(
+            p for p in inputs.settings.processors if not isinstance(p, SCORED)
+        )
+        vocabulary = inputs.model.config.vocab_size
+        scores = rules(
+            buffer.sequences,
+            jnp.ones((buffer.sequences.shape[0], vocabulary), jnp.float32),
+            buffer.cur_len,
+            mask=buffer.mask,
+            prompt_len=inputs.prompt_len,
+        )
+        allowed = scores > jnp.finfo(jnp.float32).min
+        column, found = earlier_match(history.tokens, history.size, allowed, self.ngram_size)
+        limit = jnp.where(found, inputs.limit, 0)
+        drafted = following(
+            history.tokens, history.size, column, limit, inputs.settings.eos, inputs.max_draft
+        )
+        real = jnp.arange(inputs.max_draft) < drafted.size[:, None]
+        buffer = buffer.put(drafted.tokens, real)
+        return Proposal(drafted, buffer, inputs.cache, inputs.draft_state)
 
 
 def earlier_match(
-    text: Int[Array, "B L"],
+    tokens: Int[Array, "B L"],
     size: Int[Array, "B 1"],
     allowed: Bool[Array, "B V"],
     longest: Int[Array, ""],
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """Where each row's last n-gram occurred before, for the largest n up to `longest`.
-
-    Of several places it is the first whose next token is allowed.
+    """The first earlier place of each row's last n-gram that an allowed token follows, for the
+    largest n up to `longest`.
 
     Args:
-        text: tokens of each row from its left on.
-        size: how many they are.
+        tokens: tokens of each row from its left on.
+        size: their number.
 
     Returns:
-        The column after the place, and whether there is one.
+        The column after the n-gram, and whether there is one.
 
     >>> import jax.numpy as jnp
-    >>> text, allowed = jnp.array([[5, 1, 2, 6, 1, 2, 7, 1, 2]]), jnp.ones((1, 8), bool)
-    >>> [x.tolist() for x in earlier_match(text, jnp.array([[9]]), allowed, jnp.int32(2))]
+    >>> tokens, allowed = jnp.array([[5, 1, 2, 6, 1, 2, 7, 1, 2]]), jnp.ones((1, 8), bool)
+    >>> [x.tolist() for x in earlier_match(tokens, jnp.array([[9]]), allowed, jnp.int32(2))]
     [[3], [True]]
     """
-    columns = jnp.arange(text.shape[1], dtype=jnp.int32)
+    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
 
     def one_longer(k, carry):
         agrees, length = carry
-        wanted = jnp.take_along_axis(text, jnp.maximum(size - 1 - k, 0), axis=1)
-        agrees &= (columns >= k) & (jnp.roll(text, k, axis=1) == wanted)
+        last = jnp.take_along_axis(tokens, jnp.maximum(size - 1 - k, 0), axis=1)
+        agrees &= (columns >= k) & (jnp.roll(tokens, k, axis=1) == last)
         return agrees, length + agrees
 
     # The n-gram ends in column j, and something follows it.
     start = columns < size - 1
     _, length = lax.fori_loop(
-        0, jnp.minimum(longest, text.shape[1]), one_longer, (start, jnp.zeros_like(text))
+        0, jnp.minimum(longest, tokens.shape[1]), one_longer, (start, jnp.zeros_like(tokens))
     )
-    follower = jnp.clip(jnp.roll(text, -1, axis=1), 0, allowed.shape[1] - 1)
+    follower = jnp.clip(jnp.roll(tokens, -1, axis=1), 0, allowed.shape[1] - 1)
     length = jnp.where(jnp.take_along_axis(allowed, follower, axis=1), length, 0)
     best = jnp.max(length, axis=1, keepdims=True)
     first = jnp.argmax(length == best, axis=1).astype(jnp.int32)
@@ -56,16 +102,16 @@ def earlier_match(
 
 
 def following(
-    text: Int[Array, "B L"],
+    tokens: Int[Array, "B L"],
     size: Int[Array, "B 1"],
-    at: Int[Array, " B"],
+    column: Int[Array, " B"],
     limit: Int[Array, " B"],
     eos: Int[Array, " E"],
-    most: int,
+    max_draft: int,
 ) -> Drafted:
-    """Up to `limit` tokens of each row from column `at` on, but none from an end token on."""
-    columns = at[:, None] + jnp.arange(most, dtype=jnp.int32)
-    tokens = jnp.take_along_axis(text, jnp.minimum(columns, text.shape[1] - 1), axis=1)
-    good = (columns < size) & ~jnp.isin(tokens, eos)
+    """Up to `limit` tokens of each row from `column` on, but none from an end token on."""
+    columns = column[:, None] + jnp.arange(max_draft, dtype=jnp.int32)
+    drafted = jnp.take_along_axis(tokens, jnp.minimum(columns, tokens.shape[1] - 1), axis=1)
+    good = (columns < size) & ~jnp.isin(drafted, eos)
     before_end = jnp.sum(jnp.cumprod(good, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
-    return Drafted(tokens, jnp.minimum(before_end, limit))
+    return Drafted(drafted, jnp.minimum(before_end, limit))

@@ -1,7 +1,7 @@
-"""What assisted generation carries from round to round, and how a round's tokens get into it.
+"""The state of assisted generation, and how the tokens of a round are processed and appended.
 
-Every row has a length of its own, so what other strategies do at one column is done here at T
-columns a row, from the row's own length on.
+Every row has a length of its own. What other strategies do in one column is done here in T columns
+of each row, from the row's own length on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.cache.kv_cache import Cache, put_columns
-from jaxllm.generation.strategies.assisted.draft_loop import Text
+from jaxllm.generation.strategies.assisted.drafts import TokenBuffer
 from jaxllm.generation.strategies.records import Records
 from jaxllm.generation.strategies.strategy import NEVER, AssistedCounts, DecodeSettings, nonfinite
 from jaxllm.models.outputs import DecodeOutput
@@ -24,53 +24,62 @@ from jaxllm.parallel.field_axes import axes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AssistedState:
-    """Carried by the loop and donated to it. Every row has a length of its own."""
+    """State of assisted generation, donated to the loop. Every row has a length of its own."""
 
     sequences: Int[Array, "B L"]
     """Prompt and tokens, pad beyond `cur_len`."""
     mask: Bool[Array, "B L"]
+    """Real tokens of `sequences`."""
     cur_len: Int[Array, " B"]
+    """Columns in use, prompt included."""
     start_len: Int[Array, ""]
     """Columns of the prompt."""
     done: Bool[Array, " B"]
+    """The row has ended."""
     keys: Key[Array, " B"]
+    """A random key a row; draws depend on it and on the position of the token alone."""
     step: Int[Array, ""]
     """Rounds so far."""
     first_nonfinite_step: Int[Array, " B"]
+    """The first new token without finite logits, or -1."""
     cache: Cache
-    """The model's: every column but the newest token's, which it has not read yet."""
+    """The model's: every column but that of the newest token."""
     draft: Any
-    """What the draft remembers."""
+    """The draft's own state (`Draft.init`)."""
     counts: AssistedCounts
     scores: Float[Array, "B N V"] | None = None
+    """Processed scores of every new token (`output_scores`)."""
     logits: Float[Array, "B N V"] | None = None
+    """Raw logits of every new token (`output_logits`)."""
     records: Records | None = dataclasses.field(default=None, metadata=axes(None, "rows"))
+    """Hidden states and attentions of every new token."""
 
     def replace(self, **changes) -> AssistedState:
         return dataclasses.replace(self, **changes)
 
     @property
-    def text(self) -> Text:
-        return Text(self.sequences, self.mask, self.cur_len)
+    def buffer(self) -> TokenBuffer:
+        return TokenBuffer(self.sequences, self.mask, self.cur_len)
 
 
-def each_column(text: Text, width: int) -> Text:
-    """The text once for each of the `width` columns from `cur_len` on, ending before it."""
-    columns = text.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)
-    return Text(
-        jnp.repeat(text.sequences, width, axis=0),
-        jnp.repeat(text.mask, width, axis=0),
+def each_column(buffer: TokenBuffer, width: int) -> TokenBuffer:
+    """The sequences repeated for each of the `width` columns from `cur_len` on, each ending before
+    its column: [B * width, L]."""
+    columns = buffer.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)
+    return TokenBuffer(
+        jnp.repeat(buffer.sequences, width, axis=0),
+        jnp.repeat(buffer.mask, width, axis=0),
         columns.reshape(-1),
     )
 
 
 def process(
-    text: Text, read: DecodeOutput, prompt_len: Int[Array, ""], settings: DecodeSettings
+    buffer: TokenBuffer, out: DecodeOutput, prompt_len: Int[Array, ""], settings: DecodeSettings
 ) -> Float[Array, "B T V"]:
-    """The scores of T columns in a row, each processed with the tokens before it."""
-    logits, unconditional = read.logits, read.unconditional_logits
+    """Scores of T columns side by side, each processed with the tokens before it."""
+    logits, unconditional = out.logits, out.unconditional_logits
     batch, width, vocabulary = logits.shape
-    before = each_column(text, width)
+    before = each_column(buffer, width)
     if unconditional is not None:
         unconditional = unconditional.reshape(batch * width, vocabulary)
     scores = settings.processors(
@@ -86,11 +95,11 @@ def process(
 
 
 def stopped(
-    text: Text, scores: Float[Array, "B T V"], settings: DecodeSettings
+    buffer: TokenBuffer, scores: Float[Array, "B T V"], settings: DecodeSettings
 ) -> Bool[Array, "B T"]:
-    """Which of T new columns, written from `cur_len` on, end their row by a stopping criterion."""
+    """Which of T new columns, written from `cur_len` on, a stopping criterion ends."""
     batch, width, vocabulary = scores.shape
-    before = each_column(text, width)
+    before = each_column(buffer, width)
     ends = settings.stops(
         before.sequences,
         scores.reshape(batch * width, vocabulary),
@@ -115,7 +124,7 @@ def accept(
     """
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     usable_here = columns < usable[:, None]
-    whole = state.text.put(tokens, usable_here)
+    whole = state.buffer.put(tokens, usable_here)
     ends = jnp.isin(tokens, settings.eos) | stopped(whole, scores, settings)
     ends &= usable_here
     ended = ends.any(axis=1)
@@ -135,10 +144,10 @@ def accept(
             return None
         return put_columns(rows, jnp.where(kept[..., None], values, 0.0), position)
 
-    text = state.text.put(jnp.where(kept, tokens, settings.pad), kept)
+    buffer = state.buffer.put(jnp.where(kept, tokens, settings.pad), kept)
     after = state.replace(
-        sequences=text.sequences,
-        mask=text.mask,
+        sequences=buffer.sequences,
+        mask=buffer.mask,
         cur_len=state.cur_len + new,
         done=state.done | ended,
         first_nonfinite_step=first_nonfinite_step,

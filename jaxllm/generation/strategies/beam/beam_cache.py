@@ -1,12 +1,10 @@
-"""The place of beams in the cache.
+"""The KV cache of beams: the prompt once, and then a slot for each beam and step.
 
-The beams of a row are columns of one call, not rows of a batch. The cache holds the prompt once and
-then, for every step, one slot a beam; a beam sees the prompt and, of the steps, its own ancestors.
-Choosing beams therefore gathers a row of booleans for each; keys and values never move, and the
-encoder's are shared by all beams of a row.
-
-What that costs: attention over the generated part reads and scores the slots of all beams (a
-batch of separate beams would read as much, and besides the prompt once a beam).
+The beams of a row are decoded as columns of one row, not as rows of a batch. A beam attends to the
+prompt and to its own ancestors. Choosing beams therefore gathers one row of booleans a beam: keys
+and values are never copied, and those of the encoder are shared by all beams of a row. In return,
+attention over the generated columns computes scores for the slots of all beams; a batch of separate
+beams would read as many slots, and the prompt once a beam besides.
 """
 
 from __future__ import annotations
@@ -27,19 +25,20 @@ from jaxllm.models.outputs import DecodeOutput
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BeamCache:
-    """A cache that holds the prompt once and a slot for each beam and step."""
+    """A cache with the prompt once and a slot for each beam and step; a value, like `Cache`."""
 
     cache: Cache
     seen: Bool[Array, "B N S"]
-    """The slots that each beam sees: the prompt and its ancestors."""
-    root: Int[Array, ""] | Int[Array, " B"]
+    """The slots that each beam attends to: the prompt and its ancestors."""
+    prompt_slots: Int[Array, ""] | Int[Array, " B"]
     """Slots of the prompt."""
     prompt_len: Int[Array, ""] | Int[Array, " B"]
-    """Columns of the prompt: as many, or fewer in some rows of a continued conversation."""
+    """Columns of the prompt: as many as `prompt_slots`, or in rows of a continued conversation
+    fewer."""
 
     @staticmethod
-    def start(cache: Cache, batch: int, beams: int) -> BeamCache:
-        """Of a cache that holds the prompt; with guidance it has more rows than the batch."""
+    def init(cache: Cache, batch: int, beams: int) -> BeamCache:
+        """Beams at the end of a prompt, which `cache` holds (with guidance in 2 * batch rows)."""
         aligned = cache.aligned()
         seen = jnp.arange(cache.capacity) < aligned.length[..., None, None]
         seen = jnp.broadcast_to(seen, (batch, beams, cache.capacity))
@@ -49,42 +48,46 @@ class BeamCache:
     def columns(self) -> Int[Array, " S"] | Int[Array, "B S"]:
         """The column that each slot belongs to."""
         slots, beams = jnp.arange(self.cache.capacity, dtype=jnp.int32), self.seen.shape[1]
-        root = self.root[..., None]
-        step = jnp.maximum(slots - root, 0) // beams
-        return jnp.where(slots < root, slots, self.prompt_len[..., None] + step)
+        prompt = self.prompt_slots[..., None]
+        step = jnp.maximum(slots - prompt, 0) // beams
+        return jnp.where(slots < prompt, slots, self.prompt_len[..., None] + step)
 
-    def read(
+    def decode(
         self, model: Any, tokens: Int[Array, "B N"], **options: Any
     ) -> tuple[DecodeOutput, BeamCache]:
-        """Runs the newest token of every beam."""
+        """Runs the newest token of every beam through the model, in slots of their own."""
         own = jnp.arange(self.cache.capacity) == (
             self.cache.length[..., None, None] + jnp.arange(tokens.shape[1])[:, None]
         )
         branches = Branches(seen=self.seen | own, columns=self.columns)
-        read = model.decode(
+        out = model.decode(
             tokens, jnp.ones(tokens.shape, bool), self.cache, branches=branches, **options
         )
-        return read, dataclasses.replace(self, cache=read.cache, seen=branches.seen)
+        return out, dataclasses.replace(self, cache=out.cache, seen=branches.seen)
 
-    def keep(self, parents: Int[Array, "B N"]) -> BeamCache:
-        """Each beam takes the place of one of those just read."""
+    def select(self, parents: Int[Array, "B N"]) -> BeamCache:
+        """The next beams: beam n continues parents[:, n]."""
         return dataclasses.replace(self, seen=take(self.seen, parents))
 
-    def texts(self, origin: Int[Array, "B R T"]) -> Cache:
-        """A cache of each text, by the beams that its tokens were chosen from (`Hypotheses`).
+    def sequence_cache(self, beam_indices: Int[Array, "B R T"]) -> Cache:
+        """A plain cache with a row for each of R sequences a row, without the other beams.
 
-        The beam that a token was chosen from is that of the token before it, and so says which
-        slot holds that. The last token of a text was not read.
+        The beam that a token was chosen from (`Hypotheses.beam_indices`) is the beam of the token
+        before it, and so tells its slot. The last token of a sequence is not in the cache.
         """
-        batch, texts, room = origin.shape
+        batch, count, new_token_bucket = beam_indices.shape
         beams, slots = self.seen.shape[1], jnp.arange(self.cache.capacity)
-        step, beam = jnp.divmod(slots - self.root, beams)
-        after = jnp.pad(origin[..., 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-1)
-        own = (after[..., jnp.clip(step, 0, room - 1)] == beam) & (step >= 0) & (step < room)
-        cache = self.cache.first(batch)  # unconditional contexts lie below
-        prompt = (cache.mask & (slots < self.root))[:, None]
-        mask = (prompt | own).reshape(batch * texts, -1)
-        cache = cache.repeat(texts)
+        step, beam = jnp.divmod(slots - self.prompt_slots, beams)
+        after = jnp.pad(beam_indices[..., 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-1)
+        own = (
+            (after[..., jnp.clip(step, 0, new_token_bucket - 1)] == beam)
+            & (step >= 0)
+            & (step < new_token_bucket)
+        )
+        cache = self.cache.first(batch)  # the rows after it are unconditional contexts
+        in_prompt = (cache.mask & (slots < self.prompt_slots))[:, None]
+        mask = (in_prompt | own).reshape(batch * count, -1)
+        cache = cache.repeat(count)
         known = jnp.sum(mask, axis=1, dtype=jnp.int32)
-        width = self.cache.capacity - (beams - 1) * room
+        width = self.cache.capacity - (beams - 1) * new_token_bucket
         return cache.replace(mask=mask, next_position=known).compact(width)

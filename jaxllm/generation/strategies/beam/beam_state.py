@@ -1,4 +1,4 @@
-"""What the beam strategies share: their state, their candidates, and what they return."""
+"""The base of the beam strategies: state, candidates for the next beams, and the result."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
     Prompt,
     Result,
+    ReturnedCache,
     Strategy,
     note_nonfinite,
 )
@@ -38,36 +39,44 @@ from jaxllm.parallel.field_axes import axes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamState:
-    """What every beam strategy carries.
+    """State of a beam strategy.
 
-    The rows of a call go step by step together. Rows that each began at a time of their own, as the
-    batch engine's do, have a `start_len`, `cur_len` and `step` each.
+    The rows of a call advance together. In batch slots, where rows begin at different times, each
+    has its own `start_len`, `cur_len` and `step`.
     """
 
     running: Hypotheses
-    """Scores are sums of log-probabilities."""
+    """The beams. Scores are sums of log-probabilities."""
     finished: Hypotheses
-    """The best finished texts, in order; scores with the length penalty."""
+    """The pool: the best finished sequences, in order. Scores include the length penalty."""
     mask: Bool[Array, "B L"]
-    """Which columns of the sequences hold real tokens."""
+    """Real columns of the sequences, the same for all beams of a row."""
     start_len: Count
+    """Columns of the prompt."""
     cur_len: Count
+    """Columns in use, prompt included."""
     step: Count
+    """New tokens so far."""
     keys: Key[Array, " B"]
+    """A random key a row; step t draws with fold_in(key, t)."""
     first_nonfinite_step: Int[Array, " B"]
-    tree: BeamCache
+    """The first step without finite logits, or -1."""
+    beam_cache: BeamCache
+    """Keys and values of the prompt and of every beam."""
     scores: Float[Array, "T BN V"] | None = dataclasses.field(
         default=None, metadata=axes(None, "rows")
     )
+    """Processed scores of every step and beam (`output_scores`)."""
     logits: Float[Array, "T BN V"] | None = dataclasses.field(
         default=None, metadata=axes(None, "rows")
     )
+    """Raw logits of every step and beam (`output_logits`)."""
     records: Records | None = dataclasses.field(default=None, metadata=axes(None, "rows"))
-    """Of all running beams, each a row."""
+    """Hidden states and attentions, each running beam a row."""
 
     @property
     def cache(self) -> Cache:
-        return self.tree.cache
+        return self.beam_cache.cache
 
     def replace(self, **changes: Any) -> Any:
         return dataclasses.replace(self, **changes)
@@ -77,19 +86,23 @@ S = TypeVar("S", bound=BeamState)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Beams(Strategy[S]):
+class BeamStrategy(Strategy[S]):
     """Base of the beam strategies, which define `choose`; their open rows are those whose pool may
     still change."""
 
     length_penalty: Float[Array, ""] | Float[Array, " B"]
-    beams: int = dataclasses.field(metadata={"static": True})
-    returns: int = dataclasses.field(metadata={"static": True})
+    """Exponent of the length by which scores are divided; one number a row in batch slots."""
+    num_beams: int = dataclasses.field(metadata={"static": True})
+    num_return_sequences: int = dataclasses.field(metadata={"static": True})
+    """Finished sequences a row that are returned, at most `num_beams`."""
     early_stopping: bool | str = dataclasses.field(metadata={"static": True})
+    """When a full pool is final: True at once, False if no beam of the present length can enter it,
+    "never" if no beam of any length can."""
 
-    streams: ClassVar[bool] = False
+    can_stream: ClassVar[bool] = False
 
     def slots(self, new):
-        return self.beams * new
+        return self.num_beams * new
 
     def choose(
         self,
@@ -98,90 +111,109 @@ class Beams(Strategy[S]):
         unconditional: Float[Array, "BN V"] | None,
         settings: DecodeSettings,
     ) -> S:
-        """From the logits of all beams (with guidance, of both contexts) to the next beams and the
-        pool."""
+        """Chooses the next beams and updates the pool.
+
+        Args:
+            logits: of all beams.
+            unconditional: of their unconditional contexts, with guidance.
+        """
         raise NotImplementedError
 
-    def first(
-        self, prompt: Prompt, cache: Cache, room: int, firsts: Bool[Array, " N"]
+    def initial_fields(
+        self, prompt: Prompt, cache: Cache, new_token_bucket: int, firsts: Bool[Array, " N"]
     ) -> dict[str, Any]:
-        """The fields of a state before the first choice. All beams hold the same text so far, so
-        that of each set of equals one alone may be chosen from, the one marked in `firsts`."""
+        """The fields of a state before the first choice.
+
+        Args:
+            cache: holds the prompt.
+            firsts: beams that the first choice is made from. All beams hold the same sequence so
+                far, and equal beams would give equal continuations.
+        """
         batch = prompt.mask.shape[0]
         return {
-            "running": Hypotheses.start(prompt, self.beams, room, jnp.where(firsts, 0.0, WORST)),
-            "finished": Hypotheses.start(prompt, self.beams, room, jnp.full((self.beams,), WORST)),
+            "running": Hypotheses.init(
+                prompt, self.num_beams, new_token_bucket, jnp.where(firsts, 0.0, WORST)
+            ),
+            "finished": Hypotheses.init(
+                prompt, self.num_beams, new_token_bucket, jnp.full((self.num_beams,), WORST)
+            ),
             "mask": jnp.asarray(prompt.mask),
             "start_len": jnp.asarray(prompt.start_len),
             "cur_len": jnp.asarray(prompt.start_len),
             "step": jnp.zeros_like(prompt.start_len, jnp.int32),
             "keys": prompt.keys,
             "first_nonfinite_step": jnp.full((batch,), NEVER, jnp.int32),
-            "tree": BeamCache.start(cache, batch, self.beams),
+            "beam_cache": BeamCache.init(cache, batch, self.num_beams),
         }
 
-    def choose_first(self, state: S, read: DecodeOutput, settings: DecodeSettings, room: int) -> S:
-        width = read.cache.capacity - (self.beams - 1) * room
-        kept = first_records(read, self.beams, room, width=width, **settings.decode_options)
+    def choose_first(
+        self, state: S, out: DecodeOutput, settings: DecodeSettings, new_token_bucket: int
+    ) -> S:
+        width = out.cache.capacity - (self.num_beams - 1) * new_token_bucket
+        kept = first_records(
+            out, self.num_beams, new_token_bucket, width=width, **settings.decode_options
+        )
         state = state.replace(records=kept)
-        both = (read.logits, read.unconditional_logits)
-        logits, other = jax.tree.map(lambda x: jnp.repeat(x[:, 0], self.beams, axis=0), both)
-        return self.choose(with_records(state, logits, settings, room), logits, other, settings)
+        both = (out.logits, out.unconditional_logits)
+        logits, other = jax.tree.map(lambda x: jnp.repeat(x[:, 0], self.num_beams, axis=0), both)
+        return self.choose(
+            with_records(state, logits, settings, new_token_bucket), logits, other, settings
+        )
 
     def step(self, model, state, settings):
         newest = column(state.running.sequences, state.cur_len - 1)
-        read, tree = state.tree.read(model, newest, **settings.decode_options)
+        out, beam_cache = state.beam_cache.decode(model, newest, **settings.decode_options)
         if state.records is not None:
-            kept = state.records.write_branches(read, state.step, tree.columns)
+            kept = state.records.write_branches(out, state.step, beam_cache.columns)
             state = state.replace(records=kept)
-        both = (read.logits, read.unconditional_logits)
+        both = (out.logits, out.unconditional_logits)
         logits, other = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), both)
-        return self.choose(state.replace(tree=tree), logits, other, settings)
+        return self.choose(state.replace(beam_cache=beam_cache), logits, other, settings)
 
     def ranked(self, state: S) -> Hypotheses:
-        """Sequences to return, the best first."""
+        """Finished sequences, and unfinished ones that count as such, the best first."""
         return state.finished
 
     def best(self, state: S) -> Hypotheses:
-        """Those that are returned."""
-        return jax.tree.map(lambda x: x[:, : self.returns], self.ranked(state))
+        """The sequences that are returned."""
+        return jax.tree.map(lambda x: x[:, : self.num_return_sequences], self.ranked(state))
 
     def finish(self, state, settings):
         best = self.best(state)
         return Result(
             sequences=best.sequences.reshape(-1, best.sequences.shape[2]),
-            length=result_length(best.origin, state.start_len),
+            length=result_length(best.beam_indices, state.start_len),
             steps=state.step,
             first_nonfinite_step=state.first_nonfinite_step,
             scores=state.scores,
             logits=state.logits,
             sequences_scores=best.scores.reshape(-1),
-            beam_indices=global_indices(best.origin, self.beams),
+            beam_indices=global_indices(best.beam_indices, self.num_beams),
             records=state.records,
         )
 
-    def leave(self, state):
-        return _leave(self, state)
+    def returned_cache(self, state):
+        return _returned_cache(self, state)
 
 
 @jax.jit
-def _leave(strategy: Beams[Any], state: BeamState) -> tuple[Cache, Array, Array]:
+def _returned_cache(strategy: BeamStrategy[Any], state: BeamState) -> ReturnedCache:
     best = strategy.best(state)
-    lengths = state.start_len + jnp.sum(best.origin >= 0, axis=2)
+    lengths = state.start_len + jnp.sum(best.beam_indices >= 0, axis=2)
     written = jnp.arange(state.mask.shape[1]) < lengths[..., None]
     mask = (state.mask[:, None] & written).reshape(-1, state.mask.shape[1])
     sequences = best.sequences.reshape(mask.shape)
-    return state.tree.texts(best.origin), sequences, mask
+    return ReturnedCache(state.beam_cache.sequence_cache(best.beam_indices), sequences, mask)
 
 
-def note_step(
+def record_step(
     state: Any,
     live: Bool[Array, " B"],
     logits: Float[Array, "BN V"],
     scores: Float[Array, "BN V"],
     settings: DecodeSettings,
 ) -> Any:
-    """Keeps the records of a step, and notes rows without finite logits."""
+    """Writes scores and logits of this step, and the step at rows without finite logits."""
     first_nonfinite_step = state.first_nonfinite_step
     if not settings.allow_nonfinite:
         rows = (live.shape[0], -1)
@@ -195,34 +227,36 @@ def note_step(
     )
 
 
-def note_choice(state: Any, running: Hypotheses, parents: Int[Array, "B N"], **changes: Any) -> Any:
-    """The state with its next beams, each of which continues one of `parents`."""
+def advance(state: Any, running: Hypotheses, parents: Int[Array, "B N"], **changes: Any) -> Any:
+    """The state one column later, with `running` as its beams, which continue `parents`."""
     return state.replace(
         running=running,
-        tree=state.tree.keep(parents),
-        mask=grown(state),
+        beam_cache=state.beam_cache.select(parents),
+        mask=extended_mask(state),
         cur_len=state.cur_len + 1,
         step=state.step + 1,
         **changes,
     )
 
 
-def grown(state: BeamState) -> Bool[Array, "B L"]:
-    """`mask` with the next column."""
+def extended_mask(state: BeamState) -> Bool[Array, "B L"]:
+    """`mask` with the next column added."""
     return state.mask | (jnp.arange(state.mask.shape[1]) == state.cur_len[..., None])
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """The K best continuations of a row's beams, best first (or in the order they were drawn)."""
+    """The K best continuations of a row's beams, best first (sampling: in the order drawn)."""
 
     value: Float[Array, "B K"]
     """Sums of log-probabilities."""
     beam: Int[Array, "B K"]
+    """The beam that is continued."""
     token: Int[Array, "B K"]
     ends: Bool[Array, "B K"]
-    spare: Bool[Array, " K"] | Bool[Array, "B K"]
-    """Beyond the number that is wanted."""
+    """The token is an end token."""
+    unused: Bool[Array, " K"] | Bool[Array, "B K"]
+    """Beyond the number of candidates that the end tokens in force ask for."""
 
 
 def candidates(
@@ -234,24 +268,27 @@ def candidates(
 ) -> Candidates:
     """The best continuations of all beams of each row, or a draw among them.
 
-    As many as leave N that do not end, even if every beam ends with every end token. There is room
-    for as many end tokens as the table has places; what lies beyond those in use is `spare`.
+    There are enough for N that do not end, even if every beam ends with every end token. The number
+    is a static bound, from the size of the end-token table; those beyond the need are `unused`.
+
+    Args:
+        total: sums of log-probabilities, of each beam and next token.
     """
     batch, beams, vocab = total.shape
     flat = total.reshape(batch, -1)
-    places = min(max(2, 1 + settings.eos.shape[-1]), vocab) * beams
-    wanted = jnp.maximum(2, 1 + jnp.sum(settings.eos >= 0, axis=-1)) * beams
+    count = min(max(2, 1 + settings.eos.shape[-1]), vocab) * beams
+    needed = jnp.maximum(2, 1 + jnp.sum(settings.eos >= 0, axis=-1)) * beams
     if sampling:
         step = jnp.broadcast_to(state.step, state.keys.shape)
         keys = jax.vmap(jax.random.fold_in)(state.keys, step)
-        value, index = draw_without_replacement(keys, flat, places, wanted, worst=WORST)
+        value, index = draw_without_replacement(keys, flat, count, needed, worst=WORST)
     else:
-        value, index = largest(flat, places)
+        value, index = largest(flat, count)
     token = index % vocab
     return Candidates(
         value=value,
         beam=index // vocab,
         token=token,
         ends=jnp.any(token[..., None] == settings.eos[..., None, :], axis=-1),
-        spare=jnp.arange(places) >= wanted[..., None],
+        unused=jnp.arange(count) >= needed[..., None],
     )

@@ -1,12 +1,13 @@
 """Constrained beam search (force_words_ids), as transformers 4.56 has it.
 
-Beside the best continuations, each step considers every token that would bring a beam on in its
-constraints. All of them are sorted into banks by how much they have fulfilled, and the next beams
-are taken from the banks in turns, so that a text that fulfils more is kept though less likely.
+Beside the best continuations, each step considers every token that advances a beam in its
+constraints. The candidates are sorted into banks by their progress, and the next beams are taken
+from the banks in turn, so that a less likely sequence that fulfils more is kept (as in Post and
+Vilar 2018, arXiv:1804.06609).
 
-Not copied from transformers: two words of a disjunction in progress that share a list there, so
-that the second is judged wrongly; the first end token in place of the one that was found; and the
-prompt's padding, which counts as tokens there.
+Three faults of transformers are not copied: the words of a disjunction in progress share one list,
+so that the second is judged wrongly; the first end token replaces the one that was chosen; the
+prompt's padding counts as tokens.
 """
 
 from __future__ import annotations
@@ -18,44 +19,65 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.generation.strategies.beam.beam_state import (
-    Beams,
     BeamState,
+    BeamStrategy,
+    advance,
     candidates,
-    note_choice,
-    note_step,
+    record_step,
 )
 from jaxllm.generation.strategies.beam.constraints import Progress, Tries
 from jaxllm.generation.strategies.beam.hypotheses import WORST, full_pool_is_final, penalised, take
+from jaxllm.generation.strategies.strategy import Prompt
 
 BANK = 100.0
-"""What a point in the banks is worth beside a log-probability when candidates are sorted."""
+"""Weight of a bank against a log-probability when candidates are sorted."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConstrainedState(BeamState):
+    """State of constrained beam search."""
+
     progress: Progress
-    """Of every running beam, [B, N, ...]."""
+    """Progress of every running beam in its constraints, [B, N, ...]."""
     done: Bool[Array, " B"]
+    """The row has ended."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NextBeams:
+    """Continuations of a row's beams, M of them."""
+
+    value: Float[Array, "B M"]
+    """Sums of log-probabilities."""
+    beam: Int[Array, "B M"]
+    """The beam that is continued."""
+    token: Int[Array, "B M"]
+    progress: Progress
+    """Progress after the token, [B, M, ...]."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConstrainedBeamSearch(Beams[ConstrainedState]):
-    """Beam search whose texts contain given phrases."""
+class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
+    """Beam search for sequences that contain given phrases."""
 
     tries: Tries
+    """The phrases."""
 
-    def init(self, model, prompt, read, settings, room):
+    def init(self, model, prompt, out, settings, new_token_bucket):
         state = ConstrainedState(
-            **self.first(prompt, read.cache, room, jnp.arange(self.beams) == 0),
-            progress=self.of_prompt(prompt),
+            **self.initial_fields(
+                prompt, out.cache, new_token_bucket, jnp.arange(self.num_beams) == 0
+            ),
+            progress=self.prompt_progress(prompt),
             done=jnp.zeros((prompt.mask.shape[0],), bool),
         )
-        return self.choose_first(state, read, settings, room)
+        return self.choose_first(state, out, settings, new_token_bucket)
 
-    def of_prompt(self, prompt) -> Progress:
-        """Progress that the prompt has made: a phrase in it counts as fulfilled."""
+    def prompt_progress(self, prompt: Prompt) -> Progress:
+        """Progress that the prompt makes, [B, N, ...]: a phrase in it counts as fulfilled."""
         batch = prompt.sequences.shape[0]
 
         def add(progress, column):
@@ -66,10 +88,10 @@ class ConstrainedBeamSearch(Beams[ConstrainedState]):
 
         columns = jnp.asarray(prompt.sequences).T, jnp.asarray(prompt.mask).T
         progress, _ = jax.lax.scan(add, Progress.start(self.tries, batch), columns)
-        return jax.tree.map(lambda x: jnp.repeat(x[:, None], self.beams, axis=1), progress)
+        return jax.tree.map(lambda x: jnp.repeat(x[:, None], self.num_beams, axis=1), progress)
 
     def choose(self, state, logits, unconditional, settings):
-        batch, beams = state.done.shape[0], self.beams
+        batch, beams = state.done.shape[0], self.num_beams
         scores = settings.processors(
             state.running.sequences.reshape(batch * beams, -1),
             jax.nn.log_softmax(logits),
@@ -79,7 +101,7 @@ class ConstrainedBeamSearch(Beams[ConstrainedState]):
             unconditional_logits=unconditional,
         )
         total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]
-        state = note_step(state, ~state.done, logits, total.reshape(batch * beams, -1), settings)
+        state = record_step(state, ~state.done, logits, total.reshape(batch * beams, -1), settings)
         found = candidates(total, state, settings)
 
         length = state.cur_len + 1 - state.start_len
@@ -100,90 +122,104 @@ class ConstrainedBeamSearch(Beams[ConstrainedState]):
         )
 
         value, best = jax.lax.top_k(
-            found.value + jnp.where(found.ends | found.spare, WORST, 0.0), beams
+            found.value + jnp.where(found.ends | found.unused, WORST, 0.0), beams
         )
-        value, beam, token, progress = self.in_banks(
-            state, total, value, take(found.beam, best), take(found.token, best)
+        beams = NextBeams(value, take(found.beam, best), take(found.token, best), state.progress)
+        beams = self.merge_by_bank(state, total, beams)
+        running = state.running.extend(
+            beams.beam, beams.token, beams.value, state.cur_len, state.step
         )
-        running = state.running.extend(beam, token, value, state.cur_len, state.step)
-        return note_choice(state, running, beam, finished=finished, progress=progress, done=done)
+        return advance(
+            state, running, beams.beam, finished=finished, progress=beams.progress, done=done
+        )
 
-    def in_banks(
-        self,
-        state: ConstrainedState,
-        total: Float[Array, "B N V"],
-        value: Float[Array, "B N"],
-        beam: Int[Array, "B N"],
-        token: Int[Array, "B N"],
-    ):
-        """The next beams: the best continuations, joined by those that fulfil constraints."""
-        (batch, beams, vocab), tries = total.shape, self.tries
-        plain = jax.tree.map(lambda x: take(x, beam), state.progress).add(tries, token)
+    def merge_by_bank(
+        self, state: ConstrainedState, total: Float[Array, "B N V"], best: NextBeams
+    ) -> NextBeams:
+        """The next beams, from the best continuations and those that advance a constraint.
 
-        # One candidate for each edge of the tries that is open to a beam ...
+        Args:
+            total: sums of log-probabilities, of each beam and next token.
+            best: the best continuations that do not end; their `progress` is not read.
+        """
+        (batch, beams, _), tries = total.shape, self.tries
+        progress = jax.tree.map(lambda x: take(x, best.beam), state.progress)
+        best = dataclasses.replace(best, progress=progress.add(tries, best.token))
+
+        # One candidate for each beam and edge of the tries.
         edges = tries.token.shape[0]
+        flat = (batch, beams * edges)
         edge = jnp.broadcast_to(jnp.arange(edges), (batch, beams, edges))
-        forced = jnp.broadcast_to(tries.token, edge.shape)
-        open_ = state.progress.edges(tries) & ~state.progress.complete[..., None]
-        # ... but a text only once: not what two constraints or two equal beams propose, nor what
-        # is among the best continuations anyway.
-        rank = state.progress.queue(tries) * edges + edge
-        never = jnp.iinfo(jnp.int32).max
-        rows = jnp.arange(batch)[:, None, None], jnp.arange(beams)[:, None]
-        first = jnp.full((batch, beams, vocab), never, jnp.int32)
-        first = first.at[*rows, forced].min(jnp.where(open_, rank, never))
-        open_ &= first[*rows, forced] == rank
-        texts = state.running.sequences
-        same = (texts[:, :, None] == texts[:, None]).all(axis=-1)
-        open_ &= (jnp.argmax(same, axis=-1) == jnp.arange(beams))[..., None]
-        known = take(same.swapaxes(1, 2), beam).swapaxes(1, 2)[..., None, :]
-        open_ &= ~(known & (forced[..., None] == token[:, None, None, :])).any(axis=-1)
-
+        token = jnp.broadcast_to(tries.token, edge.shape)
+        is_candidate = self.new_edges(state, best, edge, token, total.shape[2])
         spread = jax.tree.map(
             lambda x: jnp.broadcast_to(x[:, :, None], (*x.shape[:2], edges, *x.shape[2:])).reshape(
-                batch, beams * edges, *x.shape[2:]
+                *flat, *x.shape[2:]
             ),
             state.progress,
         )
-        flat = (batch, beams * edges)
-        pushed = spread.take_edge(tries, edge.reshape(flat))
-        parent = jnp.broadcast_to(jnp.arange(beams)[:, None], (beams, edges)).reshape(-1)
-        everything = jax.tree.map(
-            lambda a, b: jnp.concatenate([a, b], axis=1),
-            (value, beam, token, plain),
-            (
-                jnp.take_along_axis(total, jnp.maximum(forced, 0), axis=2).reshape(flat),
-                jnp.broadcast_to(parent, flat),
-                forced.reshape(flat),
-                pushed,
-            ),
+        beam = jnp.broadcast_to(jnp.arange(beams)[:, None], (beams, edges)).reshape(-1)
+        forced = NextBeams(
+            value=jnp.take_along_axis(total, jnp.maximum(token, 0), axis=2).reshape(flat),
+            beam=jnp.broadcast_to(beam, flat),
+            token=token.reshape(flat),
+            progress=spread.take_edge(tries, edge.reshape(flat)),
         )
-        valid = jnp.concatenate([jnp.ones((batch, beams), bool), open_.reshape(flat)], axis=1)
-        order = in_turns(everything[3].bank(tries), everything[0], valid)[:, :beams]
+        every = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), best, forced)
+        valid = jnp.concatenate(
+            [jnp.ones((batch, beams), bool), is_candidate.reshape(flat)], axis=1
+        )
+        order = order_by_bank(every.progress.bank(tries), every.value, valid)[:, :beams]
         # Without a candidate of the constraints the best continuations stay in their own order.
-        plain_order = jnp.broadcast_to(jnp.arange(beams), order.shape)
-        order = jnp.where(open_.any(axis=(1, 2))[:, None], order, plain_order)
-        return jax.tree.map(lambda x: take(x, order), everything)
+        own_order = jnp.broadcast_to(jnp.arange(beams), order.shape)
+        order = jnp.where(is_candidate.any(axis=(1, 2))[:, None], order, own_order)
+        return jax.tree.map(lambda x: take(x, order), every)
+
+    def new_edges(
+        self,
+        state: ConstrainedState,
+        best: NextBeams,
+        edge: Int[Array, "B N E"],
+        token: Int[Array, "B N E"],
+        vocab_size: int,
+    ) -> Bool[Array, "B N E"]:
+        """Edges that advance a beam to a sequence that nothing else proposes: neither an edge or an
+        equal beam before it, nor the best continuations."""
+        batch, beams, edges = edge.shape
+        is_open = state.progress.edges(self.tries) & ~state.progress.complete[..., None]
+        rank = state.progress.queue(self.tries) * edges + edge
+        never = jnp.iinfo(jnp.int32).max
+        rows = jnp.arange(batch)[:, None, None], jnp.arange(beams)[:, None]
+        first = jnp.full((batch, beams, vocab_size), never, jnp.int32)
+        first = first.at[*rows, token].min(jnp.where(is_open, rank, never))
+        is_open &= first[*rows, token] == rank
+        sequences = state.running.sequences
+        same = (sequences[:, :, None] == sequences[:, None]).all(axis=-1)
+        is_open &= (jnp.argmax(same, axis=-1) == jnp.arange(beams))[..., None]
+        continued = take(same.swapaxes(1, 2), best.beam).swapaxes(1, 2)[..., None, :]
+        in_best = continued & (token[..., None] == best.token[:, None, None, :])
+        return is_open & ~in_best.any(axis=-1)
 
     def ranked(self, state):
-        """Running texts count if they fulfil all constraints; the others only if too few do."""
+        """Running sequences count if they fulfil all constraints; others only if too few do."""
         complete = state.progress.complete
-        few = jnp.sum(complete, axis=1, keepdims=True) < self.returns
+        few = jnp.sum(complete, axis=1, keepdims=True) < self.num_return_sequences
         counts = (complete | few) & ~state.done[:, None]
         length = state.cur_len - state.start_len
         scores = penalised(state.running.scores, length, self.length_penalty)
         unfinished = dataclasses.replace(state.running, scores=jnp.where(counts, scores, WORST))
-        return state.finished.join(unfinished).best(self.beams)[0]
+        return state.finished.join(unfinished).best(self.num_beams)[0]
 
 
-def in_turns(
+def order_by_bank(
     bank: Int[Array, "B M"], score: Float[Array, "B M"], valid: Bool[Array, "B M"]
 ) -> Int[Array, "B M"]:
-    """Candidates by bank and score, the best of each bank first, then the second best, and so on.
+    """Indices of candidates in the order of choice: the best of each bank, the highest bank first,
+    then the second best of each bank, and so on.
 
     >>> import jax.numpy as jnp
     >>> bank = jnp.array([[0, 0, 1, 1]])
-    >>> in_turns(bank, jnp.array([[-1.0, -2.0, -5.0, -4.0]]), bank >= 0).tolist()
+    >>> order_by_bank(bank, jnp.array([[-1.0, -2.0, -5.0, -4.0]]), bank >= 0).tolist()
     [[3, 0, 2, 1]]
     """
     key = jnp.where(valid, bank * BANK + score, -jnp.inf)

@@ -1,9 +1,9 @@
-"""Phrases that a text must contain, as an automaton that a compiled loop can carry.
+"""Phrases that a sequence must contain, as an automaton in arrays that a compiled loop can carry.
 
 Each constraint is a trie: one word (a phrase) or several of which one suffices (a disjunction).
 Progress through a list of constraints follows transformers' ConstraintListState (4.56): one
-constraint is in progress at a time; a token that breaks it off puts it at the end of the queue, and
-is not tried as the start of anything.
+constraint is in progress at a time; a token that does not continue it puts it at the end of the
+queue, and is not tried as the start of a phrase.
 """
 
 from __future__ import annotations
@@ -97,18 +97,23 @@ class Tries:
     """The edges of all tries in tables, and the sizes of the constraints. Traced, in buckets."""
 
     source: Int[Array, " E"]
-    """Node that an edge leaves; -2 for edges that only fill the table."""
+    """Node at the beginning of an edge; -2 in padding of the table."""
     token: Int[Array, " E"]
+    """Token of an edge."""
     target: Int[Array, " E"]
+    """Node at the end of an edge."""
     owner: Int[Array, " E"]
-    """The constraint that an edge belongs to."""
+    """Constraint of an edge."""
     from_root: Bool[Array, " E"]
+    """The edge is the first of a word."""
     to_leaf: Bool[Array, " E"]
+    """The edge completes a word."""
     depth: Int[Array, " E"]
-    """Tokens matched once the edge is taken."""
+    """Tokens matched after the edge."""
     height: Int[Array, " C"]
     """Tokens of the constraint's longest word."""
     real: Bool[Array, " C"]
+    """False in padding of the table."""
 
     @staticmethod
     def of(constraints: Sequence[Constraint]) -> Tries:
@@ -152,16 +157,16 @@ class Tries:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far each beam has come."""
+    """Progress of each beam in the list of constraints."""
 
     met: Bool[Array, "*rows C"]
-    """Completed constraints; those that only fill the table count."""
+    """Completed constraints; True in padding of the table."""
     turn: Int[Array, "*rows C"]
     """Order in which open constraints are tried."""
     node: Int[Array, " *rows"]
     """The node reached in the constraint in progress, or -1."""
     owner: Int[Array, " *rows"]
-    """That constraint."""
+    """The constraint in progress."""
     depth: Int[Array, " *rows"]
     """Tokens matched in it."""
 
@@ -181,7 +186,7 @@ class Progress:
         return self.met.all(axis=-1)
 
     def edges(self, tries: Tries) -> Bool[Array, "*rows E"]:
-        """The edges that would bring each beam on."""
+        """Edges that would advance each beam."""
         busy = (self.node != NONE)[..., None]
         idle = tries.from_root & ~jnp.take(self.met, tries.owner, axis=-1)
         return jnp.where(busy, tries.source == self.node[..., None], idle)
@@ -191,14 +196,15 @@ class Progress:
         return jnp.take(self.turn, tries.owner, axis=-1)
 
     def bank(self, tries: Tries) -> Int[Array, " *rows"]:
-        """Points for completed constraints, and for what is matched of the one in progress."""
-        most = jnp.max(jnp.where(tries.real, tries.height, 0))
+        """The bank of each beam: tokens of completed constraints, each counted as the longest, and
+        matched tokens of the one in progress."""
+        longest = jnp.max(jnp.where(tries.real, tries.height, 0))
         left = jnp.take(tries.height, self.owner) - self.depth
-        partial = jnp.where(self.node != NONE, most - left, 0)
-        return jnp.sum(self.met & tries.real, axis=-1) * most + partial
+        partial = jnp.where(self.node != NONE, longest - left, 0)
+        return jnp.sum(self.met & tries.real, axis=-1) * longest + partial
 
     def take_edge(self, tries: Tries, edge: Int[Array, " *rows"]) -> Progress:
-        """Each beam goes along an edge that is open to it."""
+        """Progress after each beam has taken an edge that is open to it."""
         owner, leaf = tries.owner[edge], tries.to_leaf[edge]
         mine = jnp.arange(self.met.shape[-1]) == owner[..., None]
         return Progress(
@@ -210,12 +216,12 @@ class Progress:
         )
 
     def add(self, tries: Tries, token: Int[Array, " *rows"]) -> Progress:
-        """Each beam after one more token."""
+        """Progress after one more token of each beam."""
         fits = self.edges(tries) & (tries.token == token[..., None])
         last = jnp.iinfo(jnp.int32).max
         edge = jnp.argmin(jnp.where(fits, self.queue(tries), last), axis=-1)
         advanced = self.take_edge(tries, edge)
-        # A constraint that is broken off goes to the end of the queue.
+        # A constraint that is not continued goes to the end of the queue.
         mine = jnp.arange(self.met.shape[-1]) == self.owner[..., None]
         back = jnp.max(self.turn, axis=-1, keepdims=True) + 1
         broken = (self.node != NONE)[..., None] & mine

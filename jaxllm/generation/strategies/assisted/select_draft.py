@@ -1,4 +1,4 @@
-"""From the settings of a call to its draft: checked on the host."""
+"""The strategy of an assisted call, from its settings, checked on the host."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jaxllm.generation.strategies.assisted.drafts import (
     AssistantModel,
     Draft,
     EarlyExit,
-    PromptLookup,
 )
+from jaxllm.generation.strategies.assisted.lookup import PromptLookup
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import without_metadata
 
@@ -59,11 +59,11 @@ def assisted(
                 "prompt lookup does not have; drop one of the two"
             )
         assert config.prompt_lookup_num_tokens is not None
-        most = config.prompt_lookup_num_tokens
+        num_tokens = config.prompt_lookup_num_tokens
         draft: Draft = prompt_lookup(config)
     else:
         settings = assistant_settings(config, assistant_model)
-        most, schedule = settings.num_assistant_tokens, settings.num_assistant_tokens_schedule
+        num_tokens, schedule = settings.num_assistant_tokens, settings.num_assistant_tokens_schedule
         threshold = float_leaf(
             "generate()",
             "assistant_confidence_threshold",
@@ -78,15 +78,15 @@ def assisted(
             check_assistant(model, assistant_model)
             draft = AssistantModel(without_metadata(assistant_model), threshold)
     growing = schedule in ("heuristic", "heuristic_transient")
-    # A heuristic needs room to grow in.
-    room = bucket(2 * most if growing else most, SMALLEST_DRAFT)
+    # The heuristic lets drafts grow.
+    longest = bucket(2 * num_tokens if growing else num_tokens, SMALLEST_DRAFT)
     return Assisted(
         draft=draft,
-        num_assistant_tokens=int_leaf("generate()", "num_assistant_tokens", most),
+        num_assistant_tokens=int_leaf("generate()", "num_assistant_tokens", num_tokens),
         growing=np.bool_(growing),  # pyright: ignore[reportArgumentType]
         sampling=bool(config.do_sample),
-        most=min(room, bucket(max_new_tokens, SMALLEST_DRAFT)),
-        count=config.num_return_sequences,
+        max_draft=min(longest, bucket(max_new_tokens, SMALLEST_DRAFT)),
+        num_return_sequences=config.num_return_sequences,
         ensemble_weight=None
         if weight is None
         else float_leaf("generate()", "assistant_ensemble_weight", weight, "(0, 1)"),
@@ -99,7 +99,9 @@ def prompt_lookup(config: GenerationConfig) -> PromptLookup:
     return PromptLookup(int_leaf("generate()", "max_matching_ngram_size", size, least=1))
 
 
-def assistant_settings(config: GenerationConfig, assistant_model: Any) -> GenerationConfig:
+def assistant_settings(
+    config: GenerationConfig, assistant_model: GenerativeModel | None
+) -> GenerationConfig:
     """Length, schedule and threshold of drafts: the call's, or else the assistant's own.
 
     transformers reads all three from the assistant's generation_config alone.
@@ -116,8 +118,8 @@ def assistant_settings(config: GenerationConfig, assistant_model: Any) -> Genera
     return config.replace(**theirs)
 
 
-def check_assistant(model: Any, assistant: Any) -> None:
-    """Raises for an assistant whose tokens or inputs are not those of the model."""
+def check_assistant(model: GenerativeModel, assistant: GenerativeModel) -> None:
+    """Raises UnsupportedError for an assistant whose vocabulary or inputs are not the model's."""
     if not hasattr(assistant, "decode"):
         raise UnsupportedError(
             f"assistant_model: {type(assistant).__name__} is not a model that generates; load it "
@@ -158,8 +160,9 @@ def check_assistant_inputs(
     check_positions(assistant, prompt, new, whose="assistant_model")
 
 
-def check_rotary(model: Any, option: str, max_length: int) -> None:
-    """RoPE that depends on the length so far would see drafts that are rejected later."""
+def check_rotary(model: GenerativeModel, option: str, max_length: int) -> None:
+    """Raises UnsupportedError for a model whose RoPE depends on the length so far, and so would on
+    drafts that are rejected later."""
     rope = getattr(model.config, "rotary", None)
     limits = {"dynamic": "max_positions", "longrope": "original_positions"}
     if rope is None or rope.rope_type not in limits:
