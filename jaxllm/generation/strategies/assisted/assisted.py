@@ -101,8 +101,7 @@ class Assisted(Strategy[AssistedState]):
                 out, self.num_return_sequences, kept[1], **settings.decode_options
             ),
         )
-        first = out.replace(logits=logits, unconditional_logits=other)
-        scores = process(state.buffer, first, state.start_len, settings)
+        scores = process(state.buffer, logits, other, state.start_len, settings)
         token = self.select(state, scores)
         state, _ = accept(state, token, jnp.ones((batch,), jnp.int32), logits, scores, settings)
         return state
@@ -122,7 +121,7 @@ class Assisted(Strategy[AssistedState]):
         if state.records is not None:
             steps = state.cur_len - state.start_len
             state = state.replace(records=state.records.write_columns(out, steps))
-        scores = process(buffer, out, state.start_len, settings)
+        scores = process(buffer, out.logits, out.unconditional_logits, state.start_len, settings)
         tokens, accepted = self.check(state, drafted, scores)
         usable = jnp.where(live, accepted + 1, 0)
         # The drafts are in these buffers already: the result is written to the same memory.

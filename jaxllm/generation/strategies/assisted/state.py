@@ -17,7 +17,6 @@ from jaxllm.cache.kv_cache import Cache, put_columns
 from jaxllm.generation.strategies.assisted.drafts import TokenBuffer
 from jaxllm.generation.strategies.records import Records
 from jaxllm.generation.strategies.strategy import NEVER, AssistedCounts, DecodeSettings, nonfinite
-from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import axes
 
 
@@ -74,10 +73,13 @@ def each_column(buffer: TokenBuffer, width: int) -> TokenBuffer:
 
 
 def process(
-    buffer: TokenBuffer, out: DecodeOutput, prompt_len: Int[Array, ""], settings: DecodeSettings
+    buffer: TokenBuffer,
+    logits: Float[Array, "B T V"],
+    unconditional: Float[Array, "B T V"] | None,
+    prompt_len: Int[Array, ""],
+    settings: DecodeSettings,
 ) -> Float[Array, "B T V"]:
     """Scores of T columns side by side, each processed with the tokens before it."""
-    logits, unconditional = out.logits, out.unconditional_logits
     batch, width, vocabulary = logits.shape
     before = each_column(buffer, width)
     if unconditional is not None:
