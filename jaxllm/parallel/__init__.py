@@ -1,0 +1,31 @@
+"""Many devices: meshes, the table of logical axes, and placement of arrays.
+
+A mesh has the axes `data`, `fsdp` and `tensor`. The table says along which of them each parameter,
+batch and activation is sharded, for all families.
+"""
+
+from jaxllm.parallel.placement import mesh_of, put_batch, put_everywhere, put_tree, row_share
+from jaxllm.parallel.processes import together
+from jaxllm.parallel.sharding import (
+    batch_sharding,
+    constrain,
+    make_mesh,
+    parameter_sharding,
+    tree_shardings,
+    use,
+)
+
+__all__ = [
+    "batch_sharding",
+    "constrain",
+    "make_mesh",
+    "mesh_of",
+    "parameter_sharding",
+    "put_batch",
+    "put_everywhere",
+    "put_tree",
+    "row_share",
+    "together",
+    "tree_shardings",
+    "use",
+]
