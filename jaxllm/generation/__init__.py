@@ -7,6 +7,12 @@ from jaxllm.generation import processors, stopping
 from jaxllm.generation.call.output import GenerateOutput
 from jaxllm.generation.generate import generate, stream
 from jaxllm.generation.processors import *  # noqa: F403
+from jaxllm.generation.processors.host import grammar
+from jaxllm.generation.registration import (
+    register_processor,
+    register_prompt_transform,
+    register_strategy,
+)
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.stopping import *  # noqa: F403
 from jaxllm.generation.strategies.beam.constraints import DisjunctiveConstraint, PhrasalConstraint
@@ -39,6 +45,10 @@ __all__ = [
     "WatermarkLogitsProcessor",
     "WatermarkingConfig",
     "generate",
+    "grammar",
+    "register_processor",
+    "register_prompt_transform",
+    "register_strategy",
     "stream",
 ]
 __all__ += processors.__all__

@@ -1,0 +1,45 @@
+"""Public names of each package, and the import paths that the documentation has named."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+PACKAGES = ["models", "nn", "cache", "parallel", "checkpoint", "tokenizers", "generation", "batch"]
+PACKAGES += ["training", "training.data", "training.run", "training.evaluation", "errors"]
+
+DOCUMENTED = {
+    "jaxllm": "BatchGenerator GenerationConfig JaxLLMError compute_transition_scores generate load"
+    " load_orbax make_mesh save_hf save_orbax score stream",
+    "jaxllm.checkpoint": "RunCheckpoints load_adapter save_adapter smollm2",
+    "jaxllm.checkpoint.bundled": "smollm2",
+    "jaxllm.checkpoint.peft": "load_adapter save_adapter",
+    "jaxllm.checkpoint.runs": "RunCheckpoints",
+    "jaxllm.generation": "DisjunctiveConstraint HostLogitsProcessor LogitsProcessorList"
+    " MaxTimeCriteria PhrasalConstraint TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper"
+    " WatermarkDetector WatermarkLogitsProcessor WatermarkingConfig grammar",
+    "jaxllm.models.gpt2": "GPT2LMHeadModel",
+    "jaxllm.models.t5": "T5Config T5ForConditionalGeneration",
+    "jaxllm.sharding": "make_mesh use",
+    "jaxllm.tokenizers.byte_level": "byte_tokenizer",
+    "jaxllm.training": "OptimizerConfig TrainState loss_for make_optimizer make_train_step",
+    "jaxllm.training.data": "DataConfig ModelInfo make_batches",
+    "jaxllm.training.lora": "LoraConfig add_lora is_trainable merge_lora partition",
+    "jaxllm.training.losses": "TokenLoss",
+    "jaxllm.training.run": "read_recipe train",
+}
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
+def test_documented_import_paths(module: str) -> None:
+    found = importlib.import_module(module)
+    assert [name for name in DOCUMENTED[module].split() if not hasattr(found, name)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_packages(package: str) -> None:
+    found = importlib.import_module(f"jaxllm.{package}")
+    assert found.__doc__
+    assert found.__all__
+    assert [name for name in found.__all__ if not hasattr(found, name)] == []
