@@ -242,11 +242,13 @@ class T5ForConditionalGeneration(T5Encoder):
         for name in ("input_ids", "inputs_embeds", "head_mask", "segment_ids"):
             if getattr(inputs, name) is not None:
                 raise InputError(f"{name}: has no effect beside encoder_outputs; drop it")
-        if not isinstance(output, BaseOutput):
-            output = BaseOutput(last_hidden_state=output)
-        states = check.embeddings("encoder_outputs", output.last_hidden_state, self.config.d_model)
+        whole = isinstance(output, BaseOutput)
+        states = output.last_hidden_state if whole else output
+        states = check.embeddings("encoder_outputs", states, self.config.d_model)
         mask = check.mask_of("attention_mask", inputs.attention_mask, states.shape[:2])
-        return Encoded(dataclasses.replace(output, last_hidden_state=states), mask)
+        if whole:
+            return Encoded(dataclasses.replace(output, last_hidden_state=states), mask)
+        return Encoded(BaseOutput(last_hidden_state=states), mask)
 
     def _decoder_inputs(
         self, inputs: Seq2SeqInputs, encoded: Encoded, labels: Any
