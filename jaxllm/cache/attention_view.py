@@ -1,4 +1,4 @@
-"""What a forward call sees, as far as it follows from a mask: positions and visibility."""
+"""Positions and attention mask of a forward call, from the padding mask."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ Slots = Int[Array, ""] | Int[Array, " B"] | Int[Array, "B T"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionView:
-    """What one forward call sees: positions from the cumulative mask, visibility from the slots."""
+    """Positions and attention mask of one forward call, from the padding mask and the slots."""
 
     positions: Int[Array, "B T"]
-    """Of each query, counting real tokens only; pads get a number that is in range."""
+    """Position of each query, counting real tokens only; pads get a valid position too."""
     query_slots: Int[Array, " T"] | Int[Array, "B T"]
-    """The column of the sequence that each query is in; differences give T5's relative bias."""
+    """Column of the sequence that each query is in; differences give T5's relative bias."""
     key_slots: Int[Array, " S"] | Int[Array, "B S"]
+    """Column of the sequence that each key is in."""
     visible: Bool[Array, "B 1 T S"]
+    """Attention mask: True where the query attends to the key."""
     horizon: Int[Array, ""] | Int[Array, " B"]
-    """1 + the largest position of a real token so far, over the batch, or of each row (for dynamic
-    RoPE)."""
+    """1 + the largest position of a real token so far, of the batch or of each row. For RoPE types
+    that depend on the length."""
     write_at: Slots | None
-    """The slot of the first query in the cache, or of each; None without a cache."""
+    """Cache slot of the first query, of all rows or of each, or of every query; None: no cache."""
     used: Int[Array, ""] | None = None
-    """The slots before this one hold all that there is; None: look at all of them."""
+    """Only the first `used` cache slots hold tokens; None: any slot may."""
     query_index: Int[Array, "B T"] | None = None
-    """Index of each query among the real tokens of its row; None where nothing has a window."""
+    """Index of each query among the real tokens of its row; None if no layer has a window."""
     key_index: Int[Array, "B S"] | None = None
     """Index of each key among the real tokens of its row."""
 
     def for_layer(self, window: int | None) -> AttentionView:
-        """The view of a layer that attends to the last `window` tokens, or to all (None)."""
+        """The view for a layer that attends to the last `window` tokens; None: to all."""
         view = self if window is None else self.within(window)
         return dataclasses.replace(view, query_index=None, key_index=None)
 
     def within(self, window: int | Int[Array, ""]) -> AttentionView:
-        """The view with each query's keys limited to the last `window` real tokens, its own
+        """The view with attention limited to the last `window` real tokens, the query's own
         included. Padding does not count."""
         assert self.query_index is not None
         assert self.key_index is not None
@@ -56,8 +58,8 @@ def make_view(
 ) -> AttentionView:
     """The view of one uncached call over a whole sequence.
 
-    With `segments` a row holds several documents, one after the other: each sees itself only, and
-    its positions begin at 0.
+    With `segments` (packing) a row holds several documents, one after the other. Each attends to
+    itself only, and its positions start at 0.
     """
     mask, T = jnp.asarray(mask), mask.shape[1]
     counts = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
@@ -83,7 +85,7 @@ def make_view(
 
 
 def document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Where the first token of each document of a packed row is.
+    """True at the first token of each document of a packed row.
 
     >>> document_starts(jnp.array([[1, 1, 2, 2, 0]])).tolist()
     [[True, False, True, False, True]]
@@ -95,21 +97,21 @@ def document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Branches:
-    """New columns that are alternatives to each other: the beams of a row, or its candidates.
+    """Alternatives for the next position of a row, one per new column: beams or candidates.
 
-    All of them stand at the row's next position. A slot then belongs to a column of one branch, and
-    a branch sees, of those slots, its ancestors: changing branches moves no keys and values.
+    Each cache slot holds a token of one branch, and a branch attends to the slots of its ancestors
+    only. Reordering branches therefore moves no keys and values.
     """
 
     seen: Bool[Array, "B T S"]
-    """The slots that each branch sees, its own new one included."""
+    """Slots that each branch attends to, its own new one included."""
     columns: Int[Array, " S"] | Int[Array, "B S"]
-    """The column of the sequence that each slot belongs to, of all rows or of each."""
+    """Column of the sequence that each slot belongs to, for all rows or for each."""
 
     def columns_of(
         self, slots: Int[Array, " T"] | Int[Array, "B T"]
     ) -> Int[Array, " T"] | Int[Array, "B T"]:
-        """The columns that some slots belong to."""
+        """Looks up the columns that `slots` belong to."""
         if self.columns.ndim == 1 or slots.ndim == 1:
             return self.columns[..., slots]
         return jnp.take_along_axis(self.columns, slots, axis=1)

@@ -1,11 +1,11 @@
-"""The key/value cache: preallocated, zeros, fixed shape; a value that goes in and comes out.
+"""KV cache: an immutable value of fixed shape, preallocated with zeros.
 
-A slot of the cache is a column of the sequence: column ``j`` of ``sequences`` has its keys in slot
-``j`` (but see ``Branches``). What a slot holds is decided by ``mask`` alone, so left pads, right
-pads and finished rows need no special case elsewhere. Keys of one layer are stored as
-``[B*K, S, H]``: batch and heads merged is the one layout that XLA updates in place inside a while
-loop at every batch size. Where heads are split over devices they are stored as ``[B, K, S, H]``,
-since a merged axis cannot be split by rows and by heads. ``*BK`` stands for both.
+Cache slots are columns of the sequence: slot ``j`` has the keys of column ``j`` of ``sequences``
+(but see ``Branches``). Only ``mask`` says which slots hold real tokens, so left pads, right pads
+and finished rows need no special case elsewhere. Keys of one layer are stored as ``[B*K, S, H]``:
+with batch and heads merged, XLA updates them in place inside a while loop at every batch size. With
+tensor parallelism they are ``[B, K, S, H]``, since a merged axis cannot be sharded by rows and by
+heads. ``*BK`` stands for either.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ KV_AXES = axes("rows", "heads", None, None)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KV:
-    """Keys and values of one attention layer, heads merged into the batch or beside it."""
+    """Keys and values of one attention layer, ``[B*K, S, H]`` or ``[B, K, S, H]``."""
 
     k: Float[Array, "*BK S H"] = dataclasses.field(metadata=KV_AXES)
     v: Float[Array, "*BK S H"] = dataclasses.field(metadata=KV_AXES)
 
     @staticmethod
     def of(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> KV:
-        """Keys and values of a whole sequence, as a projection gives them."""
+        """From the keys and values of a whole sequence, as the projections return them."""
         return KV(heads_first(k), heads_first(v))
 
     @staticmethod
     def zeros(batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> KV:
-        # Not `empty`: what a masked slot holds is multiplied by zero, and 0 * NaN is NaN.
+        # Not `jnp.empty`: masked slots are multiplied by weight 0, and 0 * NaN is NaN.
         heads = (batch, kv_heads) if heads_apart() else (batch * kv_heads,)
         shape = (*heads, length, head_dim)
         k, v = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
@@ -51,7 +51,7 @@ class KV:
         v: Float[Array, "B T K H"],
         slot: Slots,
     ) -> KV:
-        """Writes T new columns from `slot` on, or each into a slot of its own (`put_columns`)."""
+        """Writes T new columns at `slot` and after, or each at its own slot (`put_columns`)."""
         return KV(put_heads(self.k, k, slot), put_heads(self.v, v, slot))
 
     @property
@@ -60,26 +60,26 @@ class KV:
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """The sizes ``*BK``: rows times heads, or rows and heads."""
+        """Leading sizes ``*BK``: (rows * heads,) or (rows, heads)."""
         return self.k.shape[:-2]
 
-    # What attention does with keys and values; another way of storing them does it its own way.
+    # The operations that attention needs; cache variants override them.
 
     def scores(self, q: Float[Array, "*BK Q H"]) -> Float[Array, "*BK Q S"]:
-        """Products of queries and keys, float32."""
+        """Dot products of queries and keys, in float32."""
         return jnp.einsum("...qh,...sh->...qs", q, self.k, preferred_element_type=jnp.float32)
 
     def mix(self, weights: Float[Array, "*BK Q S"]) -> Float[Array, "*BK Q H"]:
-        """Sums of values, float32."""
+        """Weighted sums of values, in float32."""
         weights = weights.astype(self.v.dtype)
         return jnp.einsum("...qs,...sh->...qh", weights, self.v, preferred_element_type=jnp.float32)
 
     def prefix(self, length: int) -> KV:
-        """The first slots."""
+        """The first `length` slots."""
         return jax.tree.map(lambda x: x[..., :length, :], self)
 
     def plain(self) -> KV:
-        """As arrays of floats."""
+        """The same keys and values in floating point."""
         return self
 
 
@@ -92,7 +92,7 @@ def heads_first(x: Float[Array, "B S K H"]) -> Float[Array, "*BK S H"]:
 def per_head(
     index: Shaped[Array, " B *rest"], x: Shaped[Array, "*BK S H"]
 ) -> Shaped[Array, " ..."]:
-    """What holds for each row, for each of its heads: [*BK, *rest]."""
+    """Repeats a per-row array for each head of x: [*BK, *rest]."""
     if x.ndim == 3:
         return jnp.repeat(index, x.shape[0] // index.shape[0], axis=0)
     return jnp.broadcast_to(index[:, None], (*x.shape[:2], *index.shape[1:]))
@@ -101,7 +101,7 @@ def per_head(
 def put_heads(
     old: Shaped[Array, "*BK S H"], new: Shaped[Array, "B T K H"], slot: Slots
 ) -> Shaped[Array, "*BK S H"]:
-    """Writes T columns of every head."""
+    """Writes T columns of every head into `old`; see `put_columns`."""
     if jnp.ndim(slot) == 1 and slot.shape[0] == 1:  # one row: written in one piece
         slot = slot[0]
     if old.ndim == 3:
@@ -122,15 +122,16 @@ def put_heads(
 def put_columns(
     rows: Shaped[Array, "B S *rest"], new: Shaped[Array, "B T *rest"], at: Slots
 ) -> Shaped[Array, "B S *rest"]:
-    """Writes T columns into every row: from one column on, from a column of its own each, or every
-    one where `at` says [B, T].
+    """Writes T columns into every row.
 
-    The caller guarantees that a run of columns fits. Of single ones, those from S on are left out.
+    Args:
+        at: first column, one for all rows or one per row [B]: the caller guarantees that T columns
+            fit. Or the index of every column [B, T]: columns at S or beyond are dropped.
     """
     if jnp.ndim(at) == 0:
         return jax.lax.dynamic_update_slice_in_dim(rows, new, at, axis=1)
     if jnp.ndim(at) == 2:
-        # Row by row: a mesh that splits rows would otherwise bring the indices together.
+        # vmap over rows: if rows are sharded, one scatter would all-gather the indices.
         scatter = jax.vmap(lambda row, part, i: row.at[i].set(part, mode="drop"))
         return scatter(rows, new, at)
     put = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=0))
@@ -140,27 +141,27 @@ def put_columns(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """All that a decoder remembers between two calls.
+    """KV cache of a decoder: keys and values of all layers, padding mask and positions.
 
-    `length` counts the columns written so far, pads included: one number for all rows, or one each;
-    `next_position` counts each row's real tokens. Cross keys and values are projected once, when
-    generation starts.
+    `length` counts the columns written so far, pads included: one number for all rows, or one per
+    row. `next_position` counts each row's real tokens. Cross-attention keys and values are computed
+    once, when generation starts.
     """
 
     layers: tuple[KV, ...]
     mask: Bool[Array, "B S"]
-    """True where a slot holds a real token."""
+    """Padding mask: True where a slot holds a real token."""
     length: Int[Array, ""] | Int[Array, " B"]
-    """The next free slot."""
+    """Next free slot, of all rows or of each."""
     next_position: Int[Array, " B"]
-    """Position of each row's next real token: how many it has so far."""
+    """Position of each row's next real token: the number of real tokens so far."""
     cross: tuple[KV, ...] | None = None
-    """Keys and values of the encoder's output, a pair per decoder layer."""
+    """Cross-attention keys and values of the encoder output, per decoder layer."""
     cross_mask: Bool[Array, "B E"] | None = None
     token_type: Int[Array, " B"] | None = None
-    """Token type that new tokens take (GPT-2 with `token_type_ids`)."""
+    """Token type of new tokens (GPT-2 with `token_type_ids`)."""
     positions: Int[Array, "B S"] | None = None
-    """Position of the token in each slot, arbitrary in a free one. Kept for attention windows."""
+    """Position of the token in each slot, arbitrary in free slots; for sliding windows only."""
 
     @staticmethod
     def empty(
@@ -173,7 +174,7 @@ class Cache:
         *,
         windows: bool = False,
     ) -> Cache:
-        """A cache without tokens. `windows`: some layers attend to the last tokens only."""
+        """A cache without tokens. `windows`: some layers use sliding-window attention."""
         return Cache(
             layers=tuple(KV.zeros(batch, length, kv_heads, head_dim, dtype) for _ in range(layers)),
             mask=constrain(jnp.zeros((batch, length), bool), "rows"),
@@ -190,10 +191,10 @@ class Cache:
         return dataclasses.replace(self, **changes)
 
     def compact(self, capacity: int) -> Self:
-        """A copy with `capacity` slots, in which each row's real tokens fill the first ones.
+        """Moves each row's real tokens to the first slots of a cache with `capacity` slots.
 
-        Pads and whatever came after a row's end are left out, so `length` is then one number a row.
-        The caller guarantees that `capacity` slots are enough.
+        Pads and tokens after a row's end are dropped, so `length` is then one number per row. The
+        caller guarantees that `capacity` slots are enough.
         """
         size = self.capacity
         order = jnp.argsort(~self.mask, axis=1, stable=True)
@@ -214,7 +215,7 @@ class Cache:
         )
 
     def repeat(self, n: int) -> Self:
-        """Each row n times, side by side: the prompt is prefilled once for all its samples."""
+        """Repeats each row n times, adjacently: one prefill serves all samples of a prompt."""
         if n == 1:
             return self
         batch = self.mask.shape[0]
@@ -228,7 +229,7 @@ class Cache:
         return jax.tree.map(rows, self)
 
     def first(self, n: int) -> Self:
-        """The first n rows alone. A length that is one number a row is of these already."""
+        """The first n rows. `length` is kept: one number, or already the lengths of these rows."""
         batch, length = self.mask.shape[0], self.length
         if n == batch:
             return self
@@ -238,8 +239,8 @@ class Cache:
         return kept.replace(length=length)
 
     def below(self, other: Self) -> Self:
-        """The rows of another cache with those of this one below them, where both have the same
-        columns; the length is the other's."""
+        """Concatenates rows: `other`'s, then this cache's. Both have the same columns; `length` is
+        taken from `other`."""
         rows = jax.tree.map(
             lambda x, y: jnp.concatenate([x, y]) if x.ndim else x,
             other.replace(length=None),
@@ -248,9 +249,9 @@ class Cache:
         return rows.replace(length=other.length)
 
     def cut(self, length: Int[Array, " B"]) -> Self:
-        """Only the first `length` columns of each row. Nothing moves: later slots count as free.
+        """Truncates each row to its first `length` columns. Nothing moves; later slots become free.
 
-        Under guidance there are twice as many rows as lengths, and the lower half has the same.
+        With guidance the cache has twice as many rows as `length`; both halves get the same.
         """
         each = jnp.tile(length, self.mask.shape[0] // length.shape[0])
         kept = self.mask & (jnp.arange(self.capacity) < each[:, None])
@@ -258,7 +259,7 @@ class Cache:
         return self.replace(mask=kept, length=length, next_position=known)
 
     def aligned(self) -> Self:
-        """The cache with one `length` for all rows: new columns are then written in one piece."""
+        """The cache with the largest `length` for all rows: writes are then one slice update."""
         return self.replace(length=jnp.max(self.length))
 
     def make_view(
@@ -268,10 +269,10 @@ class Cache:
         cache_is_empty: bool = False,
         branches: Branches | None = None,
     ) -> tuple[AttentionView, Self]:
-        """The view of T new columns on top of the cache, and the cache with these columns reserved.
+        """The view of T new columns after the cached ones, and the cache with these reserved.
 
-        With `cache_is_empty` (prefill) the queries see only each other, not the free slots. With
-        `branches` the new columns are alternatives side by side, not one after the other.
+        With `cache_is_empty` (prefill) the queries attend to each other only, not to free slots.
+        With `branches` the new columns are alternatives for one position, not a sequence.
         """
         mask, T = jnp.asarray(mask), mask.shape[1]
         steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Other ways to keep keys and values than all of them as floats: in 8 bits, or only the newest."""
+"""KV-cache variants: int8 quantization, sliding window, ring buffer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from jaxllm.cache.kv_cache import KV, KV_AXES, Cache, put_heads
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedKV(KV):
-    """Keys and values as int8 with one float32 scale a head and slot.
+    """Int8 keys and values with one float32 scale per head and slot.
 
-    A vector x is kept as ``round(x / s)`` with ``s = max|x| / 127``, so no number is off by more
-    than s / 2. In attention the scales are factors of scores and weights: only products with int8
-    are made.
+    A vector x is stored as ``round(x / s)`` with ``s = max|x| / 127``: the error is at most s / 2.
+    Eager attention multiplies scores and weights by the scales, not keys and values.
     """
 
     k: Int8[Array, "*BK S H"] = dataclasses.field(metadata=KV_AXES)
@@ -28,11 +27,11 @@ class QuantizedKV(KV):
     k_scale: Float[Array, "*BK S 1"] = dataclasses.field(metadata=KV_AXES)
     v_scale: Float[Array, "*BK S 1"] = dataclasses.field(metadata=KV_AXES)
     dtype: Any = dataclasses.field(metadata={"static": True})
-    """What is computed in."""
+    """Dtype of computation."""
 
     @staticmethod
     def like(kv: KV) -> QuantizedKV:
-        """Empty, of the sizes of `kv`."""
+        """An empty quantized cache with the shape of `kv`."""
         whole, scale = (
             jnp.zeros(kv.k.shape, jnp.int8),
             jnp.zeros((*kv.k.shape[:-1], 1), jnp.float32),
@@ -65,7 +64,7 @@ class QuantizedKV(KV):
 
 
 def quantize(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Array, "... 1"]]:
-    """int8 numbers and the scale of each vector.
+    """Quantizes each vector: int8 numbers and its scale.
 
     >>> numbers, scale = quantize(jnp.array([1.0, -2.54, 0.0]))
     >>> numbers.tolist(), round(float(scale[0]), 4)
@@ -80,13 +79,13 @@ def quantize(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Arra
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowCache(Cache):
-    """Everything is held, as in `Cache`, but a query sees the newest tokens alone."""
+    """Cache of all tokens, as `Cache`, in which a query attends to the newest ones only."""
 
     window: Int[Array, ""]
-    """Tokens that a query sees, its own included."""
+    """Number of tokens that a query attends to, its own included."""
 
     def make_view(self, mask, *, cache_is_empty=False, branches=None):
-        """As `Cache.make_view`; pads push nothing out of sight."""
+        """`Cache.make_view` limited to the window; pads do not count towards it."""
         view, reserved = super().make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
         return view.within(self.window), reserved
 
@@ -94,15 +93,15 @@ class WindowCache(Cache):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingCache(Cache):
-    """The newest tokens alone: the token at position p is in slot p modulo the number of slots."""
+    """Ring buffer of the newest tokens: position p is in slot p modulo the number of slots."""
 
     window: Int[Array, ""]
-    """Tokens that a query sees, its own included. There are as many slots, or more."""
+    """Number of tokens that a query attends to, its own included; at most the number of slots."""
 
     def make_view(self, mask, *, cache_is_empty=False, branches=None):
-        """As `Cache.make_view`, of one new column, or of a whole prompt (`cache_is_empty`).
+        """`Cache.make_view` for one new column, or for a whole prompt (`cache_is_empty`).
 
-        A query sees the last `window` real tokens, so pads push nothing out of sight.
+        A query attends to the last `window` real tokens; pads do not count.
         """
         mask, T, size = jnp.asarray(mask), mask.shape[1], self.capacity
         if T > 1 and not cache_is_empty:
@@ -110,7 +109,7 @@ class RingCache(Cache):
         steps = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
         counts = self.next_position[:, None] + steps
         positions, last = jnp.maximum(counts - 1, 0), counts[:, -1:] - 1
-        # The position of the newest token that each slot can hold; below 0 where there is none yet.
+        # Position of the newest token that each slot can hold; negative where there is none yet.
         held = last - (last - jnp.arange(size, dtype=jnp.int32)) % size
         reserved = self.replace(mask=held >= 0, length=self.length + T, next_position=counts[:, -1])
         write_at = jnp.where(mask & (positions > last - size), positions % size, size)
@@ -134,24 +133,24 @@ class RingCache(Cache):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CacheKind:
-    """How a decoder's own keys and values are kept. Those of an encoder's output stay floats."""
+    """Settings of the self-attention KV cache. Cross-attention keys and values stay floats."""
 
     quantized: bool = dataclasses.field(default=False, metadata={"static": True})
     window: Int[Array, ""] | None = None
-    """As `WindowCache.window`."""
+    """Window size, as `WindowCache.window`; None: no window."""
     ring: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Of a window: only what it shows is kept (`RingCache`)."""
+    """With a window: keep only the tokens in it (`RingCache`)."""
 
     @staticmethod
     def like(cache: Cache) -> CacheKind:
-        """That of a cache which was returned, and so is no ring."""
+        """The kind of a cache that a call returned; such a cache is never a ring."""
         return CacheKind(
             quantized=isinstance(cache.layers[0], QuantizedKV),
             window=cache.window if isinstance(cache, WindowCache) else None,
         )
 
     def of(self, empty: Cache) -> Cache:
-        """A plain empty cache as an empty one of this kind."""
+        """Converts a plain empty cache to an empty one of this kind."""
         layers = empty.layers
         if self.quantized:
             layers = tuple(QuantizedKV.like(kv) for kv in layers)

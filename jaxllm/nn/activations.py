@@ -1,4 +1,4 @@
-"""Activation functions under the names that config.json gives them."""
+"""Activation functions by their config.json names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxllm.common.errors import ConfigError
 
 
 def gelu_new(x: jax.Array) -> jax.Array:
-    """GELU by tanh, as GPT-2 and T5 v1.1 were trained with (Hendrycks & Gimpel 2016)."""
+    """GELU, tanh approximation (Hendrycks & Gimpel 2016): used by GPT-2 and T5 v1.1."""
     return jax.nn.gelu(x, approximate=True)
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """GELU by erf. `jax.nn.gelu` alone is the tanh one."""
+    """Exact GELU (erf). The default of `jax.nn.gelu` is the tanh approximation."""
     return jax.nn.gelu(x, approximate=False)
 
 
@@ -42,11 +42,11 @@ def linear(x: jax.Array) -> jax.Array:
 
 
 def laplace(x: jax.Array) -> jax.Array:
-    """A bounded relu2 (Ma et al. 2022, arXiv:2209.10655)."""
+    """Laplace activation, a bounded approximation of relu2 (Ma et al. 2022, arXiv:2209.10655)."""
     return 0.5 * (1 + jax.lax.erf((x - 0.707107) / (0.282095 * math.sqrt(2))))
 
 
-# All of transformers' names but "prelu" and "xielu", which have weights.
+# All names in transformers except "prelu" and "xielu", which have weights.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
     "gelu_python": gelu,
@@ -74,7 +74,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activation(name: str, *, where: str) -> Callable[[jax.Array], jax.Array]:
-    """The function of that name; `where` names the config field in the error.
+    """Looks up an activation function by name; `where` is the config field, for the error.
 
     >>> activation("silu", where="hidden_act") is jax.nn.silu
     True

@@ -1,4 +1,4 @@
-"""Multi-head attention with grouped keys: self- and cross-attention of all families."""
+"""Grouped-query attention: self- and cross-attention of all model families."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def attend(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T S"]]:
     """Eager attention (the reference): the output and the attention weights.
 
-    Scores and softmax are in float32. The mask is boolean and applied once, after the bias; a query
-    that sees nothing gets zeros, never NaN.
+    Scores and softmax are in float32. The mask is boolean and applied once, after the bias. A query
+    with no visible key gets zeros, never NaN.
     """
     B, T, N, H = q.shape
     K, S = math.prod(kv.heads) // B, kv.length
@@ -47,8 +47,9 @@ def attend(
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
     scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
-    # PERF(cpu): divided by the sums after mixing the values, as in FlashAttention (Dao et al. 2022,
-    # arXiv:2205.14135): fewer passes over [T, S], gradients in half the time; benchmarks/train.py.
+    # PERF(cpu): values are summed before the division by the softmax sums, as in FlashAttention
+    # (Dao et al. 2022, arXiv:2205.14135): fewer passes over [T, S], gradients in half the time;
+    # benchmarks/train.py.
     exps = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
     sums = jnp.where(visible.any(axis=-1, keepdims=True), exps.sum(axis=-1, keepdims=True), jnp.inf)
     exps = dropout(exps, dropout_rate, key)
@@ -68,7 +69,7 @@ def attend_fused(
     scale: float,
     implementation: Any,
 ) -> Float[Array, "B T N H"]:
-    """Attention by `jax.nn.dot_product_attention` (XLA's, or cuDNN's flash kernel)."""
+    """Attention with `jax.nn.dot_product_attention`: XLA's, or cuDNN's flash kernel."""
     B, T, N, H = q.shape
     K, S = math.prod(kv.heads) // B, kv.length
     kv = kv.plain()
@@ -84,10 +85,11 @@ def attend_fused(
 
 
 class Attention(nnx.Module):
-    """Projections around `attend`. Position comes from outside: rotary angles, bias, or neither.
+    """Attention layer: query, key, value and output projections around `attend`.
 
-    `q_norm` and `k_norm` normalise each head's query and key before they are rotated (Qwen3). With
-    a `window` a query attends to the last `window` tokens only, its own included (Mistral).
+    The caller passes positions as rotary angles or a bias, or neither. `q_norm` and `k_norm`
+    normalise each head's query and key before RoPE (Qwen3). With a `window` a query attends to the
+    last `window` tokens only, its own included (Mistral).
     """
 
     def __init__(
@@ -140,11 +142,11 @@ class Attention(nnx.Module):
         want_weights: bool = False,
         used: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B N T S"] | None]:
-        """Attends from x to the keys and values, and projects to the model's width.
+        """Attends from x to the keys and values, and applies the output projection.
 
         Args:
-            used: the slots of a cache before this one hold all there is; None: all of them do.
             want_weights: also return the attention weights.
+            used: only the first `used` slots of the cache hold tokens; None: any slot may.
         """
         B, T, _ = x.shape
         key, q_key, o_key = split(key, 3)
@@ -153,7 +155,7 @@ class Attention(nnx.Module):
         if rotary is not None:
             q = rotate(q, *rotary)
         weights = None
-        # The other implementations return no weights, and take neither head mask nor dropout.
+        # Only eager attention returns weights and supports a head mask and dropout.
         if want_weights or head_mask is not None or key is not None:
             out, weights = attend(
                 q,
@@ -171,7 +173,7 @@ class Attention(nnx.Module):
         return y, (weights if want_weights else None)
 
     def _attend(self, q, kv: KV, visible, bias, used) -> Float[Array, "B T N H"]:
-        """Attention without weights, head mask and dropout."""
+        """Attention that returns no weights, without head mask and dropout."""
         if self.implementation != "eager":
             implementation, scale = self.implementation, self.scale
             return attend_fused(

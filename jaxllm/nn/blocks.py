@@ -1,4 +1,4 @@
-"""Pre-norm residual blocks and the stack that runs them; shared by all families."""
+"""Pre-norm transformer blocks and the stack of blocks, shared by all model families."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ M = TypeVar("M")
 
 
 def shallow_copy(module: M, **attributes: Any) -> M:
-    """A copy with some attributes replaced; all others are shared."""
+    """Copies a module with some attributes replaced; all others are shared."""
     copied = copy.copy(module)
     for name, value in attributes.items():
-        # nnx's own setter refuses while a caller's jit traces.
+        # nnx's own setter raises while an enclosing jit is traced.
         object.__setattr__(copied, name, value)
     return copied
 
@@ -36,15 +36,15 @@ def shallow_copy(module: M, **attributes: Any) -> M:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Inputs that all blocks of one call share: the attention view, and positions as data."""
+    """Inputs that all blocks of one call share: attention view, rotary angles, biases."""
 
     view: AttentionView
     rotary: tuple[Array, Array] | None = None
     """Cosines and sines [B, T, 1, H]."""
     bias: Float[Array, "#B N T S"] | None = None
-    """Added to the self-attention scores."""
+    """Bias added to the self-attention scores."""
     cross_visible: Bool[Array, "B 1 #T E"] | None = None
-    """The encoder's columns that cross-attention sees; needed where there is an encoder."""
+    """Cross-attention mask: True at encoder positions to attend to. Required with an encoder."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +55,7 @@ class BlockOptions:
     head_mask: Float[Array, " N"] | None = None
     cross_head_mask: Float[Array, " N"] | None = None
     key: Array | None = None
-    """Dropout key: training."""
+    """Dropout key; None in inference."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,28 +65,28 @@ class BlockOutput:
 
     x: Float[Array, "B T D"]
     kv: KV | None
-    """The layer's cache with the new columns in it; None without a cache."""
+    """The layer's KV cache with the new positions written; None without a cache."""
     attentions: Float[Array, "B N T S"] | None
-    """Self-attention weights, if asked for."""
+    """Self-attention weights, if requested."""
     cross_attentions: Float[Array, "B N T E"] | None
-    """Cross-attention weights, if asked for."""
+    """Cross-attention weights, if requested."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StackOutput:
-    """Output of all blocks and the final norm. Tuples have one entry a layer."""
+    """Output of all blocks and the final norm. Tuples have one entry per layer."""
 
     x: Float[Array, "B T D"]
     layers: tuple[KV, ...] | None
-    """The layers' caches with the new columns in them."""
+    """The layers' KV caches with the new positions written."""
     hidden_states: tuple[Float[Array, "B T D"], ...] | None
-    """Input of every block, then `x`."""
+    """Input of each block, then `x`."""
     attentions: tuple[Float[Array, "B N T S"], ...] | None
     cross_attentions: tuple[Float[Array, "B N T E"], ...] | None
 
 
 class Block(nnx.Module):
-    """``x += attn(norm(x))``, then cross-attention if there is one, then ``x += mlp(norm(x))``.
+    """Pre-norm block: ``x += attn(norm(x))``, cross-attention if any, ``x += mlp(norm(x))``.
 
     `limit` is applied after each residual addition (T5 in float16 clamps there).
     """
@@ -126,7 +126,7 @@ class Block(nnx.Module):
         if cache is not None and context.view.write_at is not None:
             cache = kv = cache.write(k, v, context.view.write_at)
             used = context.view.used
-        if kv is None or cache_is_empty:  # attend to the new columns only
+        if kv is None or cache_is_empty:  # attend to the new positions only
             kv, used = KV.of(k, v), None
         y, weights = self.attn(
             y,
@@ -172,9 +172,9 @@ def _run_recomputed(
 ) -> BlockOutput:
     """`_run` with rematerialization: the backward pass recomputes the activations.
 
-    `jax.checkpoint`, whose second run depends on the block's inputs alone, lets XLA on a CPU
-    recompute all blocks before the first is needed, and so saves next to no memory there. This one
-    waits for the gradient of its output. It has no forward-mode derivative (`jax.jvp`).
+    With `jax.checkpoint` the recomputation depends on the block's inputs only, so XLA on CPU may
+    recompute all blocks up front and save almost no memory. Here it waits for the gradient of the
+    block's output. There is no forward-mode derivative (`jax.jvp`).
     """
     return _run(block, x, context, cache, cross_kv, options, cache_is_empty, want_weights)
 
@@ -185,20 +185,20 @@ def _forward(*args):
 
 def _backward(cache_is_empty, want_weights, inputs, gradients):
     run = functools.partial(_run, cache_is_empty=cache_is_empty, want_weights=want_weights)
-    # All inputs wait for the gradients, all-gathered weights among them.
+    # The barrier delays use of all inputs, all-gathered weights too, until the gradients exist.
     (block, x, *rest), gradients = jax.lax.optimization_barrier((inputs, gradients))
     return jax.vjp(run, block, after_gradient(x, gradients.x), *rest)[1](gradients)
 
 
 _run_recomputed.defvjp(_forward, _backward)
 
-# Equal blocks share one trace: a 30-layer model is traced in the time of one layer.
+# Jitted, so that identical blocks share one trace: 30 layers trace in the time of one.
 _run_traced_once = jax.jit(_run, static_argnums=(6, 7))
 _run_remat = jax.jit(_run_recomputed, static_argnums=(6, 7))
 
 
 def _of_layer(head_mask, i: int):
-    """Row i of a head mask [L, N]; a mask [N] holds for every layer."""
+    """Layer i's head mask: row i of [L, N]; a mask [N] applies to every layer."""
     if head_mask is None:
         return None
     head_mask = jnp.asarray(head_mask)
@@ -206,10 +206,10 @@ def _of_layer(head_mask, i: int):
 
 
 class Stack(nnx.Module):
-    """Blocks one after the other, then the final norm; with the relative bias of T5.
+    """Transformer blocks in sequence, then the final norm.
 
-    `position_bias` is empty, or one bias for all blocks (T5), or one for each (umT5). With `remat`
-    the backward pass recomputes each block's activations.
+    `position_bias` has no entry, one relative bias for all blocks (T5), or one per block (umT5).
+    With `remat` the backward pass recomputes each block's activations.
     """
 
     def __init__(
@@ -229,14 +229,14 @@ class Stack(nnx.Module):
 
     @property
     def has_windows(self) -> bool:
-        """Some blocks attend to the last tokens only."""
+        """True if any block uses sliding-window attention."""
         return any(block.attn.window is not None for block in self.blocks)
 
     def first(self, count: int) -> Stack:
-        """A stack of the first blocks and the final norm, with the same parameters.
+        """A stack of the first `count` blocks and the final norm, with shared parameters.
 
         Raises:
-            InputError: There are not as many blocks.
+            InputError: `count` is not between 1 and the number of blocks.
         """
         if not 1 <= count <= len(self.blocks):
             raise InputError(
@@ -248,7 +248,7 @@ class Stack(nnx.Module):
     def project_cross_kv(
         self, encoder_states: Float[Array, "B E D"], key: Array | None = None
     ) -> tuple[KV, ...]:
-        """Cross-attention keys and values of every block, computed once for a whole generation."""
+        """Computes the cross-attention keys and values of every block, once per generation."""
         crosses = [block.cross for block in self.blocks if block.cross is not None]
         return tuple(
             KV.of(*cross.keys_values(encoder_states, key=k))
@@ -273,10 +273,10 @@ class Stack(nnx.Module):
 
         Args:
             x: token embeddings.
-            layers: each block's cache; None: no cache.
+            layers: each block's KV cache; None: no cache.
             cross_kv: each block's cross-attention keys and values (`project_cross_kv`).
-            cache_is_empty: prefill: the new columns attend to each other only.
-            key: dropout key: training.
+            cache_is_empty: prefill; the new positions attend to each other only.
+            key: dropout key; None in inference.
         """
         run = _run_remat if self.remat else _run_traced_once
         depth = len(self.blocks)
@@ -308,7 +308,7 @@ class Stack(nnx.Module):
         )
 
     def _contexts(self, context: Context) -> list[Context]:
-        """Each block's context: its attention window and its relative bias."""
+        """Each block's context, with its attention window and its relative bias."""
         view = context.view
         windows = dict.fromkeys(block.attn.window for block in self.blocks)
         views = {window: view.for_layer(window) for window in windows}

@@ -1,4 +1,4 @@
-"""Dropout as a pure function: a key means training, None means inference."""
+"""Dropout as a pure function: applied with a key (training), skipped with None (inference)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LEVELS = 1 << 16
 
 
 def dropout(x: Float[Array, ...], rate: float, key: Array | None) -> Float[Array, ...]:
-    """Zeroes a share `rate` of x and scales the rest so that the mean stays (Srivastava et al.
-    2014). The share is a multiple of 1/65536, the nearest one, and the scale fits it exactly."""
+    """Inverted dropout (Srivastava et al. 2014): zeroes elements with probability `rate`, scales
+    the rest. `rate` is rounded to a multiple of 1/65536, and the scale matches the rounded rate."""
     dropped = round(rate * LEVELS)
     if key is None or dropped == 0:
         return x
@@ -26,10 +26,10 @@ def dropout(x: Float[Array, ...], rate: float, key: Array | None) -> Float[Array
 
 
 def keep(key: Array, dropped: int, shape: tuple[int, ...]) -> Bool[Array, ...]:
-    """Dropout mask: False at `dropped` of 65536 elements, on average."""
+    """Dropout mask: False with probability `dropped` / 65536."""
     return random_uint16(key, math.prod(shape)).reshape(shape) >= dropped
 
 
 def split(key: Array | None, n: int) -> tuple[Array | None, ...]:
-    """n independent keys, or n times None."""
+    """Splits a key into n independent ones; None gives n times None."""
     return (None,) * n if key is None else tuple(jax.random.split(key, n))

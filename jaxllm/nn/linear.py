@@ -1,6 +1,6 @@
-"""Linear and Embedding.
+"""Linear and Embedding layers.
 
-Weights are [out, in], the layout that one-token decoding reads fastest.
+Weights are [out, in], the layout that a decode step reads fastest.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jaxllm.parallel.sharding import constrain
 def normal(
     rngs: nnx.Rngs | None, shape: tuple[int, ...], std: float, dtype
 ) -> nnx.Param[jax.Array]:
-    """A parameter drawn from N(0, std^2), in float32 first: every dtype gets the same draw.
+    """A parameter drawn from N(0, std^2) in float32, then cast: all dtypes get the same draw.
 
-    Without `rngs` it is zero: a loader needs shapes only, and drawing is slow to trace.
+    Zeros if `rngs` is None: a loader needs shapes only, and random draws are slow to trace.
     """
     if rngs is None:
         return nnx.Param(jnp.zeros(shape, dtype))
@@ -27,9 +27,9 @@ def normal(
 
 
 class Linear(nnx.Module):
-    """``y = x W^T + b``, computed in `dtype` whatever the dtype of the parameters.
+    """Linear layer ``y = x W^T + b``, computed in `dtype` for any parameter dtype.
 
-    A call's dropout key is for `LoraLinear`, which may stand in its place.
+    The dropout key of a call is used only by the subclass `LoraLinear`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token embedding; `attend` is the LM head that shares its matrix (tied embedding)."""
+    """Token embedding; `attend` applies its matrix as LM head (tied embedding)."""
 
     def __init__(
         self,
@@ -71,17 +71,17 @@ class Embedding(nnx.Module):
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, ids: Int[Array, ...]) -> Float[Array, "... D"]:
-        # All-gather what `fsdp` shards first, as for every matrix that multiplies.
+        # All-gather the fsdp shards first, as for every weight matrix.
         return self.rows(constrain(self.weight[...], "vocab"), ids)
 
     def rows(self, table: Float[Array, "V D"], ids: Int[Array, ...]) -> Float[Array, "... D"]:
-        # Ids are checked on the host. Without `clip` a bad traced id would give a row of NaN.
+        # Ids are checked on the host. Without `clip` a bad traced id would give a vector of NaN.
         return jnp.take(table, ids, axis=0, mode="clip").astype(self.dtype)
 
     def of(
         self, ids: Int[Array, ...] | None, embeds: Float[Array, "... D"] | None
     ) -> Float[Array, "... D"]:
-        """The embeddings of `ids`, or `embeds` in their place, in this layer's dtype."""
+        """`embeds` if given, else the embeddings of `ids`; in this layer's dtype."""
         if embeds is not None:
             return jnp.asarray(embeds, self.dtype)
         assert ids is not None

@@ -1,4 +1,4 @@
-"""Linear with a trainable change of low rank: LoRA, rsLoRA and DoRA."""
+"""Linear layer with a trainable low-rank update: LoRA, rsLoRA and DoRA."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jaxllm.nn.platform import times_transposed
 
 
 class LoraLinear(Linear):
-    """A Linear whose weight is ``W + s B A``, with A [r, in] and B [out, r] to be trained.
+    """Linear layer with weight ``W + s B A``, where A [r, in] and B [out, r] are trained.
 
     LoRA (Hu et al. 2021, arXiv:2106.09685) has ``s = alpha / r``, rsLoRA (Kalajdzievski 2023,
     arXiv:2312.03732) ``s = alpha / sqrt(r)``. With a magnitude [out] it is DoRA (Liu et al. 2024,
-    arXiv:2402.09353): each row of the sum gets that length, and the row's own length counts as a
-    constant in the gradient (their section 4.3). Only the change sees the dropout; in DoRA also
-    what is added to the base layer's output, as in PEFT.
+    arXiv:2402.09353): each row of the sum is scaled to that norm; the norm divided by is a constant
+    in the gradient (their section 4.3). Dropout applies to the input of the update, in DoRA also to
+    that of the rescaled base term, as in PEFT.
 
-    It is a Linear in every respect: `weight`, `bias` and `dtype` are those of `base`, shared with
-    it, and parameters keep their paths; the new ones are `lora_a`, `lora_b`, `lora_magnitude`.
+    `weight`, `bias` and `dtype` come from `base` and share its arrays, so their parameter paths do
+    not change; the new parameters are `lora_a`, `lora_b` and `lora_magnitude`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LoraLinear(Linear):
         return y + (ratio - 1).astype(self.dtype) * plain + ratio.astype(self.dtype) * change
 
     def merged(self) -> Linear:
-        """A plain Linear with the same output: summed in float32, kept in the weight's dtype."""
+        """Plain Linear with the update merged in: summed in float32, cast to the weight's dtype."""
         weight = self._sum()
         if self.lora_magnitude is not None:
             weight = self._ratio(row_norms(weight))[:, None] * weight
@@ -85,10 +85,10 @@ class LoraLinear(Linear):
 
     def _ratio(self, norms: Float[Array, " O"]) -> Float[Array, " O"]:
         assert self.lora_magnitude is not None
-        # A row of zeros gives zeros, whatever its magnitude.
+        # A zero row has norm 0: no division by it.
         return self.lora_magnitude[...].astype(jnp.float32) / jnp.where(norms > 0, norms, 1.0)
 
 
 def row_norms(weight: Float[Array, "O I"]) -> Float[Array, " O"]:
-    """Euclidean length of each row, in float32: where DoRA's magnitudes begin."""
+    """Euclidean norm of each row, in float32: the initial DoRA magnitudes."""
     return jnp.linalg.norm(weight.astype(jnp.float32), axis=1)

@@ -1,4 +1,4 @@
-"""Feed-forward layers. Both keep `down` apart so that T5 can hold it in float32."""
+"""Feed-forward layers. `down` is passed in ready-made, so that T5 can keep it in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.nn.linear import Linear
 
 
 class MLP(nnx.Module):
-    """``down(act(up(x)))``: GPT-2 and T5 v1.0."""
+    """Feed-forward layer ``down(act(up(x)))``: GPT-2 and T5 v1.0."""
 
     def __init__(self, up: Linear, down: Linear, act: Callable, *, dropout_rate: float = 0.0):
         self.up, self.down, self.act, self.dropout_rate = up, down, act, dropout_rate
@@ -26,8 +26,8 @@ class MLP(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """``down(act(gate(x)) * up(x))``: SwiGLU in Llama, gated GELU in T5 v1.1 (Shazeer 2020,
-    arXiv:2002.05202)."""
+    """Gated feed-forward layer ``down(act(gate(x)) * up(x))``: SwiGLU in Llama, gated GELU in
+    T5 v1.1 (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(
         self, gate: Linear, up: Linear, down: Linear, act: Callable, *, dropout_rate: float = 0.0

@@ -1,5 +1,5 @@
-"""Normalisations. Statistics are in float32 always (TF and HF do the same); the result is cast back
-before it is multiplied by the weight."""
+"""Normalisation layers. Statistics are always in float32, as in TF and HF; RMSNorm casts the result
+back before it multiplies by the weight, LayerNorm after."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight: no mean, no bias (Zhang & Sennrich 2019, arXiv:1910.07467).
+    """RMSNorm ``x / rms(x) * weight``: no mean, no bias (Zhang & Sennrich 2019, arXiv:1910.07467).
 
     >>> norm = RMSNorm(4, eps=0.0, dtype=jnp.float32, param_dtype=jnp.float32)
     >>> norm(jnp.array([1.0, -1.0, 1.0, -1.0])).tolist()
@@ -28,7 +28,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / std * weight + bias (Ba et al. 2016, arXiv:1607.06450)."""
+    """LayerNorm ``(x - mean) / std * weight + bias`` (Ba et al. 2016, arXiv:1607.06450)."""
 
     def __init__(self, features: int, *, eps: float, dtype, param_dtype):
         self.weight = nnx.Param(jnp.ones((features,), param_dtype))

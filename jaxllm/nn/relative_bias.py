@@ -17,8 +17,8 @@ from jaxllm.nn.linear import Embedding
 def buckets_by_distance(num_buckets: int, max_distance: int) -> np.ndarray:
     """Bucket of each distance 0..max_distance: exact up to half the buckets, logarithmic above.
 
-    A table made on the host in float32: bfloat16 puts distances into wrong buckets, and so may an
-    accelerator's own logarithm.
+    The table is computed on the host in float32: with bfloat16, or an accelerator's logarithm, a
+    distance may get the wrong bucket.
 
     >>> buckets_by_distance(8, 20).tolist()
     [0, 1, 2, 3, 4, 4, 5, 5, 5, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7]
@@ -33,10 +33,10 @@ def buckets_by_distance(num_buckets: int, max_distance: int) -> np.ndarray:
 
 
 class RelativeBias(nnx.Module):
-    """A learned number per head and bucket of the distance key - query.
+    """Relative position bias: a learned scalar per head and bucket of the distance key - query.
 
-    The distance is between slots, so a left-padded row gets the bias of the same row alone, and a
-    cached step the bias of its absolute place.
+    Distances are between columns of the sequence, so left padding does not change the bias, and a
+    decode step gets the same bias as the uncached call.
     """
 
     def __init__(
@@ -71,5 +71,5 @@ class RelativeBias(nnx.Module):
         bucket = table[jnp.minimum(back, self.max_distance)]
         if self.bidirectional:
             bucket = bucket + jnp.where(distance > 0, num_buckets, 0)
-        # Split by heads, not by buckets as a vocabulary is.
+        # `rows`, since the table is sharded by heads, not by its first axis as a vocabulary is.
         return self.table.rows(self.table.weight[...], bucket).transpose(0, 3, 1, 2)

@@ -1,7 +1,8 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864): the six types of config.json.
+"""Rotary position embeddings (RoPE; Su et al. 2021, arXiv:2104.09864): six types of config.json.
 
-Frequencies are computed on the host in float32; angles, cosines and sines in float32 too, since
-bfloat16 cannot even hold the positions. Pairs are half-split, as in Hugging Face's Llama weights.
+Frequencies are computed on the host in float32, or traced where they depend on the length. Angles,
+cosines and sines are float32 too, since bfloat16 cannot represent large positions exactly. Pairs
+are half-split, as in Hugging Face's Llama weights.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ _OPTIONAL = {
     "longrope": ("factor", "attention_factor"),
     "llama3": (),
 }
-# Files of some versions carry these with every type, where they act or not.
+# Some versions of transformers write these for every type, even where they have no effect.
 _COMMON = ("rope_type", "rope_theta", "original_max_position_embeddings")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Frequencies of one model. A static attribute: two models of one config share one program.
+    """RoPE settings of one model. Static: models with equal settings share compiled programs.
 
-    `max_positions` is the length that dynamic scaling compares with; `original_positions` the
-    length before it was stretched (yarn, longrope, llama3).
+    `max_positions` is the length above which dynamic scaling sets in; `original_positions` is the
+    context length before extension (yarn, longrope, llama3).
     """
 
     head_dim: int
@@ -75,8 +76,8 @@ class Rope:
     def angles(
         self, positions: Int[Array, "B T"], horizon: Int[Array, "*B"]
     ) -> tuple[Float[Array, "B T 1 H"], Float[Array, "B T 1 H"]]:
-        """Cosines and sines for `rotate`; `horizon` is 1 + the largest position in the batch, or
-        in each row."""
+        """Cosines and sines for `rotate`; `horizon` is 1 + the largest position so far, of the
+        batch or of each row."""
         frequencies = self.frequencies(jnp.reshape(horizon, (-1, 1, 1, 1)))
         angle = positions[..., None, None].astype(jnp.float32) * frequencies
         angle = jnp.concatenate([angle, angle], axis=-1)
@@ -84,7 +85,7 @@ class Rope:
         return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
     def frequencies(self, horizon: Int[Array, " ..."]) -> Float[Array, "... F"]:
-        """Radians per position. Only the types that depend on the length so far are traced."""
+        """Radians per position. Traced only for types that depend on length (dynamic, longrope)."""
         match self.rope_type:
             case "dynamic":
                 return self._dynamic(horizon)
@@ -105,7 +106,7 @@ class Rope:
 
     @property
     def attention_scaling(self) -> float:
-        """Factor on cos and sin (yarn and longrope), so on each score its square."""
+        """Factor of cos and sin (yarn, longrope); scores are scaled by its square."""
         if self.rope_type not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -123,7 +124,7 @@ class Rope:
         return np.float32(self.theta) ** exponent
 
     def _dynamic(self, horizon: Int[Array, " ..."]) -> Float[Array, "... F"]:
-        """NTK-aware scaling: the base grows once the text is longer than the training's."""
+        """Dynamic NTK-aware scaling: the base grows once a sequence exceeds `max_positions`."""
         length = jnp.maximum(horizon, self.max_positions).astype(jnp.float32)
         growth = self.factor * length / self.max_positions - (self.factor - 1)
         base = self.theta * growth ** (self.head_dim / (self.head_dim - 2))
@@ -131,7 +132,7 @@ class Rope:
         return 1.0 / base**exponent
 
     def _llama3(self) -> np.ndarray:
-        """Long wavelengths are stretched by `factor`, short ones kept, others interpolated."""
+        """Llama 3 scaling: low frequencies over `factor`, high ones kept, others interpolated."""
         plain = 1.0 / self._powers()
         wavelength = 2 * np.pi / plain
         longest = self.original_positions / self.low_freq_factor
@@ -169,7 +170,7 @@ def _mscale(factor: float, mscale: float) -> float:
 def rotate(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 H"], sin: Float[Array, "B T 1 H"]
 ) -> Float[Array, "B T N H"]:
-    """Turns each pair (x[i], x[i + H/2]) by its angle, in float32."""
+    """Applies RoPE: rotates each pair (x[i], x[i + H/2]) by its angle, in float32."""
     half = x.shape[-1] // 2
     y = x.astype(jnp.float32)
     turned = jnp.concatenate([-y[..., half:], y[..., :half]], axis=-1)
@@ -177,11 +178,13 @@ def rotate(
 
 
 def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions: int) -> Rope:
-    """Reads both spellings: v4 (`rope_theta` + `rope_scaling`) and v5 (`rope_parameters`).
+    """Reads RoPE settings: transformers v4 (`rope_theta`, `rope_scaling`), v5 (`rope_parameters`).
 
-    Raises ConfigError on a missing, ill-typed, out-of-range or contradictory value and
-    UnsupportedError on an unknown type or parameter: a scaling that is dropped in silence gives
-    fluent nonsense.
+    An unknown parameter is an error: a model run without its scaling gives fluent nonsense.
+
+    Raises:
+        ConfigError: a value is missing, ill-typed, out of range or contradictory.
+        UnsupportedError: an unknown RoPE type or parameter.
 
     >>> raw = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}
     >>> rope = rope_from_config(raw, head_dim=64, max_positions=4096)
@@ -257,10 +260,10 @@ def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions:
 
 
 def _parameters(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """All RoPE settings of a config.json as one object, and the name of the field they are in.
+    """Name of the config field with the RoPE settings, and all settings merged into one dict.
 
-    They may stand in `rope_parameters`, in `rope_scaling` and at the top level; where two places
-    say different things, versions of transformers differ in which one they believe.
+    They are read from `rope_parameters`, `rope_scaling` and the top level. Contradictions are
+    errors, since versions of transformers differ in which place takes precedence.
     """
     merged: dict[str, Any] = {}
 

@@ -1,14 +1,14 @@
-"""Logical axes of the arrays in a pytree of dataclasses, declared where the fields are.
+"""Logical axes of arrays in a pytree of dataclasses, declared in the metadata of the fields.
 
 ::
 
     class State:
-        tokens: Array  # [B, L]: rows lead by default
+        tokens: Array  # [B, L]: the first axis is rows by default
         logits: Array = field(metadata=axes(None, "rows"))  # [steps, B, V]
         cache: Cache  # its own fields declare theirs
 
-A declaration holds for every array below its field, unless a field further down has its own.
-`constrain_fields` shards such a tree on the mesh in use; `map_with_axes` is for all other uses.
+A declaration applies to every array below its field, unless a nested field has its own.
+`constrain_fields` shards such a tree on the mesh in use; `map_with_axes` serves all other uses.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ DEFAULT: Axes = ("rows",)
 
 
 def axes(*names: str | None) -> dict[str, Axes]:
-    """The metadata of a dataclass field that declares the axes of its arrays, first ones first.
+    """Metadata for a dataclass field that names the leading axes of its arrays.
 
-    Arrays with fewer axes than names have the leading ones merged, and merged axes count as the
-    first: keys and values are stored as ``[rows, heads, slots, size]`` or
+    In an array with fewer axes than names the leading axes are merged, and sharded as the first of
+    them: keys and values are stored as ``[rows, heads, slots, size]`` or
     ``[rows * heads, slots, size]``.
     """
     return {"axes": names}
 
 
 def map_with_axes(f: Callable[..., Any], tree: T, *others: Any) -> T:
-    """``f(axes, array, *arrays of the other trees)`` for every array of the tree.
+    """Maps ``f(axes, array, *arrays of the other trees)`` over every array of the tree.
 
     >>> @jax.tree_util.register_dataclass
     ... @dataclasses.dataclass
@@ -56,11 +56,11 @@ def map_with_axes(f: Callable[..., Any], tree: T, *others: Any) -> T:
 
 
 def constrain_fields(tree: T, *, batch: int) -> T:
-    """Shards every array by its declared axes, so that one program serves the first call and the
-    next. Without a mesh in use it does nothing.
+    """Shards every array by its declared axes; does nothing without a mesh in use. With fixed
+    shardings the second call of a program does not compile it again.
 
     Args:
-        batch: rows, for arrays in which rows and heads are merged.
+        batch: number of rows, for arrays in which rows and heads are merged.
     """
     if context_mesh() is None:
         return tree
@@ -75,7 +75,7 @@ def constrain_fields(tree: T, *, batch: int) -> T:
 
 
 def _axes_at(tree: Any, path: tuple) -> Axes:
-    """The innermost declaration on the way to a leaf."""
+    """The innermost axes declared on the path to a leaf."""
     names = DEFAULT
     for key in path:
         if isinstance(key, jax.tree_util.GetAttrKey):

@@ -1,4 +1,4 @@
-"""Bringing arrays onto a mesh, where each process gives what it has, and finding the mesh again."""
+"""Placement of arrays on a mesh, with one or several processes, and lookup of an array's mesh."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxllm.parallel.sharding import DATA, FSDP, batch_sharding, row_shards, tre
 
 
 def row_share(mesh: Mesh) -> tuple[int, int]:
-    """Which part of a batch's rows this process holds: (part, parts).
+    """This process's part of the rows of a batch: (index of the part, number of parts).
 
-    Processes that a `tensor` axis spans hold the same rows, and so the same part.
+    Processes that share a `tensor` axis hold the same rows, so they have the same part.
 
     Raises:
-        InputError: the mesh gives processes parts that overlap without being equal.
+        InputError: the parts of two processes overlap without being equal.
     """
     grid = mesh.devices.reshape(row_shards(mesh), -1)
     held: dict[int, list[int]] = {}
@@ -37,13 +37,13 @@ def row_share(mesh: Mesh) -> tuple[int, int]:
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """The rows of all processes as global arrays.
+    """Global sharded arrays from the rows that each process holds.
 
     Args:
         batch: this process's rows (`row_share`), the same number in every array and process.
 
     Raises:
-        InputError: the rows cannot be split over the mesh.
+        InputError: the rows do not divide over the mesh.
     """
     sharding, parts = batch_sharding(mesh), row_share(mesh)[1]
     mine = row_shards(mesh) // parts
@@ -63,9 +63,9 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
 
 
 def put_rows(tree: Any, mesh: Mesh) -> Any:
-    """Arrays whose first axis is rows, given whole by every process, on the mesh.
+    """Shards arrays by their first axis, rows; every process passes the whole arrays.
 
-    Rows that cannot be split evenly are on every device; what is on the mesh already stays.
+    Rows that do not divide evenly are replicated; arrays already on a mesh are unchanged.
     """
     rows, everywhere = batch_sharding(mesh), NamedSharding(mesh, PartitionSpec())
 
@@ -79,13 +79,13 @@ def put_rows(tree: Any, mesh: Mesh) -> Any:
 
 
 def put_everywhere(tree: Any, mesh: Mesh) -> Any:
-    """Arrays, the same in every process, whole on every device; what is on the mesh stays."""
+    """Replicates arrays, equal in all processes; those already on a mesh are unchanged."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: x if mesh_of(x) is not None else put(x, everywhere), tree)
 
 
 def put_tree(tree: Any, mesh: Mesh, shardings: Any = None) -> Any:
-    """The leaves on the mesh, each process giving the whole array and keeping its shards.
+    """Shards the leaves over the mesh; every process passes whole arrays and keeps its shards.
 
     Args:
         shardings: a tree of the same structure; None: `tree_shardings`.
@@ -95,7 +95,7 @@ def put_tree(tree: Any, mesh: Mesh, shardings: Any = None) -> Any:
 
 
 def put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """One array on the mesh; every process must hold the same values."""
+    """Places one array with a sharding; every process must hold the same values."""
     if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -107,10 +107,10 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """The mesh that a model's parameters (or any arrays) lie on; None for a single device."""
+    """The mesh of a model's parameters, or of any arrays; None on a single device."""
     for leaf in jax.tree.leaves(tree):
-        sharding = getattr(leaf, "sharding", None)  # none of a numpy array
-        # What a caller's jit traces has an abstract mesh, if any.
+        sharding = getattr(leaf, "sharding", None)  # numpy arrays have none
+        # Traced arrays have an abstract mesh, or none.
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding.mesh
     return None

@@ -1,4 +1,4 @@
-"""Agreement between the processes of a distributed run; nothing to do where there is one."""
+"""Agreement between the processes of a distributed run; no communication if there is only one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 def together(act: Callable[[], T], error: type[Exception]) -> T:
-    """Every process's own result of `act`, once all have one.
+    """Runs `act` in every process, waits for all, and returns this process's result.
 
-    Where it raised in any of them it raises in all, so that none waits for the others later: the
-    exception itself where it happened, `error` elsewhere.
+    If it fails in one process it raises in all, so that none waits for the others later: the
+    original exception where it failed, `error` in the other processes.
     """
     failure, result = None, None
     try:

@@ -1,8 +1,8 @@
-"""Where arrays lie on many devices: one mesh of three axes, and one table for all families.
+"""Sharding of arrays: a mesh of three axes, and one table of rules for all model families.
 
-Every dimension of a parameter has a name that says what it counts (`vocab`, `embed`, ...), and
-every name goes to an axis of the mesh. What the table does not know (norms, counters, keys) is
-whole on every device. Rows of a batch go over `data` and `fsdp` together.
+Every dimension of a parameter has a logical axis (`vocab`, `embed`, ...), and every logical axis
+maps to an axis of the mesh. Parameters without a rule (norms, counters, keys) are replicated. The
+rows of a batch are sharded over `data` and `fsdp` together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 AXES = (DATA, FSDP, TENSOR)
 ROWS = (DATA, FSDP)
-"""The axes of the mesh that the rows of a batch are split over."""
+"""Mesh axes that shard the rows of a batch."""
 
 MESH_AXIS = {
     "vocab": TENSOR,
@@ -31,8 +31,8 @@ MESH_AXIS = {
     "mlp": TENSOR,
     "embed": FSDP,
 }
-"""Logical axis -> axis of the mesh. `tensor` splits what a layer computes, so that two products in
-a row need one sum over devices; `fsdp` splits what is left, which a layer gathers before use."""
+"""Logical axis -> mesh axis. `tensor` shards a layer's computation: a pair of matrix products needs
+one all-reduce. `fsdp` shards the remaining dimension, all-gathered before use."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(embed|shared|lm_head)\.weight", ("vocab", "embed")),
@@ -46,7 +46,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"mlp\.down\.weight", ("embed", "mlp")),
     (r"score\.weight", (None, "embed")),
 )
-"""How a parameter's path ends -> the logical axes of its dimensions, which are [out, in]."""
+"""End of a parameter's path (regex) -> logical axes of its dimensions; weights are [out, in]."""
 
 _RULES = [(re.compile(rf"(?:.*[./])?{pattern}"), axes) for pattern, axes in RULES]
 
@@ -61,10 +61,11 @@ def make_mesh(
     """A mesh with the axes `data`, `fsdp` and `tensor`.
 
     Args:
-        data: copies of the model, each for other rows of the batch.
-        fsdp: devices that share each copy's weights, and its rows.
-        tensor: devices that share the work on each row; it must divide the model's heads.
-        devices: all of all processes by default. One of the three sizes may be -1: what is left.
+        data: number of copies of the model, each for different rows of the batch. One of the three
+            sizes may be -1: the devices that are left.
+        fsdp: number of devices that each copy's weights, and its rows, are sharded over.
+        tensor: number of devices that share the work on each row; it must divide the model's heads.
+        devices: by default all devices of all processes.
 
     Raises:
         InputError: the sizes do not multiply to the number of devices.
@@ -94,13 +95,13 @@ def make_mesh(
             f"mesh: {said} makes {fixed} devices, but there are {len(devices)}; set one axis to -1 "
             "(what is left), or name the devices"
         )
-    # Auto: the compiler carries shardings through the models, whose code knows nothing of a mesh.
+    # Auto: the compiler propagates shardings; the models only add constraints (`constrain`).
     automatic = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(sizes.values()), AXES, automatic, devices=devices)
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raises InputError where it is not a mesh as `make_mesh` makes them."""
+    """Raises InputError unless `mesh` has the axes and axis types of `make_mesh`."""
     ours = isinstance(mesh, Mesh) and mesh.axis_names == AXES
     if not ours or any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise InputError(
@@ -110,9 +111,10 @@ def check_mesh(mesh: Any) -> None:
 
 
 def logical_axes(path: str) -> tuple[str | None, ...]:
-    """The logical axes of a parameter, () for what is whole everywhere.
+    """Logical axes of a parameter; () if it is replicated.
 
-    A LoRA leaf has those of the weight beside it: ``lora_a`` [rank, in], ``lora_b`` [out, rank].
+    LoRA parameters take theirs from their layer's weight: ``lora_a`` [rank, in], ``lora_b`` [out,
+    rank].
 
     >>> logical_axes("backbone.stack.blocks.0.attn.o.weight")
     ('embed', 'heads')
@@ -134,16 +136,16 @@ _OF_WEIGHT = {
 
 
 def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Where a parameter lies, or any array whose path ends with a parameter's (Adam's moments).
+    """Sharding of a parameter, or of an array whose path ends with a parameter's (Adam's moments).
 
-    A dimension that its axis of the mesh does not divide is whole on that axis: GPT-2's vocabulary
-    of 50257 is on every device. Unknown paths, and arrays of another rank than the parameter, are
-    whole everywhere.
+    A dimension that its mesh axis does not divide is replicated over that axis, as GPT-2's
+    vocabulary of 50257 over `tensor`. Arrays with an unknown path, or a rank other than the
+    parameter's, are replicated.
 
     Args:
         path: ``"backbone.embed.weight"``, ``"0/mu/backbone.embed.weight"``.
-        shape: of the array.
-        mesh: as of `make_mesh`.
+        shape: shape of the array.
+        mesh: a mesh from `make_mesh`.
     """
     axes = logical_axes(path)
     if len(axes) != len(shape):
@@ -156,9 +158,9 @@ def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh) -> NamedShar
 
 
 def tree_shardings(tree: Any, mesh: Mesh) -> Any:
-    """`parameter_sharding` of every leaf of a model, of parameters by path, of optimizer states.
+    """`parameter_sharding` of every leaf of a model, a dict of parameters or an optimizer state.
 
-    Leaves need a shape only, so those of `jax.eval_shape` do.
+    Leaves need a shape only, so the output of `jax.eval_shape` works too.
     """
 
     def of(key_path, leaf) -> NamedSharding:
@@ -168,19 +170,19 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def key_name(key_path: tuple) -> str:
-    """A leaf's path with the separators of `RULES`, without nnx's own last step to the value."""
+    """A leaf's path with dots, as in `RULES`, without the final ``.value`` of nnx."""
     name = jax.tree_util.keystr(key_path, simple=True, separator=".")
     return name.removesuffix(".value")
 
 
 def check_heads(heads: Mapping[str, int], mesh: Mesh) -> None:
-    """Heads are not cut: `tensor` must divide them all.
+    """Checks that `tensor` divides every number of heads, since a head is never split.
 
     Args:
-        heads: by the field of config.json that says how many there are.
+        heads: number of heads by the config.json field that gives it.
 
     Raises:
-        InputError: names the field, the two numbers, and what would do.
+        InputError: names the field, the two numbers and the sizes that fit.
     """
     size = mesh.shape[TENSOR]
     for field, count in heads.items():
@@ -194,38 +196,38 @@ def check_heads(heads: Mapping[str, int], mesh: Mesh) -> None:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays whose first axis is rows: over `data` and `fsdp`."""
+    """Sharding of arrays whose first axis is rows: over `data` and `fsdp`."""
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 def use(mesh: Mesh | None) -> AbstractContextManager[Any]:
-    """Programs traced inside know the mesh (`constrain`); None changes nothing.
+    """Context manager that sets the mesh for programs traced inside (`constrain`); None: no change.
 
-    Part of the key of jax's compiled programs, so one function may run with a mesh and without.
+    The mesh is part of the key of jax's compilation cache, so a function may run with and without.
     """
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def context_mesh() -> AbstractMesh | None:
-    """The mesh of `use`, while a program is traced."""
+    """The mesh that `use` set; None if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.axis_names != AXES else mesh
 
 
 def heads_apart() -> bool:
-    """Whether heads are split over devices, and so need an axis of their own in every array."""
+    """True if heads are sharded, and so need a separate axis in every array."""
     mesh = context_mesh()
     return mesh is not None and mesh.shape[TENSOR] > 1
 
 
 def constrain(x: T, *axes: str | None, batch: int | None = None) -> T:
-    """Says how an array is split: ``constrain(q, "rows", None, "heads", None)``.
+    """Constrains the sharding of an array: ``constrain(q, "rows", None, "heads", None)``.
 
-    Without a mesh around it (`use`) this does nothing at all. Axes that are left out, and sizes
-    that do not divide, are whole on every device.
+    Does nothing without a mesh in use (`use`). Axes that are omitted or None, and sizes that do not
+    divide, are replicated.
 
     Args:
-        batch: rows, where the first axis is rows and heads together.
+        batch: number of rows, if the first axis is rows and heads merged.
     """
     mesh = context_mesh()
     if mesh is None:
@@ -244,7 +246,7 @@ def partition(
     mesh: Mesh | AbstractMesh,
     batch: int | None = None,
 ) -> PartitionSpec:
-    """How an array whose axes have these names is split; `constrain` says what they mean."""
+    """Partition spec of an array with these logical axes; arguments as for `constrain`."""
 
     def place(size: int, name: str | None):
         if name == "rows":
@@ -257,5 +259,5 @@ def partition(
 
 
 def row_shards(mesh: Mesh | AbstractMesh | None) -> int:
-    """The number of parts that the rows of a batch are cut into, over all processes."""
+    """Number of shards that the rows of a batch are split into, over all processes."""
     return 1 if mesh is None else mesh.shape[DATA] * mesh.shape[FSDP]
