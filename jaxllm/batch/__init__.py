@@ -1,4 +1,4 @@
-"""The batch engine: many prompts through one model, in slots that are refilled."""
+"""Batch engine: generates from many prompts with continuous batching in a fixed set of slots."""
 
 from jaxllm.batch.generator import BatchGenerator
 from jaxllm.batch.rows import BatchOutput

@@ -1,4 +1,4 @@
-"""Rows as the arrays that a pool's programs take."""
+"""Builds the input arrays of the admit program from tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxllm.batch.slots import Arrivals
 
 
 def lay_out(tasks: Sequence[Task], group: Group, sizes: Sizes, vocab_size: int) -> Arrivals:
-    """The arrays of some tasks of one bucket; those that are missing repeat the first."""
+    """Arrays of tasks of one bucket; unused places repeat the first task."""
     count = sizes.arrivals
     filled = [*tasks, *[tasks[0]] * (count - len(tasks))]
     rows = [task.row for task in filled]

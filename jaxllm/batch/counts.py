@@ -1,4 +1,4 @@
-"""What a batch counts while it runs."""
+"""Counters of a batch run."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ class Counts:
     """Counters of one run, all of them exact."""
 
     asked: int = 0
-    """Most new tokens of all rows that can run."""
+    """Maximum number of new tokens, summed over the rows that can run."""
     answered: int = 0
-    """The same of those that are over."""
+    """The same sum over finished rows."""
     rows: int = 0
-    """Rows that are over, with a text or an error."""
+    """Finished rows, failed ones included."""
     texts: int = 0
     prompt_tokens: int = 0
-    """Of rows that are over."""
+    """Prompt tokens of rows that finished without an error."""
     new_tokens: int = 0
     read_tokens: int = 0
-    """Tokens that the device read as prompts, a sample's prompt once for each sample."""
+    """Prompt tokens in prefill; a row's prompt counts once for each of its samples."""
     read_columns: int = 0
-    """The same, with what fills up the buckets."""
+    """Prompt positions in prefill, padding included."""
     decode_steps: int = 0
     slot_steps: int = 0
-    """Steps times slots: tokens that decoding had room for. A group of beams is one slot."""
+    """Decode steps times slots. All beams of a row are one slot."""
     busy_steps: int = 0
-    """Those of them that a row had a use for."""
+    """Slot-steps occupied by a live row."""
     halvings: int = 0
-    """Times that memory ran out and the slots were halved."""
+    """Number of times that memory ran out and the slots were halved."""
     buckets: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Calls of each compiled program, by the bucket that it is for."""
+    """Calls of each compiled program, by a name that includes its bucket."""
     errors: Counter[str] = dataclasses.field(default_factory=Counter)
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @staticmethod
     def total(parts: Iterable[Mapping[str, Any]]) -> Counts:
-        """The sum of what several processes counted, each as its `vars`."""
+        """Sums the counters of several processes, each given as its `vars`."""
         whole = Counts()
         for part in parts:
             for field in dataclasses.fields(Counts):
@@ -58,11 +58,11 @@ class Counts:
 
     @property
     def utilisation(self) -> float:
-        """The share of slots that were busy, over the steps of decoding."""
+        """Share of slot-steps occupied by a live row."""
         return self.busy_steps / self.slot_steps if self.slot_steps else 0.0
 
     def admitted(self, tasks: Sequence[Task], sizes: Sizes, group: Group) -> None:
-        """A prompt bucket was read."""
+        """Counts one prefill call."""
         self.read_tokens += sum(len(task.row.ids) for task in tasks)
         self.read_columns += sizes.arrivals * tasks[0].width
         self._used(f"read {sizes.arrivals} x {tasks[0].width} into", sizes, group)
@@ -71,13 +71,13 @@ class Counts:
         self._used("decode", sizes, group)
 
     def decoded(self, steps: int, busy: int, slots: int) -> None:
-        """Some steps of decoding are over."""
+        """Counts decode steps."""
         self.decode_steps += steps
         self.busy_steps += busy
         self.slot_steps += steps * slots
 
     def finished(self, output: BatchOutput) -> None:
-        """A row is over."""
+        """Counts a finished row."""
         self.rows += 1
         if output.error_kind is not None:
             self.errors[output.error_kind] += 1
@@ -97,13 +97,13 @@ class Counts:
         self.called(name)
 
     def halved(self) -> None:
-        """Memory ran out."""
+        """Counts a halving of the slots."""
         self.halvings += 1
 
     def called(self, bucket: str) -> None:
-        """A compiled program ran."""
+        """Counts a call of a compiled program."""
         self.buckets[bucket] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The counters as JSON values."""
         return {**vars(self), "utilisation": self.utilisation}

@@ -1,4 +1,4 @@
-"""`BatchGenerator`: many prompts through one model, in slots that are refilled."""
+"""`BatchGenerator`: generates from many prompts with continuous batching."""
 
 from __future__ import annotations
 
@@ -25,40 +25,39 @@ from jaxllm.parallel.sharding import row_shards
 
 DEFAULT_SLOTS = {"cpu": 16}
 MOST_SLOTS = 128
-"""On other devices."""
+"""Default number of slots on other backends."""
 
 
 class BatchGenerator:
     """Generates from many prompts; every row's result is that of `jaxllm.generate` on it alone.
 
-    A row is a mapping with one of `prompt`, `messages` and `input_ids`, perhaps an `id` and a
-    `seed`, and any generation field, or just a prompt or its token ids. Rows wait in buckets of
-    power-of-two lengths, longest first; a fixed number of slots is decoded by one compiled program,
-    and a slot whose row has ended takes the next one while the others go on. All beams of a row are
-    one slot.
+    A row is a prompt, a list of token ids, or a mapping with one of `prompt`, `messages` and
+    `input_ids`, optionally `id` and `seed`, and any generation fields. Rows wait in buckets of
+    power-of-two prompt lengths; the longest results run first. One compiled program decodes a
+    fixed number of slots. When a row ends, the next row takes its slot while the others continue.
+    All beams of a row are one slot.
 
     Args:
-        model: a causal or encoder-decoder language model. Where it lies on a mesh, so do the slots:
-            over `data` and `fsdp`, and the heads of their caches over `tensor`.
-        tokenizer: the model's own. None: rows have `input_ids`, and results no text.
-        slots: rows that are decoded side by side, at most; on a mesh rounded up to a multiple of
-            data * fsdp. None: 16 on a CPU and 128 elsewhere, for each of data * fsdp. Fewer are
-            used where memory does not allow so many.
-        memory: bytes to use on each device, or a text such as "12GB". None: nine tenths of the
-            device's memory, or half of the machine's where the backend does not say.
-        seed: of the rows that name none. Row number i then samples what
-            `jaxllm.generate(..., key=seed, row_ids=[i])` does; one with a seed of its own, what
-            `jaxllm.generate(..., key=its_seed)` does.
-        default_new_tokens: most new tokens of rows for which nobody states a length, as far as the
-            model reaches. None: as `generate`, 20.
-        chat: a row's `prompt` is what a user says, in the model's chat template, after `system`.
-        announce: called with the memory that each pool of slots is predicted to take, before
-            anything of it is compiled.
-        fields: generation fields of all rows; a row's own win over them.
+        model: a causal or encoder-decoder language model. If it is on a mesh, so are the slots:
+            sharded over `data` and `fsdp`, the heads of their KV cache over `tensor`.
+        tokenizer: the model's own. None: rows must have `input_ids`, and results have no text.
+        slots: maximum number of rows decoded at once; on a mesh rounded up to a multiple of
+            data * fsdp. None: data * fsdp times 16 on a CPU and 128 elsewhere. Fewer are used if
+            memory does not suffice.
+        memory: bytes to use on each device, or a string such as "12GB". None: 90% of the device's
+            memory, or half of the machine's if the backend does not report it.
+        seed: seed of rows without a `seed`. Row i then samples as
+            `jaxllm.generate(..., key=seed, row_ids=[i])` does; a row with its own seed as
+            `jaxllm.generate(..., key=its_seed)`.
+        default_new_tokens: maximum number of new tokens of rows without a length setting, limited
+            by the model's context length. None: 20, as `generate`.
+        chat: put a row's `prompt` into the model's chat template as a user message, after `system`.
+        announce: called with the predicted memory of each pool of slots before the pool runs.
+        fields: generation fields of all rows; a row's own fields override them.
 
     Raises:
-        InputError, UnsupportedError: a field of all rows is wrong. What is wrong with a single row
-            is the `error` of its output.
+        InputError, UnsupportedError: a field of all rows is wrong. Errors of a single row are
+            reported in the `error` of its output.
     """
 
     def __init__(
@@ -96,20 +95,20 @@ class BatchGenerator:
         self._budget = budget(memory, 1 if self.mesh is None else self.mesh.size)
         self._announce = announce
         self.counts = Counts()
-        """Of the run that goes on, or of the last one."""
+        """Counters of the current run, or of the last one."""
         self.memory: list[Prediction] = []
-        """Of each pool of that run, before anything of it was compiled."""
+        """Predicted memory of each pool of that run."""
 
     def generate(self, rows: Iterable[Any]) -> list[BatchOutput]:
         """The outputs of all rows, in the order of the rows."""
         return sorted(self.stream(rows), key=lambda output: output.index)
 
     def stream(self, rows: Iterable[Any]) -> Iterator[BatchOutput]:
-        """Outputs as soon as they are known, in whatever order rows end."""
+        """Yields outputs in the order in which rows finish."""
         return self.answer(Given(index, index, raw) for index, raw in enumerate(rows))
 
     def answer(self, rows: Iterable[Given]) -> Iterator[BatchOutput]:
-        """As `stream`, of a part of the rows of a larger job, with their numbers there."""
+        """Like `stream`, for rows of a larger job; each `Given` carries its number in the job."""
         self.counts, self.memory = Counts(), []
         for output in self._answer(rows):
             self.counts.finished(output)
@@ -140,7 +139,7 @@ class BatchGenerator:
                 yield self._output(row, parts.pop(row.index))
 
     def _texts(self, rows: Sequence[Row]) -> Iterator[Done]:
-        """The texts of all rows: those that share slots first."""
+        """Generates the sequences of all rows: first those that fit slots, then static batches."""
         for group in groups(filter(fits_slots, rows), self.model.config.vocab_size):
             where = (self._bare, self.tokenizer, group)
             for plan in plans(*where, group.tasks(), self._slots, self._budget, self.mesh):
@@ -153,7 +152,7 @@ class BatchGenerator:
             yield from run_batch(self._bare, self.tokenizer, batch, self.counts)
 
     def _run_plan(self, group: Group, plan: Plan) -> Iterator[Done]:
-        """Sequences as they end. Where memory runs out after all, half the slots go on."""
+        """Yields finished sequences. If memory runs out, retries the rest with half the slots."""
         tasks, sizes = plan.tasks, plan.sizes
         while tasks:
             if not plan.memory.fits and sizes.slots == sizes.shards:

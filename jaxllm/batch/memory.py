@@ -1,4 +1,4 @@
-"""How many bytes a pool of slots takes, by its compiled programs, and how many slots fit."""
+"""Predicts the memory of a pool of slots from its compiled programs, and how many slots fit."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from jaxllm.generation.inputs.values import is_integer
 
 SHARE_OF_DEVICE = 0.9
 SHARE_OF_HOST = 0.5
-"""Of the machine's memory, where the model computes on its processor."""
+"""Share of the machine's memory to use if the backend reports no limit."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Bytes of a pool of slots, on each device."""
+    """Predicted bytes of a pool of slots, per device."""
 
     weights: int
     cache: int
-    """All slots: keys, values, sequences and settings."""
+    """State of all slots: KV cache, sequences and settings."""
     activations: int
-    """What the compiled programs need besides; 0 where weights and cache alone do not fit."""
+    """Working memory of the compiled programs; 0 if weights and cache alone do not fit."""
     budget: int
     slots: int
-    """On all devices."""
+    """Number of slots on all devices together."""
     capacity: int
     devices: int = 1
 
@@ -52,7 +52,7 @@ class Prediction:
 
 
 def size(count: int) -> str:
-    """Bytes as people read them.
+    """Formats a number of bytes.
 
     >>> size(512), size(2_500_000), size(1_250_000_000)
     ('512 B', '2.5 MB', '1.2 GB')
@@ -64,12 +64,12 @@ def size(count: int) -> str:
 
 
 def budget(memory: int | str | None, devices: int = 1) -> int:
-    """The bytes that a batch may take on each device, weights included.
+    """Bytes that a batch may use on each device, weights included.
 
     Args:
-        memory: a number, or a text such as "12GB". None: nine tenths of what the device has, or
-            half of the machine's memory where the backend does not say.
-        devices: of this machine that share its memory in that case.
+        memory: a number, or a string such as "12GB". None: 90% of the device's limit, or half of
+            the machine's memory if the backend reports no limit.
+        devices: number of devices that share the machine's memory in that case.
     """
     if memory is None:
         stats = jax.local_devices()[0].memory_stats() or {}
@@ -90,10 +90,10 @@ def budget(memory: int | str | None, devices: int = 1) -> int:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of the arrays of a pytree, or of their shapes; of each device's part on a mesh."""
+    """Bytes per device of a pytree of arrays or shapes; sharded arrays count as their shard."""
 
     def one(x) -> int:
-        sharding = getattr(x, "sharding", None)  # none of a numpy array
+        sharding = getattr(x, "sharding", None)  # numpy arrays have none
         shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
         return math.prod(shape) * np.dtype(x.dtype).itemsize
 
@@ -101,11 +101,11 @@ def nbytes(tree: Any) -> int:
 
 
 def most_slots(predict: Callable[[int], Prediction], wanted: int, shards: int) -> Prediction:
-    """The prediction for as many slots as fit, up to `wanted`; for the fewest if none do.
+    """Prediction for the most slots that fit, up to `wanted`; for `shards` slots if none fit.
 
     Args:
-        predict: of a number of slots; it may compile programs, so it is asked few times.
-        shards: slots come in multiples of this.
+        predict: maps a number of slots to its prediction. It may compile, so it is called rarely.
+        shards: the number of slots is a multiple of this.
     """
     slots = wanted
     while True:
@@ -113,19 +113,19 @@ def most_slots(predict: Callable[[int], Prediction], wanted: int, shards: int) -
         if found.fits or slots == shards:
             return found
         each = (found.total - found.weights) / slots
-        # Activations do not shrink as fast as the slots: so at least by a little each time.
+        # Activations shrink more slowly than the slots: reduce by at least 1/8 each time.
         fewer = min(int((found.budget - found.weights) / each), slots * 7 // 8)
         slots = max(1, fewer // shards) * shards
 
 
 def working_memory(compiled: jax.stages.Compiled, state: int) -> int:
-    """Bytes that a compiled program takes besides its weights and the state that it updates in
-    place: intermediate arrays and other results, on each device.
+    """Bytes per device that a compiled program needs beyond weights and donated state: temporary
+    arrays and other outputs.
 
     Args:
         state: bytes of the state.
     """
     memory = compiled.memory_analysis()
-    if memory is None:  # a backend that does not say
+    if memory is None:  # not reported by this backend
         return 0
     return memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - state)

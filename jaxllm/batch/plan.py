@@ -1,4 +1,4 @@
-"""From tasks to pools of slots that fit the memory."""
+"""Plans pools of slots: groups tasks so that each pool fits in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Plan:
     sizes: Sizes
     memory: Prediction
     fitting: Sizes | None
-    """`sizes`, or those of shorter texts that would fit, or None."""
+    """`sizes` if they fit, otherwise the largest shorter sizes that fit; None if none do."""
 
 
 def plans(
@@ -42,15 +42,15 @@ def plans(
     budget: int,
     mesh: Mesh | None,
 ) -> Iterator[Plan]:
-    """All tasks in one pool if memory allows `slots` slots of the longest; else the longest ones
-    have a pool of their own, with fewer slots, and so on with the rest.
+    """Yields one plan for all tasks if memory allows `slots` slots of the largest size. Otherwise
+    the tasks of the largest size get their own pool with fewer slots; the rest is planned likewise.
 
-    A plan whose prediction does not fit has tasks that cannot run at all.
+    If even the fewest slots do not fit, the plan's `memory.fits` is False.
     """
     shards = row_shards(mesh)
     how = (model.is_encoder_decoder, shards, group.strategy.beams)
     predicted = partial(predict, model, tokenizer, group, budget, mesh)
-    # The largest slots first.
+    # Largest slots first.
     classes: dict[tuple[int, int], list[Task]] = {}
     for task in tasks:
         alone = size_of([task], 1, *how)
@@ -89,10 +89,10 @@ def predict(
     sizes: Sizes,
     slots: int,
 ) -> Prediction:
-    """The bytes of a pool of so many slots.
+    """Predicts the memory of a pool with `slots` slots.
 
-    Its programs are compiled, for the widest bucket of prompts, unless weights and cache are too
-    large without them. The pool runs the same compiled programs.
+    Compiles its programs for the widest prompt bucket, unless weights and cache alone exceed the
+    budget. The pool reuses these compiled programs.
     """
     sizes = dataclasses.replace(sizes, slots=slots)
     widest = max(tasks, key=lambda task: task.width)
@@ -123,7 +123,7 @@ def predict(
 
 
 def too_large(task: Task, plan: Plan) -> InputError:
-    """Why a task cannot run, and which number to change."""
+    """Error of a task that does not fit in memory; names the setting to change."""
     memory, row = plan.memory, task.row
     if memory.weights >= memory.budget:
         return InputError(
@@ -141,7 +141,7 @@ def too_large(task: Task, plan: Plan) -> InputError:
 
 
 def ran_out(task: Task, sizes: Sizes) -> InputError:
-    """A task for which the device had too little memory, although it was predicted to fit."""
+    """Error of a task that ran out of device memory although it was predicted to fit."""
     return InputError(
         f"max_new_tokens: the device ran out of memory with a single slot of {sizes.capacity} "
         f"columns ({_lengths(task.row)}); ask for fewer"

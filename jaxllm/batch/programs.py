@@ -1,4 +1,4 @@
-"""The two compiled programs: one reads prompts into slots, the other decodes all slots."""
+"""The two compiled programs: `admit` (prefill into slots) and `decode` (steps of all slots)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from jaxllm.parallel.sharding import constrain
 
 
 class Seen(NamedTuple):
-    """What the host looks at after a while of decoding."""
+    """Outputs of a decode call that are copied to the host."""
 
     outputs: SlotOutputs
     live: Bool[Array, " B"]
-    """The row goes on."""
+    """True while the slot's row is not finished."""
     steps: Int[Array, ""]
-    """Steps of this while."""
+    """Decode steps of this call."""
     busy: Int[Array, ""]
-    """The sum over the steps of the rows that were live."""
+    """Slot-steps occupied by a live row."""
 
 
 def admit(
@@ -38,10 +38,10 @@ def admit(
     strategy: SlotStrategy,
     sizes: Sizes,
 ) -> Slots:
-    """Reads R prompts of one bucket, chooses their first tokens, and puts them into slots.
+    """Prefills R prompts of one bucket, chooses their first tokens and writes them into slots.
 
     Args:
-        at: the slot of each; one that is no slot's number marks a prompt that only fills up.
+        at: slot of each prompt; a number beyond the last slot drops it (padding of the batch).
     """
     arrivals = constrain(arrivals, "rows")
     rows, width = arrivals.tokens.shape
@@ -50,7 +50,7 @@ def admit(
     out = model.decode(
         arrivals.tokens, mask, empty, cache_is_empty=True, logits_column=arrivals.start - 1
     )
-    # New tokens overwrite the columns that only fill the bucket.
+    # New tokens overwrite the bucket's padding.
     out = out.replace(cache=out.cache.replace(length=arrivals.start))
     return put(slots, strategy.first(model, arrivals, out, stops, sizes), at)
 
@@ -66,8 +66,8 @@ def decode(
 ) -> tuple[Slots, Seen]:
     """Decodes until `wanted` slots are free, no row is live, or `most` steps are done.
 
-    What the host looks at is a copy: the slots themselves are overwritten by the next call, which
-    need not wait for the host.
+    `Seen` is a copy of the outputs, since the next call overwrites the slots and need not wait for
+    the host.
     """
 
     def going(carry):
@@ -85,6 +85,6 @@ def decode(
     return slots, Seen(strategy.outputs(slots), slots.live, steps, busy)
 
 
-# The slots are donated: cache and texts are updated where they are.
+# The slots are donated: KV cache and sequences are updated in place.
 admit_program = jax.jit(admit, static_argnames=("strategy", "sizes"), donate_argnames=("slots",))
 decode_program = jax.jit(decode, static_argnames=("strategy",), donate_argnames=("slots",))

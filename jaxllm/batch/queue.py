@@ -1,4 +1,4 @@
-"""What waits: prompts in buckets of power-of-two lengths, the longest results first."""
+"""Queue of tasks, in buckets of power-of-two prompt lengths, longest results first."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from jaxllm.generation.inputs.values import bucket
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """What takes a slot: a row, or one of its samples."""
+    """Work for one slot: one sample of a row, or all beams of a row."""
 
     row: Row
     sample: int
     returns: int = 1
-    """Sequences that it ends with: those that beams return."""
+    """Number of sequences it returns; more than 1 only with beams."""
 
     @property
     def texts(self) -> list[Task]:
-        """A task for each of them."""
+        """One task for each returned sequence."""
         if self.returns == 1:
             return [self]
         return [Task(self.row, sample) for sample in range(self.returns)]
 
     @property
     def width(self) -> int:
-        """Columns of the bucket that its prompt is read in."""
+        """Length of the bucket in which its prompt is prefilled."""
         return bucket(len(self.row.ids), SMALLEST_BUCKET)
 
     def columns(self, encoder_decoder: bool) -> int:
-        """Columns that hold its longest text, a power of two.
+        """Maximum sequence length, rounded up to a power of two.
 
-        An encoder-decoder's prompt takes none of them: it is in its encoder's part of the slot.
+        For an encoder-decoder the prompt does not count: it is in the encoder part of the slot.
         """
         least = self.row.most if encoder_decoder else max(self.row.most, self.width)
         return bucket(least, SMALLEST_BUCKET)
@@ -44,8 +44,8 @@ class Task:
 class Queue:
     """Tasks that wait for a slot.
 
-    Those with the most new tokens come first: a long text that starts last would be decoded alone,
-    when all other slots have nothing left to do.
+    Tasks with the most new tokens come first: a long sequence that starts last would be decoded
+    alone while all other slots are free.
     """
 
     def __init__(self, tasks: Iterable[Task]) -> None:
@@ -58,11 +58,11 @@ class Queue:
 
     @property
     def widths(self) -> list[int]:
-        """The buckets in which something waits."""
+        """Lengths of the non-empty buckets."""
         return sorted(width for width, waiting in self._buckets.items() if waiting)
 
     def take(self, count: int) -> list[Task]:
-        """Up to `count` tasks of one bucket, that of the longest task that waits."""
+        """Removes up to `count` tasks of one bucket, that of the task with the most new tokens."""
         waiting = [tasks for tasks in self._buckets.values() if tasks]
         if not waiting:
             return []
@@ -70,7 +70,7 @@ class Queue:
         return [tasks.popleft() for _ in range(min(count, len(tasks)))]
 
     def take_all(self) -> list[Task]:
-        """Everything that waits."""
+        """Removes all tasks."""
         taken = [task for tasks in self._buckets.values() for task in tasks]
         self._buckets.clear()
         return taken

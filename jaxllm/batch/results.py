@@ -1,4 +1,4 @@
-"""A text that has ended."""
+"""Results of finished sequences."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jaxllm.common.errors import JaxLLMError, NonFiniteError
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A text that has ended."""
+    """A finished sequence, or its error."""
 
     task: Task
     tokens: list[int]
-    """New ones."""
+    """New tokens."""
     reason: str
     error: JaxLLMError | None = None
-    """Why there is no text."""
+    """Set if the sequence could not be generated."""
 
     @staticmethod
     def failed(task: Task, error: JaxLLMError) -> list[Done]:
-        """All texts of a task that has none."""
+        """A failed result for each sequence of a task."""
         return [Done(text, [], "", error) for text in task.texts]
 
 

@@ -1,4 +1,4 @@
-"""Which rows can stand side by side in the slots of one program, and their settings as arrays."""
+"""Groups rows that can share one compiled program, and packs their settings into arrays."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
 NEUTRAL: Mapping[str, Any] = {
     name: field.per_row for name, field in FIELDS.items() if field.per_row is not None
 }
-"""Numbers that may be another in each row of a program, with the value that changes nothing: where
-one row asks for such a field, all rows have it."""
+"""Per-row fields and their neutral values. If one row of a program uses such a field, the program
+applies it to all rows, with the neutral value for the others."""
 _WARPERS = frozenset(name for name in NEUTRAL if FIELDS[name].only_sampling)
 _ALWAYS_SAMPLED = frozenset(name for name in NEUTRAL if FIELDS[name].always)
 _NO_SLOTS = frozenset(name for name, field in FIELDS.items() if not field.slots)
-"""Fields of rows that run in static batches; rows in slots may have neutral values."""
+"""Fields that need a static batch; rows in slots must have neutral or default values."""
 _SINGLE, _BEAMS = ("greedy_search", "sample"), ("beam_search", "beam_sample")
 _CACHES = (None, "static", "dynamic")
 MOST_STOPS = 8
-"""Lists of stop strings in one program: each is looked for in every row."""
+"""Most lists of stop strings in one program, since each list is matched against every row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Rows that one set of programs serves."""
+    """Rows that share one set of compiled programs."""
 
     number: int
     rows: tuple[Row, ...]
     strategy: SlotStrategy
     shared: tuple[str, ...]
-    """The fields of `NEUTRAL` that the program has."""
+    """Fields of `NEUTRAL` that the program applies."""
     stop_lists: tuple[tuple[str, ...], ...]
     eos_width: int
 
     def tasks(self) -> list[Task]:
-        """Samples take a slot each; beams of a row take one, whatever they return."""
+        """One task for each sample of a row, or one for all beams of a row."""
         if self.strategy.beams > 1:
             return [Task(row, 0, returns=row.samples) for row in self.rows]
         return [Task(row, sample) for row in self.rows for sample in range(row.samples)]
 
     def criteria(self, tokenizer: Any, mesh: Mesh | None) -> StoppingCriteriaList:
-        """One criterion for each list of stop strings, on every device of the mesh."""
+        """One stopping criterion for each list of stop strings, replicated over the mesh."""
         lists = StoppingCriteriaList(StopStringCriteria(tokenizer, s) for s in self.stop_lists)
         replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(lambda x: place(x, replicated), lists)
 
     def settings(self, rows: Sequence[Row], vocab_size: int) -> RowSettings:
-        """The settings of some of its rows, on the host."""
+        """Settings of the given rows of the group, as host arrays."""
         lists = [processors_of(row, self.shared, vocab_size) for row in rows]
         eos = np.full((len(rows), self.eos_width), NO_TOKEN, np.int32)
         watched = np.zeros((len(rows), len(self.stop_lists)), bool)
@@ -83,7 +83,7 @@ class Group:
 
 
 def fits_slots(row: Row) -> bool:
-    """Whether a row can run in a slot: greedy search or sampling, with or without beams, and no
+    """True if a row can run in a slot: greedy search or sampling, with or without beams, and no
     field that needs a static batch (`Field.slots`)."""
     if row.mode not in _SINGLE and not (row.mode in _BEAMS and _beams_fit(row)):
         return False
@@ -94,14 +94,14 @@ def fits_slots(row: Row) -> bool:
 
 
 def check_processors(row: Row, vocab_size: int) -> None:
-    """Raises what `generate` would for numbers that no processor of a row in a slot takes, such as
-    tokens that the vocabulary does not have."""
+    """Raises the errors of `generate` for invalid processor settings, such as token ids outside the
+    vocabulary."""
     if fits_slots(row):
         processors_of(row, tuple(NEUTRAL), vocab_size)
 
 
 def _beams_fit(row: Row) -> bool:
-    """What `generate` refuses is left to it."""
+    """True if the beams fit in a slot. Invalid settings do not, so that `generate` rejects them."""
     room = bucket(row.new, SMALLEST_BUCKET)
     columns = bucket(row.most, SMALLEST_BUCKET) + (row.config.num_beams - 1) * room
     return columns <= MOST_COLUMNS and not row.config.low_memory
@@ -113,7 +113,7 @@ def _acts(name: str, value: Any) -> bool:
 
 
 def groups(rows: Iterable[Row], vocab_size: int) -> list[Group]:
-    """Rows by the programs that they need; most batches are one group."""
+    """Groups rows by the programs that they need; most batches are one group."""
     strategies: dict[SlotStrategy, list[Row]] = {}
     for row in rows:
         strategies.setdefault(_strategy(row), []).append(row)
@@ -127,8 +127,8 @@ def groups(rows: Iterable[Row], vocab_size: int) -> list[Group]:
 
 
 def _strategy(row: Row) -> SlotStrategy:
-    """The strategy that the rows of a group share. Greedy and sampled rows share one, but not those
-    with beams."""
+    """Strategy of a row, the same for all rows of a group. Greedy and sampled rows share one; beam
+    search and beam sampling do not."""
     config, allow_nonfinite = row.config, bool(row.config.remove_invalid_values)
     if row.mode not in _BEAMS:
         return SampleSlots(sampling=False, allow_nonfinite=allow_nonfinite)
@@ -143,7 +143,7 @@ def _strategy(row: Row) -> SlotStrategy:
 def _by_processors(
     rows: Sequence[Row], shared: tuple[str, ...], vocab_size: int
 ) -> Iterable[list[Row]]:
-    """The rows, in parts whose processors differ in numbers alone."""
+    """Splits rows into parts whose processors differ only in per-row numbers."""
     signatures: dict[GenerationConfig, Any] = {}
     found: dict[Any, list[Row]] = {}
     for row in rows:
@@ -168,7 +168,7 @@ def _group(
 
 
 def _by_stops(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows, in parts of no more than `MOST_STOPS` different lists of stop strings."""
+    """Splits rows into parts with at most `MOST_STOPS` different lists of stop strings."""
     lists = sorted({row.config.stop_strings or () for row in rows})
     part = {stops: i // MOST_STOPS for i, stops in enumerate(lists)}
     parts: dict[int, list[Row]] = {}
@@ -178,7 +178,7 @@ def _by_stops(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _shared(rows: Sequence[Row]) -> tuple[tuple[str, ...], bool]:
-    """The fields of `NEUTRAL` that some row asks for, and whether some row is sampled."""
+    """The fields of `NEUTRAL` that any row uses, and True if any row is sampled."""
     sampling = any(row.config.do_sample for row in rows)
     asked = set(_ALWAYS_SAMPLED) if sampling else set()
     for config in {row.config for row in rows}:
@@ -191,8 +191,8 @@ def _numbers(config: GenerationConfig, names: Iterable[str], start: int) -> dict
     """The row's values of fields of `NEUTRAL`.
 
     Args:
-        start: columns of its prompt; what `min_length` asks for beyond them is a number of new
-            tokens like `min_new_tokens`.
+        start: length of its decoder prompt; `min_length` minus this counts as
+            `min_new_tokens`.
     """
     values = {}
     for name in names:
@@ -205,9 +205,9 @@ def _numbers(config: GenerationConfig, names: Iterable[str], start: int) -> dict
 
 
 def processors_of(row: Row, shared: tuple[str, ...], vocab_size: int) -> LogitsProcessorList:
-    """The row's processors, with those of all `shared` fields among them."""
+    """The row's logits processors, including those of all `shared` fields."""
     off = {name: FIELDS[name].neutral for name in {*NEUTRAL, *_NO_SLOTS} - set(shared)}
-    # Values from a file, unlike those given in code, put no processor in the list by being there.
+    # `from_dict`: values read from a file, unlike arguments, do not add a processor by being set.
     unset = {name: value for name, value in off.items() if value is not None}
     config = row.config.merge(GenerationConfig.from_dict({**unset, "min_length": 0}))
     config = config.replace(

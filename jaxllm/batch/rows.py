@@ -1,4 +1,4 @@
-"""What people give, and what they get: rows of a batch, read and checked one by one."""
+"""Input rows and their outputs: reads and checks rows one by one."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from jaxllm.generation.stopping import StopStringCriteria
 
 INPUTS = ("prompt", "messages", "input_ids")
 OWN = frozenset({"id", "seed", *INPUTS})
-"""Keys of a row that are no generation fields."""
+"""Keys of a row that are not generation fields."""
 MOST_SEED = 2**32 - 1
 MOST_TEXTS = 2**20
-"""Of one row, so that a slip in its number does not take the memory of all others."""
+"""Most sequences per row, so that a mistyped number does not exhaust the memory."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
-    """One row, ready to run."""
+    """A checked row, ready to run."""
 
     index: int
-    """Its place among the rows given."""
+    """Number of the row in the input, from 0."""
     id: str | int
     ids: Int[np.ndarray, " T"]
-    """The prompt; of an encoder-decoder, the encoder's input."""
+    """Prompt ids; for an encoder-decoder, the encoder's input ids."""
     start: Int[np.ndarray, " C"]
-    """What the decoder starts with: the prompt, or an encoder-decoder's start token."""
+    """Decoder prompt: the prompt, or an encoder-decoder's start tokens."""
     config: GenerationConfig
     eos: tuple[int, ...]
     new: int
-    """Most new tokens of a result."""
+    """Maximum number of new tokens."""
     seed: int
     draw: int
-    """`generate(..., key=seed, row_ids=[draw])` samples the same."""
+    """Row id for the random key: `generate(..., key=seed, row_ids=[draw])` samples the same."""
     mode: str
-    """As `generation_mode` names it."""
+    """Name of the strategy, from `generation_mode`."""
 
     @property
     def samples(self) -> int:
@@ -58,27 +58,27 @@ class Row:
 
     @property
     def most(self) -> int:
-        """Columns of the longest result."""
+        """Maximum sequence length, prompt included."""
         return len(self.start) + self.new
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchOutput:
-    """The result of one row: one text, or as many as `num_return_sequences` asked for."""
+    """Result of one row: `num_return_sequences` generated texts, or an error."""
 
     index: int
     id: str | int
     output_ids: tuple[list[int], ...] = ()
-    """New tokens of each text, the end token included."""
+    """New tokens of each text, EOS included."""
     texts: tuple[str, ...] | None = None
-    """Without special tokens; None where there is no tokenizer."""
+    """Generated texts without special tokens; None without a tokenizer."""
     finish_reasons: tuple[str, ...] = ()
-    """Why each text ended: "eos", "length", or "stop" (a stop string)."""
+    """Finish reason of each text: "eos", "length", or "stop" (a stop string)."""
     prompt_tokens: int = 0
     error: str | None = None
-    """Why there is no text."""
+    """Error message; None if the row succeeded."""
     error_kind: str | None = None
-    """The class of the error, such as "InputError"."""
+    """Class name of the error, such as "InputError"."""
 
     @property
     def text(self) -> str | None:
@@ -86,7 +86,7 @@ class BatchOutput:
         return self.texts[0] if self.texts else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As a line of an output file: lists where the row asked for several texts.
+        """A line of an output file; values are lists if the row has several texts.
 
         >>> BatchOutput(0, "a", ([5, 2],), ("Hi",), ("eos",), 3).to_dict()
         {'id': 'a', 'text': 'Hi', 'output_ids': [5, 2], 'finish_reason': 'eos'}
@@ -105,24 +105,24 @@ class BatchOutput:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """A row as it came."""
+    """A row as given, before it is checked."""
 
     index: int
-    """Its place among all rows, on which its samples depend if it has no seed."""
+    """Number of the row in the job, from 0; its samples depend on it if it has no seed."""
     id: str | int
-    """Its name if it has no `id` of its own."""
+    """Default `id`."""
     raw: Any
-    """A mapping, a prompt or token ids; or the error that reading it was."""
+    """A mapping, a prompt or token ids; or the error from reading it."""
 
 
 def failed(index: int, row_id: str | int, error: BaseException) -> BatchOutput:
-    """The output of a row that cannot be answered."""
+    """The output of a row with an error."""
     return BatchOutput(index, row_id, error=str(error), error_kind=type(error).__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What rows of the same generation fields share."""
+    """Checked settings, cached for all rows with the same generation fields."""
 
     config: GenerationConfig
     eos: tuple[int, ...]
@@ -130,14 +130,15 @@ class _Settings:
 
 
 class Reader:
-    """Turns what people give into rows.
+    """Reads and checks rows.
 
     Args:
-        fields: generation fields of all rows; a row's own win over them.
-        seed: of the rows that name none.
-        default_new_tokens: of rows for which nobody states a length; None: as `generate`.
-        chat: a row's `prompt` is what a user says, in the model's chat template.
-        system: a system message before that.
+        fields: generation fields of all rows; a row's own fields override them.
+        seed: seed of rows without a `seed`.
+        default_new_tokens: maximum number of new tokens of rows without a length setting; None: as
+            `generate`.
+        chat: put a row's `prompt` into the model's chat template as a user message.
+        system: system message before it.
     """
 
     def __init__(
@@ -157,10 +158,10 @@ class Reader:
         self._lengthened: dict[tuple[GenerationConfig, int], GenerationConfig] = {}
 
     def read(self, given: Given, name: str | int) -> Row:
-        """A row, from a mapping, a prompt, or its token ids.
+        """Reads a row from a mapping, a prompt or token ids.
 
         Raises:
-            JaxLLMError: Something about it is wrong; the others do not suffer.
+            JaxLLMError: the row is invalid.
         """
         raw = given.raw
         if isinstance(raw, JaxLLMError):
@@ -209,14 +210,14 @@ class Reader:
         if not self._model.is_encoder_decoder and reach is not None:
             most = max(1, min(most, reach - start))
         known = self._lengthened.get((config, most))
-        if known is None:  # many rows share their settings, which then are one object
+        if known is None:  # one object for all rows with the same settings
             known = self._lengthened[config, most] = config.replace(max_new_tokens=most)
         return known
 
     def _read_settings(self, own: Mapping[str, Any]) -> _Settings:
         try:
             name = json.dumps(own, sort_keys=True)
-        except (TypeError, ValueError):  # arrays, keys that are tuples: as only code can give them
+        except (TypeError, ValueError):  # values that JSON lacks, such as arrays: not cached
             return self._checked_settings(own)
         found = self._settings.get(name)
         if found is None:
@@ -227,7 +228,7 @@ class Reader:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             config, eos = merged_config(self._model, None, {**self._fields, **own})
-        # A field of all rows need not mean something to each; a row's own field must.
+        # An unused field is an error only if the row itself sets it.
         for warning in caught:
             text = str(warning.message)
             if any(text.startswith(f"`{name}`") for name in own):
@@ -271,10 +272,10 @@ class Reader:
 
 
 def _listed(ids: Any) -> Shaped[np.ndarray, " T"]:
-    """A list of what should be ids, as an array."""
+    """Converts a list of token ids to an array; raises InputError if it is not a flat list."""
     found = np.zeros(0)
     if isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str):
-        with contextlib.suppress(ValueError):  # a list in the list
+        with contextlib.suppress(ValueError):  # ragged nested lists
             found = np.asarray(ids)
     if found.ndim != 1 or found.size == 0:
         raise InputError(f"input_ids: expected a list of token ids, found {ids!r:.60}")
@@ -282,10 +283,10 @@ def _listed(ids: Any) -> Shaped[np.ndarray, " T"]:
 
 
 def row_id(raw: Any, default: str | int) -> str | int:
-    """The `id` of a row, or another name for it.
+    """The `id` of a row, or `default` if it has none.
 
     Raises:
-        InputError: It is neither a string nor an integer.
+        InputError: the id is neither a string nor an integer.
     """
     found = raw.get("id") if isinstance(raw, Mapping) else None
     if found is None:

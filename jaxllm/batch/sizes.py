@@ -1,4 +1,4 @@
-"""The sizes of a pool's programs."""
+"""Sizes of a pool of slots, from which the shapes of its programs follow."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from jaxllm.generation.inputs.values import bucket
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the shapes of a pool's programs follow from."""
+    """Sizes that determine the shapes of a pool's programs."""
 
     slots: int
     columns: int
-    """Columns of a text, its prompt included."""
+    """Maximum sequence length, prompt included."""
     source: int | None = None
-    """Columns of the encoder's part of a slot, of an encoder-decoder."""
+    """Maximum encoder input length; None for a decoder-only model."""
     shards: int = 1
-    """Parts of a mesh that the slots are split over; it divides them."""
+    """Number of shards of the slot axis on a mesh; divides `slots`."""
     beams: int = 1
-    """Sequences that a slot searches."""
+    """Number of beams of a slot."""
     room: int = 0
-    """Most new tokens, where there are several beams."""
+    """Maximum number of new tokens with several beams; otherwise 0."""
 
     @property
     def capacity(self) -> int:
-        """Columns of a slot: the prompt stands there once, new tokens once for each beam.
+        """KV-cache positions of a slot: the prompt once, new tokens once for each beam.
 
         >>> Sizes(16, 64).capacity, Sizes(16, 64, beams=4, room=32).capacity
         (64, 160)
@@ -37,23 +37,23 @@ class Sizes:
 
     @property
     def arrivals(self) -> int:
-        """Prompts that are read in one call: a sixteenth of the slots. Decoding stops when as many
-        are free, so that less than a sixteenth of the slots wait on average. Where there are so
-        many that each part of a mesh can read some, all parts read as many."""
+        """Prompts per prefill call: a sixteenth of the slots. Decoding stops when this many slots
+        are free, so on average less than a sixteenth is idle. Rounded down to a multiple of
+        `shards` if it is not less."""
         count = max(1, self.slots // 16)
         return count - count % self.shards or count
 
     def with_slots(self, slots: int) -> Sizes:
-        """With so many slots, or as many more as it takes to split them."""
+        """A copy with this many slots, rounded up to a multiple of `shards`."""
         return dataclasses.replace(self, slots=-(-slots // self.shards) * self.shards)
 
     def most_new(self, start: int) -> int:
-        """Most new tokens after so many columns of a prompt."""
+        """Maximum number of new tokens after a prompt of `start` tokens."""
         return self.columns - start if self.beams == 1 else min(self.columns - start, self.room)
 
     def shortened(self, start: int) -> Sizes | None:
-        """For fewer new tokens after such a prompt, the most with which a slot is smaller; None if
-        there are none.
+        """The next smaller sizes, for the most new tokens after a prompt of `start` tokens; None if
+        they allow no new token.
 
         >>> sizes = Sizes(1, 64, beams=4, room=64).shortened(3)
         >>> sizes.columns, sizes.room, sizes.shortened(3).columns
@@ -71,7 +71,7 @@ class Sizes:
 def size_of(
     tasks: Sequence[Task], slots: int, encoder_decoder: bool, shards: int, beams: int
 ) -> Sizes:
-    """Sizes that hold all of some tasks."""
+    """The smallest sizes that hold all of the tasks."""
     sizes = Sizes(
         slots=0,
         columns=max(task.columns(encoder_decoder) for task in tasks),

@@ -1,5 +1,5 @@
-"""Slots on a mesh: their first axis lies over `data` and `fsdp`, the heads of the cache over
-`tensor`. Without a mesh all of this changes nothing."""
+"""Placement of slots on a mesh: slots are sharded over `data` and `fsdp`, the heads of the KV
+cache over `tensor`. Without a mesh there is no sharding."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ T = TypeVar("T")
 
 
 def settled(slots: Slots) -> Slots:
-    """The slots, sharded as every call gets them: one program serves the first and the next."""
+    """Constrains slots to their input sharding, so that one compiled program serves all calls."""
     return constrain_fields(slots, batch=slots.count)
 
 
 def with_places(shapes: T, mesh: Mesh | None) -> T:
-    """Shapes of slots that say where the arrays lie."""
+    """Adds shardings to the shapes of slots."""
     if mesh is None:
         return shapes
 
     def one(names, x):
         spec = partition(x.shape, names if x.ndim >= len(names) else names[:1], mesh)
-        if 0 in x.shape:  # programs give empty arrays back as whole ones
+        if 0 in x.shape:  # programs return empty arrays replicated
             spec = PartitionSpec()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
@@ -41,7 +41,7 @@ def with_places(shapes: T, mesh: Mesh | None) -> T:
 
 
 def place(x: Any, sharding: Any = None) -> jax.Array:
-    """An array on the devices, which own it; by default on the default device."""
+    """Copies an array to the device or sharding, never aliasing the host's buffer."""
     return jax.device_put(x, sharding, may_alias=False)
 
 
@@ -51,13 +51,13 @@ def set_rows(
     at: Int[Array, " R"],
     axes: tuple[str, ...] = ("rows",),
 ) -> Shaped[Array, "B ..."]:
-    """Rows `at` of `old` replaced in place.
+    """Replaces rows `at` of `old` in place.
 
-    Row numbers beyond the last row are left out. On a mesh each device writes the rows that it has:
-    only the new ones travel.
+    Row numbers beyond the last row are dropped. On a mesh each device writes the rows of its shard:
+    only the new rows are communicated.
 
     Args:
-        axes: the logical axes of `old`, first ones first.
+        axes: the logical axes of the first dimensions of `old`.
     """
 
     def put(old, new, at):
@@ -79,11 +79,11 @@ def set_rows(
 
 
 def put(old: T, new: T, at: Int[Array, " R"]) -> T:
-    """New rows in the slots `at`; one beyond the last slot is left out.
+    """Writes new rows into the slots `at`; numbers beyond the last slot are dropped.
 
-    Arrays of the new rows may be shorter than those of the slots on any other axis. The rest is
-    zeros then: also of keys and values, which are masked, since a NaN that the row before has left
-    there would not stay behind the mask (0 * NaN is NaN).
+    Other axes of the new rows may be shorter than those of the slots; the rest is zero-filled.
+    Masked keys and values are zeroed as well, since a NaN left there by the previous row would pass
+    the mask (0 * NaN is NaN).
     """
 
     def one(names, old: Shaped[Array, "B ..."], new: Any):
@@ -95,7 +95,7 @@ def put(old: T, new: T, at: Int[Array, " R"]) -> T:
 def put_rows(
     old: Shaped[Array, "B ..."], new: Any, at: Int[Array, " R"], axes: tuple[str, ...] = ("rows",)
 ) -> Shaped[Array, "B ..."]:
-    """Rows of `old` replaced; what they lack in columns is zeros. `axes`: as of `set_rows`."""
+    """Replaces rows of `old`, zero-padding the new rows to its shape. `axes`: as in `set_rows`."""
     rest = [(0, have - got) for have, got in zip(old.shape[1:], new.shape[1:], strict=True)]
     return set_rows(old, jnp.pad(jnp.asarray(new, old.dtype), [(0, 0), *rest]), at, axes)
 
@@ -103,7 +103,7 @@ def put_rows(
 def put_layer(
     old: Shaped[Array, "*BK S H"], new: Shaped[Array, "*RK P H"], at: Int[Array, " R"]
 ) -> Shaped[Array, "*BK S H"]:
-    """Keys or values of some rows replaced."""
+    """Replaces the keys or values of rows `at`."""
     if old.ndim == 4:
         return put_rows(old, new, at, ("rows", "heads"))
     heads = new.shape[0] // at.shape[0]
@@ -117,10 +117,10 @@ def slot_shapes(
     settings: RowSettings,
     mesh: Mesh | None = None,
 ) -> Slots:
-    """The shapes and dtypes of slots, and where they lie on a mesh.
+    """Shapes, dtypes and shardings of slots.
 
     Args:
-        settings: of some rows, on the host.
+        settings: settings of any rows of the group, as host arrays.
     """
     count = sizes.slots
     arrays: dict[str, Any] = {
@@ -141,11 +141,11 @@ def slot_shapes(
 
 
 def empty_slots(shapes: Any, settings: RowSettings) -> Any:
-    """Slots without rows. No program is compiled for them.
+    """Empty slots, built on the host without compiling a program.
 
     Args:
-        settings: of some row, [1]: what stands in a slot before its first row. (Zeros would ask
-            for the slow way of a filter.)
+        settings: settings of any row, [1], as placeholder in all slots. (Zeros would select the
+            slow path of a filter.)
     """
 
     def zeros(shape: Any) -> jax.Array:
@@ -160,7 +160,7 @@ def empty_slots(shapes: Any, settings: RowSettings) -> Any:
 
 
 def start_cache(model: Any, count: int, capacity: int, source: int | None) -> SlotCache:
-    """The cache of `count` slots. Traced for its shapes alone."""
+    """Empty KV cache of `count` slots. Traced only for its shapes."""
     encoder = {}
     if source is not None:
         shape = (count, source)

@@ -1,7 +1,7 @@
-"""Slots that are refilled: the host's side of the engine.
+"""Continuous batching, host side: refills slots and collects finished sequences.
 
-The host is one step ahead where it can be: the prompts that come next are laid out, and finished
-texts are handed on, while the device decodes.
+The host works ahead: while the device decodes, it lays out the next prompts and yields finished
+sequences.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from jaxllm.generation.strategies.strategy import NEVER
 from jaxllm.parallel.sharding import use
 
 MOST_STEPS = 256
-"""Decoding steps until the host looks, even if no slot is needed, so that progress is seen."""
+"""Maximum number of decode steps per call, so that progress is reported."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ready:
-    """Tasks laid out for `admit`."""
+    """Tasks and their arrays for `admit`."""
 
     tasks: list[Task]
     arrivals: Arrivals
@@ -42,9 +42,9 @@ class Pool:
     """Runs the tasks of one group in one set of slots.
 
     Args:
-        model: without what only the host reads (`without_metadata`).
-        tasks: all fit `sizes`.
-        mesh: where the model lies.
+        model: without metadata that only the host reads (`without_metadata`).
+        tasks: must all fit `sizes`.
+        mesh: the model's mesh.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Pool:
         self._slots = empty_slots(shapes, settings)
 
     def leftover(self) -> tuple[list[Done], list[Task]]:
-        """After a failure: texts that had ended, and tasks that wait or were in a slot."""
+        """After a failure: sequences finished but not yet yielded, and all unfinished tasks."""
         held = [task for task in self._holds if task is not None]
         ready = [] if self._ready is None else self._ready.tasks
         return self._ended, [*held, *ready, *self._queue.take_all()]
 
     def run(self) -> Iterator[Done]:
-        """Sequences as they end. While the caller looks at some, the device makes the next."""
+        """Yields finished sequences. The device decodes while the caller handles them."""
         while True:
             self._refill()
             if not any(self._holds):
@@ -92,7 +92,7 @@ class Pool:
             yield self._ended.pop(0)
 
     def _refill(self) -> None:
-        """Dispatches prompts to free slots while there are enough of both."""
+        """Prefills the next prompts into free slots while there are enough free slots."""
         free = [slot for slot, task in enumerate(self._holds) if task is None]
         while self._ready is not None and len(self._ready.tasks) <= len(free):
             tasks, arrivals = self._ready.tasks, self._ready.arrivals

@@ -1,7 +1,7 @@
-"""The strategies of `generate` over slots.
+"""The decoding strategies of `generate`, run over slots.
 
-A slot is a row of the strategy's state, in which every row counts its columns and steps by itself.
-A row whose slot is not live any more keeps the state that it ended with.
+A slot is a row of the strategy's state, with its own length and step count. A slot that is no
+longer live keeps its final state.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from jaxllm.parallel.field_axes import map_with_axes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotStrategy:
-    """A strategy over slots; hashable, since compiled programs follow from it.
+    """A decoding strategy over slots; hashable, since it is a static argument of the programs.
 
-    A subclass makes the strategy from the settings of the rows, and reads the sequences out of its
+    A subclass builds the strategy from the rows' settings and extracts the sequences from its
     state.
     """
 
     sampling: bool
-    """Some rows draw their tokens."""
+    """True if some rows sample."""
     allow_nonfinite: bool
     beams: int = 1
-    """Sequences that a slot decodes."""
+    """Number of beams of a slot."""
 
     def strategy(self, settings: RowSettings) -> Sample | BeamSearch:
         raise NotImplementedError
@@ -48,7 +48,7 @@ class SlotStrategy:
         raise NotImplementedError
 
     def before(self, arrivals: Arrivals, cache: Cache, sizes: Sizes) -> Slots:
-        """Slots of rows whose prompts are in the cache, before anything is chosen."""
+        """Slots before their first token; traced only for their shapes."""
         settings = arrivals.settings
         state = self.strategy(settings).initial_state(_prompt(arrivals, sizes), cache, sizes.room)
         return self._slots(state, settings, jnp.ones(arrivals.start.shape, bool))
@@ -68,7 +68,7 @@ class SlotStrategy:
         return self._slots(state, rows, jnp.ones(arrivals.start.shape, bool))
 
     def step(self, model: Any, slots: Slots, stops: StoppingCriteriaList) -> Slots:
-        """One more token for every live row."""
+        """One decode step of every live row."""
         rows, before = slots.settings, slots.state
         before = before.replace(keys=jax.random.wrap_key_data(before.keys))
         after = self.strategy(rows).step(model, before, self._decode_settings(rows, stops))
@@ -89,7 +89,8 @@ class SlotStrategy:
         live &= state.first_nonfinite_step == NEVER
 
         def free(x: Any) -> Any:
-            """A cache of length 0 in free slots: the others do not read more for them."""
+            """Sets the cache length of free slots to 0, so that attention reads no further than
+            live rows need."""
             if not isinstance(x, Cache):
                 return x
             return x.replace(length=jnp.where(live, x.length, 0))
@@ -100,7 +101,7 @@ class SlotStrategy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleSlots(SlotStrategy):
-    """Greedy search and sampling: a sequence in each slot."""
+    """Greedy search and sampling: one sequence per slot."""
 
     def strategy(self, settings: RowSettings) -> Sample:
         return Sample(sampling=self.sampling, sampled=settings.sampled)
@@ -118,9 +119,9 @@ class SampleSlots(SlotStrategy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSlots(SlotStrategy):
-    """Beam search and beam sampling: the beams of a row in each slot.
+    """Beam search and beam sampling: all beams of a row in one slot.
 
-    The cache of a slot holds the prompt once, and then a column for each beam and step
+    The KV cache of a slot holds the prompt once, then one position for each beam and step
     (`BeamCache`).
     """
 
@@ -149,7 +150,7 @@ class BeamSlots(SlotStrategy):
 
 
 def _prompt(arrivals: Arrivals, sizes: Sizes) -> Prompt:
-    """The prompts as a strategy takes them: from column 0 on, without padding on the left."""
+    """Strategy inputs of the prompts, which start at position 0 (right-padded)."""
     width = arrivals.tokens.shape[1]
     start = jnp.asarray(arrivals.start)
     return Prompt(
@@ -165,7 +166,8 @@ def _prompt(arrivals: Arrivals, sizes: Sizes) -> Prompt:
 
 
 def _where(live: Bool[Array, " B"], new: Any, old: Any) -> Any:
-    """The new state of live rows. Keys and values of the others do not matter any more."""
+    """Selects `new` for live rows and `old` for others. Keys and values are always `new`, since
+    those of rows that are not live are never read."""
 
     def one(names, new, old):
         if "heads" in names:

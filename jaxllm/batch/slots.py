@@ -1,9 +1,8 @@
-"""Arrays of the batch engine: slots, rows that go into them, and the sequences that come out.
+"""Arrays of the batch engine: slots, their input rows and their output sequences.
 
-A row begins at column 0 of its slot, without padding, and all its numbers (lengths, key, settings)
-are its own, so nothing about its result depends on its neighbours. The first axis of every array is
-that of slots (in the cache with heads merged in, unless a mesh splits them). `SlotStrategy` says
-how slots are decoded.
+A row starts at position 0 of its slot, without left padding, and has its own length, random key and
+settings, so its result does not depend on other rows. The first axis of every array is slots (in
+the KV cache slots and heads merged, unless a mesh shards them). `SlotStrategy` decodes them.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from jaxllm.generation.processors import LogitsProcessorList
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSettings:
-    """The settings of B rows, a number each."""
+    """Per-row settings of B rows."""
 
     processors: LogitsProcessorList
-    """Leaves have a first axis of rows (`stacked`)."""
+    """Logits processors whose leaves have a leading row axis (`stacked`)."""
     eos: Int[Array, "B E"]
-    """Filled up with -1."""
+    """EOS token ids, padded with -1."""
     max_length: Int[Array, " B"]
-    """Columns of the longest result."""
+    """Maximum sequence length, prompt included."""
     sampled: Bool[Array, " B"]
     watched: Bool[Array, "B M"]
-    """Which of the program's lists of stop strings are the row's."""
+    """True for the row's lists of stop strings among the M of the program."""
     length_penalty: Float[Array, " B"]
-    """Of beams."""
+    """Length penalty of beam scores."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotCache(Cache):
-    """A cache whose rows do not touch: RoPE that depends on a length takes the row's own."""
+    """KV cache with a length per row; length-dependent RoPE uses the row's own length."""
 
     @classmethod
     def of(cls, cache: Cache) -> Self:
@@ -59,20 +58,20 @@ class SlotCache(Cache):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arrivals:
-    """Rows that are to be read and put into slots."""
+    """Input rows of a prefill call."""
 
     tokens: Int[Array, "R P"]
-    """The prompts, padded to their bucket."""
+    """Decoder prompts, padded to their bucket."""
     start: Int[Array, " R"]
-    """Columns of each prompt."""
+    """Length of each decoder prompt."""
     draws: UInt32[Array, "R 3"]
-    """Seed, number of the row and number of the sample: what the row's key is made of."""
+    """Seed, row id and sample number, from which the random key is made."""
     settings: RowSettings
     encoder: dict[str, Any]
-    """What `model.start` takes, of an encoder-decoder."""
+    """Encoder arguments of `model.init_cache`; empty for a decoder-only model."""
 
     def keys(self) -> Any:
-        """Those that `generate(..., key=seed, row_ids=[row])` gives its samples."""
+        """Random keys, the same as for the samples of `generate(..., key=seed, row_ids=[row])`."""
 
         def one(seed, row, sample):
             return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), sample)
@@ -81,29 +80,29 @@ class Arrivals:
 
 
 class SlotOutputs(NamedTuple):
-    """The M sequences of each slot, as far as they are generated."""
+    """The M sequences of each slot, finished or not."""
 
     tokens: Int[Array, "B M L"]
-    """Prompt and new tokens; what lies beyond `length` has no meaning."""
+    """Prompt and new tokens; undefined beyond `length`."""
     start: Int[Array, " B"]
-    """Columns of the prompt."""
+    """Length of the decoder prompt."""
     length: Int[Array, "B M"]
-    """Columns in use."""
+    """Length of each sequence, prompt included."""
     stopped: Bool[Array, "B M"]
-    """A stop string or an end token ended it."""
+    """True if EOS or a stop string ended the sequence."""
     first_nonfinite_step: Int[Array, " B"]
-    """The new token at which its logits were not finite, or -1."""
+    """Number of the new token at which the logits were not finite, or -1."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """State of both programs, which update it in place."""
+    """Slot state, which both programs update in place."""
 
     state: Any
-    """The strategy's state: a row for each slot. Its random keys are kept as data."""
+    """The strategy's state, one row per slot. Random keys are stored as raw key data."""
     live: Bool[Array, " B"]
-    """The row goes on."""
+    """True while the slot's row is not finished."""
     settings: RowSettings
 
     @property

@@ -1,7 +1,7 @@
-"""Batches of `jaxllm.generate`, for rows that slots do not hold, such as diverse beams.
+"""Static batches of `jaxllm.generate`, for rows that cannot run in slots, such as diverse beams.
 
-A batch is generated as a whole, so a row that ends early waits for the others. Rows of one batch
-have all their settings in common, and prompts of one bucket.
+A batch finishes as a whole, so a row that ends early waits for the others. Rows of a batch share
+all settings and the prompt bucket.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.special_tokens import checked_pad
 
 _INDEPENDENT = ("beam_search", "group_beam_search", "beam_sample")
-"""Strategies under which rows of a batch do not depend on each other."""
+"""Strategies whose rows do not depend on the other rows of a batch."""
 _DEPEND_ON_LENGTH = ("dynamic", "longrope")
 """RoPE types whose frequencies depend on the longest row of a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows that one call of `generate` can serve."""
+    """Rows that can share a call of `generate`."""
 
     rows: list[Row]
     batch_size: int
-    """Rows at once, at most."""
+    """Maximum number of rows per call."""
 
 
 def batches(model: Any, rows: Iterable[Row], slots: int, shards: int) -> list[Batch]:
-    """Groups rows by all that rows of one batch must have in common, the longest results first.
+    """Groups rows into batches that share settings and prompt bucket, longest results first.
 
     Args:
-        slots: beams of all rows of a batch, at most.
-        shards: parts of a mesh that rows are split over.
+        slots: maximum number of beams of a batch, over all its rows.
+        shards: number of shards of the row axis on a mesh.
     """
     rope_type = getattr(getattr(model.config, "rotary", None), "rope_type", "")
     found: dict[Any, list[Row]] = {}
@@ -67,7 +67,7 @@ def batches(model: Any, rows: Iterable[Row], slots: int, shards: int) -> list[Ba
 
 
 def run_batch(model: Any, tokenizer: Any, batch: Batch, counts: Counts) -> Iterator[Done]:
-    """The finished sequences of a batch. An error is that of the row which has it alone."""
+    """Yields the sequences of a batch. After an error, rows run one by one to find its row."""
     largest = min(batch.batch_size, bucket(len(batch.rows), 1))
 
     def run(rows: list[Row]) -> Sequence[np.ndarray | JaxLLMError]:
@@ -75,7 +75,7 @@ def run_batch(model: Any, tokenizer: Any, batch: Batch, counts: Counts) -> Itera
         try:
             sequences = _generate(model, tokenizer, rows)
         except JaxLLMError as error:
-            # Of several rows, each runs alone: that shows which of them has the error.
+            # Run each row alone to find the row with the error.
             return [error] if len(rows) == 1 else [run([row])[0] for row in rows]
         except jax.errors.JaxRuntimeError as error:
             if len(rows) > 1 or not is_exhausted(error):
@@ -99,7 +99,7 @@ def run_batch(model: Any, tokenizer: Any, batch: Batch, counts: Counts) -> Itera
 
 
 def _generate(model: Any, tokenizer: Any, rows: Sequence[Row]) -> Int[np.ndarray, "Bn N"]:
-    """New tokens of all samples of some rows, and pads after their end."""
+    """New tokens of all samples of the rows, padded after their end."""
     width = max(len(row.ids) for row in rows)
     ids: Any = np.zeros((len(rows), width), np.int32)
     mask: Any = np.zeros((len(rows), width), bool)
@@ -120,7 +120,7 @@ def _generate(model: Any, tokenizer: Any, rows: Sequence[Row]) -> Int[np.ndarray
 
 
 def _config(row: Row) -> GenerationConfig:
-    """The row's settings, with its lengths as numbers of new tokens."""
+    """The row's settings, with lengths as numbers of new tokens."""
     values = row.config.to_dict()
     for name in ("max_length", "min_length", "max_new_tokens", "min_new_tokens"):
         values.pop(name, None)
@@ -141,7 +141,7 @@ def _width(rows: Sequence[Row]) -> int:
 
 
 def _done(model: Any, task: Task, columns: np.ndarray) -> Done:
-    """A finished sequence, without the pads after its end."""
+    """Result of a sequence, without the padding after its end."""
     row, tokens = task.row, columns.tolist()
     for count, token in enumerate(tokens, start=1):
         if token in row.eos:

@@ -1,0 +1,1 @@
+"""Batch jobs over files: journal, report, and several processes."""

@@ -1,4 +1,4 @@
-"""A file of rows in, a file of results out, whatever happens in between."""
+"""Batch job: reads a JSON-lines file of rows and writes a JSON-lines file of results, resumably."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class Input(NamedTuple):
-    """A file of one JSON object a line."""
+    """Input file: one JSON object per line."""
 
     path: Path
     lines: list[tuple[int, bytes]]
-    """Those that are not blank, with their numbers from 1 on."""
+    """Non-blank lines with their line numbers, counted from 1."""
     sha256: str
 
     @staticmethod
     def read(path: Path) -> Input:
-        """The lines of a file.
+        """Reads the lines of a file.
 
         Raises:
-            MissingFileError, DataError: there is no such file, or it cannot be read.
+            MissingFileError, DataError: the file does not exist or cannot be read.
         """
         try:
             data = path.read_bytes()
@@ -51,11 +51,11 @@ class Input(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a job that is resumed compares."""
+        """Properties of the input that must be unchanged when a job resumes."""
         return {"input": self.sha256, "rows": len(self.lines)}
 
     def given(self, index: int) -> Given:
-        """Row number `index`, from 0 on; an error in its place if its line is not an object."""
+        """Row `index`, counted from 0; holds an error if its line is not a JSON object."""
         number, line = self.lines[index]
         try:
             raw = parse_json(line, source=f"line {number}", error=DataError)
@@ -67,23 +67,22 @@ class Input(NamedTuple):
 
 
 class Job:
-    """Answers all rows of a file, into an output in the order of the input.
+    """Generates for all rows of a file and writes the results in the order of the input.
 
-    Rows are kept in a `Journal` as they end, so that a job that was killed goes on where it was. A
-    row that cannot be answered is a line with an `error` (and the number of its line); the others
-    do not suffer.
+    Finished rows are kept in a `Journal`, so a killed job can resume. A row with an error becomes
+    a line with an `error` and its line number; other rows are unaffected.
 
-    Where JAX knows of several processes each has a `Job`, and answers its share of the rows that
-    are not done; process 0 merges. They meet when the journal is opened and at the end, and tell
-    each other nothing in between.
+    With several JAX processes, each has a `Job` and generates its share of the rows that are not
+    done; process 0 merges. The processes synchronise only when the journal is opened and at the
+    end.
 
     Args:
-        engine: whose rows have no other settings than `settings` says.
-        settings: all that a result depends on, but for the input itself.
-        resume: go on with a job that was stopped.
+        engine: its settings must be those in `settings`.
+        settings: everything that results depend on, except the input itself.
+        resume: continue a stopped job.
 
     Raises:
-        RunError: when it runs, see `Journal`; or another process failed.
+        RunError: raised by `run`, see `Journal`; or another process failed.
     """
 
     def __init__(
@@ -100,9 +99,9 @@ class Job:
         self._resume = resume
         self.process, self.processes = jax.process_index(), jax.process_count()
         self.resumed = 0
-        """Rows that were done before."""
+        """Rows finished by earlier runs."""
         self.share = len(source.lines)
-        """Rows that this process answers; known when it has begun."""
+        """Number of rows of this process; set when `run` starts."""
 
     @property
     def report_path(self) -> Path:
@@ -113,7 +112,7 @@ class Job:
         return journal_folder(self.output)
 
     def run(self, clock: CompileClock) -> Iterator[BatchOutput]:
-        """Outputs as they end, each of them in the journal; the output is there after the last."""
+        """Yields outputs as rows finish, journaled first. The output file exists after the last."""
         folder = self.journal_path
         with self._open() as journal, notes.failure_left(folder, self.process):
             run = yield from self._answer(journal, clock)
@@ -122,15 +121,15 @@ class Job:
                 if others:
                     journal.read_parts()
                 self._finish(journal, Run.total([run.to_note(), *others]))
-                # Last: a job that is stopped before this has all its rows, and is merged again.
+                # Last: a job stopped before this still has all its rows and is merged again.
                 journal.remove()
         if self.process > 0:
             notes.leave(folder, self.process, run.to_note())
             notes.wait_for_merge(folder)
 
     def _open(self) -> Journal:
-        """The journal: process 0 begins it, then the others open it. What is done by then is what
-        all of them see, since nobody goes on before all have looked."""
+        """Opens the journal: process 0 creates it, then the others open it. All processes see the
+        same finished rows, since none continues before all have read them."""
         where = (self.output, self.settings)
 
         def begin() -> Journal | None:
@@ -146,7 +145,7 @@ class Job:
         )
 
     def _answer(self, journal: Journal, clock: CompileClock) -> Generator[BatchOutput, None, Run]:
-        """This process's share."""
+        """Generates this process's share of the rows."""
         self.resumed = len(journal.done)
         todo = [i for i in range(len(self.source.lines)) if i not in journal.done]
         mine = share(todo, self.process, self.processes)
@@ -189,7 +188,7 @@ class Job:
 
 
 def share(rows: Sequence[int], process: int, processes: int) -> Sequence[int]:
-    """The rows that one of several processes answers: neighbours go to different ones.
+    """Rows of one process: dealt out round-robin.
 
     >>> [share([0, 1, 4, 7, 8], process, 2) for process in (0, 1)]
     [[0, 4, 8], [1, 7]]

@@ -1,8 +1,8 @@
-"""Finished rows on disk before the output is: a file that only grows, whole after any kill.
+"""Journal of finished rows: append-only files, valid after a kill at any time.
 
-The journal of an output `out.jsonl` is the folder `out.jsonl.parts`: `job.json` says what was asked
-for, and each process appends to a `part-N.jsonl` of its own. When all rows are there they are
-written in the order of the input into a new file, which then takes the output's name.
+The journal of an output `out.jsonl` is the folder `out.jsonl.parts`: `job.json` holds the
+settings, and each process appends to its own `part-N.jsonl`. When all rows are finished they are
+written in the order of the input to a new file, which is then renamed to the output.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jaxllm.common.run_lock import RunLock
 from jaxllm.common.strict_json import parse_json, read_json
 
 SECONDS = 1.0
-"""Rows wait so long, at most, until they are forced onto the disk."""
+"""Maximum time between a row's append and its fsync."""
 ROWS = 256
-"""Or until they are so many."""
+"""Maximum number of rows between two fsyncs."""
 _MAX_SETTINGS_BYTES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a finished row stands."""
+    """Location of a finished row in a part file."""
 
     file: Path
     offset: int
@@ -43,10 +43,10 @@ class Journal:
 
     Args:
         output: the file that the job will write.
-        settings: all that a row's result depends on; a job that is resumed must have the same.
-        resume: go on with a job; without it, an output or a journal that exists is refused.
-        process: number of this process, and of its part. Process 0 begins the job, and the others
-            come later, with `resume`.
+        settings: everything that results depend on; a resumed job must have the same.
+        resume: continue a job. If False, an existing output or journal is an error.
+        process: number of this process and of its part. Process 0 creates the journal; the others
+            open it afterwards, with `resume`.
 
     Raises:
         RunError: see `is_finished`; or another process runs the job.
@@ -68,7 +68,7 @@ class Journal:
             write_whole(started_file(self.folder), json.dumps(settings).encode())
         self._part = self.folder / f"part-{process:05d}.jsonl"
         self.done: dict[int, Place] = {}
-        """Finished rows, by their number."""
+        """Finished rows by row number."""
         self.read_parts(repair=True)
         self._file: BinaryIO = self._part.open("ab")
         self._offset = self._part.stat().st_size
@@ -76,10 +76,10 @@ class Journal:
         self._written = -SECONDS  # so that the first row is on the disk at once
 
     def read_parts(self, *, repair: bool = False) -> None:
-        """What all processes have finished so far.
+        """Reads the finished rows of all processes into `done`.
 
         Args:
-            repair: cut off what a crash has torn from this process's own part.
+            repair: truncate an incomplete last line in this process's own part.
         """
         for part in sorted(self.folder.glob("part-*.jsonl")):
             self.done.update(whole_lines(part, repair=repair and part == self._part))
@@ -103,7 +103,7 @@ class Journal:
             self.commit()
 
     def commit(self) -> None:
-        """Forces what was added onto the disk."""
+        """Flushes and fsyncs the appended rows."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self.done.update(self._unsafe)
@@ -111,7 +111,7 @@ class Journal:
         self._written = time.monotonic()
 
     def records(self, count: int) -> Iterator[dict[str, Any]]:
-        """What was added for rows 0 to count - 1, in order.
+        """Yields the records of rows 0 to count - 1, in order.
 
         Raises:
             RunError: a row is missing.
@@ -129,7 +129,7 @@ class Journal:
                 yield json.loads(files[place.file].read(place.length))
 
     def merge(self, count: int) -> Iterator[dict[str, Any]]:
-        """Writes the output, giving the record of each line, and gives it its name at the end."""
+        """Writes the output, yielding the record of each line; renames it into place at the end."""
         partial = self.folder / "merged"
         with partial.open("wb") as file:
             for record in self.records(count):
@@ -141,16 +141,16 @@ class Journal:
         sync_folder(self.output.parent)
 
     def remove(self) -> None:
-        """Removes the folder, when the output has its name and the report is written."""
+        """Removes the folder. Call it after the output and the report are written."""
         shutil.rmtree(self.folder)
 
 
 def is_finished(output: Path, settings: Mapping[str, Any], *, resume: bool) -> bool:
-    """Whether a job is over: there is the output, and its report has the same settings.
+    """True if the output exists and its report has the same settings.
 
     Raises:
-        RunError: an output or a journal is there, and `resume` was not asked for; or the settings
-            are not those that the job began with, with the name of the first that differs.
+        RunError: an output or a journal exists and `resume` is False; or the settings differ from
+            those of the journal or report. Names the first that differs.
     """
     started = started_file(journal_folder(output))
     if not resume:
@@ -174,7 +174,7 @@ def is_finished(output: Path, settings: Mapping[str, Any], *, resume: bool) -> b
 
 
 def check_settings(before: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    now = json.loads(json.dumps(settings))  # as it comes back from a file
+    now = json.loads(json.dumps(settings))  # as read from a file
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
         if old != new:
@@ -197,12 +197,12 @@ def journal_folder(output: Path) -> Path:
 
 
 def started_file(folder: Path) -> Path:
-    """There as long as a job is under way."""
+    """File that exists while a job is unfinished."""
     return folder / "job.json"
 
 
 def whole_lines(part: Path, *, repair: bool) -> dict[int, Place]:
-    """The rows of a part. A last line that a crash tore does not count, and is cut off (`repair`).
+    """Reads the rows of a part. Ignores an incomplete last line; truncates it if `repair`.
 
     Raises:
         DataError: another line is damaged.
@@ -225,7 +225,7 @@ def whole_lines(part: Path, *, repair: bool) -> dict[int, Place]:
 
 
 def encoded(line: Mapping[str, Any]) -> bytes:
-    """One line of JSON. A lone surrogate, which has no UTF-8, is written as its escape."""
+    """One line of JSON. Lone surrogates, which UTF-8 cannot encode, are written as escapes."""
     try:
         return (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8")
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""What the processes of one job tell each other: files in the job's folder.
+"""Synchronises the processes of a job through files in the job's folder.
 
-Each process answers its rows without a look at the others. At its end it leaves a note, of what it
-did or why it failed; process 0 waits for all notes, and the others until it has merged the parts.
+Each process generates for its rows independently. At its end it writes a note with its statistics
+or its error. Process 0 waits for all notes, and the others wait until it has merged the parts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def note_file(folder: Path, process: int) -> Path:
 
 
 def forget(folder: Path) -> None:
-    """Removes the notes of runs before this one."""
+    """Removes the notes of earlier runs."""
     for path in folder.glob("run-*.json"):
         path.unlink()
 
@@ -36,7 +36,7 @@ def leave(folder: Path, process: int, note: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def failure_left(folder: Path, process: int) -> Iterator[None]:
-    """A failure inside is this process's note."""
+    """Writes an exception raised inside as this process's note, and re-raises it."""
     try:
         yield
     except BaseException as failure:
@@ -47,7 +47,7 @@ def failure_left(folder: Path, process: int) -> Iterator[None]:
 
 
 def wait_for_others(folder: Path, processes: int) -> list[dict[str, Any]]:
-    """The notes of processes 1 and above, when all are there.
+    """Waits for the notes of processes 1 and above, and returns them.
 
     Raises:
         RunError: one of them failed.
@@ -65,10 +65,10 @@ def wait_for_others(folder: Path, processes: int) -> list[dict[str, Any]]:
 
 
 def wait_for_merge(folder: Path) -> None:
-    """Returns when process 0 has written the output.
+    """Waits until process 0 has written the output.
 
     Raises:
-        RunError: it failed.
+        RunError: process 0 failed.
     """
     while started_file(folder).exists():
         _raise_failure(0, note_file(folder, 0))

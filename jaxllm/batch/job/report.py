@@ -1,4 +1,4 @@
-"""What a finished job says about itself: as JSON, and as a table for people."""
+"""Report of a finished job, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from jaxllm.batch.memory import Prediction
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run of a job did, without what runs before it had done."""
+    """Statistics of one run of a job, without earlier runs."""
 
     counts: Counts
     memory: Sequence[Prediction]
     seconds: float
-    """Compiling included."""
+    """Wall time, compilation included."""
     compile_seconds: float
     programs: int
     programs_from_cache: int
 
     def to_note(self) -> dict[str, Any]:
-        """As JSON, for the process that adds up."""
+        """The statistics as JSON values, for process 0 to sum."""
         memory = [dataclasses.asdict(prediction) for prediction in self.memory]
         return {**vars(self), "counts": vars(self.counts), "memory": memory}
 
     @staticmethod
     def total(notes: Sequence[Mapping[str, Any]]) -> Run:
-        """What several processes did together; it took as long as the one that took longest."""
+        """Sums the notes of several processes. Times are those of the slowest process."""
         longest = max(notes, key=lambda note: note["seconds"])
         return Run(
             counts=Counts.total(note["counts"] for note in notes),
@@ -45,7 +45,7 @@ class Run:
         )
 
     def speed(self, count: int) -> float:
-        """`count` a second, compiling left out."""
+        """`count` per second, compilation time excluded."""
         return count / max(self.seconds - self.compile_seconds, 1e-9)
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A finished job."""
+    """Report of a finished job."""
 
     input: str
     output: str
@@ -73,24 +73,24 @@ class Report:
     rows: int
     texts: int
     resumed: int
-    """Rows that runs before the last one had done."""
+    """Rows finished before the last run."""
     processes: int
-    """Of the last run."""
+    """Number of processes of the last run."""
     errors: Mapping[str, int]
-    """By kind."""
+    """Number of failed rows by error class."""
     finish_reasons: Mapping[str, int]
     prompt_lengths: Mapping[str, float]
     new_lengths: Mapping[str, float]
     run: Run
 
     def to_json(self) -> bytes:
-        """For the file beside the output."""
+        """The content of the report file."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["run"] = self.run.to_dict()
         return json.dumps(fields, indent=2).encode()
 
     def table(self) -> list[tuple[str, str]]:
-        """Names and values, as people read them."""
+        """Names and formatted values."""
         run, counts = self.run, self.run.counts
         done = f"{self.rows:,}" + (f", {self.resumed:,} of them before" if self.resumed else "")
         lines = [
@@ -118,7 +118,7 @@ class Report:
 
 
 def lengths(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Fields of a `Report` from the records of a journal."""
+    """Computes the fields of a `Report` that follow from the journal's records."""
     prompts: list[int] = []
     new: list[int] = []
     errors: Counter[str] = Counter()

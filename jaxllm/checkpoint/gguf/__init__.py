@@ -1,0 +1,1 @@
+"""Reads checkpoints in the GGUF format."""

@@ -1,0 +1,1 @@
+"""Chat templates, rendered by Jinja in a sandbox."""
