@@ -1,7 +1,7 @@
 """Registration hooks: add strategies, processors and prompt transforms to `generate()`.
 
-A module registers what it adds when it is imported; docs/extending.md has examples. The tables
-stand beside the code that reads them: `strategies.select_strategy.REGISTERED_STRATEGIES`,
+A module registers its additions when it is imported; docs/extending.md has examples. The tables are
+next to the code that reads them: `strategies.select_strategy.REGISTERED_STRATEGIES`,
 `processors.build.REGISTERED` and `call.prompts.PROMPT_TRANSFORMS`.
 """
 
@@ -32,14 +32,14 @@ __all__ = [
 def register_strategy(
     name: str, selects: Callable[[Call], bool], build: Callable[[Call], Strategy[Any]]
 ) -> None:
-    """Adds a generation strategy. Registered strategies are asked before the built-in ones.
+    """Adds a generation strategy. Registered strategies are tried before the built-in ones.
 
     Args:
-        name: for messages; a second registration under the same name replaces the first.
-        selects: whether the settings of a call ask for this strategy. The first registered
-            strategy that says yes is taken.
-        build: makes the strategy of a call; raises `InputError` or `UnsupportedError` for settings
-            that contradict it.
+        name: Used in messages; a second registration under the same name replaces the first.
+        selects: Returns True if the settings of a call ask for this strategy. The first registered
+            strategy that returns True is used.
+        build: Creates the strategy of a call; raises `InputError` or `UnsupportedError` for
+            settings that contradict it.
 
     >>> from jaxllm.generation.strategies.sample import Sample
     >>> def asks_for_typical(call):
@@ -58,17 +58,17 @@ def register_processor(
     field: Field | None = None,
     place: Literal["penalties", "last"] = "penalties",
 ) -> None:
-    """Adds a logits processor that a generation field asks for.
+    """Adds a logits processor that a generation field enables.
 
-    It is part of every call in which the field has an effect or was given in code, whatever the
+    It is part of every call in which the field has an effect or was given in code, in every
     strategy. Rows with it run in the slots of the batch engine unless the field has `slots=False`.
 
     Args:
-        name: the field; a second registration under the same name replaces the first.
+        name: The field; a second registration under the same name replaces the first.
         build: `(value, inputs) -> processor`, from the field's value and
             `processors.build.ProcessorInputs`; None if the value needs no processor.
-        field: declares a field of one's own. None: `GenerationConfig` has it already.
-        place: "penalties" is before the caller's own processors and the sampling filters, "last"
+        field: Declares a new field. None: `GenerationConfig` already has it.
+        place: "penalties": before the caller's own processors and the sampling filters; "last":
             after them.
 
     Raises:
@@ -84,12 +84,12 @@ def register_processor(
 
 
 def register_prompt_transform(field: str, transform: PromptTransform) -> None:
-    """Adds a change of the prompt before generation, in calls where `field` is set.
+    """Adds a function that changes the prompt before generation, in calls where `field` is set.
 
     Args:
-        field: a field of `GenerationConfig`.
+        field: A field of `GenerationConfig`.
         transform: `(model, tokenizer, input_ids, attention_mask) -> (input_ids, attention_mask)`,
-            on the host. The call must have a tokenizer, and no other inputs beside `input_ids`.
+            on the host. The call must have a tokenizer, and no other inputs than `input_ids`.
 
     Raises:
         ValueError: `GenerationConfig` has no such field.

@@ -1,7 +1,7 @@
-"""Logits processors: the base class, the list, and the tokens so far as processors see them.
+"""Logits processors: base class, list, and the token history that processors read.
 
-A processor is a pytree. Its numbers are leaves with fixed dtypes, so a jitted function that takes
-one as an argument compiles once and serves every temperature, penalty or list of ids.
+A processor is a pytree. Its parameters are leaves with fixed dtypes, so a jitted function that
+takes a processor as an argument compiles once for every temperature, penalty or list of ids.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ C = TypeVar("C", bound=type)
 
 
 class History(NamedTuple):
-    """The tokens so far, as processors see them.
+    """Tokens generated so far, prompt included, as processors read them.
 
     Attributes:
         ids: int32 ``[B, L]``, a buffer of fixed size.
-        real: Which columns hold a token: before ``cur_len``, and not padding.
-        tokens: The real tokens of each row, moved together to its left.
+        real: bool ``[B, L]``; True at columns before ``cur_len`` that are not padding.
+        tokens: int32 ``[B, L]``; the real tokens of each row, shifted left to remove padding.
         size: int32 ``[1, 1]`` or ``[B, 1]``; the number of real tokens.
-        length: int32 ``[1, 1]`` or ``[B, 1]``; the length as length rules count it.
+        length: int32 ``[1, 1]`` or ``[B, 1]``; the length that rules about lengths compare with.
     """
 
     ids: Int[Array, "B L"]
@@ -58,11 +58,11 @@ class History(NamedTuple):
         return cls(ids, real, tokens, size, counted)
 
     def last(self, count: int) -> tuple[Int[Array, "B count"], Bool[Array, "B count"]]:
-        """The last ``count`` tokens of each row, and which of them exist."""
+        """The last ``count`` tokens of each row, and a mask of those that exist."""
         return self._at(self.size - count + jnp.arange(count))
 
     def back(self, steps: Int[Array, ""]) -> tuple[Int[Array, "B 1"], Bool[Array, "B 1"]]:
-        """The token ``steps`` places before the next one (1: the last), and whether it exists."""
+        """The token ``steps`` before the next one (1: the last), and a mask of those that exist."""
         return self._at(self.size - steps)
 
     def _at(self, columns: Int[Array, "#B n"]) -> tuple[Int[Array, "B n"], Bool[Array, "B n"]]:
@@ -74,9 +74,9 @@ class History(NamedTuple):
 def moved_left(
     ids: Int[Array, "B L"], real: Bool[Array, "B L"]
 ) -> tuple[Int[Array, "B L"], Int[Array, "B 1"]]:
-    """Each row's real tokens moved together to its left, in order, and how many there are.
+    """Shifts each row's real tokens to the left, in order; returns ids and their number.
 
-    What follows them in the row has no meaning.
+    The columns after the real tokens are unspecified.
     """
     place = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
     rows = jnp.arange(ids.shape[0])[:, None]
@@ -85,11 +85,11 @@ def moved_left(
 
 
 class LogitsProcessor:
-    """Base class: a pure function from scores to scores, given the tokens so far.
+    """Base class of processors: a pure function from the tokens so far and scores to new scores.
 
-    Called as the Flax processors of transformers were, ``processor(input_ids, scores, cur_len)``,
-    under ``jit``, ``vmap`` and ``lax.while_loop``. Subclasses define :meth:`process`, or
-    ``__call__`` itself.
+    Called like transformers' Flax processors, ``processor(input_ids, scores, cur_len)``, also under
+    ``jit``, ``vmap`` and ``lax.while_loop``. Subclasses define :meth:`process`, or ``__call__``
+    itself.
     """
 
     def __call__(
@@ -102,18 +102,18 @@ class LogitsProcessor:
         length: Int[Array, " ..."] | int | None = None,
         **_: Any,
     ) -> Scores:
-        """Scores of the next token, changed.
+        """Processes the scores of the next token.
 
         Args:
             input_ids: int32 ``[B, L]``, a buffer whose first ``cur_len`` columns hold tokens; the
-                others have no effect.
+                other columns have no effect.
             scores: ``[B, V]`` logits (log-probabilities in beam search), without NaN.
             cur_len: The number of columns in use, prompt included: an int, a traced scalar, or one
                 per row, ``[B]``.
-            mask: Which columns hold real tokens, where the prompt is padded. None: all of the first
-                ``cur_len``. Padding on either side has no effect, except on rules about lengths.
-            length: The length that such rules count, where it differs from ``cur_len`` because the
-                prompt was padded beyond the caller's own padding (to a bucket).
+            mask: bool ``[B, L]``, True at real tokens. None: all of the first ``cur_len`` columns.
+                Padding on either side has no effect, except on rules about lengths.
+            length: The length that rules about lengths use. It differs from ``cur_len`` where the
+                prompt was padded to a bucket, beyond the caller's own padding. None: ``cur_len``.
 
         Returns:
             float32 ``[B, V]``.
@@ -122,7 +122,7 @@ class LogitsProcessor:
         return self.process(history, jnp.asarray(scores, jnp.float32))
 
     def process(self, history: History, scores: Scores) -> Scores:
-        """The rule itself, on float32 scores."""
+        """Applies the rule to float32 scores."""
         raise NotImplementedError(f"{type(self).__name__} defines neither process nor __call__")
 
 
@@ -178,11 +178,11 @@ def tuple_of_callables(cls: C) -> C:
 
 @tuple_of_callables
 class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
-    """Processors applied in order; itself a pytree, and called like one processor.
+    """List of processors, applied in order; a pytree that is called like one processor.
 
-    Unlike the list of transformers it cannot be appended to: add tuples instead. Members may be any
-    callable ``f(input_ids, scores, cur_len)``; each is passed those of the keyword arguments that
-    it accepts. A callable that is not a pytree is part of the program, compared by identity.
+    Unlike transformers' list it is immutable: add tuples instead. A member may be any callable
+    ``f(input_ids, scores, cur_len)``; it receives only the keyword arguments that it accepts. A
+    callable that is not a pytree is static: part of the program, compared by identity.
 
     >>> import jax.numpy as jnp
     >>> from jaxllm.generation.processors import TemperatureLogitsWarper, TopKLogitsWarper
@@ -209,7 +209,7 @@ class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
 
 
 def accepted(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that a function takes, out of ``kwargs``."""
+    """Filters ``kwargs`` to the keyword arguments that a function accepts."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs
@@ -217,7 +217,7 @@ def accepted(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def checked_scores(processor: Any, found: Any, shape: tuple[int, ...]) -> Scores:
-    """The result of a processor, checked to have the shape and dtype of scores."""
+    """Checks that a processor's result has the shape and dtype of scores; casts to float32."""
     kind = getattr(found, "dtype", None)
     if kind is None or np.shape(found) != shape or not jnp.issubdtype(kind, jnp.floating):
         what = type(found).__name__ if kind is None else f"{kind}{list(np.shape(found))}"
@@ -232,7 +232,7 @@ def checked_scores(processor: Any, found: Any, shape: tuple[int, ...]) -> Scores
 def token_set(
     ids: Int[Array, "B n"], where: Bool[Array, "B n"], vocab_size: int
 ) -> Bool[Array, "B V"]:
-    """Which tokens of the vocabulary occur in each row, at the columns where ``where`` holds."""
+    """Mask of the tokens that occur in each row, at the columns where ``where`` is True."""
     inside = where & (ids >= 0) & (ids < vocab_size)
     rows = jnp.arange(ids.shape[0])[:, None]
     empty = jnp.zeros((ids.shape[0], vocab_size), bool)
@@ -240,19 +240,19 @@ def token_set(
 
 
 def listed(ids: Int[Array, " E"], vocab_size: int) -> Bool[Array, " V"]:
-    """Which tokens of the vocabulary are in a table of ids (see ``values.id_table``)."""
+    """Mask of the tokens in a table of ids (see ``values.id_table``)."""
     return token_set(ids[None], jnp.ones((1, ids.shape[0]), bool), vocab_size)[0]
 
 
 class EncoderTokens(NamedTuple):
-    """The encoder's input (or the prompt) ``[B, S]``, and which of its ids are real tokens."""
+    """The encoder's input ids (or the prompt's) ``[B, S]``, and their padding mask."""
 
     ids: Int[Array, "B S"]
     real: Bool[Array, "B S"]
 
     @classmethod
     def of(cls, owner: str, ids: Int[Array, "B S"], mask: Bool[Array, "B S"] | None) -> Self:
-        """Checked ids and mask; one row may come without its batch axis.
+        """Checks ids and mask; a single row may lack its batch axis. None: ids >= 0 are real.
 
         Raises:
             InputError: The ids are not ``[B, S]``, or the mask has another shape.
@@ -267,7 +267,7 @@ class EncoderTokens(NamedTuple):
         return cls(ids, real)
 
     def rows(self, count: int) -> tuple[Int[Array, "rows S"], Bool[Array, "rows S"]]:
-        """The ids and mask for ``count`` rows, each item repeated for its beams."""
+        """Ids and mask for ``count`` rows, each input repeated for its beams."""
         batch = self.ids.shape[0]
         if count % batch:
             raise InputError(f"{count} rows of scores do not divide among {batch} encoder inputs")
@@ -275,10 +275,10 @@ class EncoderTokens(NamedTuple):
 
 
 def prompt_length(processor: Any, from_call: Int[Array, ""] | int | None) -> Int[Array, ""] | int:
-    """The number of columns before the first new token: the call's, or else the processor's.
+    """Number of columns before the first new token: from the call, else from the processor.
 
     Raises:
-        InputError: Neither has one.
+        InputError: Neither specifies it.
     """
     found = processor.prompt_len if from_call is None else from_call
     if found is None:

@@ -1,4 +1,4 @@
-"""Biases on sequences of tokens, and forbidden sequences."""
+"""Processors that bias or forbid token sequences."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class SequenceBiasLogitsProcessor(LogitsProcessor):
     """Adds a bias to the token that would complete a given sequence.
 
     ``sequence_bias`` maps tuples of token ids to numbers, or lists pairs ``[ids, bias]``. The bias
-    of a single token always applies; that of a longer sequence when the text ends in all but its
-    last token. Padding is left out (in transformers it is a token here).
+    of a single token always applies; that of a longer sequence applies to its last token when the
+    row ends with all the tokens before it. Padding is ignored (transformers counts it as tokens).
 
     >>> import jax.numpy as jnp
     >>> bias = SequenceBiasLogitsProcessor({(2,): 1.0, (0, 1): 5.0})
@@ -60,9 +60,9 @@ class SequenceBiasLogitsProcessor(LogitsProcessor):
 
 @logits_processor()
 class NoBadWordsLogitsProcessor(LogitsProcessor):
-    """Forbids the given sequences of tokens, a list of lists of ids.
+    """Forbids the given token sequences, a list of lists of ids.
 
-    A sequence that is just an end-of-sequence token is left out, as in transformers.
+    A sequence of a single end-of-sequence token is ignored, as in transformers.
     """
 
     words: Int[Array, "N M"]
@@ -91,13 +91,13 @@ class NoBadWordsLogitsProcessor(LogitsProcessor):
 
 
 def word_table(owner: str, name: str, words: Sequence[Sequence[int]]) -> Int[Array, "N M"]:
-    """Sequences of ids as int32 rows, aligned to the right and filled up with ``NO_TOKEN``.
+    """Packs sequences of ids into int32 rows, right-aligned and padded with ``NO_TOKEN``.
 
-    Both sides are filled up to powers of two, so that the program stays the same while a few
-    sequences are added or one grows.
+    Both dimensions are padded to powers of two, so that adding a few sequences or tokens does not
+    compile again.
 
     Raises:
-        InputError: A sequence is empty or holds something else than token ids.
+        InputError: A sequence is empty or holds something other than token ids.
     """
     for word in words:
         if isinstance(word, str) or not isinstance(word, Sequence) or not word:

@@ -1,4 +1,4 @@
-"""Builds the list of logits processors that generation settings ask for, in transformers' order."""
+"""Builds the logits processors that generation settings enable, in transformers' order."""
 
 from __future__ import annotations
 
@@ -57,38 +57,38 @@ from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 
 @dataclasses.dataclass(frozen=True)
 class ProcessorInputs:
-    """What a processor may be built from, beside the value of its own field."""
+    """Inputs for building a processor, besides the value of its own field."""
 
     config: GenerationConfig
     prompt_len: int | Int[Array, ""]
-    """Length of the prompt with its padding (for T5, of the decoder's)."""
+    """Length of the prompt with its padding (for T5, of the decoder's prompt)."""
     max_length: int | Int[Array, ""]
-    """Length of a full row, in the same count."""
+    """Maximum length of a row, prompt and padding included."""
     eos: tuple[int, ...]
     """End-of-sequence tokens in force; may be empty."""
     vocab_size: int
     encoder_ids: Int[Array, "B S"] | None
-    """The encoder's input; of a decoder-only model, the prompt."""
+    """The encoder's input; for a decoder-only model, the prompt."""
     encoder_mask: Bool[Array, "B S"] | None
 
     @property
     def min_tokens_to_keep(self) -> int:
-        """Tokens that a filter keeps: beams need one that does not end the sequence."""
+        """Least number of tokens that a filter keeps: beams need one that is not an EOS."""
         return 1 if self.config.num_beams == 1 else max(2, len(self.eos) + 1)
 
     def encoder(self, field: str) -> tuple[Any, Any]:
-        """Ids and mask of the encoder's input, for the processor of a field that needs them."""
+        """Ids and mask of the encoder's input; InputError naming ``field`` if there are no ids."""
         if self.encoder_ids is None:
             raise InputError(f"`{field}` needs token ids as the model's input")
         return self.encoder_ids, self.encoder_mask
 
 
 Builder = Callable[[Any, ProcessorInputs], Callable[..., Scores] | None]
-"""From the value of a field to its processor; None: this value needs none."""
+"""Builds a processor from a field's value; returns None if the value needs none."""
 
 
 def _guidance(scale: Any, inputs: ProcessorInputs) -> LogitsProcessor | None:
-    # A second context costs as much as the first: a scale known to be 1 builds nothing.
+    # The unconditional context doubles the cost, so a scale known to be 1 is skipped.
     if not is_traced(scale) and scale == 1:
         return None
     return UnbatchedClassifierFreeGuidanceLogitsProcessor(scale)
@@ -115,7 +115,7 @@ def _length_penalty(pair: Any, inputs: ProcessorInputs) -> LogitsProcessor:
 
 def _suppressed_at_begin(tokens: Any, inputs: ProcessorInputs) -> LogitsProcessor:
     begin = inputs.prompt_len
-    if inputs.config.forced_bos_token_id is not None:  # forced after a prompt of one token
+    if inputs.config.forced_bos_token_id is not None:  # BOS is forced after a prompt of one token
         begin = begin + jnp.where(jnp.asarray(begin) > 1, 0, 1)
     return SuppressTokensAtBeginLogitsProcessor(tokens, begin)
 
@@ -124,7 +124,7 @@ def _filter(warper: Callable[..., LogitsProcessor]) -> Builder:
     return lambda value, inputs: warper(value, min_tokens_to_keep=inputs.min_tokens_to_keep)
 
 
-# The tables are in the order in which the processors apply.
+# Each table is in the order in which its processors apply.
 _PENALTIES: dict[str, Builder] = {
     "guidance_scale": _guidance,
     "sequence_bias": lambda bias, inputs: SequenceBiasLogitsProcessor(bias),
@@ -164,8 +164,8 @@ _WARPERS: dict[str, Builder] = {
     "eta_cutoff": _filter(EtaLogitsWarper),
 }
 REGISTERED: dict[str, dict[str, Builder]] = {"penalties": {}, "last": {}}
-"""By place: before the caller's processors and the warpers, or after them all; see
-`registration.register_processor`."""
+"""Builders of registered processors, by place: "penalties" are applied before the caller's
+processors and the warpers, "last" after all others; see `registration.register_processor`."""
 
 
 def build_processors(
@@ -182,30 +182,29 @@ def build_processors(
     prefix_allowed_tokens_fn: Callable[..., Iterable[int]] | None = None,
     extra: Iterable[Callable[..., Scores]] = (),
 ) -> LogitsProcessorList:
-    """The processors that the settings ask for, in the order of transformers.
+    """Builds the processors that the settings enable, in transformers' order.
 
-    A processor is in the list if its field has an effect, or was given in code (``config.given``):
-    a number that is moved through its neutral value does not change the program. Temperature,
-    top-k and top-p are always there when sampling.
+    A processor is in the list if its field has an effect or was given in code (``config.given``),
+    so setting a given number to its neutral value does not change the program. Temperature,
+    top-k and top-p are always in the list when sampling.
 
     Args:
         config: The settings.
-        prompt_len: Length of the prompt with its padding (for T5, of the decoder's).
-        max_length: Length of a full row, in the same count.
+        prompt_len: Length of the prompt with its padding (for T5, of the decoder's prompt).
+        max_length: Maximum length of a row, prompt and padding included.
         eos_token_id: The end-of-sequence tokens in force; may be empty.
         vocab_size: Number of scores.
-        encoder_input_ids: The encoder's input; None for decoder-only models, whose prompt stands in
-            for it.
-        encoder_mask: Which of them are real.
-        prompt_ids: The prompt, needed for that.
-        prompt_mask: Which of its tokens are real.
-        prefix_allowed_tokens_fn: The caller's rule for each prompt and its tokens so far.
-        extra: The caller's own processors. They come after the built-in ones and before the
-            warpers; one of the same class as a built-in one takes its place.
+        encoder_input_ids: The encoder's input; None for decoder-only models, which use the prompt.
+        encoder_mask: Its padding mask.
+        prompt_ids: The prompt, used where `encoder_input_ids` is None.
+        prompt_mask: Its padding mask.
+        prefix_allowed_tokens_fn: `(batch_id, ids) -> allowed token ids`.
+        extra: The caller's own processors, placed after the built-in ones and before the warpers.
+            One of the same class as a built-in one replaces it.
 
     Raises:
         InputError: A field names a token outside the vocabulary, or needs an input or an end token
-            that is not there.
+            that is missing.
     """
     _check_ids(config, eos_token_id, vocab_size)
     encoder = (encoder_input_ids, encoder_mask)
@@ -214,7 +213,7 @@ def build_processors(
     inputs = ProcessorInputs(config, prompt_len, max_length, eos_token_id, vocab_size, *encoder)
     built = _build(_PENALTIES, inputs)
     if prefix_allowed_tokens_fn is not None:
-        # Beam groups call it one at a time.
+        # Each beam group calls it separately, with the rows of that group.
         rows = config.num_beams // config.num_beam_groups
         built.append(PrefixConstrainedLogitsProcessor(prefix_allowed_tokens_fn, rows))
     built += _build(_FORCING | REGISTERED["penalties"], inputs)
@@ -236,7 +235,7 @@ def _build(builders: dict[str, Builder], inputs: ProcessorInputs) -> list[Callab
 
 
 def _active(config: GenerationConfig, name: str) -> bool:
-    """Whether a field asks for its processor."""
+    """Returns whether a field enables its processor."""
     value, field = getattr(config, name), FIELDS[name]
     if value is None:
         return False

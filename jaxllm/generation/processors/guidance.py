@@ -1,4 +1,4 @@
-"""Classifier-free guidance as a processor: two distributions mixed."""
+"""Classifier-free guidance: mixes conditional and unconditional log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_pr
 class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
     """Moves log-probabilities away from those of the unconditional context.
 
-    ``u + guidance_scale * (c - u)``, with c and u the log-softmax of both logits: 1 leaves the
-    scores as they are, more favours what the prompt makes likelier than the other context does.
-    Matches transformers 5.23, where the processor itself runs the model on the other context; here
-    ``generate()`` runs it beside the prompt and passes its logits on. A token that the model rules
-    out (-inf) stays so.
+    Computes ``u + guidance_scale * (c - u)``, with c and u the log-softmax of the conditional and
+    unconditional logits. A scale of 1 leaves the scores unchanged; a larger scale favours tokens
+    that the prompt makes more likely than the unconditional context does. Results match
+    transformers 5.23, whose processor runs the model on the unconditional context itself; here
+    ``generate()`` runs both contexts and passes the logits in. Tokens with score -inf keep it.
 
     Sanchez et al., "Stay on topic with classifier-free guidance", https://arxiv.org/abs/2306.17806.
 
@@ -51,10 +51,10 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         """float32 ``[B, V]``.
 
         Args:
-            unconditional_logits: ``[B, V]``, the model's logits after the other context.
+            unconditional_logits: ``[B, V]``, the model's logits for the unconditional context.
 
         Raises:
-            InputError: they were not given.
+            InputError: `unconditional_logits` is None.
         """
         if unconditional_logits is None:
             raise InputError(
@@ -65,5 +65,5 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         c = jax.nn.log_softmax(scores, axis=-1)
         u = jax.nn.log_softmax(jnp.asarray(unconditional_logits, jnp.float32), axis=-1)
         mixed = jnp.where(jnp.isneginf(c), -jnp.inf, self.guidance_scale * (c - u) + u)
-        # As in transformers, where a scale of 1 leaves the raw logits.
+        # A scale of 1 returns raw logits, not log-probabilities, as in transformers.
         return jnp.where(self.guidance_scale == 1, scores, mixed)

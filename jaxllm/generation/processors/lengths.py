@@ -1,7 +1,7 @@
-"""Processors about length: what ends the text too early, or not soon enough.
+"""Length processors: minimum length, and a growing preference for end-of-sequence tokens.
 
-Lengths count as in transformers: the whole row, prompt and its padding included (for T5 the
-decoder's row, which starts with one token). See ``length`` in :class:`LogitsProcessor`.
+Lengths count as in transformers: the whole row, prompt and padding included (for T5 the decoder's
+row, which starts with one token). See ``length`` in :class:`LogitsProcessor`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HUGE = 1e30
 
 @logits_processor()
 class MinLengthLogitsProcessor(LogitsProcessor):
-    """Forbids every end-of-sequence token while the length, prompt included, is too small.
+    """Forbids every end-of-sequence token below ``min_length`` tokens, prompt included.
 
     >>> import jax.numpy as jnp
     >>> wait = MinLengthLogitsProcessor(3, eos_token_id=1)
@@ -52,7 +52,7 @@ class MinLengthLogitsProcessor(LogitsProcessor):
 
 @logits_processor()
 class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
-    """Forbids every end-of-sequence token until enough tokens follow the prompt."""
+    """Forbids every end-of-sequence token until ``min_new_tokens`` tokens follow the prompt."""
 
     prompt_length_to_skip: Int[Array, " ..."]
     min_new_tokens: Int[Array, " ..."]
@@ -80,11 +80,11 @@ class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
 
 @logits_processor()
 class ExponentialDecayLengthPenalty(LogitsProcessor):
-    """Raises the end-of-sequence scores ever faster once the text is long enough.
+    """Raises the end-of-sequence scores exponentially after ``start`` new tokens.
 
-    After n new tokens, n above ``start``, the score s of each end token grows by
-    ``|s| (factor**(n - start) - 1)``; one that is -inf stays so. The growth is bounded at 1e30,
-    where transformers lets it become infinite.
+    After n > ``start`` new tokens, the score s of each end token grows by
+    ``|s| (factor**(n - start) - 1)``; infinite scores are unchanged. Growth is bounded by 1e30;
+    in transformers it can become infinite.
     """
 
     regulation_start: Int[Array, " ..."]

@@ -1,4 +1,4 @@
-"""Processors that forbid repeated n-grams; n is traced, so another n compiles nothing."""
+"""Processors that forbid repeated n-grams; n is traced, so changing it does not recompile."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
 class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
     """Forbids tokens that would complete an n-gram of the encoder's input (or of the prompt).
 
-    ``encoder_mask`` says which of ``encoder_input_ids`` are real; padding is left out (transformers
-    counts it as tokens). ``encoder_ngram_size`` 0 is off.
+    ``encoder_mask`` is True at the real tokens of ``encoder_input_ids``; padding is ignored
+    (transformers counts it as tokens). ``encoder_ngram_size`` 0 is off.
     """
 
     ngram_size: Int[Array, ""]
@@ -73,9 +73,9 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
 def _completing(
     history: History, tokens: Int[Array, "B S"], size: Int[Array, "#B 1"], n: Int[Array, ""]
 ) -> Bool[Array, "B S"]:
-    """The columns of ``tokens`` that end an n-gram whose first n-1 tokens are the newest ones.
+    """Mask of the columns of ``tokens`` that end an n-gram starting with the newest n-1 tokens.
 
-    One pass over ``tokens`` for each of the n-1 tokens that have to agree.
+    Makes one pass over ``tokens`` for each of the n-1 tokens to match.
     """
     columns = jnp.arange(tokens.shape[1])
 

@@ -1,4 +1,4 @@
-"""Penalties for tokens that were used already: by the text, by the prompt, by other beam groups."""
+"""Penalties on tokens that occur in the sequence, encoder input or earlier beam groups."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from jaxllm.generation.processors.base import (
 
 
 def _penalised(scores: Scores, tokens: Bool[Array, "B V"], penalty: Float[Array, ""]) -> Scores:
-    """CTRL's penalty (Keskar et al. 2019): negative scores are multiplied, others divided."""
+    """Applies CTRL's penalty (Keskar et al. 2019): multiplies negative scores, divides others."""
     return jnp.where(tokens, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 @logits_processor()
 class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
-    """Penalises every token that occurs in the text so far, prompt included, once each.
+    """Penalises every token of the sequence so far, prompt included, once each.
 
-    Padding never counts. (transformers 5.23 leaves out what precedes the first real token; before
-    that it penalised the padding token of left-padded rows.) The first ``prompt_ignore_length``
+    Padding never counts. (transformers 5.23 ignores columns before the first real token; earlier
+    versions penalised the padding token of left-padded rows.) The first ``prompt_ignore_length``
     columns, one number or one per row, do not count either.
 
     >>> import jax.numpy as jnp
@@ -62,8 +62,8 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
 class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
     """Favours the tokens of the encoder's input (of the prompt, for decoder-only models).
 
-    The repetition penalty with ``1 / penalty``. ``encoder_mask`` says which are real; padding does
-    not count (in transformers it does).
+    Applies the repetition penalty with ``1 / penalty``. ``encoder_mask`` is True at real tokens;
+    padding does not count (in transformers it does).
     """
 
     penalty: Float[Array, ""]
@@ -87,7 +87,7 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
 
 @logits_processor(static=("num_beams", "num_beam_groups"))
 class HammingDiversityLogitsProcessor(LogitsProcessor):
-    """Lowers tokens that earlier beam groups of the same item chose in this step.
+    """Lowers the scores of tokens that earlier beam groups of the same prompt chose in this step.
 
     Diverse beam search (Vijayakumar et al. 2018), as in transformers 4.56:
     ``scores -= diversity_penalty * times chosen``.
@@ -120,14 +120,14 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         beam_group_idx: Int[Array, ""] | int,
         **_: object,
     ) -> Float[Array, "rows V"]:
-        """Scores of one group.
+        """Processes the scores of one beam group.
 
         Args:
-            input_ids: Not looked at.
-            scores: ``[items * group size, V]``.
-            cur_len: Not looked at.
-            current_tokens: ``[items * num_beams]``, the tokens chosen in this step so far.
-            beam_group_idx: The group whose scores these are.
+            input_ids: Unused.
+            scores: ``[prompts * group size, V]``.
+            cur_len: Unused.
+            current_tokens: ``[prompts * num_beams]``, the tokens chosen in this step so far.
+            beam_group_idx: Index of the group.
         """
         scores = jnp.asarray(scores, jnp.float32)
         tokens = jnp.asarray(current_tokens, jnp.int32).reshape(-1, self.num_beams)

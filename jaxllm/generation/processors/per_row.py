@@ -1,7 +1,7 @@
 """Logits processors with per-row parameters.
 
-Rows of one program may have different temperatures, penalties, .... Their lists of processors are
-built one by one, as for a call of one row, and then stacked: every leaf gets an axis of rows.
+Rows of one program may have different temperatures, penalties and so on. The list of processors of
+each row is built as for a call of one row; then the lists are stacked: each leaf gets a row axis.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jaxllm.generation.processors.base import LogitsProcessorList, Scores
 from jaxllm.generation.processors.warpers import Filter, TemperatureLogitsWarper
 
 BATCHED = (Filter, TemperatureLogitsWarper)
-"""Processors that take arrays with one number per row themselves. Under `vmap`, a filter would run
-both branches of each of its conditions."""
+"""Processor types that accept arrays with one value per row and so need no `vmap`. Under `vmap`, a
+filter would run both branches of each `lax.cond`."""
 
 
 def signature(processors: LogitsProcessorList) -> Any:
-    """Types and leaf shapes of a list, hashable: lists with the same signature can be stacked."""
+    """Types and leaf shapes of a list, hashable; lists with equal signatures can be stacked."""
     leaves, structure = jax.tree.flatten(processors)
     return structure, tuple((np.shape(leaf), np.result_type(leaf).name) for leaf in leaves)
 
 
 def stacked(lists: Sequence[LogitsProcessorList]) -> LogitsProcessorList:
-    """One list whose leaves have a first axis of rows, from lists of one `signature`; on the host.
+    """Stacks the leaves of lists with equal `signature` along a first row axis, on the host.
 
     >>> a, b = (LogitsProcessorList([TemperatureLogitsWarper(t)]) for t in (0.5, 2.0))
     >>> stacked([a, b])[0].temperature.tolist()
@@ -40,14 +40,14 @@ def stacked(lists: Sequence[LogitsProcessorList]) -> LogitsProcessorList:
 
 
 def row_by_row(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Callable processors from the result of `stacked`: each row uses its own parameters."""
+    """Wraps the result of `stacked` so that each row uses its own parameters when called."""
     return LogitsProcessorList(map(RowProcessor, processors))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowProcessor:
-    """A processor with a set of parameters for each row."""
+    """Processor with one set of parameters per row."""
 
     stacked: Any
 
@@ -58,7 +58,7 @@ class RowProcessor:
         cur_len: Int[Array, " R"],
         **_: Any,
     ) -> Scores:
-        """Scores [B * M, V] of M sequences per row, all equally long and from column 0 on."""
+        """Scores [B * M, V]: M sequences per row, equally long and starting at column 0."""
         processor, cur_len = per_sequence(input_ids, cur_len, self.stacked)
         if isinstance(processor, BATCHED):
             return processor(input_ids, scores, cur_len)
@@ -68,7 +68,7 @@ class RowProcessor:
 def per_sequence(
     input_ids: Int[Array, "BM L"], cur_len: Int[Array, " R"], parameters: Any
 ) -> tuple[Any, Int[Array, " BM"]]:
-    """The parameters of each row, and its length, repeated for each of its M sequences."""
+    """Repeats the parameters and length of each row for each of its M sequences."""
     count = input_ids.shape[0] // cur_len.shape[0]
     return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), (parameters, cur_len))
 

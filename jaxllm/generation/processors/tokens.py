@@ -1,4 +1,4 @@
-"""Processors that force or suppress given tokens, and those that mend the scores as numbers."""
+"""Processors that force or suppress tokens, replace NaN and infinities, or renormalise."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
 
 @logits_processor()
 class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
-    """Makes ``eos_token_id`` (one or several) the only choice for the last token."""
+    """Makes ``eos_token_id`` (one or several) the only choice at position ``max_length - 1``."""
 
     max_length: Int[Array, " ..."]
     eos_token_id: Int[Array, " E"]
@@ -95,7 +95,7 @@ class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
 
 @logits_processor()
 class InfNanRemoveLogitsProcessor(LogitsProcessor):
-    """Makes NaN 0 and infinities the largest finite numbers, tokens forbidden before included."""
+    """Replaces NaN by 0 and infinities by the largest finite numbers of their sign."""
 
     def __init__(self) -> None:
         store(self)
@@ -106,7 +106,7 @@ class InfNanRemoveLogitsProcessor(LogitsProcessor):
 
 @logits_processor()
 class LogitNormalization(LogitsProcessor):
-    """Makes the scores log-probabilities again (log-softmax)."""
+    """Normalises the scores to log-probabilities (log-softmax)."""
 
     def __init__(self) -> None:
         store(self)

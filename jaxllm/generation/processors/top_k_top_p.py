@@ -1,13 +1,13 @@
 """Masks of the tokens that top-k, top-p and the other sampling filters keep, without sorting.
 
-Sorting 50,000 scores takes ten times longer than everything else that a filter does. Instead, both
-exact:
+Sorting 50,000 scores takes ten times longer than the rest of a filter. Two exact methods replace
+it:
 
 - ``lax.top_k`` finds the ``CANDIDATES`` largest scores; usually the kept tokens are among them.
-- Otherwise bisection finds the threshold: float32 numbers keep their order as unsigned integers
-  (after a change of the sign bit), so 32 passes over the scores fix its bits.
+- Otherwise bisection finds the threshold: the bits of float32 numbers, with the sign mapped, sort
+  as unsigned integers in the same order, so 32 passes over the scores determine its 32 bits.
 
-Sums of probabilities are float32 (XLA adds in blocks; the error is about 1e-7 of the total), so a
+Sums of probabilities are float32 (XLA adds in blocks; relative error about 1e-7), so a
 token whose cumulative probability is within about 1e-6 of p may be kept or dropped.
 """
 
@@ -19,17 +19,17 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 CANDIDATES = 128
-"""The number of largest scores searched before bisection."""
+"""Number of largest scores that ``lax.top_k`` finds before falling back to bisection."""
 
 
 def ordered_bits(x: Float[Array, " ..."]) -> UInt32[Array, " ..."]:
-    """Unsigned integers in the order of the float32 numbers (-0 as 0)."""
+    """Maps float32 numbers to unsigned integers of the same order (-0 as 0)."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def from_ordered_bits(bits: UInt32[Array, " ..."]) -> Float[Array, " ..."]:
-    """The inverse of :func:`ordered_bits`; some patterns are NaN."""
+    """Inverse of :func:`ordered_bits`; some bit patterns are NaN."""
     negative = bits >> 31 == 0
     return lax.bitcast_convert_type(
         jnp.where(negative, ~bits, bits & jnp.uint32((1 << 31) - 1)), jnp.float32
@@ -41,11 +41,11 @@ def threshold(
     weights: Float[Array, "B V"] | Float[Array, ""] | float,
     target: Float[Array, " B"],
 ) -> Float[Array, " B"]:
-    """The largest number t such that the weights at ``x >= t`` add up to at least ``target``.
+    """Largest number t such that the weights at ``x >= t`` add up to at least ``target``.
 
-    With weights 1 and target k that is the k-th largest of ``x``; with probabilities and target p
-    it cuts off the smallest set of largest ``x`` whose mass reaches p. The answer is always one of
-    the row's values: its largest where any t would do, its smallest where none does.
+    With weights 1 and target k it is the k-th largest of ``x``; with probabilities and target p it
+    is the least value of the smallest set of largest ``x`` whose mass reaches p. The result is
+    always one of the row's values: the largest if every t qualifies, the smallest if none does.
     """
 
     def reaches(t: Float[Array, " B"]) -> Bool[Array, " B"]:
@@ -56,20 +56,20 @@ def threshold(
         return jnp.where(reaches(from_ordered_bits(candidate)), candidate, bits)
 
     bits = lax.fori_loop(0, 32, fix_bit, jnp.zeros(x.shape[0], jnp.uint32))
-    # Compared as bits, since what lies beyond infinity reads as NaN.
+    # Clipped as bits, since bit patterns beyond infinity are NaN.
     bits = jnp.clip(bits, ordered_bits(jnp.min(x, -1)), ordered_bits(jnp.max(x, -1)))
     t = from_ordered_bits(bits)[:, None]
-    # Where subnormal numbers compare as 0, t may lie a little above the value that it stands for.
+    # Where subnormal numbers compare as 0, t may be slightly above the value in the row.
     return jnp.min(jnp.where(x >= t, x, jnp.inf), axis=-1)
 
 
 def column(x: Array) -> Array:
-    """A number for all rows, or one per row, as [1, 1] or [B, 1]: broadcasts with scores [B, V]."""
+    """Reshapes a scalar to [1, 1], or one value per row to [B, 1], to broadcast with [B, V]."""
     return jnp.reshape(x, (-1, 1))
 
 
 def kth_largest(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Float[Array, " B"]:
-    """The ``k``-th largest of each row, counted with ties; ``k`` is traced, 1 to V."""
+    """The ``k``-th largest value of each row, counting ties; ``k`` is traced, 1 to V."""
     width, each = min(CANDIDATES, x.shape[1]), jnp.broadcast_to(k, x.shape[:1])
     few = each <= width
 
@@ -90,8 +90,8 @@ def top_k_mask(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Bool[Array, "B V"
 def top_p_mask(x: Float[Array, "B V"], p: Float[Array, "*B"], least: int = 1) -> Bool[Array, "B V"]:
     """True at the fewest largest scores whose probabilities add up to at least ``p``.
 
-    Of equal scores at the edge the later ones are kept, which is what a stable ascending sort that
-    drops from the front does. At least ``least`` are kept.
+    Among equal scores at the threshold, the later columns are kept, as by a stable ascending sort
+    that drops from the front. At least ``least`` are kept.
     """
     weights = unnormalised(x)
     mass = p * jnp.sum(weights, axis=-1)
@@ -102,14 +102,14 @@ def top_p_mask(x: Float[Array, "B V"], p: Float[Array, "*B"], least: int = 1) ->
     reached = jnp.cumsum(top_weights, axis=-1)
 
     def among_candidates() -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-        # A token stays while the mass above it falls short.
+        # A token is kept if the mass of the larger ones is below the target.
         kept = jnp.sum(reached - top_weights < mass[:, None], axis=-1)
         edge = _pick(top, jnp.maximum(kept, least) - 1)
         above = jnp.sum(top > edge[:, None], axis=-1)
         return edge, (jnp.maximum(kept, least) - above).astype(jnp.float32)
 
     def by_bisection() -> tuple[Float[Array, " B"], Float[Array, " B"]]:
-        # Weights alone, since one array is read twice as fast as two.
+        # On the weights alone, since reading one array is twice as fast as reading two.
         edge_weight = threshold(weights, weights, mass)[:, None]
         short = mass - jnp.sum(jnp.where(weights > edge_weight, weights, 0.0), axis=-1)
         one = jnp.maximum(edge_weight[:, 0], jnp.finfo(jnp.float32).tiny)
@@ -131,7 +131,7 @@ def top_p_mask(x: Float[Array, "B V"], p: Float[Array, "*B"], least: int = 1) ->
 def _kth_of_equal_weight(
     x: Float[Array, "B V"], group: Bool[Array, "B V"], k: Float[Array, " B"]
 ) -> Float[Array, " B"]:
-    """The k-th largest x of a group; mostly all of it is kept, or all its members are equal."""
+    """The k-th largest x of a group; fast if the whole group is kept or its members are equal."""
     smallest = jnp.min(jnp.where(group, x, jnp.inf), axis=-1)
     largest = jnp.max(jnp.where(group, x, -jnp.inf), axis=-1)
     split = (k < jnp.sum(group, axis=-1)) & (smallest < largest)
@@ -145,7 +145,7 @@ def _kth_of_equal_weight(
 def _later_of_equals(
     x: Float[Array, "B V"], edge: Float[Array, " B"], count: Float[Array, " B"]
 ) -> Float[Array, "B V"]:
-    """A bound for each token: ``edge``, but infinity where it ties and is not among the last."""
+    """Lower bound per token: ``edge``, but infinity at ties that are not the last ``count``."""
     tied = x == edge[:, None]
 
     def split() -> Float[Array, "B V"]:
@@ -164,9 +164,9 @@ def nearest_mask(
     mass: Float[Array, " B"],
     least: int = 1,
 ) -> Bool[Array, "B V"]:
-    """True at the smallest distances, up to the first whose summed weights reach ``mass``.
+    """True at the smallest distances, up to the one at which the summed weights reach ``mass``.
 
-    Ties with that one are kept. At least ``least`` are kept, the earlier of equals first.
+    Ties with it are kept. At least ``least`` are kept, earlier columns first among equals.
     """
     near = -distance
     keep = near >= threshold(near, weights, mass)[:, None]
@@ -182,9 +182,9 @@ def top_mask(x: Float[Array, "B V"], count: int) -> Bool[Array, "B V"]:
 
 
 def entropy_mask(x: Float[Array, "B V"], fraction: Float[Array, "*B"]) -> Bool[Array, "B V"]:
-    """Top-h: the largest scores while their summed -p log p is within a fraction of the entropy.
+    """Top-h: True at the largest scores while their summed -p log p is <= fraction * entropy.
 
-    Only the 100 largest count, with probabilities among themselves; the largest always stays.
+    Uses the 100 largest scores only, renormalised; the largest is always kept.
     """
     top, at = lax.top_k(x, min(100, x.shape[1]))
     p = jax.nn.softmax(top, axis=-1)
@@ -195,7 +195,7 @@ def entropy_mask(x: Float[Array, "B V"], fraction: Float[Array, "*B"]) -> Bool[A
 
 
 def unnormalised(x: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """Probabilities relative to the largest of the row, which is 1; a row of -inf gives zeros."""
+    """Probabilities divided by the row's largest, which becomes 1; a row of -inf gives zeros."""
     largest = jnp.max(x, axis=-1, keepdims=True)
     return jnp.exp(x - jnp.where(jnp.isfinite(largest), largest, 0.0))
 

@@ -1,11 +1,11 @@
-"""Warpers: temperature, and the filters that drop the tail of the distribution when sampling.
+"""Warpers for sampling: temperature, and filters that drop the tail of the distribution.
 
-Every filter sets what it drops to ``filter_value`` (-inf) and keeps at least
+A filter sets the scores of dropped tokens to ``filter_value`` (-inf) and keeps at least
 ``min_tokens_to_keep`` tokens. Behaviour, names and arguments are those of transformers 5.23,
 except that a neutral value (``top_k=0``, ``top_p=1``, ``mass=1``, ``epsilon=0``) is accepted and
-costs nothing at run time, so that a filter may stay in the program while it is switched off.
+costs nothing at run time, so that a disabled filter may stay in the program.
 
-A number is a scalar, or an array with one for each row (``processors.per_row.stacked``).
+A parameter is a scalar, or an array with one value per row (``processors.per_row.stacked``).
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class TemperatureLogitsWarper(LogitsProcessor):
 
 @dataclass(frozen=True, init=False, eq=False)
 class Filter(LogitsProcessor):
-    """A warper that replaces the scores of tokens outside :meth:`keep` by ``filter_value``.
+    """Base class of filters: sets the scores of tokens outside :meth:`keep` to ``filter_value``.
 
-    Nothing is computed at run time while :meth:`off` says that all would be kept, in every row.
+    :meth:`keep` is not computed at run time if :meth:`off` is True for every row.
     """
 
     filter_value: Float[Array, "*B"]
@@ -117,7 +117,7 @@ class TopKLogitsWarper(Filter):
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
         least = min(self.min_tokens_to_keep, scores.shape[1])
-        # A row that keeps all must not send the others the slow way.
+        # A small k for disabled rows: a large one would send all rows to the slower bisection.
         k = jnp.where(self.off(scores), least, self.top_k)
         return top_k_mask(scores, jnp.maximum(k, least))
 
@@ -141,7 +141,7 @@ class TopPLogitsWarper(Filter):
         return self.top_p >= 1.0
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
-        p = jnp.where(self.off(scores), 0.0, self.top_p)  # as in TopKLogitsWarper
+        p = jnp.where(self.off(scores), 0.0, self.top_p)  # disabled rows: see TopKLogitsWarper
         return top_p_mask(scores, p, self.min_tokens_to_keep)
 
 
@@ -169,7 +169,7 @@ class MinPLogitsWarper(Filter):
 class TopHLogitsWarper(Filter):
     """Keeps the most probable tokens while their share of the entropy is at most ``top_h``.
 
-    Looks at the 100 most probable tokens only, so that even ``top_h=1`` drops the rest.
+    Considers the 100 most probable tokens only, so ``top_h=1`` drops the rest too.
     """
 
     top_h: Float[Array, "*B"]
@@ -187,7 +187,7 @@ class TopHLogitsWarper(Filter):
 
 @logits_processor(static=("min_tokens_to_keep",))
 class TypicalLogitsWarper(Filter):
-    """Keeps the tokens whose surprise is nearest the entropy, up to probability ``mass``.
+    """Keeps the tokens whose -log p is nearest to the entropy, up to total probability ``mass``.
 
     Locally typical sampling (Meister et al. 2022); 1 keeps all.
     """

@@ -1,7 +1,7 @@
-"""Stopping criteria: the base class, the list, and criteria for some rows of a batch.
+"""Stopping criteria: base class, list, and criteria for some rows of a batch.
 
-Like logits processors they are pytrees of numbers and pure functions of the tokens so far, inside
-the compiled loop. After each new token, a criterion says which rows end.
+Like logits processors, they are pytrees and pure functions of the tokens so far, inside the
+compiled loop. After each new token, a criterion returns a mask of the rows that end.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jaxllm.generation.processors.per_row import per_sequence
 Done: TypeAlias = Bool[Array, " B"]
 
 stopping_criterion = logits_processor
-"""Makes a class a frozen dataclass and a pytree; a criterion is one just as a processor is."""
+"""Makes a class a frozen dataclass and a pytree; see :func:`logits_processor`."""
 
 
 class StoppingCriteria:
-    """Base class of criteria: decides which rows end with their newest token.
+    """Base class of criteria: returns a mask of the rows that end with their newest token.
 
     Called as ``criterion(input_ids, scores, cur_len)``, under ``jit``, ``vmap`` and
     ``lax.while_loop``. Subclasses define :meth:`reached`, or ``__call__`` itself.
@@ -48,17 +48,17 @@ class StoppingCriteria:
         length: Int[Array, " ..."] | int | None = None,
         **_: Any,
     ) -> Done:
-        """Which rows end.
+        """Mask of the rows that end.
 
         Args:
-            input_ids: int32 ``[B, L]``, a buffer whose first ``cur_len`` columns hold tokens, the
-                newest token the last of them.
-            scores: ``[B, V]``, those that the newest token was chosen by. (transformers passes the
-                scores of all steps.)
+            input_ids: int32 ``[B, L]``, a buffer whose first ``cur_len`` columns hold tokens; the
+                last of these is the newest token.
+            scores: ``[B, V]``, the scores that the newest token was chosen by. (transformers passes
+                the scores of all steps.)
             cur_len: The number of columns in use, prompt included: an int, a traced scalar, or one
                 per row, ``[B]``.
-            mask: Which columns hold real tokens; None: all of the first ``cur_len``.
-            length: The length that rules about lengths count, where it is not ``cur_len``.
+            mask: bool ``[B, L]``, True at real tokens; None: all of the first ``cur_len`` columns.
+            length: The length that rules about lengths use; None: ``cur_len``.
 
         Returns:
             bool ``[B]``.
@@ -66,18 +66,18 @@ class StoppingCriteria:
         return self.reached(History.of(input_ids, cur_len, mask, length), scores)
 
     def reached(self, history: History, scores: Scores) -> Done:
-        """The rule itself."""
+        """Applies the rule; bool ``[B]``."""
         raise NotImplementedError(f"{type(self).__name__} defines neither reached nor __call__")
 
 
 @tuple_of_callables
 class StoppingCriteriaList(tuple[Callable[..., Done], ...]):
-    """A row ends when any of the criteria says so; itself a pytree, called like one criterion.
+    """List of criteria: a row ends when any of them is True. A pytree, called like one criterion.
 
-    Unlike the list of transformers it cannot be appended to: add tuples instead. Members may be any
-    traceable callable ``f(input_ids, scores, cur_len)`` with a result of shape ``[B]`` or ``[]``;
-    each is passed those of the keyword arguments that it accepts. A callable that is not a pytree
-    is part of the program, compared by identity.
+    Unlike transformers' list it is immutable: add tuples instead. A member may be any traceable
+    callable ``f(input_ids, scores, cur_len)`` with a result of shape ``[B]`` or ``[]``; it receives
+    only the keyword arguments that it accepts. A callable that is not a pytree is static: part of
+    the program, compared by identity.
 
     >>> import jax.numpy as jnp
     >>> from jaxllm.generation.stopping import EosTokenCriteria, MaxLengthCriteria
@@ -104,7 +104,7 @@ class StoppingCriteriaList(tuple[Callable[..., Done], ...]):
 
 
 def checked_done(criterion: Any, found: Any, shape: tuple[int, ...]) -> Done:
-    """The result of a criterion, checked to be one boolean per row, or one for all."""
+    """Checks that a criterion's result is one boolean per row, or one for all; returns it."""
     kind = np.dtype(bool) if isinstance(found, bool) else getattr(found, "dtype", None)
     if kind != np.dtype(bool) or np.shape(found) not in (shape, ()):
         what = type(found).__name__ if kind is None else f"{kind}{list(np.shape(found))}"
@@ -118,7 +118,7 @@ def checked_done(criterion: Any, found: Any, shape: tuple[int, ...]) -> Done:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowCriterion:
-    """A stopping criterion for some rows of a batch."""
+    """Stopping criterion for some rows of a batch."""
 
     criterion: Any
     rows: Bool[Array, " R"]
@@ -126,13 +126,13 @@ class RowCriterion:
     def __call__(
         self, input_ids: Int[Array, "BM L"], scores: Scores, cur_len: Int[Array, " R"], **_: Any
     ) -> Done:
-        """Which sequences end: M per row, which begin at column 0 and are equally long."""
+        """Mask [B * M] of the ending sequences: M per row, equally long, starting at column 0."""
         rows, cur_len = per_sequence(input_ids, cur_len, self.rows)
         return self.criterion(input_ids, scores, cur_len) & rows
 
 
 def for_rows(criteria: StoppingCriteriaList, rows: Bool[Array, "R C"]) -> StoppingCriteriaList:
-    """C criteria, each for the rows that are true in its column of ``rows``."""
+    """Restricts each of C criteria to the rows that are True in its column of ``rows``."""
     return StoppingCriteriaList(
         RowCriterion(criterion, rows[:, number]) for number, criterion in enumerate(criteria)
     )

@@ -1,4 +1,4 @@
-"""From generation settings to the criteria that end a text."""
+"""Builds stopping criteria from generation settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.generation.stopping.stop_strings import StopStringCriteria
 def build_criteria(
     config: GenerationConfig, arguments: CallArguments
 ) -> tuple[StoppingCriteriaList, tuple[MaxTimeCriteria, ...]]:
-    """The criteria of the compiled loop, and the clocks that only the host can read."""
+    """Builds the criteria of the compiled loop, and the time limits that the host checks."""
     criteria = arguments.stopping_criteria
     criteria = [] if criteria is None else criteria
     if not isinstance(criteria, list | tuple) or not all(map(callable, criteria)):

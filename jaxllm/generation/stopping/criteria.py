@@ -1,4 +1,4 @@
-"""Criteria about lengths, tokens and time, and those in plain Python."""
+"""Stopping criteria: maximum length, end tokens, plain Python functions, time limit."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from jaxllm.generation.stopping.base import Done, StoppingCriteria, stopping_cri
 class MaxLengthCriteria(StoppingCriteria):
     """Ends a row of ``max_length`` tokens, prompt included.
 
-    The second argument of transformers' class, ``max_position_embeddings``, is for a warning there;
-    ``generate`` raises where a model has no room.
+    Lacks the second argument of transformers' class, ``max_position_embeddings``, which only causes
+    a warning there; ``generate`` raises if the model has too few positions.
     """
 
     max_length: Int[Array, " ..."]
@@ -41,7 +41,7 @@ class MaxLengthCriteria(StoppingCriteria):
 
 @stopping_criterion()
 class EosTokenCriteria(StoppingCriteria):
-    """Ends a row whose newest token is one of ``eos_token_id``, an id or several."""
+    """Ends a row whose newest token is one of ``eos_token_id`` (one or several)."""
 
     eos_token_id: Int[Array, " E"]
 
@@ -64,13 +64,13 @@ class EosTokenCriteria(StoppingCriteria):
 
 @stopping_criterion(static=("fn",))
 class HostCriteria(StoppingCriteria):
-    """A criterion that JAX cannot trace: ``fn(input_ids, scores) -> done``, with numpy arrays.
+    """Runs a NumPy function ``fn(input_ids, scores) -> done`` that JAX cannot trace.
 
-    ``fn`` gets int32 ``[B, cur_len]``, the caller's padding included as in transformers, and
+    ``fn`` receives int32 ``[B, cur_len]``, the caller's padding included as in transformers, and
     float32 ``[B, V]``, and returns booleans ``[B]``. It runs once for each new token, while the
-    device waits; it must not call JAX, and its result must depend on its arguments alone. The
-    program belongs to this very function: the same one again compiles nothing. With drafts, by
-    which rows get different lengths, each row and each new token is a call of its own, with B = 1.
+    device waits; it must not call JAX, and its result must depend on its arguments alone. ``fn`` is
+    static: the same object does not compile again, another one does. With drafts, rows differ in
+    length, so ``fn`` is called separately for each row and new token, with B = 1.
 
     >>> import jax.numpy as jnp
     >>> criterion = HostCriteria(lambda input_ids, scores: input_ids.sum(axis=1) > 6)
@@ -101,17 +101,17 @@ class HostCriteria(StoppingCriteria):
 
 
 class MaxTimeCriteria:
-    """A clock on the host, which says when ``max_time`` seconds have passed.
+    """Time limit, checked on the host: expires after ``max_time`` seconds.
 
-    It cannot stand in a compiled loop, which has no clock: whoever runs the loop in chunks asks
-    :meth:`expired` between them.
+    A compiled loop has no clock, so this is no criterion of the loop: the caller that runs the loop
+    in chunks checks :meth:`expired` between them.
 
     Args:
         max_time: Seconds.
-        initial_timestamp: When they begin, in the seconds of ``time.time()``. None: now.
+        initial_timestamp: Start time in seconds, as from ``time.time()``. None: now.
 
     Raises:
-        InputError: One of the two is not a number.
+        InputError: An argument is not a number.
     """
 
     def __init__(self, max_time: float, initial_timestamp: float | None = None) -> None:
@@ -120,7 +120,7 @@ class MaxTimeCriteria:
         self.initial_timestamp = _seconds("initial_timestamp", start)
 
     def expired(self) -> bool:
-        """Whether more than ``max_time`` seconds have passed."""
+        """Returns whether more than ``max_time`` seconds have passed."""
         return time.time() - self.initial_timestamp > self.max_time
 
     def __call__(self, *_: Any, **__: Any) -> Done:

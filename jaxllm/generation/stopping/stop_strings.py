@@ -1,9 +1,9 @@
-"""Stop strings: a row ends when its decoded tokens end in one of several strings.
+"""Stop strings: a row ends when its newest token completes one of several strings.
 
-The automaton of Aho and Corasick (1975) reads bytes. The effect of a token depends on the state
-before it, so a token is a column: for each state, the next state and whether a string was completed
-on the way. Few columns differ (a token matters only where it continues or completes a string), so a
-vocabulary is a class per token and a small table of columns.
+An automaton of Aho and Corasick (1975) reads bytes. The effect of a token is a table column: for
+each state, the next state and whether the token completed a string. Few columns differ (a token
+matters only if it continues or completes a string), so the vocabulary is stored as a class per
+token and a small table with one column per class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxllm.generation.processors.base import History, Scores, store
 from jaxllm.generation.stopping.base import Done, StoppingCriteria, stopping_criterion
 from jaxllm.tokenizers import Tokenizer
 
-# Smallest buckets of states, classes and tokens: one program serves usual stop strings.
+# Smallest buckets of states, classes and tokens: usual stop strings share one program.
 _STATES, _CLASSES, _WINDOW = 64, 128, 16
 
 
@@ -30,16 +30,16 @@ _STATES, _CLASSES, _WINDOW = 64, 128, 16
 class StopStringCriteria(StoppingCriteria):
     """Ends a row whose newest token completes one of ``stop_strings``, a string or several.
 
-    The rule of transformers 5.23: the string ends within the newest token, or where it ends, and
-    may have begun in any earlier one, the prompt's too. Tokens count with the bytes that they give
-    in the middle of a text (``Tokenizer.token_bytes``), so that the first word of a sentencepiece
-    text has a space before it, special tokens are their own text, and a string may be completed by
-    a token that ends within a character. An id without a token breaks a match off. Differently
-    from transformers, padding is as if it were not there.
+    Follows transformers 5.23: the string ends within or at the end of the newest token, and may
+    begin in any earlier token, the prompt included. A token counts as the bytes that it has in the
+    middle of a text (``Tokenizer.token_bytes``). So the first word of a sentencepiece text has a
+    space before it, special tokens count as their own text, and a token that ends within a
+    character may complete a string. An id without a token ends every partial match. Padding is
+    ignored, unlike in transformers.
 
-    The criterion has no state: it reads the last tokens of the text, as many as the longest string
-    has bytes (rounded up), with a precomputed automaton. Other stop strings of about the same
-    length compile nothing.
+    The criterion has no state: a precomputed automaton reads the last tokens of the row, as many as
+    the longest string has bytes (rounded up). Changing to stop strings of similar length does not
+    compile again.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -79,7 +79,7 @@ class StopStringCriteria(StoppingCriteria):
         def read(code: Int[Array, " B"], column: Int[Array, " B"]) -> tuple[Array, None]:
             return table[code // 2, column], None
 
-        # Not unrolled: XLA would fuse the chain of look-ups, at an exponential cost.
+        # Not unrolled: XLA would fuse the chain of lookups, at exponential cost.
         code, _ = jax.lax.scan(read, jnp.zeros_like(classes[:, 0]), classes.T)
         return code % 2 == 1
 
@@ -110,10 +110,10 @@ def _bucketed_automaton(
 def byte_automaton(
     patterns: Sequence[bytes],
 ) -> tuple[Int[np.ndarray, "S 256"], Bool[np.ndarray, " S"]]:
-    """The next state after each state and byte, and the states that complete a pattern.
+    """Builds the next state for each state and byte, and a mask of states that complete a pattern.
 
-    State 0 is the start; every other state is a prefix of a pattern, the longest that the bytes so
-    far end in.
+    State 0 is the start. Every other state is a pattern prefix: the longest one that is a suffix of
+    the bytes so far.
 
     >>> following, complete = byte_automaton([b"ab"])
     >>> a = following[0, ord("a")]
@@ -150,19 +150,19 @@ def byte_automaton(
 def token_automaton(
     tokens: Sequence[bytes | None], patterns: Sequence[bytes]
 ) -> tuple[Int[np.ndarray, " E"], Int[np.ndarray, "S C"]]:
-    """The class of each token, and the effect of each class on each state.
+    """Builds the class of each token, and the effect of each class on each state.
 
     Args:
-        tokens: The bytes of each id; None breaks off every match, as does an id beyond them, whose
-            class is the last. Empty bytes leave the state as it is.
-        patterns: The strings to find, as bytes; none is empty.
+        tokens: The bytes of each id. None ends every partial match, and so does an id beyond the
+            list, whose class is the last of ``classes``. Empty bytes leave the state unchanged.
+        patterns: The strings to find, as non-empty bytes.
 
     Returns:
         ``classes``, and ``table[state, class]``: twice the next state, plus one if a pattern ended
         within the token.
     """
     following, complete = byte_automaton(patterns)
-    # A code is 2 * state + ended, and `ended` stays. Bytes that do the same are one symbol.
+    # A code is 2 * state + ended; `ended` is sticky. Bytes with equal effects are one symbol.
     codes = np.arange(2 * len(following))
     after = following[codes // 2]
     step = 2 * after + (complete[after] | (codes % 2 == 1)[:, None])
@@ -176,7 +176,7 @@ def token_automaton(
     lengths = np.array([len(token or b"") for token in (*tokens, None)])
     starts = np.cumsum(lengths) - lengths
     text = np.frombuffer(b"".join(token or b"" for token in tokens), np.uint8)
-    # All tokens read their bytes side by side; those that have done the same so far are one class.
+    # Reads byte `position` of all tokens at once; tokens with equal effects so far share a class.
     for position in range(lengths.max()):
         active = np.flatnonzero(lengths > position)
         read = symbols[text[starts[active] + position]]

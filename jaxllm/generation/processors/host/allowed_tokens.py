@@ -1,8 +1,8 @@
-"""Rules of the host that a compiled program finds by number: which tokens may come next.
+"""Host-side rules for the allowed next tokens, called by number from compiled programs.
 
-A Python function cannot be an argument of a compiled program, and one that is part of the program
-compiles it again for each new function. So a rule gets a number; the number is an argument like
-any other, and the one callback of all programs looks the rule up.
+A Python function cannot be an argument of a compiled program, and a static function compiles the
+program again for each new one. So each rule gets a number; the number is an ordinary argument, and
+one callback, shared by all programs, looks up the rule.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NUMBERS = itertools.count()
 
 
 class HostRow(NamedTuple):
-    """The tokens so far of one row, with its padding, on the host.
+    """Tokens so far of one row, padding included, on the host.
 
     Attributes:
         ids: int64 ``[cur_len]``.
         real: bool ``[cur_len]``; False at padding, and after the row's end.
-        prompt_len: Columns before the first new token; None where the call did not say.
+        prompt_len: Columns before the first new token; None if the call did not pass it.
     """
 
     ids: np.ndarray
@@ -44,11 +44,11 @@ class HostRow(NamedTuple):
 
 
 Rule: TypeAlias = Callable[[list[HostRow], int], np.ndarray]
-"""From the rows and the number of scores V to the bits of the allowed tokens (see `pack`)."""
+"""`(rows, V) -> uint32 [B, W]`: the allowed tokens of each row as bits (see `pack`)."""
 
 
 def number_of(rule: Rule, owner: object) -> Int[Array, ""]:
-    """A number for the rule, which lasts as long as its owner."""
+    """Registers a rule and returns its number, int32; it is removed when ``owner`` is freed."""
     number = next(_NUMBERS)
     _RULES[number] = rule
     weakref.finalize(owner, _RULES.pop, number, None)
@@ -63,17 +63,17 @@ def allowed_tokens(
     prompt_len: Int[Array, ""] | int | None,
     vocab_size: int,
 ) -> Bool[Array, "B V"]:
-    """Asks a rule, from within a compiled program or outside.
+    """Calls a rule, inside or outside a compiled program; True at the tokens that it allows.
 
-    The rule sees the arguments alone and must depend on nothing else: the program may ask twice, or
-    not at all. An exception in it ends the program; see :mod:`host_errors`.
+    The rule must depend on its arguments alone: the program may call it twice or not at all. An
+    exception in it ends the program; see :mod:`jaxllm.generation.processors.host.errors`.
     """
     check_one_device()
     history = History.of(input_ids, cur_len, mask)
     rows, words = history.ids.shape[0], -(-vocab_size // WORD)
     if is_traced(number):
         ask = partial(_ask, vocab_size)
-    else:  # known now, so the program is bound to this rule and keeps it alive
+    else:  # a concrete number binds the program to this rule and keeps it alive
         ask = partial(_ask, vocab_size, rule=_rule(number))
     bits = jax.pure_callback(
         ask,
@@ -99,7 +99,7 @@ def _ask(
     *,
     rule: Rule | None = None,
 ) -> np.ndarray:
-    # numpy alone: JAX must not be called from within its own program.
+    # NumPy only: a callback must not call JAX.
     start = int(np.asarray(prompt_len))
     table = np.asarray(ids, np.int64), np.asarray(real), np.asarray(lengths)
     rows = [
@@ -120,7 +120,7 @@ def _rule(number: Any) -> Rule:
 
 
 def pack(allowed: Bool[np.ndarray, "B V"]) -> UInt32[np.ndarray, "B W"]:
-    """Bits of a table, 32 in each word, the lowest first: an eighth of the bytes to the device.
+    """Packs booleans into 32-bit words, lowest bit first: an eighth of the bytes to transfer.
 
     >>> pack(np.array([[True, False, True]])).tolist()
     [[5]]

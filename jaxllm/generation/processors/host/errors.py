@@ -1,8 +1,7 @@
-"""Exceptions of Python functions that a compiled program calls, brought back to who called it.
+"""Reraises exceptions of host callbacks to the caller of the compiled program.
 
-JAX turns such an exception into one of its own (a JaxRuntimeError or a ValueError), which holds a
-traceback as text. Here the exception itself is kept under a number that the text shows, and raised
-again.
+JAX replaces such an exception by its own (a JaxRuntimeError or a ValueError), with the traceback as
+text. Here the original exception is stored under a number that the text contains, and reraised.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ _LOGGER = logging.getLogger("jax._src.callback")  # prints each failed callback'
 
 
 class HostError(Exception):
-    """A function of the host failed; the text ends with the number of what it raised."""
+    """Error of a host function; the message ends with the number of the stored exception."""
 
 
 def check_one_device() -> None:
-    """Where a program that calls Python is traced: it must run on one device.
+    """Checks, while tracing a program with host callbacks, that it runs on one device.
 
-    On several, the one that calls Python and those that wait for it in a sum may block each other.
+    On several, a device in a callback and devices waiting for it in an all-reduce may deadlock.
 
     Raises:
-        UnsupportedError: a mesh of several devices is around it.
+        UnsupportedError: The current mesh has several devices.
     """
     mesh = context_mesh()
     if mesh is not None and mesh.size > 1:
@@ -51,7 +50,7 @@ def check_one_device() -> None:
 
 
 def noted(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, whose exceptions :func:`reraised` finds again."""
+    """Wraps a function so that its exceptions are stored for :func:`reraised`."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -69,9 +68,9 @@ def noted(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def reraised() -> Iterator[None]:
-    """Within it, a program that fails by a :func:`noted` function raises what that one raised.
+    """Context in which a program raises the original exception of a :func:`noted` function.
 
-    The program must be run to its end inside, for example by fetching its result.
+    The program must finish inside the context, for example by fetching its result.
     """
     _LOGGER.addFilter(_of_jax)
     try:

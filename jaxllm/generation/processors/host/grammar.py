@@ -1,10 +1,10 @@
-"""Text that follows a JSON schema, a regular expression or a grammar, with llguidance.
+"""Constrains generation to a JSON schema, regular expression or grammar, with llguidance.
 
     processor = json_schema({"type": "array", "items": {"type": "integer"}}, tokenizer)
     jaxllm.generate(model, input_ids, logits_processor=[processor])
 
-The grammar is about the new tokens alone; the end token is allowed where, and only where, the text
-is complete. Needs ``pip install jaxllm[grammar]``.
+The grammar applies to the new tokens only. The end token is allowed if and only if the text is
+complete. Needs ``pip install jaxllm[grammar]``.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from jaxllm.tokenizers.tokenizer import Tokenizer
 
 @logits_processor()
 class GrammarLogitsProcessor(LogitsProcessor):
-    """Forbids every token after which the new text could not follow its grammar.
+    """Forbids every token after which the new text could no longer match its grammar.
 
-    Made by :func:`json_schema`, :func:`regex` and :func:`lark`. The tokens allowed are found on the
-    host for each row and step, while the device waits. What a row may do depends on its tokens
-    alone, so beams, several samples and streams are right. Another grammar compiles nothing.
+    Created by :func:`json_schema`, :func:`regex` and :func:`lark`. The host computes the allowed
+    tokens for each row and step, while the device waits. They depend on the row's tokens alone, so
+    beams, several samples and streams work. Changing the grammar does not compile again.
 
-    A row that has left its grammar (which other processors can force) may only end.
+    A row that no longer matches its grammar (other processors can force this) may only end.
     """
 
     rule: Int[Array, ""]
@@ -87,19 +87,19 @@ def json_schema(
     eos_token_id: TokenIds | None = None,
     prompt_len: int | Array | None = None,
 ) -> GrammarLogitsProcessor:
-    """JSON text that is valid under a schema.
+    """Builds a processor that allows only JSON text that is valid under a schema.
 
-    No white space is written between the parts, unless the schema asks for it in llguidance's way:
+    No white space is written between the parts, unless the schema has llguidance's option for it:
     ``{"x-guidance": {"whitespace_flexible": True}, ...}``.
 
     Args:
         schema: The schema, or its JSON text; or a list with one for each prompt.
-        tokenizer: The model's.
-        eos_token_id: The tokens that end a text; None: the tokenizer's own.
-        prompt_len: Columns before the first new token, for calls that do not say.
+        tokenizer: The model's tokenizer.
+        eos_token_id: End-of-sequence tokens; None: the tokenizer's own.
+        prompt_len: Columns before the first new token, for calls that do not pass it.
 
     Raises:
-        InputError: The schema is wrong, with llguidance's reason.
+        InputError: The schema is invalid; the message has llguidance's reason.
         UnsupportedError: llguidance is not installed.
     """
 
@@ -119,10 +119,10 @@ def regex(
     eos_token_id: TokenIds | None = None,
     prompt_len: int | Array | None = None,
 ) -> GrammarLogitsProcessor:
-    """Text that a regular expression matches as a whole, in the syntax of Rust's ``regex`` crate.
+    """Builds a processor that allows only full matches of a regular expression (Rust's syntax).
 
-    The tokens of a sentencepiece vocabulary begin words with a space, the first word too, which
-    ``decode`` then takes away: begin the pattern with `` ?`` to leave the choice to the model.
+    Sentencepiece tokens begin each word with a space, also the first word, where ``decode`` removes
+    it: begin the pattern with `` ?`` to allow both forms. Syntax: Rust's ``regex`` crate.
 
     The arguments and errors are those of :func:`json_schema`.
     """
@@ -140,10 +140,10 @@ def lark(
     eos_token_id: TokenIds | None = None,
     prompt_len: int | Array | None = None,
 ) -> GrammarLogitsProcessor:
-    """Text of a context-free grammar in llguidance's variant of Lark, from its rule ``start``.
+    """Builds a processor for a context-free grammar in llguidance's Lark, from its rule ``start``.
 
-    A very ambiguous grammar can take very long: do not take grammars from strangers. The arguments
-    and errors are those of :func:`json_schema`.
+    A very ambiguous grammar can take very long: do not use untrusted grammars. The arguments and
+    errors are those of :func:`json_schema`.
     """
 
     def compiled(guidance: Any, one: Any) -> str:
@@ -191,7 +191,7 @@ def _allowed_rows(
 ) -> np.ndarray:
     if len(rows) % len(grammars):
         raise InputError(f"grammar: {len(grammars)} grammars for {len(rows)} rows")
-    each = len(rows) // len(grammars)  # beams or samples of one prompt lie side by side
+    each = len(rows) // len(grammars)  # beams or samples of one prompt are adjacent rows
     words = np.zeros((len(rows), -(-size // WORD)), np.uint32)
     for number, row in enumerate(rows):
         grammar = grammars[number // each]

@@ -1,4 +1,4 @@
-"""llguidance's grammars and its view of a tokenizer, as functions of a text."""
+"""Adapters to llguidance: grammar states cached by token sequence, and tokenizers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.processors.host.allowed_tokens import WORD
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
-_STATES = 4096  # texts whose state is kept for each grammar; a state is small and quick to copy
-_LOCK = threading.Lock()  # programs on several devices may ask at once
+_STATES = 4096  # cached states per grammar; a state is small and quick to copy
+_LOCK = threading.Lock()  # programs on several devices may call at once
 
 
 class Grammar:
-    """A compiled grammar, and its states after the texts that were asked about.
+    """Compiled grammar with a cache of its states after token sequences.
 
-    The cache only saves time: a text that is not in it is read again from its longest known start.
+    The cache only saves time: a sequence not in it is consumed from its longest cached prefix on.
 
     Raises:
         InputError: No token can begin the text, or the grammar is too complex.
@@ -34,10 +34,10 @@ class Grammar:
         self.allowed(())
 
     def allowed(self, text: tuple[int, ...]) -> np.ndarray:
-        """Bits of the tokens that may follow, uint32 ``[W]``."""
+        """Allowed next tokens as bits, uint32 ``[W]``."""
         with _LOCK:
             state = None if self.ends.intersection(text) else self._state(text)
-            if state is None:  # ended, or not of this grammar
+            if state is None:  # ended, or does not match the grammar
                 bits = np.zeros(max(self.ends) // WORD + 1, np.uint32)
                 for end in self.ends:
                     bits[end // WORD] |= np.uint32(1 << end % WORD)
@@ -47,7 +47,7 @@ class Grammar:
             return bits
 
     def _state(self, text: tuple[int, ...]) -> Any:
-        """The matcher after a text, or None where the grammar does not allow it."""
+        """The matcher after a token sequence, or None if the grammar does not allow it."""
         known = next(n for n in range(len(text), -1, -1) if text[:n] in self._states)
         self._states.move_to_end(text[:known])
         state = self._states[text[:known]]
@@ -58,7 +58,7 @@ class Grammar:
                 self._check(state)
                 state = state if accepted else None
             self._states[text[:end]] = state
-        self._states.move_to_end(())  # never dropped: every text begins here
+        self._states.move_to_end(())  # never evicted: every sequence begins here
         while len(self._states) > _STATES:
             self._states.popitem(last=False)
         return state
@@ -81,7 +81,7 @@ _VOCABULARIES: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], Any]] 
 
 
 def vocabulary(tokenizer: Tokenizer, ends: tuple[int, ...]) -> tuple[Any, Vocabulary]:
-    """llguidance's view of a tokenizer, made once."""
+    """Wraps a tokenizer for llguidance, once per tokenizer and end tokens."""
     known = _VOCABULARIES.setdefault(tokenizer, {})
     if ends not in known:
         ours = Vocabulary(tokenizer)
@@ -90,27 +90,28 @@ def vocabulary(tokenizer: Tokenizer, ends: tuple[int, ...]) -> tuple[Any, Vocabu
 
 
 class Vocabulary:
-    """What llguidance asks of a tokenizer, under the names that it asks for."""
+    """Tokenizer interface that llguidance expects: its attribute names and ``__call__``."""
 
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         named = (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
         special = {*tokenizer.special_ids, *(i for i in named if i is not None)}
-        # An id without a token can never be written.
+        # An id without a token gets no bytes, so that no grammar can produce it.
         self.tokens = [token or b"" for token in tokenizer.token_bytes()]
         self.special_token_ids = sorted(i for i in special if i < len(self.tokens))
         self.bos_token_id = tokenizer.bos_token_id
         self.eos_token_id = tokenizer.eos_token_id
-        self._encode = weakref.WeakMethod(tokenizer.encode_user)  # the cache must not keep it
+        # Weak: the cache must not keep the tokenizer alive.
+        self._encode = weakref.WeakMethod(tokenizer.encode_user)
         self._ids = {t: i for i, t in enumerate(self.tokens) if t and i not in special}
         self._longest = max(map(len, self._ids))
-        self.unwritable = b""  # the last text that no tokens spell
+        self.unwritable = b""  # rest of the last text that tokens cannot spell
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens whose bytes are exactly the text's: llguidance asks where only one text can come.
+        """Tokens whose bytes are exactly the text's; llguidance calls it where the text is forced.
 
-        The tokenizer's own tokens where they are exact, which a space put before the text prevents.
+        Uses the tokenizer's own tokens if they are exact (it may put a space before the text).
         """
         encode, wanted = self._encode(), text.encode("utf-8")
         ids = encode(text) if encode is not None else []
@@ -124,7 +125,7 @@ class Vocabulary:
         while at < len(text):
             ends = range(min(len(text), at + self._longest), at, -1)
             end = next((end for end in ends if text[at:end] in self._ids), None)
-            if end is None:  # an exception would be printed as a panic of llguidance
+            if end is None:  # llguidance would print an exception as a panic
                 self.unwritable = text[at:]
                 break
             ids.append(self._ids[text[at:end]])

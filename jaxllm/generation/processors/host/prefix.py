@@ -1,4 +1,4 @@
-"""A Python function that says which tokens may come next (De Cao et al. 2020, arXiv:2010.00904)."""
+"""Prefix constraints by a Python function (De Cao et al. 2020, arXiv:2010.00904)."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ AllowedTokens: TypeAlias = Callable[[int, np.ndarray], Iterable[int]]
 
 @logits_processor(static=("num_beams",))
 class PrefixConstrainedLogitsProcessor(LogitsProcessor):
-    """Forbids all tokens but those that ``prefix_allowed_tokens_fn(batch_id, ids)`` returns.
+    """Forbids all tokens except those that ``prefix_allowed_tokens_fn(batch_id, ids)`` returns.
 
-    The function runs on the host for each row and step, while the device waits. It gets the number
-    of the prompt and the row's tokens so far, int64 ``[n]``, with the padding of its prompt to the
-    left as in transformers, wherever the caller has it. It must not call JAX, and must depend on
-    its arguments alone. A new function compiles nothing.
+    The function runs on the host for each row and step, while the device waits. It receives the
+    index of the prompt and the row's tokens so far, int64 ``[n]``, with the prompt's padding moved
+    to the left, as in transformers. It must not call JAX and must depend on its arguments alone. A
+    new function does not compile again.
 
-    Where the other processors forbid everything that the function allows, in all beams of a
-    prompt, the function wins, as in transformers 5.
+    If other processors forbid every token that the function allows, in all beams of a prompt, the
+    function's tokens are allowed again, with score 0, as in transformers 5.
 
     Args:
         prefix_allowed_tokens_fn: Returns a non-empty list of token ids.
-        num_beams: Rows of each prompt; row r belongs to prompt ``r // num_beams``.
+        num_beams: Rows per prompt; row r belongs to prompt ``r // num_beams``.
 
     Raises:
-        InputError: An argument is of the wrong kind. While the program runs: the function returned
-            no token, or one beyond the vocabulary (see :mod:`host_errors`).
+        InputError: An argument has the wrong type. While the program runs: the function returned
+            no token, or one outside the vocabulary
+            (see :mod:`jaxllm.generation.processors.host.errors`).
 
     >>> def even_after_odd(batch_id, ids):
     ...     return [0, 2] if ids[-1] % 2 else [1, 3]
@@ -77,10 +78,10 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         columns: int = 1,
         **_: Any,
     ) -> Scores:
-        """float32 ``[B, V]``; where ``prompt_len`` is known, rows that have ended are not asked.
+        """float32 ``[B, V]``; with ``prompt_len``, the function is not called for ended rows.
 
-        ``columns`` says how many rows of scores in a row are of one text (drafts are checked so);
-        ``cur_len`` and ``mask`` then have a row for each.
+        ``columns`` is the number of consecutive rows of scores that belong to one sequence (used to
+        check drafts); ``cur_len`` and ``mask`` then have one row per row of scores.
         """
         scores = jnp.asarray(scores, jnp.float32)
         rows, vocab_size = scores.shape
@@ -92,7 +93,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
 
         if columns == 1:
             allowed = ask(input_ids, cur_len, mask)
-        else:  # one column of all texts after the other, so that rows number the prompts
+        else:  # one draft column of all sequences at a time, so that row indices give prompts
             parts: Any = (input_ids, cur_len, mask)
             table = [jnp.swapaxes(x.reshape(-1, columns, *x.shape[1:]), 0, 1) for x in parts]
             allowed = jax.lax.map(lambda column: ask(*column), table)

@@ -1,4 +1,4 @@
-"""Processors in plain Python, called back on the host from the compiled loop."""
+"""Host processors: plain Python functions called from the compiled loop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ HostFunction = Callable[[np.ndarray, np.ndarray], Any]
 
 @logits_processor(static=("fn",))
 class HostLogitsProcessor(LogitsProcessor):
-    """A processor that JAX cannot trace: ``fn(input_ids, scores) -> scores``, with numpy arrays.
+    """Runs a NumPy function ``fn(input_ids, scores) -> scores`` that JAX cannot trace.
 
-    ``fn`` gets int32 ``[B, cur_len]``, the caller's padding included as in transformers, and
+    ``fn`` receives int32 ``[B, cur_len]``, the caller's padding included as in transformers, and
     float32 ``[B, V]``, and returns ``[B, V]``. It runs once for each new token, while the device
-    waits; it must not call JAX, and its result must depend on its arguments alone. The program
-    belongs to this very function: the same one again compiles nothing. With drafts, by which rows
-    get different lengths, each row and each drafted token is a call of its own, with B = 1.
+    waits; it must not call JAX, and its result must depend on its arguments alone. ``fn`` is
+    static: the same object does not compile again, another one does. With drafts, rows differ in
+    length, so ``fn`` is called separately for each row and drafted token, with B = 1.
 
     >>> import jax.numpy as jnp
     >>> processor = HostLogitsProcessor(lambda input_ids, scores: scores * input_ids.shape[1])
@@ -58,10 +58,10 @@ class HostLogitsProcessor(LogitsProcessor):
 
 
 def host_function(owner: str, fn: Any) -> HostFunction:
-    """``fn``, unless it is no function.
+    """Returns ``fn`` after checking that it is callable.
 
     Raises:
-        InputError: It cannot be called.
+        InputError: It is not callable.
     """
     if not callable(fn):
         raise InputError(f"{owner}: `fn` must be a function, but is {fn!r}")
@@ -78,12 +78,13 @@ def call_on_host(
 ) -> Shaped[Array, "B ..."]:
     """Calls ``fn(input_ids[:, :cur_len], scores)`` from a compiled program.
 
-    Where each row has a length of its own, each is a call of its own, ``[1, cur_len]``; rows that
-    are not ``going`` (None: all are) are not asked then, and have the result ``otherwise``.
+    If ``cur_len`` has one length per row, ``fn`` is called for each row separately, with
+    ``[1, cur_len]``, and not for rows where ``going`` is False (None: True for all); their result
+    is ``otherwise``.
 
     Raises:
-        InputError: The result does not have the shape and kind of ``otherwise`` (see
-            :mod:`host_errors` for how it gets out of a program).
+        InputError: The result does not have the shape and kind of dtype of ``otherwise`` (reraised
+            from the program by :mod:`jaxllm.generation.processors.host.errors`).
     """
 
     check_one_device()
