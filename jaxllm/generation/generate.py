@@ -49,27 +49,28 @@ def generate(
     key: Any = None,
     **fields: Any,
 ) -> GenerateOutput:
-    """Generates token ids, as transformers' `generate()`; also inside the caller's own `jax.jit`.
+    """Generates token ids, like transformers' `generate()`; also works inside `jax.jit`.
 
-    B is the batch, T columns of a prompt, E of an encoder's input, D the model's width, n
-    `num_return_sequences`. The chunk-wise `stream` takes the same arguments.
+    B: batch size. T: columns of a prompt. E: columns of an encoder's input. D: width of the model.
+    n: `num_return_sequences`. `stream` takes the same arguments.
 
     Args:
         model: a decoder-only or encoder-decoder language model, as `jaxllm.load` returns it.
         input_ids: int [B, T], the prompts (decoder-only) or the encoder's input (encoder-decoder),
             padded on either side. None: a decoder-only model starts from its BOS token.
-        attention_mask: bool or 0/1 [B, T], 1 at real tokens. None: every token is real, except that
-            a decoder-only model masks `pad_token_id` where that is no end token.
-        generation_config: settings. `fields` win over them, and they over those of the model's own
-            file.
+        attention_mask: bool or 0/1 [B, T], 1 at real tokens. None: all tokens; a decoder-only
+            model masks `pad_token_id` unless it is an end token.
+        generation_config: settings. `fields` override them, and they override the model's own
+            generation config.
         key: `jax.random.key(...)` or an int seed, for sampling. None: a fresh key at each call.
         fields: any field of `GenerationConfig`, and these arguments:
 
-            - `inputs_embeds` float [B, T, D], in place of `input_ids` or beside them;
+            - `inputs_embeds` float [B, T, D], in place of `input_ids` or with them;
               `token_type_ids` int [B, T] (GPT-2).
             - `decoder_input_ids` int [B, T] and `decoder_attention_mask` (encoder-decoders): the
-              decoder's prompt. The start token is put before it, unless it is there; inside
-              jax.jit it must be there. `encoder_outputs` float [B, E, D] saves the encoder's run.
+              decoder's prompt. The start token is prepended, unless a row begins with it; inside
+              jax.jit the prompt must include it. With `encoder_outputs` float [B, E, D] the encoder
+              does not run.
             - `encoder_hidden_states` float [B, E, D] and `encoder_attention_mask` [B, E] (GPT-2
               with cross-attention).
             - `negative_prompt_ids` int [B, T] and `negative_prompt_attention_mask`, with
@@ -79,22 +80,23 @@ def generate(
             - `tokenizer`, for `stop_strings` and `token_healing`.
             - `assistant_model`: a smaller model of the same vocabulary, which drafts tokens.
             - `streamer`: an object with `put` and `end`, called on the host after each token.
-            - `row_ids` int [B], default 0..B-1: a row's random draws depend on `key` and its id
-              alone.
+            - `row_ids` int [B], default 0..B-1: a row's random draws depend only on `key` and
+              its id.
             - `return_past_key_values=True` returns the KV cache. A later call takes it as
               `past_key_values`, with the whole conversation as `input_ids` (encoder-decoders:
-              `decoder_input_ids`, without the encoder's input), and runs the new part only.
+              `decoder_input_ids`, without the encoder's input), and computes only the new
+              part.
 
     Returns:
-        GenerateOutput with `.sequences`, int32 [B * n, L]: numpy arrays, or inside jax.jit traced
-        ones. The n results of a row follow each other.
+        GenerateOutput with `.sequences`, int32 [B * n, L]: numpy arrays, or traced
+        arrays inside jax.jit. The n results of a row are adjacent.
 
     Raises:
         InputError: ids outside the vocabulary, shapes that do not fit each other, more columns than
             the model has positions, contradictory settings, unknown fields.
-        UnsupportedError: a setting that jaxllm does not have, by its name.
-        NonFiniteError: the model gave NaN or infinite logits, with the step and the row. Not inside
-            jax.jit.
+        UnsupportedError: a setting that jaxllm does not support; the message names it.
+        NonFiniteError: the logits are NaN or infinite; the message names the step and the row. Not
+            raised inside jax.jit.
     """
     streamer = fields.pop("streamer", None)
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -114,23 +116,23 @@ def stream(
     chunk_size: int = 1,
     **fields: Any,
 ) -> Iterator[np.ndarray]:
-    """Generates as `generate`, and yields the new tokens as they come.
+    """Generates like `generate`, and yields the new tokens in chunks.
 
-    The compiled programs are those of `generate`: after one of the two has run, the other compiles
-    nothing. The arguments are checked at once, before the first chunk is asked for.
+    It runs the compiled programs of `generate`: after one of the two has run, the other compiles
+    nothing. Arguments are checked when `stream` is called, before the first chunk is requested.
 
     Args:
         model, input_ids, attention_mask, generation_config, key, fields: as `generate`.
         chunk_size: columns of a chunk; the last one may have fewer.
 
     Returns:
-        An iterator over chunks, int32 [B * num_return_sequences, chunk_size] on the host. Side by
-        side they are the new columns of `generate(...).sequences`.
+        An iterator over chunks, int32 [B * num_return_sequences, chunk_size] on the host.
+        Concatenated along axis 1 they are the new columns of `generate(...).sequences`.
 
     Raises:
-        InputError: as `generate`, and for settings that ask for more than tokens (`output_scores`,
+        InputError: as `generate`, and for settings that request more than tokens (`output_scores`,
             `return_past_key_values`, ...).
-        UnsupportedError: as `generate`, and for beams, which are final at the end only.
+        UnsupportedError: as `generate`, and for beams, whose tokens are final only at the end.
         NonFiniteError: as `generate`, at the step where it happens.
     """
     if not is_integer(chunk_size) or chunk_size < 1:
@@ -167,7 +169,7 @@ def _chunks(model: Decoder, request: Request, chunk_size: int) -> Iterator[np.nd
 
 
 def run(model: GenerativeModel, request: Request, streamer: Any) -> GenerateOutput:
-    """Runs the programs of a call: prefill, the decoding loop, and the end."""
+    """Runs the programs of a call: prefill, decode loop and finish."""
     bare, strategy, settings = program_model(model, request), request.strategy, request.settings
     max_length = request.max_length
     if request.traced:
@@ -193,8 +195,8 @@ def run(model: GenerativeModel, request: Request, streamer: Any) -> GenerateOutp
 def run_by_token(model: Decoder, request: Request, streamer: Any) -> tuple[Result, Any]:
     """Runs a call token by token, for a streamer or a time limit: the result and the last state.
 
-    The streamer's `put` gets the prompt [B, T], then every step's tokens [B], then `end()` is
-    called, as transformers' streamers are.
+    As in transformers, the streamer's `put` gets the prompt [B, T], then every step's tokens [B],
+    and its `end()` is called last.
     """
     if streamer is not None:
         if not request.strategy.can_stream:
@@ -216,11 +218,11 @@ def run_by_token(model: Decoder, request: Request, streamer: Any) -> tuple[Resul
 
 
 def partial_results(model: Decoder, request: Request, chunk: int) -> Iterator[tuple[Result, Any]]:
-    """The result so far and the state, after the first token and then at every multiple of `chunk`
-    new tokens.
+    """Yields the result so far and the state, after the first token and then at every multiple of
+    `chunk` new tokens.
 
     Only the fields of `PROGRESS_FIELDS` are on the host. The state and the other fields are valid
-    until the next result is asked for, since the loop donates them.
+    until the next result is requested, since the loop donates their buffers.
     """
     strategy, settings, beams = request.strategy, request.settings, not request.strategy.can_stream
     state, next_length = None, 0
@@ -242,13 +244,13 @@ def partial_results(model: Decoder, request: Request, chunk: int) -> Iterator[tu
         length = request.start_len + int(result.steps) if beams else int(result.length)
         chunks = (length - request.start_len) // chunk + 1
         next_length = min(request.start_len + chunks * chunk, request.max_length)
-        if expired:  # the last step of beams: every candidate ends
+        if expired:  # one last step of beams, in which every candidate ends
             next_length = length + 1
             settings = dataclasses.replace(settings, max_length=np.int32(next_length))
 
 
 def run_prefill(model: Decoder, request: Request, program: Callable[..., Any]) -> Any:
-    """The state after prefill and the first token.
+    """Runs prefill and chooses the first token; returns the state.
 
     Args:
         program: `prefill_program`, or `prefill` inside the caller's jit.
@@ -257,13 +259,13 @@ def run_prefill(model: Decoder, request: Request, program: Callable[..., Any]) -
     arguments = (request.strategy, model, request.prompt, settings)
     sizes = {"capacity": request.capacity, "new_token_bucket": request.new_token_bucket}
     if settings.keep_hidden_states or settings.keep_attentions:
-        # This traces the program; the run finds it traced.
+        # This traces the program; the call below reuses the trace.
         check_size(prefill_program.eval_shape(*arguments, **sizes).records)
     return program(*arguments, **sizes)
 
 
 def program_model(model: GenerativeModel, request: Request) -> Decoder:
-    """The model as the compiled programs run it: without metadata, and with its unconditional
-    contexts if there is guidance."""
+    """The model as an argument of the compiled programs: without metadata, and with guidance
+    wrapped in `Guided`."""
     bare = without_metadata(model)
     return bare if request.negative is None else Guided(bare, request.negative)

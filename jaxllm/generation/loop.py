@@ -1,6 +1,6 @@
-"""The driver: prefill, one while_loop over the new tokens, and the end, for every strategy.
+"""Compiled programs of every strategy: prefill, one while_loop over decode steps, and finish.
 
-The loop's limit is traced, so that one compiled program serves a whole `generate()` and each chunk
+The loop's limit is traced, so one compiled program serves a whole `generate()` and each chunk
 of `stream()`.
 """
 
@@ -26,10 +26,10 @@ def prefill(
     capacity: int,
     new_token_bucket: int,
 ) -> Any:
-    """Runs the prompt once, or its new part on top of the past, and the strategy's first choice.
+    """Runs the prompt, or its new part after a past cache, and initialises the strategy's state.
 
     Args:
-        capacity: slots of the cache.
+        capacity: number of cache slots.
         new_token_bucket: the limit of new tokens, rounded up.
     """
     wanted = settings.decode_options
@@ -51,7 +51,7 @@ def prefill(
         out = out.replace(
             encoder_hidden_states=encoded.hidden_states, encoder_attentions=encoded.attentions
         )
-    # New tokens overwrite the columns that only fill the bucket.
+    # New tokens overwrite the columns of bucket padding.
     out = out.replace(cache=out.cache.replace(length=prompt.cache_len))
     return settled(strategy.init(model, prompt, out, settings, new_token_bucket))
 
@@ -59,7 +59,10 @@ def prefill(
 def read_source(
     model: Any, encoder: dict[str, Any], wanted: dict[str, bool]
 ) -> tuple[dict[str, Any], Any]:
-    """Arguments of `model.init_cache`; the encoder's output is among them where it is recorded."""
+    """Arguments of `model.init_cache`, and the encoder's output if it is recorded.
+
+    Recording hidden states or attentions runs the encoder here instead of in `init_cache`.
+    """
     if "attention_mask" not in encoder or "encoder_states" in encoder or not any(wanted.values()):
         return encoder, None
     inputs = dict(encoder)
@@ -75,7 +78,7 @@ def decode(
     settings: DecodeSettings,
     max_length: Int[Array, ""],
 ) -> Any:
-    """Generates until every row has ended or `max_length` columns are in use."""
+    """Runs decode steps until every row has ended or `max_length` columns are in use."""
     return settled(
         jax.lax.while_loop(
             lambda state: strategy.alive(state, max_length),
@@ -86,15 +89,15 @@ def decode(
 
 
 def settled(state: Any) -> Any:
-    """The state, sharded on a mesh as every call gets it: one program serves the first and the
-    next."""
+    """Constrains the state to one sharding on a mesh, so that one compiled program serves the
+    first call and the next ones."""
     return constrain_fields(state, batch=state.cache.mask.shape[0])
 
 
 def finish(strategy: Strategy[Any], state: Any, settings: DecodeSettings) -> Result:
-    """The rows to return, of a state that may still be in the middle."""
+    """The result of a state, which need not be the last."""
     over = ~strategy.alive(state, settings.max_length)
-    # On a mesh whole on every device: each process reads all of it.
+    # Replicated on a mesh: each process reads the whole result.
     return constrain(dataclasses.replace(strategy.finish(state, settings), over=over))
 
 

@@ -1,0 +1,1 @@
+"""Preparation of a `generate()` call on the host, and its output."""

@@ -1,6 +1,6 @@
-"""Random keys: one for each sample, from the caller's key and the row's id alone.
+"""Random keys: one for each sample, derived only from the caller's key and the row's id.
 
-So a row draws the same tokens whatever batch, bucket or device it runs in.
+A row therefore draws the same tokens in any batch, any bucket and on any device.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jaxllm.generation.inputs.values import is_traced
 
 
 def shared_key(key: Any, mesh: Mesh | None) -> Any:
-    """The caller's key, or where there is none a random seed that all processes of a mesh share.
+    """The caller's key; None becomes a random seed shared by all processes of a mesh.
 
-    Without a mesh of several processes None stays None.
+    Without a multi-process mesh None stays None.
     """
     if key is not None or mesh is None or not mesh.is_multi_process:
         return key
@@ -32,18 +32,18 @@ def shared_key(key: Any, mesh: Mesh | None) -> Any:
 def row_keys(
     key: Any, row_ids: Any, batch: int, samples: int, *, sampling: bool, under_jit: bool
 ) -> Key[Array, " Bn"]:
-    """Random keys for each of `samples` results of each row, the samples of a row side by side.
+    """Random keys for `samples` results of each row; the samples of a row are adjacent.
 
     Args:
-        key: a PRNG key (typed or raw), an int seed, or None: a fresh one at every call, since a
-            constant would give the same sequence each time.
+        key: a PRNG key (typed or raw), an int seed, or None: a fresh seed at every call, since
+            a constant would give the same sequence each time.
         row_ids: int [B]; None means 0..B-1.
         sampling: whether the keys will be used; greedy search needs none.
-        under_jit: the call is being traced, where a fresh key would be frozen into the program.
+        under_jit: the call is being traced, and a fresh key would become a constant of the program.
 
     Raises:
-        InputError: something else than a key, ids of another shape, or sampling inside jax.jit
-            without a key.
+        InputError: `key` is not a key or a seed, `row_ids` has another shape or values that are not
+            uint32, or sampling inside jax.jit without a key.
     """
     if key is None:
         if sampling and under_jit:

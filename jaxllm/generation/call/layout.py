@@ -1,7 +1,7 @@
-"""The arrays of a call in buckets, as the compiled programs take them, and the size of its cache.
+"""Pads the arrays of a call to buckets for the compiled programs, and sizes its cache.
 
-Whatever is rounded up here (prompt columns, new tokens, slots) only changes how much padding a
-program sees, never its result. The encoder's columns are rounded up where they are checked.
+Rounding up prompt columns, new tokens and slots only changes the amount of padding, never the
+result. The encoder's columns are padded where they are checked (`call/prompts.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jaxllm.generation.strategies.strategy import Prompt, Strategy
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A call in its buckets."""
+    """Arrays of a call padded to buckets, and sizes of its buffers."""
 
     prompt: Prompt
     capacity: int
-    """Slots of the cache."""
+    """Number of cache slots."""
     new_token_bucket: int
     """The limit of new tokens, rounded up."""
 
@@ -44,7 +44,7 @@ def lay_out(
     past: PastKeyValues | None,
     keep_cache: bool,
 ) -> Layout:
-    """The arrays of a call in buckets.
+    """Pads the arrays of a call to buckets and sizes its cache.
 
     Args:
         keys: random keys, one for each sample of each row.
@@ -52,7 +52,7 @@ def lay_out(
         keep_cache: the cache will be returned (`return_past_key_values`).
 
     Raises:
-        InputError: too many beams for a cache, or a conversation that `past` does not belong to.
+        InputError: too many beams for a cache, or a prompt that does not continue `past`.
     """
     new_token_bucket = bucket(max_new_tokens, SMALLEST_BUCKET)
     new_slots = strategy.slots(new_token_bucket)
@@ -68,8 +68,8 @@ def lay_out(
     cache_len: Any = np.int32(inputs.columns)
     past_cache = None
     if past is None:
-        # A later call of any strategy, and attentions column by column, need the columns that have
-        # left the window.
+        # A ring buffer overwrites columns that have left the window; a later call and
+        # output_attentions need them.
         ring = strategy.allows_ring_cache and not keep_cache and not config.output_attentions
         kind = cache_kind(config, ring=ring)
         decoder_inputs = inputs.decoder_inputs()
@@ -82,8 +82,8 @@ def lay_out(
         last_column: Any = new.last_column
         capacity = new.capacity(new_slots, past.cache.capacity)
         kind = CacheKind.like(past.cache)
-        # The cache of a first call has one length for all rows, that of a later call has one a row.
-        # `compact` sets it anew; here they are made alike, so that one program reads both.
+        # After a first call the cache has one length for all rows, after a later call one per row.
+        # `compact` sets it again; one shape for both here lets one program serve both.
         past_cache = past.cache.replace(length=past.cache.next_position)
     prompt = Prompt(
         decoder_inputs=decoder_inputs,
@@ -102,21 +102,21 @@ def lay_out(
 
 
 def _refuse_cache_settings(config: GenerationConfig) -> None:
-    """Raises for a kind of cache that was asked for in code, beside a cache that has one. A kind
-    that the model's own file names was applied by the first call."""
+    """Raises InputError if the call sets a cache kind, since `past_key_values` has one already. A
+    kind from the model's own generation config was applied by the first call."""
     for option in ("cache_implementation", "cache_config"):
         if option in config.given and getattr(config, option) is not None:
             raise InputError(f"{option}: past_key_values has a kind already; give one of the two")
 
 
 def sequence_buffers(padded: PaddedBatch, new_token_bucket: int, pad: int) -> tuple[Any, Any, Any]:
-    """Buffers in which the result grows, and the last real column of each row's prompt.
+    """Buffers for prompt and new tokens, and the last real column of each row's prompt.
 
-    Built on the host where the prompt is known, so that other lengths compile nothing.
+    Built with numpy unless the prompt is traced, so that other lengths compile nothing.
 
     Returns:
         `sequences` int32 [B, L], `mask` bool [B, L] and the columns int32 [B]. L is the width of
-        the prompt's ids (0 for embeddings alone) and `new_token_bucket`.
+        the prompt's ids (0 for embeddings alone) plus `new_token_bucket`.
     """
     host = jnp if any_traced(padded) else np
     known, last_column = host.asarray(padded.mask), last_token_columns(padded.mask)
@@ -129,18 +129,18 @@ def sequence_buffers(padded: PaddedBatch, new_token_bucket: int, pad: int) -> tu
 
 
 def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
-    """The kind of cache that `cache_implementation` and `cache_config` name.
+    """Cache kind from `cache_implementation` and `cache_config`.
 
     "static" and "dynamic" are the plain cache: it has its full size from the start, as "static" in
-    transformers. "quantized" keeps 8 bits a number, and "sliding_window" attends to the newest
-    tokens only.
+    transformers. "quantized" stores keys and values in 8 bits, and "sliding_window" attends to
+    the newest tokens only.
 
     Args:
-        ring: columns that have left a window are not needed any more, and so are overwritten.
+        ring: store a sliding window as a ring buffer, which overwrites columns that have left it.
 
     Raises:
-        UnsupportedError: another number of bits, or a backend's own option.
-        InputError: an option that is missing, impossible, or without effect.
+        UnsupportedError: a number of bits other than 8, or another option of a quantized cache.
+        InputError: an option is missing, invalid or without effect.
     """
     name, options = config.cache_implementation, dict(config.cache_config or {})
     kind = PLAIN
@@ -176,14 +176,14 @@ def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
 
 
 def cache_slots(config: GenerationConfig, kind: CacheKind, slots: int, needed: int) -> int:
-    """Slots to allocate.
+    """Number of cache slots to allocate.
 
     Args:
-        slots: slots that the call takes in its buckets.
-        needed: slots that it takes without rounding up, at most.
+        slots: slots needed with rounding up to buckets.
+        needed: most slots needed without rounding up.
 
     Raises:
-        InputError: `max_cache_len` is too small.
+        InputError: `max_cache_len` is too small, or given with a sliding window.
     """
     limit = config.max_cache_len
     if kind.window is not None:

@@ -1,4 +1,4 @@
-"""The settings of one call: its own fields over `generation_config`, over the model's own file."""
+"""Merges the settings of a call: its fields, `generation_config`, the model's own settings."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def merged_config(
     fields: Mapping[str, Any],
     assistant_model: GenerativeModel | None = None,
 ) -> tuple[GenerationConfig, tuple[int, ...]]:
-    """Settings of this call and the end tokens in force.
+    """Merged settings of a call, and its end tokens.
 
-    A field of the call wins over `generation_config`, and that over the model's own file. Where
-    neither names `eos_token_id`, every end token that the model's files name counts.
+    A field of the call overrides `generation_config`, which overrides the model's own generation
+    config. If neither of the first two sets `eos_token_id`, all end tokens of the model's files
+    apply.
     """
     if generation_config is None:
         generation_config = GenerationConfig()

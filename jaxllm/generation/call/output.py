@@ -1,5 +1,4 @@
-"""The output of `generate`: results fetched from the device, without padding, under their public
-names."""
+"""Output of `generate`: fetches results from the device, cuts padding and names the fields."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.outputs import Layers
 
 Steps = tuple[Layers, ...] | None
-"""For each step, a tuple over the layers."""
+"""Tuple over the steps of tuples over the layers, or None."""
 PROGRESS_FIELDS = ("sequences", "length", "steps", "longest", "first_nonfinite_step", "over")
-"""The fields of a `Result` that are fetched while it grows."""
+"""Fields of a `Result` that are fetched while generation is running."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GenerateOutput:
-    """What `generate` returns. A pytree, so that it can leave the caller's own jit.
+    """Output of `generate`. A pytree, so that the caller's jitted function can return it.
 
-    Bn are the results: `num_return_sequences` for each prompt, side by side. Rows are those of a
-    step: the results, or all beams. N is the number of steps, V the vocabulary.
+    Bn: results, `num_return_sequences` adjacent rows for each prompt. Rows: rows of a decode step,
+    which are the results or all beams. N: number of steps. V: vocabulary size.
     """
 
     sequences: Int[Array, "Bn L"]
@@ -43,25 +42,25 @@ class GenerateOutput:
     logits: tuple[Float[Array, "Rows V"], ...] | None = None
     """With `output_logits`: the raw logits of each step, float32."""
     sequences_scores: Float[Array, " Bn"] | None = None
-    """Of beams, float32: the score of each sequence, its length penalty included."""
+    """With beams, float32: score of each sequence, length penalty included."""
     beam_indices: Int[Array, "Bn N"] | None = None
-    """Of beams, int32: for each new token the beam that it was chosen from, counted over the whole
+    """With beams, int32: the beam that each new token was chosen from, numbered over the whole
     batch; -1 after the end."""
     hidden_states: Steps = None
-    """With `output_hidden_states`, of a decoder-only model: for each step a tuple over the layers,
-    the embeddings first, of [Bn, T, D]. T is the length of the prompt at the first step and 1 at
-    the others; with `past_key_values` it is the length of the longest new part, on whose left side
-    each row's own stands. With beams the rows are all beams of that step, [B * num_beams, T, D].
-    Values in columns of pads and in rows that have ended are undefined."""
+    """With `output_hidden_states` (decoder-only models): for each step a tuple over the layers, the
+    embeddings first, of [Bn, T, D]. T is the length of the prompt at the first step and 1 at the
+    others; with `past_key_values` the first T is the length of the longest new part, and shorter
+    ones are padded on the right. With beams the rows are all beams of that step,
+    [B * num_beams, T, D]. Values at padding and in rows that have ended are undefined."""
     attentions: Steps = None
     """With `output_attentions`: attention weights in the same order, [Bn, heads, T, S], where S is
-    the number of columns so far. 0 for queries and keys that are pads."""
+    the number of columns so far. 0 for queries and keys that are padding."""
     decoder_hidden_states: Steps = None
     """`hidden_states` of an encoder-decoder's decoder."""
     decoder_attentions: Steps = None
     """`attentions` of an encoder-decoder's decoder."""
     cross_attentions: Steps = None
-    """With `output_attentions`, of a model with cross-attention: [Bn, heads, T, E]."""
+    """With `output_attentions` (models with cross-attention): [Bn, heads, T, E]."""
     past_key_values: PastKeyValues | None = None
     """With `return_past_key_values`: the KV cache, for the next call."""
     encoder_hidden_states: Layers = None
@@ -70,13 +69,13 @@ class GenerateOutput:
     encoder_attentions: Layers = None
     """With `output_attentions`: a tuple over the layers of [B, heads, E, E]."""
     assisted: AssistedCounts | None = None
-    """With a draft: how many tokens it proposed, and how many were accepted, for each row."""
+    """With a draft: counts of proposed and accepted tokens for each row."""
 
 
 def generate_output(
     request: Request, result: Result, past: PastKeyValues | None, length: int, steps: int
 ) -> GenerateOutput:
-    """The output for the user, cut to the longest row.
+    """Builds the public output, cut to the longest row.
 
     Args:
         length: columns of the longest row.
@@ -100,7 +99,7 @@ def generate_output(
 
 
 def record_columns(request: Request) -> RecordColumns:
-    """Where the columns of the result are in its records."""
+    """Maps columns of the result to columns of its records."""
     prompt, count = request.prompt, request.prompt_columns
     if prompt.past_cache is None:
         return RecordColumns(count, np.asarray(prompt.cache_len), request.encoder_len)
@@ -117,7 +116,7 @@ def record_columns(request: Request) -> RecordColumns:
 
 
 def past_key_values(model: GenerativeModel, request: Request, state: Any) -> PastKeyValues | None:
-    """The cache for the next call of a conversation, where the call asks for it.
+    """Cache for the next call of a conversation; None unless `return_past_key_values` is set.
 
     Args:
         state: the last state of the strategy.
@@ -129,7 +128,7 @@ def past_key_values(model: GenerativeModel, request: Request, state: Any) -> Pas
     if ids is not None:
         ids = jnp.repeat(ids, returned.sequences.shape[0] // ids.shape[0], axis=0)
     return PastKeyValues(
-        # The next call compares tokens on the host; keys and values stay where they are.
+        # The next call compares tokens on the host; keys and values keep their sharding.
         cache=returned.cache.replace(next_position=readable(returned.cache.next_position, mesh)),
         sequences=readable(returned.sequences, mesh),
         mask=readable(returned.mask, mesh),
@@ -140,7 +139,7 @@ def past_key_values(model: GenerativeModel, request: Request, state: Any) -> Pas
 
 
 def readable(tree: Any, mesh: Mesh | None) -> Any:
-    """The arrays replicated, so that every process can read them whole."""
+    """Replicates arrays on a multi-process mesh, so that every process can read them."""
     if mesh is None or not mesh.is_multi_process:
         return tree
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -148,7 +147,7 @@ def readable(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def fetched_progress(result: Result) -> Result:
-    """A growing result with its `PROGRESS_FIELDS` on the host; others, such as the scores of all
+    """Fetches the `PROGRESS_FIELDS` of an unfinished result; others, such as the scores of all
     steps, stay on the device. Raises as `fetched`."""
     progress = {name: getattr(result, name) for name in PROGRESS_FIELDS}
     result = dataclasses.replace(result, **jax.device_get(progress))
@@ -157,10 +156,10 @@ def fetched_progress(result: Result) -> Result:
 
 
 def fetched(result: Result) -> Result:
-    """A result on the host.
+    """Fetches a result from the device.
 
     Raises:
-        NonFiniteError: a step had no finite logits; with the step and the row.
+        NonFiniteError: a step had no finite logits; the message names the step and the row.
     """
     result = jax.device_get(result)
     check_finite(result)
@@ -168,7 +167,7 @@ def fetched(result: Result) -> Result:
 
 
 def check_finite(result: Result) -> None:
-    """Raises NonFiniteError where a step had no finite logits, with the step and the row."""
+    """Raises NonFiniteError with the step and the row if a step had no finite logits."""
     step = result.first_nonfinite_step
     if (step >= 0).any():
         row = int(np.argmax(step >= 0))

@@ -28,7 +28,7 @@ from jaxllm.models.decoder import GenerativeModel
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class PastKeyValues:
-    """The cache of a finished call, and the tokens that it holds keys and values of.
+    """KV cache of a finished call, and the tokens in it.
 
     Given to another call as `past_key_values`, with the whole conversation as `input_ids`, it saves
     the prefill of the old part. A call copies the cache and leaves this one unchanged: several
@@ -39,14 +39,14 @@ class PastKeyValues:
     sequences: Int[Array, "B L"]
     """int32. Prompt and new tokens."""
     mask: Bool[Array, "B L"]
-    """True at real tokens. The cache holds those of each row but the newest (after contrastive
+    """True at real tokens. The cache holds all of a row's tokens but the newest (after contrastive
     search, all)."""
     encoder_ids: Int[Array, "B E"] | None = None
-    """The encoder's input, which some logits processors read, and assistants."""
+    """The encoder's input ids, read by some logits processors and by assistants."""
     encoder_len: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Columns of that input, without padding to a bucket."""
+    """Columns of the encoder's input, without padding to a bucket."""
     config: Any = dataclasses.field(default=None, metadata={"static": True})
-    """Config of the model that made it."""
+    """Config of the model that computed the cache."""
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +58,7 @@ class PastKeyValues:
         return f"PastKeyValues({rows} rows, {slots} slots, {self.nbytes:,} bytes)"
 
     def tokens(self) -> list[Int[np.ndarray, " T"]]:
-        """The tokens of each row that the cache holds."""
+        """Tokens of each row that are in the cache."""
         host = jax.device_get((self.sequences, self.mask, self.cache.next_position))
         return [ids[real][:count] for ids, real, count in zip(*host, strict=True)]
 
@@ -74,10 +74,10 @@ class Continuation:
     cache_len: Int[np.ndarray, " B"]
     """int32. Columns of each row before the first new token, old and new."""
     prefill_slots: int
-    """Slots that prefill needs: the old tokens of the longest row, and the new columns' bucket."""
+    """Slots that prefill needs: the most old tokens of any row, plus the bucket of new columns."""
 
     def capacity(self, new_slots: int, held_slots: int) -> int:
-        """Slots for `new_slots` more; the cache keeps its `held_slots` if they are enough."""
+        """Cache slots for `new_slots` more; at least the present number `held_slots`."""
         needed = max(self.prefill_slots, int(self.cache_len.max()) + new_slots)
         return max(bucket(needed, SMALLEST_BUCKET), held_slots)
 
@@ -95,7 +95,7 @@ def continued_inputs(
     The encoder's output is in the cache; only an assistant encodes its input again.
 
     Raises:
-        InputError: an input beside the conversation, or a cache of another model or batch.
+        InputError: an input besides the conversation, or a cache of another model or batch size.
     """
     conversation = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
     others = inputs.given(*conversation, "token_type_ids")
@@ -130,11 +130,11 @@ def continued_inputs(
 
 
 def continuation(past: PastKeyValues, inputs: PreparedInputs) -> Continuation:
-    """The columns of a conversation that come after those in the cache.
+    """The columns of a conversation that are not in the cache yet.
 
     Raises:
-        InputError: a row does not begin with the tokens in the cache, with the column; or has no
-            new token.
+        InputError: a row does not begin with the tokens in the cache (the message names the
+            column), or has no new token.
     """
     prompt, types = inputs.prompt, inputs.token_type_ids
     if any_traced(past, prompt):
@@ -175,7 +175,7 @@ def continuation(past: PastKeyValues, inputs: PreparedInputs) -> Continuation:
 def _new_columns(
     past: PastKeyValues, ids: np.ndarray, mask: np.ndarray, name: str
 ) -> list[np.ndarray]:
-    """The columns of each row's tokens that are not in the cache; `name` is for messages."""
+    """The columns of each row's tokens that are not in the cache; `name` is used in messages."""
     new_columns = []
     for row, held in enumerate(past.tokens()):
         columns = np.flatnonzero(mask[row])
@@ -198,7 +198,7 @@ def _new_columns(
 
 
 def checked_past(past: Any) -> PastKeyValues | None:
-    """`past_key_values` of a call; raises InputError for anything else than our own."""
+    """`past_key_values` of a call; raises InputError unless it is None or a `PastKeyValues`."""
     if past is not None and not isinstance(past, PastKeyValues):
         raise InputError(
             "past_key_values: expected what an earlier call returned as `past_key_values`, found "

@@ -1,4 +1,4 @@
-"""Prepares a call of `generate` on the host: checks its arguments and lays it out in buckets."""
+"""Prepares a call of `generate` on the host: checks its arguments and pads it to buckets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from jaxllm.parallel.placement import mesh_of, put_everywhere, put_rows
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A checked call: arguments of the compiled programs, and what the host needs besides."""
+    """A checked call: arguments of the compiled programs, and values used on the host."""
 
     strategy: Strategy[Any]
     prompt: Prompt
@@ -58,19 +58,19 @@ class Request:
     max_length: int
     """Columns of the longest result, prompt included."""
     capacity: int
-    """Slots of the cache."""
+    """Number of cache slots."""
     new_token_bucket: int
     """The limit of new tokens, rounded up."""
     clocks: tuple[MaxTimeCriteria, ...]
     """Time limits, which the host checks after each token."""
     traced: bool
-    """The caller's own jit is tracing this call."""
+    """The call is being traced by the caller's jit."""
     prompt_columns: int
     """Columns of the decoder's prompt, tokens or embeddings, without padding to a bucket."""
     encoder_len: int | None
     """Columns of the encoder's input without padding to a bucket; None for decoder-only models."""
     encoder_ids: Int[Array, "B E"] | None
-    """The encoder's input, where it was ids."""
+    """The encoder's input ids, if the caller gave ids."""
     return_past_key_values: bool
     mesh: Mesh | None = None
     """Mesh of the model, if it is on several devices."""
@@ -104,7 +104,7 @@ def prepare_call(
     key: Any,
     keywords: Mapping[str, Any],
 ) -> Request:
-    """Checks everything that can be checked before jit, and lays the call out in buckets.
+    """Checks everything that can be checked before jit, and pads the call to buckets.
 
     Args:
         keywords: the other keyword arguments of `generate`.
@@ -176,7 +176,7 @@ def checked_inputs(
     eos: tuple[int, ...],
     past: PastKeyValues | None,
 ) -> PreparedInputs:
-    """The inputs of the model and the unconditional contexts of guidance, checked."""
+    """Checks the inputs of the model and the unconditional contexts of guidance."""
     pad = checked_pad(model, config, eos)
     inputs = transformed_inputs(model, config, inputs, arguments)
     if past is not None:
@@ -194,8 +194,8 @@ def checked_inputs(
 
 
 def check_lengths(call: Call, inputs: PreparedInputs, given: ModelInputs) -> None:
-    """Raises InputError where the unconditional contexts are too long for the model, or the prompt
-    for the assistant model; `given` are the inputs before the checks."""
+    """Raises InputError if the unconditional contexts are too long for the model, or if the
+    assistant model cannot take the prompt. `given`: the inputs before the checks."""
     if inputs.negative is not None:
         check_positions(call.model, inputs.negative, call.max_new_tokens)
     assistant = call.arguments.assistant_model
@@ -224,7 +224,7 @@ def check_past_support(
 
 
 def negative_context(inputs: PreparedInputs) -> Negative | None:
-    """The unconditional contexts in the prompt's bucket."""
+    """The unconditional contexts padded to the prompt's bucket; None without guidance."""
     if inputs.negative is None:
         return None
     return Negative.of(inputs.negative.pad_to(inputs.width, inputs.pad))

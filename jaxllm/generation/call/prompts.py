@@ -1,4 +1,4 @@
-"""The prompts of a call: what the decoder and the encoder read, checked on the host."""
+"""Inputs of the decoder and the encoder, checked on the host."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ PromptTransform = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """`(model, tokenizer, input_ids, attention_mask) -> (input_ids, attention_mask)`, on the host."""
 
 PROMPT_TRANSFORMS: dict[str, PromptTransform] = {}
-"""By the boolean setting that asks for it (`registration.register_prompt_transform`)."""
+"""Prompt transforms by the boolean setting that enables each
+(`registration.register_prompt_transform`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedInputs:
-    """Inputs of a call after the checks, and what they become in their bucket."""
+    """Checked inputs of a call, and their padding to buckets."""
 
     prompt: PaddedBatch
     """The decoder's prompt, not padded to a bucket yet."""
@@ -47,7 +48,7 @@ class PreparedInputs:
     token_type_ids: Any = None
     """int32 [B, T], or None."""
     pad: int = 0
-    """Token id in the columns that fill a bucket."""
+    """Token id of the columns that pad to a bucket."""
 
     @property
     def columns(self) -> int:
@@ -60,11 +61,11 @@ class PreparedInputs:
         return 1 if self.columns == 1 else bucket(self.columns, SMALLEST_BUCKET)
 
     def padded_prompt(self) -> PaddedBatch:
-        """The decoder's prompt in its bucket."""
+        """The decoder's prompt padded to its bucket."""
         return self.prompt.pad_to(self.width, self.pad)
 
     def decoder_inputs(self) -> dict[str, Any]:
-        """The prompt in its bucket as `Decoder.decode` takes it (`Prompt.decoder_inputs`)."""
+        """The padded prompt as arguments of `Decoder.decode` (`Prompt.decoder_inputs`)."""
         padded = self.padded_prompt()
         inputs: dict[str, Any] = {"tokens": padded.ids, "mask": padded.mask}
         if padded.embeds is not None:
@@ -81,11 +82,11 @@ def transformed_inputs(
     inputs: ModelInputs,
     arguments: CallArguments,
 ) -> ModelInputs:
-    """The inputs after the registered prompt transforms that the settings ask for.
+    """Applies the registered prompt transforms that the settings enable.
 
     Raises:
-        InputError: a transform is asked for without a tokenizer, or beside an input that is tied to
-            the prompt as it was.
+        InputError: a transform is enabled without a tokenizer, or together with an input that
+            depends on the original prompt.
     """
     for field, transform in PROMPT_TRANSFORMS.items():
         if not getattr(config, field):
@@ -191,18 +192,18 @@ def decoder_only_prompt(
 
 
 def inferred_mask(ids: Any, pad: int | None, eos: tuple[int, ...]) -> Any:
-    """The padding mask of ids that came without one, as transformers infers it: pads are masked if
-    there is a pad token that is not an end token. None: every token is real."""
+    """Padding mask of ids given without one, as transformers infers it: pads are masked if the pad
+    token is not an end token. None: every token is real."""
     return None if pad is None or pad in eos else ids != pad
 
 
 def encoder_inputs(
     model: GenerativeModel, inputs: ModelInputs
 ) -> tuple[PaddedBatch, dict[str, Any]]:
-    """The encoder's input in its bucket, and the arguments of `Decoder.init_cache`.
+    """The encoder's input padded to its bucket, and the arguments of `Decoder.init_cache`.
 
-    Without a mask every token is real, pads too, as in transformers 5. Beside `encoder_outputs` the
-    ids are only for the processors that read them.
+    Without a mask every token is real, pads included, as in transformers 5. `encoder_outputs` are
+    not padded; ids given with them are only read by logits processors.
     """
     ids, outputs = inputs.input_ids, inputs.encoder_outputs
     if ids is None and inputs.inputs_embeds is None and outputs is None:
@@ -244,8 +245,8 @@ def encoder_inputs(
 
 
 def last_hidden_state(encoder_outputs: Any) -> Any:
-    """The encoder's last hidden state [B, E, D]: `encoder_outputs` itself, or the part of an output
-    object, a mapping or a tuple that holds it."""
+    """The encoder's last hidden state [B, E, D]: `encoder_outputs` itself, or taken from an output
+    object, a mapping or a tuple."""
     if isinstance(encoder_outputs, Mapping):
         if "last_hidden_state" not in encoder_outputs:
             raise InputError("encoder_outputs: the mapping has no last_hidden_state")
@@ -292,8 +293,8 @@ def decoder_prompt(
 
 
 def with_start(ids: np.ndarray, mask: np.ndarray, start: np.ndarray) -> PaddedBatch:
-    """Decoder prompts, padded on the left, with the start token [B, 1] put before each, unless some
-    row begins with it already."""
+    """Prepends the start token [B, 1] to left-padded decoder prompts, unless some row begins with
+    it already."""
     rows, begin = np.arange(len(ids)), np.argmax(mask, axis=1)
     if (ids[rows, begin] == start[:, 0]).any():
         return PaddedBatch(ids, mask)

@@ -1,0 +1,1 @@
+"""Checked arguments and padded batches of a call."""

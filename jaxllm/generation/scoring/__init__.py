@@ -1,0 +1,1 @@
+"""Log-likelihoods of given completions, and scores of generated tokens."""

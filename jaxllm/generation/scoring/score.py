@@ -23,20 +23,20 @@ from jaxllm.parallel.placement import mesh_of, put_rows
 from jaxllm.parallel.sharding import constrain, use
 
 MOST_LOGIT_BYTES = 2**26
-"""Logits are made for so many columns at a time that they take no more than this."""
+"""Largest size of a block of logits in bytes; limits the columns that are scored at a time."""
 
 Rows = Sequence[Sequence[int]] | Int[np.ndarray, "N T"] | Int[Array, "N T"]
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOutput:
-    """What `score` returns, on the host; N pairs in the order in which they were given."""
+    """Output of `score`, as numpy arrays; N pairs in the order given."""
 
     log_likelihoods: Float[np.ndarray, " N"]
     """float32. Log-probability of each completion given its prompt: the sum over its tokens."""
     is_greedy: Bool[np.ndarray, " N"]
-    """Whether every token of the completion is the most likely one at its place, which is what
-    greedy search without further settings gives. Of equals, the first token counts."""
+    """True if every token of the completion is the most likely one at its position, as greedy
+    search without logits processors chooses it. Ties go to the lowest token id."""
     token_log_probs: list[Float[np.ndarray, " T"]]
     """float32. Log-probability of each token of each completion."""
 
@@ -50,24 +50,24 @@ def score(
     completion_mask: Int[Array, "N T"] | None = None,
     batch_size: int = 32,
 ) -> ScoreOutput:
-    """Log-likelihood of completions, and whether greedy search would give them.
+    """Computes log-likelihoods of completions, and whether greedy search would generate them.
 
-    The pair (log_likelihood, is_greedy) is what lm-evaluation-harness asks of a model with its
-    request type ``loglikelihood``: prompts are its encoded contexts, completions its continuations.
+    The pair (log_likelihood, is_greedy) answers a ``loglikelihood`` request of
+    lm-evaluation-harness: prompts are its encoded contexts, completions its continuations.
     A causal model reads prompt and completion as one sequence. An encoder-decoder reads the prompt
     with its encoder, and the completion with its decoder, after the start token.
 
     Args:
         model: a causal or encoder-decoder language model.
-        prompts: N lists of token ids of any lengths, or an array [N, T] with `attention_mask`. An
-            empty prompt of a causal model stands for its BOS token.
+        prompts: N lists of token ids of any lengths, or an array [N, T] with `attention_mask`. For
+            a causal model an empty prompt means its BOS token.
         completions: N lists of token ids, or an array [N, T] with `completion_mask`. Nothing is
-            added to them: a completion that is to end has its end token.
-        attention_mask: 1 at real tokens of `prompts`, padded on either side; None: all are.
+            added to them: include the end token of a completion that ends.
+        attention_mask: 1 at real tokens of `prompts`, padded on either side; None: all tokens.
         completion_mask: the same for `completions`.
-        batch_size: pairs computed at once, which together with the longest pair decides how much
-            memory is needed; logits never take more than 64 MiB, or one column of all pairs. Pairs
-            of about one length are computed together; results do not depend on it.
+        batch_size: pairs computed at once; with the longest pair it determines the memory needed.
+            Logits never take more than 64 MiB, or one column of all pairs. Pairs of similar length
+            are batched together; results do not depend on it.
 
     Returns:
         ScoreOutput with numpy arrays.
@@ -79,7 +79,7 @@ def score(
     """
     if not hasattr(model, "decode"):
         raise UnsupportedError(f"score: {type(model).__name__} has no language-model head")
-    # Under somebody's jit even a constant is traced.
+    # Inside the caller's jit even a constant is traced.
     if is_traced(jnp.zeros(())) or any_traced(prompts, completions, model):
         raise InputError("score: sorts its pairs on the host; call it outside jax.jit")
     if not is_integer(batch_size) or batch_size < 1:
@@ -128,7 +128,7 @@ class Pair:
 def read_pairs(
     model: Any, prompts: Rows, completions: Rows, attention_mask: Any, completion_mask: Any
 ) -> list[Pair]:
-    """The pairs, checked; the arguments are those of `score`."""
+    """Checks the arguments of `score` and builds the pairs."""
     vocab_size = model.config.vocab_size
     before = token_rows("prompts", prompts, attention_mask, "attention_mask", vocab_size)
     after = token_rows("completions", completions, completion_mask, "completion_mask", vocab_size)
@@ -138,7 +138,7 @@ def read_pairs(
 
 
 def make_pair(model: Any, i: int, prompt: np.ndarray, completion: np.ndarray) -> Pair:
-    """The columns of one pair. The last token predicts nothing, and is not read."""
+    """Builds one pair. The completion's last token is a target only, not an input."""
     if completion.size == 0:
         raise InputError(f"completions[{i}]: empty; it must have one token or more")
     if model.is_encoder_decoder:
@@ -163,7 +163,7 @@ def make_pair(model: Any, i: int, prompt: np.ndarray, completion: np.ndarray) ->
 
 
 def stacked(pairs: list[Pair]) -> tuple[Any, ...]:
-    """The arguments of `_score_batch`, in buckets."""
+    """Arguments of `_score_batch`, padded to buckets."""
     decoder, mask = padded([pair.decoder for pair in pairs])
     targets, _ = padded([pair.completion for pair in pairs])
     first = np.array([len(p.decoder) - len(p.completion) for p in pairs], np.int32)
@@ -175,7 +175,7 @@ def stacked(pairs: list[Pair]) -> tuple[Any, ...]:
 
 
 def padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as ids [B, T] and their mask, padded on the right to a bucket."""
+    """Ids [B, T] and padding mask of rows, padded on the right to a bucket."""
     width = bucket(max(map(len, rows)), SMALLEST_BUCKET)
     ids, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
     for i, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Scores of the tokens that were chosen, from the scores of all tokens."""
+"""Scores of the chosen tokens, from the scores of all tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def compute_transition_scores(
     beam_indices: Int[Array, "R N"] | None = None,
     normalize_logits: bool = False,
 ) -> Float[Array, "R N"]:
-    """The score of each generated token, picked out of `scores`.
+    """Score of each generated token, selected from `scores`.
 
-    The method of that name in transformers (5.23.0), as a function. With beams, the sum over a row
+    Equivalent to the method of that name in transformers (5.23.0). With beams, the sum over a row
     divided by its length to the power `length_penalty` is its `sequences_scores`.
 
     Args:
@@ -32,8 +32,8 @@ def compute_transition_scores(
 
     Returns:
         float32 [R, N]. With `beam_indices`, N is the length of the longest result (under jax.jit:
-        their number of columns), and scores after a result's end are 0. Without, N is the number of
-        steps, and what stands after a row's end are scores of pads, as in transformers.
+        the columns of `beam_indices`), and scores after a result's end are 0. Without, N is the
+        number of steps, and entries after a row's end are scores of pads, as in transformers.
 
     Raises:
         InputError: shapes that do not fit together.
@@ -59,7 +59,7 @@ def compute_transition_scores(
             "results of beam search need the beam_indices that came with them"
         )
     chosen = beam_indices >= 0
-    # A step without any token is a -1 of all rows; the prompt's length follows from the others.
+    # Steps without a token are -1 in all rows; the others give the number of new tokens.
     length = beam_indices.shape[1] if is_traced(chosen) else int(chosen.sum(axis=1).max())
     if length > min(steps, sequences.shape[1]):
         raise InputError(

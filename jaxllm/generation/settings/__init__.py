@@ -1,0 +1,1 @@
+"""Generation settings: fields, value checks, lengths and special tokens."""

@@ -1,0 +1,1 @@
+"""Decoding strategies: greedy search, sampling, contrastive search, DoLa, beams, drafts."""

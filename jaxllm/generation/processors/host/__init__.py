@@ -1,0 +1,1 @@
+"""Logits processors that call Python functions on the host."""

@@ -1,0 +1,1 @@
+"""Assisted (speculative) generation: drafts, acceptance and the strategy."""

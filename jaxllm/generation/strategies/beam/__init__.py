@@ -1,0 +1,1 @@
+"""Beam search: plain, sampled, diverse (groups) and constrained."""
