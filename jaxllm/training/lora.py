@@ -1,7 +1,6 @@
-"""LoRA in training: which parameters are trained and which are frozen.
+"""LoRA in training: splits parameters into trained and frozen ones.
 
-`LoraConfig`, `add_lora` and `merge_lora` come from `jaxllm.models.lora`, which `checkpoint.peft`
-uses as well.
+Re-exports `LoraConfig`, `add_lora` and `merge_lora` of `jaxllm.models.lora`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from jaxllm.models.weights import parameters
 
 
 def is_trainable(path: str, modules_to_save: Iterable[str] = ()) -> bool:
-    """Whether a parameter is trained: LoRA's matrices, and the modules that are trained in full.
+    """True for trained parameters: LoRA's matrices, and the modules that are trained in full.
 
     >>> is_trainable("backbone.stack.blocks.0.attn.q.lora_a")
     True
@@ -30,7 +29,7 @@ def is_trainable(path: str, modules_to_save: Iterable[str] = ()) -> bool:
 
 
 def partition(model: Any) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """The parameters by path, (trained, frozen), of a model that `add_lora` made."""
+    """Splits the parameters of a model with LoRA into (trained, frozen), by path."""
     saved = model.modules_to_save
     params = parameters(model)
     trained = {path: x for path, x in params.items() if is_trainable(path, saved)}

@@ -1,4 +1,4 @@
-"""Training losses as sums, so that any split of a batch adds up to the same mean."""
+"""Training losses as sums, so that the mean does not depend on how a batch is split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxllm.models.losses import (
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 
 Batch = Mapping[str, Any]
-"""Arrays [B, ...] by the name of the model's argument, and `labels`."""
+"""Arrays [B, ...] by model argument name, and `labels`."""
 
 
 @jax.tree_util.register_dataclass
@@ -32,11 +32,11 @@ class LossSums:
     """Sums over one batch; float32 scalars."""
 
     loss: Float[Array, ""]
-    """Loss summed over the counted labels; the step differentiates it."""
+    """Loss summed over the counted labels; the training step differentiates it."""
     count: Float[Array, ""]
     """Number of counted labels (language models) or rows (classifiers)."""
     correct: Float[Array, ""]
-    """Number of those that have the largest logit."""
+    """Number of counted labels that have the largest logit."""
 
     def __add__(self, other: LossSums) -> LossSums:
         return jax.tree.map(jnp.add, self, other)
@@ -52,7 +52,7 @@ Loss = Callable[..., LossSums]
 
 @dataclasses.dataclass(frozen=True)
 class TokenLoss:
-    """Cross-entropy of tokens, with label smoothing and z-loss.
+    """Cross-entropy over tokens, with label smoothing and z-loss.
 
     Args:
         label_smoothing: share of the target distribution that is uniform over the vocabulary
@@ -71,7 +71,7 @@ class TokenLoss:
             raise InputError(f"z_loss: expected 0 or more, found {self.z_loss}")
 
     def of_tokens(self, logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> LossSums:
-        """Sums for logits and the labels that they predict; labels of -100 are not counted."""
+        """Loss sums for logits and the labels that they predict; labels of -100 are not counted."""
         losses, log_z = token_losses(logits, labels)
         if self.label_smoothing:
             uniform = log_z - jnp.mean(logits, axis=-1)
@@ -79,7 +79,7 @@ class TokenLoss:
         if self.z_loss:
             losses = losses + self.z_loss * jnp.square(log_z)
         counted = labels != IGNORED
-        # Not by argmax, which takes several times as long as a maximum on a CPU.
+        # max instead of argmax, which is several times slower on a CPU.
         right = label_logits(logits, labels) >= jnp.max(logits, axis=-1)
         return LossSums(
             loss=jnp.where(counted, losses, 0.0).sum(),
@@ -89,7 +89,7 @@ class TokenLoss:
 
 
 def forward(model: Any, batch: Batch, key: Array | None) -> tuple[Float[Array, "B *T V"], Any]:
-    """The logits of a batch, and its labels.
+    """Runs the model on a batch; returns logits and labels.
 
     Raises:
         InputError: the batch has no labels.
@@ -127,11 +127,11 @@ class Seq2SeqLoss(TokenLoss):
 
 @dataclasses.dataclass(frozen=True)
 class ClassificationLoss:
-    """Loss of a sequence classifier, by its config's `problem_type`, summed over rows.
+    """Loss of a sequence classifier according to its `problem_type`, summed over rows.
 
     `labels`: int32 [B] (single label; -100: the row is not counted), float [B, C] (several labels)
-    or float [B] (regression, where `correct` stays 0). Of several labels a row is correct when
-    every one of them is. `weights` [B] (0 or 1) leaves rows of float labels out.
+    or float [B] (regression, where `correct` stays 0). With several labels a row is correct if all
+    of them are. `weights` [B] (0 or 1) excludes rows with float labels.
     """
 
     def __call__(self, model: Any, batch: Batch, key: Array | None = None) -> LossSums:
@@ -157,7 +157,7 @@ class ClassificationLoss:
 
 
 def rows_right(logits: Float[Array, "B C"], labels: Array, problem: str | None) -> Array:
-    """Whether each row's labels are the predicted ones; false for a regression."""
+    """True for rows whose labels are all predicted correctly; False for regression."""
     if problem == "regression" or (problem is None and logits.shape[-1] == 1):
         return jnp.zeros(logits.shape[0], bool)
     if labels.ndim == logits.ndim and labels.shape == logits.shape:
@@ -166,10 +166,10 @@ def rows_right(logits: Float[Array, "B C"], labels: Array, problem: str | None) 
 
 
 def loss_for(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
-    """The loss for a model's class.
+    """Returns the loss for a model's class.
 
     Raises:
-        InputError: no loss is known for the class; or a classifier with `label_smoothing` or
+        InputError: no loss is known for the class, or a classifier has `label_smoothing` or
             `z_loss`.
     """
     if isinstance(model, SequenceClassifier):

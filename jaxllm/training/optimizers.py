@@ -1,4 +1,4 @@
-"""optax optimizers by name, with learning-rate schedule, clipping and weight decay."""
+"""Makes optax optimizers by name, with learning-rate schedule, clipping and weight decay."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ class OptimizerConfig:
                 raise ConfigError(f"no_decay: {pattern!r} is not a regex: {error}") from None
 
     def decays(self, path: str, ndim: int) -> bool:
-        """Whether weight decay acts on a parameter."""
+        """True if weight decay applies to a parameter."""
         return ndim > 1 and not any(re.search(pattern, path) for pattern in self.no_decay)
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Learning rate by optimizer step.
+    """Makes the learning-rate schedule, a function of the optimizer step.
 
     >>> schedule = make_schedule(OptimizerConfig(learning_rate=1.0, warmup_steps=2,
     ...                                          schedule="linear", schedule_steps=6))
@@ -117,7 +117,7 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Gradient clipping, then the optimizer with its schedule and weight decay."""
+    """Makes gradient clipping, then the optimizer with its schedule and weight decay."""
     spec = OPTIMIZERS[config.name]
     values = {name: getattr(config, name) for name in spec.fields}
     options = {name: value for name, value in values.items() if value is not None}
@@ -128,10 +128,10 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm` that reuses a norm the caller has computed already.
+    """`optax.clip_by_global_norm` that can reuse a norm computed by the caller.
 
-    Computing it again costs three passes over all gradients on a CPU. `measured` is a tree and its
-    norm, used only if the updates are that tree: not if other transformations changed it before.
+    Recomputing it costs three passes over all gradients on a CPU. `measured` is a pytree and its
+    norm, used only if the updates are the same arrays, unchanged by earlier transformations.
     """
 
     def update(updates, state, params=None, *, measured=(None, None), **_):
@@ -169,12 +169,12 @@ def _cosine(config: OptimizerConfig) -> optax.Schedule:
 def _inverse_sqrt(config: OptimizerConfig) -> optax.Schedule:
     """The peak times sqrt(w / step) from step w on, the end of the warmup (Raffel et al. 2019)."""
     start = max(config.warmup_steps, 1)
-    # Negative steps are those of the warmup, which has a schedule of its own.
+    # Steps are negative during the warmup, which has its own schedule.
     return lambda step: config.learning_rate * (start / (jnp.maximum(step, 0) + start)) ** 0.5
 
 
 def steps_after_warmup(config: OptimizerConfig) -> int:
-    """Steps of a linear or cosine schedule between the warmup and its end."""
+    """Number of steps of a linear or cosine schedule after the warmup."""
     assert config.schedule_steps is not None
     return config.schedule_steps - config.warmup_steps
 
@@ -189,14 +189,14 @@ SCHEDULES: Mapping[str, Callable[[OptimizerConfig], optax.Schedule]] = {
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer's constructor, and the fields of the config that it takes."""
+    """An optimizer's constructor, and the config fields that it takes."""
 
     make: Callable[[OptimizerConfig, optax.Schedule, dict[str, Any]], optax.GradientTransformation]
     fields: tuple[str, ...]
 
 
 def decay_mask(config: OptimizerConfig) -> Callable[[Params], Any]:
-    """The parameters with weight decay; one that muon's partition masks has no leaf."""
+    """Mask function: True for parameters with weight decay; those masked by muon have no leaf."""
 
     def mask(params: Params) -> Any:
         return {
@@ -208,15 +208,15 @@ def decay_mask(config: OptimizerConfig) -> Callable[[Params], Any]:
 
 
 def _adamw(config, schedule, options):
-    """Loshchilov & Hutter 2017, arXiv:1711.05101."""
+    """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101)."""
     decay = config.weight_decay or 0.0
     return optax.adamw(schedule, weight_decay=decay, mask=decay_mask(config), **options)
 
 
 def _adafactor(config, schedule, options):
-    """With T5's settings (Shazeer & Stern 2018, arXiv:1804.04235; Raffel et al. 2019): updates
-    relative to each parameter's size and clipped, factored second moments that decay as 1 - t^-0.8.
-    T5 was fine-tuned at a constant 1e-3."""
+    """Adafactor with T5's settings (Shazeer & Stern 2018, arXiv:1804.04235; Raffel et al. 2019):
+    updates relative to each parameter's size and clipped, factored second moments that decay as
+    1 - t^-0.8. T5 was fine-tuned at a constant 1e-3."""
     decay = config.weight_decay
     return optax.adafactor(
         schedule,
@@ -228,7 +228,8 @@ def _adafactor(config, schedule, options):
 
 
 def _lion(config, schedule, options):
-    """Chen et al. 2023, arXiv:2302.06675. Its learning rate is 3 to 10 times less than AdamW's."""
+    """Lion (Chen et al. 2023, arXiv:2302.06675). Its learning rate is 3 to 10 times below
+    AdamW's."""
     decay = config.weight_decay or 0.0
     return optax.lion(schedule, weight_decay=decay, mask=decay_mask(config), **options)
 
@@ -242,9 +243,9 @@ def _sgd(config, schedule, options):
 
 
 def _muon(config, schedule, options):
-    """Jordan et al. 2024 for the matrices of the blocks; for embeddings, head and vectors Adam with
-    Nesterov's momentum. Its steps are scaled to the size of AdamW's, so that a learning rate suits
-    both (Liu et al. 2025, arXiv:2502.16982)."""
+    """Muon (Jordan et al. 2024) for the matrices of the blocks; Adam with Nesterov momentum for
+    embeddings, head and vectors. Muon's updates are scaled to the size of AdamW's, so that one
+    learning rate suits both (Liu et al. 2025, arXiv:2502.16982)."""
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
     def dimensions(params: Any) -> Any:

@@ -12,7 +12,7 @@ from jaxllm.common.errors import RunError
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an error of the operating system into one that names the file.
+    """Converts an OSError into a RunError that names the file.
 
     Raises:
         RunError: the disk is full, the folder is read-only, ...
@@ -25,7 +25,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`; the file written there replaces `path` at the end.
+    """Yields a temporary path beside `path`; the file written there replaces `path` at the end.
 
     Raises:
         RunError: it cannot be written.

@@ -1,4 +1,4 @@
-"""The state of a training run as one pytree: parameters, optimizer state, key, counters."""
+"""State of a training run as one pytree: parameters, optimizer state, random key, counters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxllm.common.errors import InputError
 from jaxllm.models.weights import parameter_path
 
 TRAINED = ("step", "params", "opt_state", "key", "ema", "skipped", "skipped_in_a_row")
-"""The fields that a step changes, which are the arrays of a checkpoint."""
+"""Fields that a step changes; they are the arrays of a checkpoint."""
 Params = dict[str, Array]
-"""Arrays by the path of their parameter, as in ``"backbone.embed.weight"``."""
+"""Arrays by parameter path, such as ``"backbone.embed.weight"``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """A model without its parameters; hashable, so it is a static part of a compiled step."""
+    """A model without its parameters; hashable, so that it can be static in a compiled step."""
 
     treedef: Any
     paths: tuple[str, ...]
@@ -52,22 +52,22 @@ class TrainState:
     """The state of a run between two steps."""
 
     step: Int[Array, ""]
-    """Batches so far, skipped ones included."""
+    """Number of batches so far, skipped ones included."""
     params: Params
-    """Trained parameters, in float32 whatever dtype the model computes in: most updates of a
-    bfloat16 weight would be lost to rounding."""
+    """Trained parameters, always in float32: most updates of a bfloat16 weight would be lost to
+    rounding."""
     frozen: Params
     """Parameters that are not trained, in the model's dtype."""
     opt_state: optax.OptState
-    """State of the optimizer, over `params`."""
+    """Optimizer state over `params`."""
     key: Key[Array, ""]
     """PRNG key of the run; the dropout keys of a step are folded from it and `step`."""
     ema: Params | None
-    """Moving average of `params`; None: the run keeps none."""
+    """Moving average of `params`; None if not kept."""
     skipped: Int[Array, ""]
-    """Batches without a finite gradient, which changed no parameter."""
+    """Number of batches without a finite gradient, which changed no parameter."""
     skipped_in_a_row: Int[Array, ""]
-    """Those among them since the last finite gradient."""
+    """Number of skipped batches since the last finite gradient."""
     structure: Structure = dataclasses.field(metadata={"static": True})
     """The model without its parameters."""
 
@@ -80,15 +80,15 @@ class TrainState:
         trainable: Callable[[str], bool] | None = None,
         ema: bool = False,
     ) -> TrainState:
-        """A new state, at step 0.
+        """Creates a state at step 0.
 
-        The trained parameters are copied, because a step donates them: `model` stays usable.
+        The trained parameters are copied, because a step donates them; `model` stays usable.
 
         Args:
             model: any of jaxllm's models.
             optimizer: an optax optimizer, over the dict of trained parameters.
             key: a PRNG key or a seed, for dropout.
-            trainable: whether the parameter at a path is trained; None: all are.
+            trainable: predicate of parameter paths; None: all are trained.
             ema: keep a moving average of the parameters.
 
         Raises:
@@ -128,7 +128,7 @@ class TrainState:
         return self.structure.model({**self.ema, **self.frozen})
 
     def replace(self, **changes: Any) -> TrainState:
-        """A copy with other values in some fields."""
+        """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 

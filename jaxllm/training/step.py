@@ -1,4 +1,4 @@
-"""One optimizer step: gradients of the summed loss over micro-batches, then optax."""
+"""Compiled training step: gradients of the summed loss over micro-batches, then optax."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def make_train_step(
     ema_decay: float | None = None,
     schedule: optax.Schedule | None = None,
 ) -> Step:
-    """A compiled ``step(state, batch) -> (state, metrics)``; it donates the state's buffers.
+    """Makes a compiled ``step(state, batch) -> (state, metrics)`` that donates the state's buffers.
 
-    The gradient is that of the mean loss over all labels of the batch, however the batch is split
+    The gradient is that of the mean loss over all labels of the batch, independent of the split
     into micro-batches. A batch whose loss or gradient is not finite changes only the counters.
 
     Args:
-        optimizer: the one that the state was created with. If it takes extra arguments, it must
-            accept unknown ones, as optax asks (`measured` is one: `optimizers.clip_by_norm`).
-        loss: such as `loss_for(model)`; a batch is a dict of arrays [B, ...].
-        accumulation: number of micro-batches, computed one after the other; it divides B.
+        optimizer: the optimizer with which the state was created. If it takes extra arguments, it
+            must accept unknown ones, as optax requires (see `optimizers.clip_by_norm`).
+        loss: for example `loss_for(model)`; a batch is a dict of arrays [B, ...].
+        accumulation: number of micro-batches, computed sequentially; must divide B.
         ema_decay: decay of the moving average, for a state that keeps one.
         schedule: learning rate by optimizer step, only to report `lr`.
 
@@ -63,7 +63,7 @@ def make_train_step(
         if (state.ema is None) != (ema_decay is None):
             raise InputError("ema_decay: a state keeps a moving average if and only if it is given")
         check_batch(batch, accumulation)
-        # The frozen parameters are not donated: they stay where they are.
+        # The frozen parameters are not donated.
         updated, metrics = compiled(state.replace(frozen={}), state.frozen, dict(batch))
         return updated.replace(frozen=state.frozen), metrics
 
@@ -81,7 +81,7 @@ def _update(
     ema_decay: float | None,
     schedule: optax.Schedule | None,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer step of a state without its frozen parameters, traced."""
+    """One optimizer step of a state without its frozen parameters; traced by jit."""
     keys = jax.random.split(jax.random.fold_in(state.key, state.step), accumulation)
     structure = state.structure
     tokens_read = real_tokens(structure.model({**state.params, **frozen}), batch)
@@ -103,7 +103,7 @@ def _update(
             ema = optax.incremental_update(params, ema, 1 - ema_decay)
         return params, opt_state, ema
 
-    # A branch, not a selection afterwards, for which XLA would copy what it updates in place.
+    # `cond` rather than a select afterwards, for which XLA would copy the donated arrays.
     params, opt_state, ema = jax.lax.cond(
         finite,
         apply,
@@ -140,9 +140,9 @@ def accumulate(
     batch: dict[str, Array],
     keys: Array,
 ) -> tuple[Params, LossSums]:
-    """Sums of gradients and losses over as many micro-batches as there are keys, in a scan.
+    """Sums gradients and losses over micro-batches in a scan, one per key.
 
-    Row r goes to micro-batch r % A, so that rows sharded over devices stay where they are.
+    Row r goes to micro-batch r % A, so that rows stay on their device.
     """
     parts = len(keys)
     if parts == 1:
@@ -157,9 +157,9 @@ def accumulate(
 
 
 def real_tokens(model: Any, batch: Batch) -> Array | None:
-    """Number of tokens without padding, the decoder's included, as `flops.count_tokens` counts.
+    """Number of tokens without padding, decoder tokens included, as in `flops.count_tokens`.
 
-    Part of the step, so that processes need not add up their numbers. None: the batch has neither
+    Computed in the step, so that processes need no extra reduction. None if the batch has neither
     masks nor ids.
     """
     sources = ("segment_ids", "attention_mask", "input_ids")
@@ -178,7 +178,7 @@ def check_batch(batch: Batch, accumulation: int) -> None:
     """Checks that all arrays have the same number of rows, and that `accumulation` divides it.
 
     Raises:
-        InputError: they do not.
+        InputError: the arrays differ, or `accumulation` does not divide the rows.
     """
     rows = {name: np.shape(x)[0] if np.ndim(x) else None for name, x in batch.items()}
     sizes: set[Any] = set(rows.values())

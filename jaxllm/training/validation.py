@@ -1,8 +1,7 @@
 """Checks plain values (from YAML, JSON, a command line) against the types of a dataclass.
 
-pydantic does the checking, strictly: no conversion but an integer for a float and a list for a
-tuple. What is wrong becomes one line that names the field, as do the checks of the dataclasses
-themselves.
+pydantic checks strictly: the only conversions are integer to float and list to tuple. An error
+becomes one line that names the field, as in the dataclasses' own checks.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ NAMES = {
 
 @functools.cache
 def adapter(cls: type[T]) -> TypeAdapter[T]:
-    """The validator of a type."""
+    """Returns the cached validator of a type."""
     return TypeAdapter(cls)
 
 
 def from_plain(cls: type[T], raw: Any) -> T:
-    """A dataclass from plain values: those that JSON has.
+    """Makes a dataclass from plain JSON values.
 
     Raises:
         ConfigError: a field is unknown (the nearest one is named), missing or of the wrong type,
-            or the dataclass refuses its value. The first such field is named, dotted.
+            or its value is rejected. The message has the dotted name of the first such field.
 
     >>> from jaxllm.training.optimizers import OptimizerConfig
     >>> from_plain(OptimizerConfig, {"learning_rat": 1.0})
@@ -61,12 +60,12 @@ def from_plain(cls: type[T], raw: Any) -> T:
 
 
 def to_plain(value: Any) -> Any:
-    """A dataclass as JSON has it; `from_plain` makes an equal one of it."""
+    """Converts a dataclass to JSON values; the inverse of `from_plain`."""
     return adapter(type(value)).dump_python(value, mode="json", warnings=False)
 
 
 def check_types(value: Any) -> None:
-    """Checks the fields of a dataclass, for one that is also made by Python code.
+    """Checks the field types of a dataclass that Python code may also construct.
 
     Raises:
         ConfigError: a field has a value of the wrong type.
@@ -80,7 +79,7 @@ def check_types(value: Any) -> None:
 
 
 def _message(cls: Any, raw: Any, errors: Sequence[ErrorDetails]) -> str:
-    """One line about the first error; a misspelt field before the one that it leaves missing."""
+    """Message of the first error; a misspelt field before the missing field that it causes."""
     unknown = [error for error in errors if error["type"] == "unexpected_keyword_argument"]
     error = (unknown or errors)[0]
     where, hint, found = "", cls, raw
@@ -115,24 +114,24 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; a type that is none is its only one."""
+    """Members of a union type, or the type itself."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def _fields(hint: Any) -> dict[str, Any]:
-    """Types by field, of the dataclass that a type is or allows; none otherwise."""
+    """Field types of the dataclass that a type is or allows; empty if none."""
     found = (option for option in _options(hint) if dataclasses.is_dataclass(option))
     return next(map(_hints, found), {})
 
 
 def _item(hint: Any) -> Any:
-    """The type of a list's items; None where the type is no list or also something else."""
+    """Item type of a list; None if the type is not just a list."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
 
 
 def _spelled(hint: Any) -> str:
-    """A type in words.
+    """Describes a type in words.
 
     >>> _spelled(tuple[str, ...] | Literal["a", "b"] | None)
     "a list of strings or 'a', 'b' or null"

@@ -1,4 +1,4 @@
-"""Training data: rows of files, encoded and batched, from any position on."""
+"""Training data: reads rows of files, encodes and batches them; the position can be restored."""
 
 from jaxllm.training.data.batches import Batches, Epoch
 from jaxllm.training.data.config import DataConfig, ModelInfo

@@ -1,7 +1,7 @@
-"""Batches, epoch after epoch, with a position that can be saved and restored.
+"""Batches over several epochs, with a position that can be saved and restored.
 
-Batch n of an epoch is the same for every number of processes; each process reads its own rows. A
-position is two numbers, and restoring one reads nothing that comes before it.
+Batch n of an epoch does not depend on the number of processes; each process reads its own rows.
+A position is an epoch and a batch number. Restoring it reads no earlier data.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jaxllm.training.data.examples import Counts, Examples
 from jaxllm.training.data.plan import Plan, Planner
 
 PREFETCHED = 4
-"""Batches that a thread makes ahead."""
+"""Number of batches that a thread prefetches."""
 
 HostBatch = dict[str, np.ndarray]
-"""Arrays [B, ...] by the name of the model's argument."""
+"""Arrays [B, ...] by model argument name."""
 Rows = Sequence[Sequence[Example]]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A process's rows of every batch: part `index` of `count` equal parts.
+    """The rows of every batch that one process reads: part `index` of `count` equal parts.
 
     Raises:
         ConfigError: `count` does not divide the batch, or `index` is out of range.
@@ -57,7 +57,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The batches of one epoch by number: a source for grain."""
+    """Batches of one epoch by number; a random-access source for grain."""
 
     examples: Examples
     model: ModelInfo
@@ -91,14 +91,14 @@ class Epoch:
 
 
 class Batches(Iterator[HostBatch]):
-    """A process's rows of each global batch, epoch after epoch.
+    """Iterates over one process's rows of each global batch, for several epochs.
 
     Attributes:
         examples: the encoded data; ``examples.counts`` counts kept and dropped rows.
         epoch, batch: the position: numbers of the next batch.
 
     Args:
-        epochs: number of epochs; None: no end.
+        epochs: number of epochs; None: unlimited.
     """
 
     def __init__(
@@ -150,14 +150,15 @@ class Batches(Iterator[HostBatch]):
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The position, and digest and settings of the data: values that JSON has."""
+        """The position, with digest and settings of the data, as JSON values."""
         return {"epoch": self.epoch, "batch": self.batch, **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a `state()`, on any number of processes.
 
         Raises:
-            DataError: the state is of other data or settings, or its position does not exist.
+            DataError: the state was saved with other data or settings, or its position is out of
+                range.
         """
         identity = self._identity()
         names = {"epoch", "batch", *identity}
@@ -200,20 +201,20 @@ class Batches(Iterator[HostBatch]):
 def collate(
     rows: Rows, shape: tuple[int, ...], model: ModelInfo, *, packed: bool, like: np.ndarray
 ) -> HostBatch:
-    """Arrays of a batch, padded on the right; a row without examples is all padding.
+    """Builds the arrays of a batch, padded on the right; a row without examples is all padding.
 
     Args:
         rows: the examples of each row, at most one unless packed.
-        shape: length of the rows, on each side.
+        shape: length of the rows: (tokens,), or (encoder, decoder) for seq2seq.
         model: its `kind` decides the form of the labels; its pad id fills `input_ids`.
         packed: rows have `segment_ids` in place of `attention_mask`.
-        like: labels of any example: shape and dtype for a classifier's rows without examples.
+        like: labels of any example, for the shape and dtype of a classifier's padding rows.
 
     Returns:
         int32 [B, T]: `input_ids`, and `attention_mask` or `segment_ids` (0 at padding, documents
         1, 2, ...). `labels` int32 [B, T], -100 where no loss is computed; for seq2seq [B, D],
         packed with `decoder_segment_ids`. Classification: `labels` int32 [B], or float32 [B] or
-        [B, C] with `weights` float32 [B], 0 at rows that do not count.
+        [B, C] with `weights` float32 [B], 0 for padding rows.
     """
     inputs = [[example.input_ids for example in row] for row in rows]
     batch = {"input_ids": _fill(inputs, shape[0], model.pad_token_id or 0)}
@@ -233,7 +234,7 @@ def collate(
 
 
 def _fill(rows: Sequence[Sequence[np.ndarray]], length: int, value: int) -> np.ndarray:
-    """Each row's arrays concatenated, then padded with `value`."""
+    """Concatenates each row's arrays and pads with `value`."""
     result = np.full((len(rows), length), value, np.int32)
     for number, arrays in enumerate(rows):
         if arrays:
@@ -243,7 +244,7 @@ def _fill(rows: Sequence[Sequence[np.ndarray]], length: int, value: int) -> np.n
 
 
 def _segment_ids(rows: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-    """1 for each token of a row's first array, 2 for the second, ..."""
+    """Segment ids: 1 for each token of a row's first array, 2 for the second, ..."""
     return [[np.full_like(x, number) for number, x in enumerate(row, 1)] for row in rows]
 
 

@@ -1,9 +1,9 @@
-"""Encodes conversations by the chat template; the assistant's messages are learnt.
+"""Encodes conversations with the chat template; labels are the tokens of the assistant's messages.
 
-A template does not mark the assistant's tokens. They are found through prompts as generation has
-them: the conversation up to an answer, rendered with the generation prompt. What the rendered
-conversation adds to that prompt is the answer. This needs a template that renders the beginning of
-a conversation the same whatever follows, which is checked.
+A template does not mark the assistant's tokens. They are found by rendering the conversation up
+to an answer with the generation prompt, as for generation: the answer is the rest of the full
+rendering. This requires that the template renders a prefix of a conversation the same whatever
+follows, which is checked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Message = Mapping[str, Any]
 class ChatFormat:
     """Encodes messages ``{"role": ..., "content": ...}``; a row may have `tools` for the template.
 
-    The assistant's messages are learnt, with the token that ends each. No special token is added to
+    The loss covers the assistant's messages and the token that ends each. Special tokens are only
     those that the template writes.
     """
 
@@ -56,7 +56,7 @@ class ChatFormat:
         return CausalExample(ids, labels)
 
     def _turn_end(self, conversation: _Conversation, number: int, start: int) -> int:
-        """Position after the token that ends the answer, without a line break that follows it."""
+        """Position after the token that ends the answer, excluding a following line break."""
         stop = conversation.boundary(number + 1, before_answer=False)
         ends = self.tokenizer.special_ids.union(self.eos_token_ids)
         answer = conversation.ids[start:stop]
@@ -72,7 +72,7 @@ class ChatFormat:
 
 @dataclass
 class _Conversation:
-    """A rendered conversation, and the positions of its messages in it."""
+    """A rendered conversation and the token positions of its messages."""
 
     tokenizer: Tokenizer
     messages: Sequence[Message]
@@ -84,7 +84,7 @@ class _Conversation:
         self.ids: list[int] = self._render(len(self.messages), prompt=False, tokenize=True)
 
     def boundary(self, number: int, *, before_answer: bool) -> int:
-        """Number of ids of the first `number` messages, with the generation prompt or without."""
+        """Token count of `number` messages, with the generation prompt if `before_answer`."""
         if number == len(self.messages):
             return len(self.ids)
         ids = self._render(number, prompt=before_answer, tokenize=True)
@@ -99,7 +99,7 @@ class _Conversation:
                 "others; end each row with an answer and set train_on to 'last', or give another "
                 "chat_template"
             )
-        # A token with characters of both sides belongs to what comes after.
+        # A token that spans the boundary belongs to the part after it.
         return next(
             n for n, pair in enumerate(zip(ids, self.ids, strict=False)) if pair[0] != pair[1]
         )
@@ -115,7 +115,7 @@ class _Conversation:
 
 
 def messages_of(row: Row, field: str) -> Sequence[Message]:
-    """The messages of a row, each an object with a role."""
+    """The messages of a row, checked to be objects with a role."""
     messages = get(row, field, list)
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

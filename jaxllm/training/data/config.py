@@ -1,4 +1,4 @@
-"""`DataConfig`: source, format and batching of the data. `ModelInfo`: what depends on the model."""
+"""`DataConfig`: source, format and batching of the data. `ModelInfo`: the model's properties."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KIND_OF: Mapping[str, ModelKind] = {
     "seq2seq": "seq2seq",
     "classification": "classification",
 }
-# Fields that only some formats read.
+# Formats that read each format-specific field.
 _READ_BY: Mapping[str, tuple[str, ...]] = {
     "text_field": ("text", "classification"),
     "prompt_field": ("prompt_completion",),
@@ -177,10 +177,10 @@ class ModelInfo:
 
     @classmethod
     def of(cls, model: Any) -> ModelInfo:
-        """Reads them from a model.
+        """Reads the properties of a model.
 
         Raises:
-            UnsupportedError: the model has no labels (an encoder alone).
+            UnsupportedError: the model has no labels, such as an encoder alone.
         """
         config = model.config
         kind: ModelKind
@@ -210,7 +210,7 @@ def check_together(config: DataConfig, model: ModelInfo) -> None:
     """Checks that the model can be trained on the format.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the model cannot be trained on it.
     """
     kind = KIND_OF[config.format]
     if kind != model.kind:
@@ -222,10 +222,10 @@ def check_together(config: DataConfig, model: ModelInfo) -> None:
 
 
 def length_limits(config: DataConfig, model: ModelInfo) -> tuple[int, ...]:
-    """Most tokens of an example: (length,), or (source, target) for seq2seq.
+    """Maximum number of tokens of an example: (length,), or (source, target) for seq2seq.
 
     Raises:
-        ConfigError: it exceeds the model's context length, or neither of the two is known.
+        ConfigError: a length exceeds the model's context length, or no length is known.
     """
     length = config.max_length if config.max_length is not None else model.context_length
     if length is None:

@@ -1,6 +1,6 @@
 """Encoded rows: token ids and labels.
 
-Labels are aligned with their own tokens (the loss shifts them); -100 is left out of the loss.
+Labels are aligned with the input tokens (the loss shifts them); -100 is ignored by the loss.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from jaxllm.models.input_checks import IGNORED
 
 @dataclass(frozen=True)
 class Example(ABC):
-    """Token ids (the encoder's, where there is one) and labels."""
+    """Token ids (of the encoder, for an encoder-decoder) and labels."""
 
     input_ids: Int32[np.ndarray, " T"]
     labels: np.ndarray
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens on each side: (tokens,), or (encoder, decoder)."""
+        """Number of tokens: (tokens,), or (encoder, decoder)."""
         return (len(self.input_ids),)
 
     @property
     def learnt(self) -> int:
-        """Number of labels that are in the loss."""
+        """Number of labels that count in the loss."""
         return int(np.count_nonzero(self.labels != IGNORED))
 
     @abstractmethod
     def truncate(self, limits: tuple[int, ...]) -> Example:
-        """The first tokens, at most `limits` on each side."""
+        """Truncates to at most `limits` tokens on each side."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CausalExample(Example):
 
     @classmethod
     def of(cls, ids: Int32[np.ndarray, " T"], learnt_from: int = 0) -> CausalExample:
-        """An example that learns all tokens from `learnt_from` on.
+        """An example whose labels are all tokens from position `learnt_from` on.
 
         >>> CausalExample.of(np.array([5, 6, 7, 8], np.int32), 2).labels.tolist()
         [-100, -100, 7, 8]
@@ -54,11 +54,11 @@ class CausalExample(Example):
         return cls(ids, labels)
 
     def truncate(self, limits: tuple[int, ...]) -> CausalExample:
-        """The first tokens. They have no EOS, since the text does not end there."""
+        """Truncates the sequence. Adds no EOS, since the text does not end there."""
         return CausalExample(self.input_ids[: limits[0]], self.labels[: limits[0]])
 
     def split(self, limit: int) -> list[CausalExample]:
-        """Splits into pieces that overlap by one token: all tokens but the first are learnt once.
+        """Splits into pieces that overlap by one token: all tokens but the first are labels once.
 
         >>> pieces = CausalExample.of(np.arange(5, dtype=np.int32)).split(3)
         >>> [(piece.input_ids.tolist(), piece.labels.tolist()) for piece in pieces]
@@ -81,7 +81,7 @@ class Seq2SeqExample(Example):
     def truncate(self, limits: tuple[int, ...]) -> Seq2SeqExample:
         """Truncates both sides: the source keeps its EOS, as in transformers.
 
-        A truncated target has none, so that the model does not learn to stop there.
+        A truncated target has no EOS, so that the model does not learn to stop there.
         """
         source, target = self.input_ids, self.labels[: limits[1]]
         if len(source) > limits[0]:

@@ -1,7 +1,7 @@
-"""Encodes all rows of a source once, in threads, and keeps them in memory: 8 bytes a token.
+"""Encodes all rows of a source once, in threads, and keeps them in memory (8 bytes per token).
 
 Plans need the lengths of all examples, and rendering a chat template takes a millisecond or more,
-so rows are not encoded again in every epoch.
+so rows are not re-encoded in every epoch.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Counts:
 
     Attributes:
         rows: rows of the source.
-        examples: examples made of them.
-        truncated, dropped: rows that were too long.
+        examples: examples made from them.
+        truncated, dropped: rows that were too long and were truncated or dropped.
         split: rows that became several examples.
-        empty: rows left out because they have no label: an empty text, or one that was truncated
-            before the answer began.
+        empty: rows left out because they have no label: an empty text, or a row truncated before
+            the answer began.
         tokens: tokens of the examples, on both sides for seq2seq.
-        learnt: labels that are in the loss (for a classifier, examples).
+        learnt: labels that count in the loss (for a classifier, examples).
     """
 
     rows: int = 0
@@ -86,12 +86,12 @@ class Examples:
 
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "N K"]:
-        """Tokens of each example, on each side (encoder and decoder for seq2seq)."""
+        """Number of tokens of each example (of encoder and decoder for seq2seq)."""
         return np.asarray([example.lengths for example in self.items], np.int64)
 
     @cached_property
     def digest(self) -> str:
-        """Hash of tokens and labels: the same data, tokenizer, format and lengths give the same."""
+        """Hash of tokens and labels; equal for equal data, tokenizer, format and length limits."""
         digest = hashlib.sha256()
         for example in self.items:
             for values in (example.input_ids, example.labels):
@@ -114,7 +114,7 @@ def encode_rows(
         progress: called as ``progress(done, total)`` after every row.
 
     Raises:
-        DataError: a row does not fit its format, is too long (where that is an error), or has ids
+        DataError: a row does not fit its format, is too long (if that is an error), or has ids
             beyond the model's vocabulary; or no example is left.
     """
 
@@ -144,10 +144,10 @@ def encode_rows(
 def fit(
     example: Example, limits: tuple[int, ...], on_too_long: OnTooLong
 ) -> tuple[list[Example], Counts]:
-    """Applies `on_too_long` to an example: what is left of it is within the limits.
+    """Applies `on_too_long` to an example; the resulting examples are within the limits.
 
     Raises:
-        DataError: it is too long, and that is an error.
+        DataError: the example is too long and `on_too_long` is "error".
     """
     kept, note = [example], {}
     if any(length > limit for length, limit in zip(example.lengths, limits, strict=True)):

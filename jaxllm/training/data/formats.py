@@ -1,7 +1,7 @@
 """Formats: encode a row as an example.
 
-Which tokens are learnt depends on the field that they come from, never on their ids: where the pad
-token is also the EOS, labels of the EOS must stay, or the model never learns to stop.
+The tokens in the loss depend on their field, never on their ids: if the pad token is also the EOS,
+labels of the EOS must stay, or the model never learns to stop.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from jaxllm.training.data.example import CausalExample, Example, Seq2SeqExample
 from jaxllm.training.data.rows import Row
 
 PART_CHARACTERS = 1 << 20
-"""Longer texts are encoded in parts: the tokenizers library takes a hundred bytes a token."""
+"""Longer texts are encoded in parts: the tokenizers library uses a hundred bytes per token."""
 
 
 class Format(Protocol):
-    """Encodes one row, however long it is."""
+    """Encodes one row of any length."""
 
     def __call__(self, row: Row) -> Example:
-        """The example of a row.
+        """Encodes a row.
 
         Raises:
-            DataError: the row is not of this format; names the field.
+            DataError: the row does not have this format; names the field.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Learns every token of a text and the EOS after it.
+    """Text: labels are all tokens and the EOS after them.
 
     A `bytes` value (from a file of type `bytes`) needs a byte tokenizer, whose ids are the bytes.
     """
@@ -59,7 +59,7 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class PromptCompletionFormat:
-    """Learns the completion and its EOS, but not the prompt.
+    """Prompt and completion: labels are the completion and its EOS.
 
     The two are encoded separately, as in generation, which continues from the prompt's tokens.
     """
@@ -78,7 +78,7 @@ class PromptCompletionFormat:
 
 @dataclass(frozen=True)
 class Seq2SeqFormat:
-    """Source for the encoder, target for the decoder (T5); both end with EOS."""
+    """Encoder-decoder (T5): source for the encoder, target for the decoder; both end with EOS."""
 
     tokenizer: Tokenizer
     eos: int
@@ -96,10 +96,10 @@ class Seq2SeqFormat:
 
 
 def get(row: Row, name: str, *types: type) -> Any:
-    """A field of a row.
+    """Returns a field of a row.
 
     Raises:
-        DataError: it is missing, or its value is of none of these types.
+        DataError: the field is missing or has a value of another type.
     """
     if name not in row:
         raise DataError(
@@ -114,20 +114,20 @@ def get(row: Row, name: str, *types: type) -> Any:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text with the tokenizer's special tokens (BOS, EOS)."""
+    """Encodes a text with the tokenizer's special tokens (BOS, EOS)."""
     return tokenizer.encode(text, max_bytes=sys.maxsize)
 
 
 def plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text without special tokens."""
+    """Encodes a text without special tokens."""
     return tokenizer.encode(text, add_special_tokens=False, max_bytes=sys.maxsize)
 
 
 def continuation(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text that continues another one.
+    """Encodes a text that continues another one.
 
-    sentencepiece prepends a space to a text, which is wrong in the middle of one. So the text is
-    encoded after a line break, whose ids are then removed, if they come out unchanged.
+    sentencepiece prepends a space to a text, which is wrong for a continuation. So the text is
+    encoded after a line break, whose ids are then removed if they are unchanged.
     """
     before, both = plain(tokenizer, "\n"), plain(tokenizer, "\n" + text)
     if both[: len(before)] == before:
@@ -136,7 +136,7 @@ def continuation(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def beginning(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text that will be continued: with the tokenizer's BOS, without EOS."""
+    """Encodes a text that will be continued: with the tokenizer's BOS, without EOS."""
     marked = encode(tokenizer, "a")
     body = plain(tokenizer, "a")
     front = next((n for n in range(len(marked)) if marked[n : n + len(body)] == body), 0)
@@ -144,7 +144,7 @@ def beginning(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_document(tokenizer: Tokenizer, text: str, size: int = PART_CHARACTERS) -> list[int]:
-    """`beginning`, in parts that end at line ends where the text is long."""
+    """Like `beginning`, but encodes a long text in parts that end at line ends."""
     ids: list[int] = []
     start = 0
     while start < len(text) or start == 0:
@@ -158,7 +158,7 @@ def encode_document(tokenizer: Tokenizer, text: str, size: int = PART_CHARACTERS
 
 
 def with_end(ids: list[int], eos: int) -> list[int]:
-    """The ids with EOS at their end, unless the tokenizer has put it there."""
+    """Appends EOS unless the ids already end with it."""
     return ids if ids and ids[-1] == eos else [*ids, eos]
 
 

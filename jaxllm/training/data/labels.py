@@ -1,4 +1,4 @@
-"""Classification and regression: a text and its class, classes or numbers."""
+"""Format of classification and regression rows: a text and its class, classes or numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxllm.training.data.rows import Row
 
 @dataclass(frozen=True)
 class ClassificationFormat:
-    """Encodes a text and its label, by the model's `problem_type`."""
+    """Encodes a text and its label according to the model's `problem_type`."""
 
     tokenizer: Tokenizer
     field: str
@@ -43,10 +43,10 @@ class ClassificationFormat:
 class Labels:
     """Converts the label of a row to an array.
 
-    - `single_label_classification`: a class's number, or its name where there are names: int32 [].
+    - `single_label_classification`: a class number, or a class name if there are names: int32 [].
     - `multi_label_classification`: a list of numbers or names (the others are 0), or one float or
       boolean for each class: float32 [C].
-    - `regression`: a number, or as many as the model has outputs: float32 [] or [C].
+    - `regression`: a number, or a list of C numbers for C outputs: float32 [] or [C].
 
     >>> labels = Labels("multi_label_classification", 3, ("red", "green", "blue"))
     >>> labels(["blue", "red"]).tolist(), labels([0.0, 1.0, 0.5]).tolist()
@@ -105,7 +105,7 @@ class Labels:
 
 
 def problem_of(model: ModelInfo) -> str:
-    """The problem type of a classifier; the default depends on the number of its outputs.
+    """Problem type of a classifier; the default depends on its number of outputs.
 
     >>> problem_of(ModelInfo(kind="classification", vocab_size=9, num_labels=1))
     'regression'
@@ -116,10 +116,10 @@ def problem_of(model: ModelInfo) -> str:
 
 
 def labels_of(model: ModelInfo, names: tuple[str, ...]) -> Labels:
-    """The converter of a model's labels.
+    """Makes the label converter of a model.
 
     Raises:
-        ConfigError: there are not as many names as the model has classes.
+        ConfigError: the number of names is not the model's number of classes.
     """
     problem = problem_of(model)
     if names and problem == "regression":

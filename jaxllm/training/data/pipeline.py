@@ -30,10 +30,10 @@ from jaxllm.training.data.sequence_rows import SequenceRows, dataset_rows
 
 
 def rows_of(config: DataConfig) -> Rows:
-    """Opens the source that a config names.
+    """Opens the data source of a config.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: the config has no source.
         MissingFileError, DataError, UnsupportedError: as `open_rows` and `dataset_rows`.
     """
     if config.dataset is not None:
@@ -44,7 +44,7 @@ def rows_of(config: DataConfig) -> Rows:
 
 
 def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> Format:
-    """The format that encodes the rows of a config for a model."""
+    """Makes the format that encodes the rows of a config for a model."""
     check_together(config, model)
     match config.format:
         case "classification":
@@ -89,7 +89,7 @@ def read_examples(
 
     Raises:
         ConfigError: the config does not fit the model.
-        DataError: a file or a row is malformed or does not fit; the message says where.
+        DataError: a file or a row is malformed or does not fit; the message names it.
     """
     encode = make_format(config, tokenizer, model)
     limits = length_limits(config, model)
@@ -112,16 +112,16 @@ def make_batches(
     rows: Sequence[Row] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Batches:
-    """Batches to train on.
+    """Makes the batches of a training run.
 
     Args:
         config: source, format and batching.
         tokenizer: the model's tokenizer.
         model: properties of the model, ``ModelInfo.of(model)``.
-        batch_size: rows of one step, over all processes.
-        seed: seed of the order, where the config has none.
-        process_index, process_count: the part of each batch that this process gets.
-        epochs: number of epochs; None: no end.
+        batch_size: rows per step, over all processes.
+        seed: seed of the order if the config has none.
+        process_index, process_count: selects this process's part of each batch.
+        epochs: number of epochs; None: unlimited.
         rows: dicts in place of the config's source.
         progress: called as ``progress(done, total)`` after every encoded row.
 
@@ -152,10 +152,10 @@ def epoch_batches(
     rows: Sequence[Row] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Epoch:
-    """Batches for evaluation: every example exactly once, always in the same order.
+    """Makes batches for evaluation: every example exactly once, in a fixed order.
 
-    The last batch is filled up with rows of padding: labels are -100, and `weights` 0 where labels
-    are floats. The result can be iterated over repeatedly. Arguments are those of `make_batches`.
+    The last batch is filled with padding rows: labels are -100, or `weights` 0 for float
+    labels. The result can be iterated over repeatedly. Arguments are those of `make_batches`.
     """
     shard = Shard(batch_size, process_index, process_count)
     examples = read_examples(config, tokenizer, model, rows, progress)

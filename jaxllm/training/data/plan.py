@@ -1,7 +1,7 @@
-"""Assigns examples to the rows and batches of an epoch; packs several into a row.
+"""Assigns examples to the rows and batches of an epoch, with optional packing.
 
-A plan is a pure function of the seed, the epoch and the lengths of the examples. It does not depend
-on the number of processes, and any batch of any epoch is found without computing those before it.
+A plan is a pure function of the seed, the epoch and the example lengths. It does not depend on the
+number of processes, and any epoch is planned without computing earlier ones.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jaxllm.tokenizers import bucket_length
 from jaxllm.training.data.config import Bucket
 
 MIN_BUCKET = 16
-"""Smallest bucket: a smaller one saves less time than compiling for it takes."""
+"""Smallest bucket; smaller ones save less time than their compilation takes."""
 WINDOW_ROWS = 512
-"""Rows that are packed together."""
+"""Rows per packing window."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Plan:
     """The batches of one epoch; each example is in exactly one row."""
 
     members: Int64[np.ndarray, " N"]
-    """Examples, row after row."""
+    """Example numbers, concatenated over the rows."""
     offsets: Int64[np.ndarray, " offsets"]
     """Row r holds ``members[offsets[r]:offsets[r + 1]]``; the last batch is padded with rows
     without examples."""
     shapes: Int64[np.ndarray, "batches K"]
-    """Length of each batch's rows, on each side."""
+    """Row length of each batch, on each side."""
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -41,27 +41,27 @@ class Plan:
         return (len(self.offsets) - 1) // len(self)
 
     def row(self, batch: int, number: int) -> Int64[np.ndarray, " n"]:
-        """The examples in a row of a batch."""
+        """Example numbers in a row of a batch."""
         row = batch * self.batch_size + number
         return self.members[self.offsets[row] : self.offsets[row + 1]]
 
     def padding(self, lengths: Int[np.ndarray, "N K"]) -> float:
-        """The share of all positions that are padding, 0 to 1."""
+        """Share of all positions that are padding, 0 to 1."""
         places = int(self.shapes.sum()) * self.batch_size
         return 1.0 - int(lengths[self.members].sum()) / places
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes the plan of an epoch from the lengths of the examples.
+    """Plans an epoch from the lengths of the examples.
 
     Args:
-        batch_size: rows of a batch.
-        limits: most tokens of a row, on each side.
-        packing: rows hold several examples, and are as long as `limits`.
-        bucket: how lengths are rounded up without packing; see `DataConfig`.
-        shuffle: each epoch has an order of its own; otherwise the examples stay in order.
-        seed: seed of that order.
+        batch_size: rows per batch.
+        limits: maximum tokens of a row, on each side.
+        packing: put several examples into each row; all rows have the lengths `limits`.
+        bucket: rounding of lengths without packing; see `DataConfig`.
+        shuffle: use a new order in each epoch; False: the order of the examples.
+        seed: seed of the order.
     """
 
     batch_size: int
@@ -72,7 +72,7 @@ class Planner:
     seed: int = 0
 
     def plan(self, lengths: Int[np.ndarray, "N K"], epoch: int) -> Plan:
-        """The batches of an epoch, from 0 on. There must be at least one example."""
+        """Plans an epoch (0, 1, ...). There must be at least one example."""
         order = self._permutation(len(lengths), epoch, 0)
         if self.packing:
             rows = pack(lengths, order, self.limits)
@@ -85,7 +85,7 @@ class Planner:
         return _plan([groups[n][:, None].tolist() for n in turn], shapes[turn], self.batch_size)
 
     def _permutation(self, count: int, epoch: int, use: int) -> Int64[np.ndarray, " count"]:
-        """A shuffled order, or 0, 1, ... without `shuffle`.
+        """Shuffled order, or 0, 1, ... without `shuffle`.
 
         Sorts random bits: NumPy keeps the streams of its bit generators from version to version,
         but not the results of ``Generator.permutation``.
@@ -98,9 +98,9 @@ class Planner:
     def _by_length(
         self, lengths: Int[np.ndarray, "N K"], order: Int64[np.ndarray, " N"]
     ) -> tuple[list[Int64[np.ndarray, " b"]], Int64[np.ndarray, "batches K"]]:
-        """Batches of examples of one bucket each.
+        """Batches of one bucket each, and their lengths.
 
-        The remainders of all buckets are batched together, ordered by length, so that at most one
+        The remainders of all buckets are batched together, in order of length, so that at most one
         batch is not full.
         """
         sizes = self._bucket_sizes(lengths)
@@ -145,16 +145,16 @@ def pack(
     limits: tuple[int, ...],
     window_rows: int = WINDOW_ROWS,
 ) -> list[list[int]]:
-    """Packed rows: each example of `order` is in exactly one of them.
+    """Packs examples into rows; each example of `order` is in exactly one row.
 
-    First-fit decreasing (Johnson 1973), within windows of a shuffled order: sorting all examples
-    would put the same ones together in every epoch.
+    First-fit decreasing (Johnson 1973), within windows of the shuffled order: sorting all examples
+    would pack the same ones together in every epoch.
 
     Args:
-        lengths: tokens of each example, on each side (encoder and decoder, for T5).
-        order: the examples in shuffled order, which is cut into windows.
-        limits: tokens of a row, on each side; no example is longer.
-        window_rows: a window is as many examples as fill about this number of rows.
+        lengths: number of tokens of each example, on each side (encoder and decoder, for T5).
+        order: example numbers in shuffled order, which is cut into windows.
+        limits: maximum tokens of a row, on each side; no example is longer.
+        window_rows: size of a window, as the number of rows that its examples fill.
 
     >>> pack(np.array([[3], [6], [2], [5]]), np.arange(4), (8,))
     [[1, 2], [3, 0]]
@@ -174,7 +174,7 @@ def _first_fit(
     rows: list[list[int]] = []
     free = np.tile(np.asarray(limits), (len(order), 1))
     for example in order:
-        # The row after the open ones is empty, so that a fit always exists.
+        # The next new row is always empty, so a fit always exists.
         fits = (free[: len(rows) + 1] >= lengths[example]).all(axis=1)
         row = int(np.argmax(fits))
         if row == len(rows):

@@ -1,7 +1,7 @@
 """Sources of rows: JSONL, JSON, text and byte files.
 
-A row is a dict. Rows are read by index, without loading whole files except JSON. What cannot be
-read is an error that names the file and the line.
+A row is a dict. Rows are read by index, without loading whole files (except JSON). Errors name the
+file and the line.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def open_rows(
     """Opens one or more files.
 
     Args:
-        path: a file, a glob (``data/*.jsonl``, in the order of the names) or a list of them.
+        path: a file, a glob (``data/*.jsonl``, sorted by name) or a list of them.
         file_type: ``auto`` decides by the suffix. Rows of text and byte files have one field,
             ``text``, a ``str`` or ``bytes``.
-        by_line: each line of a text file that is not blank is a row; otherwise the whole file is.
+        by_line: each non-blank line of a text file is a row; otherwise the whole file is.
 
     Raises:
-        MissingFileError: there is no such file.
-        DataError: a file is malformed or its type is not known.
+        MissingFileError: a file does not exist.
+        DataError: a file is malformed or its type is unknown.
     """
     files = find_files(path)
     types = {file_type if file_type != "auto" else _type_of(file) for file in files}
@@ -87,7 +87,7 @@ def open_rows(
 
 
 def find_files(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tuple[Path, ...]:
-    """The files that a path, a glob or a list of them names; a file named twice is an error."""
+    """Resolves a path, a glob or a list of them to files; a file named twice is an error."""
     paths = [path] if isinstance(path, str | PathLike) else list(path)
     if not paths:
         raise DataError("path: the list of files is empty")
@@ -158,7 +158,7 @@ class _Files:
 
 
 class _Lines(_Files):
-    """Lines that are not blank. Only their offsets are kept: 24 bytes a line."""
+    """Non-blank lines. Only their offsets are kept: 24 bytes per line."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(files)
@@ -184,7 +184,7 @@ class _Lines(_Files):
 
 
 def _line_starts(file: Path) -> Iterator[tuple[int, int]]:
-    """Number (from 1) and offset, after a BOM, of every line that is not blank."""
+    """Number (from 1) and offset (after a BOM) of every non-blank line."""
     try:
         with file.open("rb") as stream:
             start = 0
@@ -198,7 +198,7 @@ def _line_starts(file: Path) -> Iterator[tuple[int, int]]:
 
 
 class JsonlRows(_Lines):
-    """JSONL: one JSON object a line; blank lines are skipped, but counted in line numbers."""
+    """JSONL: one JSON object per line; blank lines are skipped, but counted in line numbers."""
 
     def __getitem__(self, index: int, /) -> Row:
         where = self.where(index)
@@ -206,7 +206,7 @@ class JsonlRows(_Lines):
 
 
 class LineRows(_Lines):
-    """Text files; each line that is not blank is a row."""
+    """Text files; each non-blank line is a row."""
 
     def __getitem__(self, index: int, /) -> Row:
         return {"text": _decode(self.line(index).rstrip(b"\r\n"), self.where(index))}
@@ -234,7 +234,7 @@ class ByteRows(TextRows):
 
 
 class JsonRows(_Files):
-    """JSON files with a list of objects, which are loaded in full."""
+    """JSON files with a list of objects, loaded in full."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(files)

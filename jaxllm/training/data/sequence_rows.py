@@ -1,4 +1,4 @@
-"""Rows of Python lists and of Hugging Face data sets."""
+"""Row sources over Python lists and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SequenceRows:
         return hash_rows(self._rows[index] for index in range(len(self)))
 
     def sha256(self) -> str:
-        """Hash of the rows as JSON, one per line; other values (dates) as their ``str``."""
+        """Hash of the rows as JSON lines; values that JSON lacks (dates) as their ``str``."""
         return self._digest
 
 

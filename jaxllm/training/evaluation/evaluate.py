@@ -30,15 +30,15 @@ class EvalResult:
     """Means over every counted token (or example) of a set."""
 
     loss: float
-    """Mean loss in nats per token; the mean squared error for regression."""
+    """Mean loss in nats per token; mean squared error for regression."""
     accuracy: float
-    """Share of tokens (or labels) that have the largest logit; 0 for regression."""
+    """Share of tokens (or labels) predicted correctly by the largest logit; 0 for regression."""
     count: int
     """Number of counted tokens, or examples."""
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where a float cannot hold it."""
+        """exp(loss); infinity on overflow."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -65,24 +65,24 @@ class EvalResult:
 
 
 def evaluate(model: Any, batches: Iterable[Batch], loss: Loss) -> EvalResult:
-    """The mean loss of a model over all batches, each counted token weighing the same.
+    """Evaluates a model: mean loss over all batches, with equal weight for each counted token.
 
-    How the set is cut into batches does not matter: sums are added, never means. Sums of a batch
-    are float32, those of the set float64. A last batch may be filled up with rows that count
-    nothing (labels -100), so that it has the shape of the others: one program for each shape.
+    The result does not depend on the split into batches: sums are added, never means. Sums of a
+    batch are float32, those of the set float64. The last batch may be filled with padding rows
+    (labels -100) to the shape of the others, since each shape is compiled once.
 
     Args:
         model: evaluated without dropout: `loss` gets no key.
         batches: dicts of the model's call arguments.
-        loss: one of `losses` without label smoothing and z-loss, which are no part of a perplexity,
-            or a function. A new lambda at each call compiles again.
+        loss: one of `losses`, without label smoothing and z-loss, which would distort the
+            perplexity; or a function. A new lambda at each call compiles again.
 
     Raises:
         InputError: no label of any batch is counted.
     """
     bare = without_metadata(model)
     total = np.zeros(3, np.float64)
-    # The sums of a batch are read while the next one runs, so that the device does not wait.
+    # Fetch the sums of a batch while the next one runs, so that the device does not wait.
     pending: list[LossSums] = []
     for batch in batches:
         pending.append(_sums(bare, dict(batch), loss=loss))
@@ -111,9 +111,9 @@ class EvalPrompt:
     """A prompt to generate an answer for, with the expected answer."""
 
     prompt: str | Sequence[int]
-    """Text, encoded with the tokenizer's special tokens; or token ids (of a chat template)."""
+    """Text, encoded with the tokenizer's special tokens; or token ids (from a chat template)."""
     reference: str | Sequence[str]
-    """The expected answer, or several that are equally good."""
+    """The expected answer, or several equally good ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class GenerationResult:
     scores: dict[str, float]
     """Scores by name; see `generation_metrics`."""
     predictions: list[str]
-    """Generated text in the order of the rows, without special tokens."""
+    """Generated texts in row order, without special tokens."""
     samples: list[EvalSample]
     """The first few rows."""
 
@@ -149,23 +149,22 @@ def generate_and_score(
     before_batch: Callable[[], None] = lambda: None,
     **fields: Any,
 ) -> GenerationResult:
-    """Generates an answer to every prompt, and scores the answers.
+    """Generates an answer to every prompt and scores the answers.
 
     Prompts of similar length share a batch, padded on the left for a decoder-only model and on the
-    right for an encoder-decoder. Results are in the order of the rows and do not depend on
-    `batch_size`.
+    right for an encoder-decoder. Results are in row order and do not depend on `batch_size`.
 
     Args:
         rows: `EvalPrompt`s, or (prompt, reference) pairs.
         metrics: names in `generation_metrics.METRICS`.
-        batch_size: rows of each batch; the last one is filled up by repeating a row.
+        batch_size: rows per batch; the last batch is filled by repeating a row.
         samples: number of rows to keep for the report.
         key: PRNG key for sampling; constant by default, so that evaluations are comparable.
-        before_batch: called before each batch; an exception that it raises ends the evaluation.
+        before_batch: called before each batch; its exceptions end the evaluation.
         fields: generation settings of `jaxllm.generate`, such as ``max_new_tokens=32``.
 
     Raises:
-        InputError: no rows, an unknown metric, fields that do not go together.
+        InputError: no rows, an unknown metric, or conflicting fields.
         MissingExtraError: a metric's package is not installed.
     """
     check_metrics(metrics)
@@ -202,10 +201,10 @@ def generate_answers(
     before_batch: Callable[[], None],
     fields: Mapping[str, Any],
 ) -> list[str]:
-    """The generated text for each prompt, without special tokens; see `generate_and_score`.
+    """Generates a text for each prompt, without special tokens; see `generate_and_score`.
 
     Raises:
-        InputError: fields that do not go together, or several sequences per prompt.
+        InputError: conflicting fields, or several sequences per prompt.
     """
     if batch_size < 1:
         raise InputError(f"batch_size: expected 1 or more, found {batch_size}")
@@ -240,10 +239,10 @@ def encoded_prompt(row: EvalPrompt, tokenizer: Tokenizer) -> list[int]:
 def check_answer_length(
     model: GenerativeModel, prompt: Sequence[int], fields: Mapping[str, Any]
 ) -> None:
-    """Checks that prompt and answer fit in the model's positions and in `max_length`.
+    """Checks that prompt and answer fit in the model's context and in `max_length`.
 
     Raises:
-        InputError: they do not.
+        InputError: they do not fit.
     """
     if not model.is_encoder_decoder:
         config, _ = merged_config(model, None, fields)
@@ -261,7 +260,7 @@ def before_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> Sequence[int]:
 
 
 def as_text(content: str | Sequence[str] | Sequence[int], tokenizer: Tokenizer) -> str:
-    """A prompt or reference as text: ids are decoded, of several references the first is taken."""
+    """A prompt or reference as text: decodes ids, and takes the first of several references."""
     if isinstance(content, str):
         return content
     first = next(iter(content), "")

@@ -1,8 +1,8 @@
 """Metrics of generated text against references: exact match, accuracy, ROUGE, BLEU, chrF.
 
-Pure functions of (prediction, references) pairs; of several references the best match counts. Each
-returns a dict of scores: exact match, accuracy and ROUGE from 0 to 1, BLEU and chrF from 0 to 100
-(as rouge-score and sacrebleu do).
+Pure functions of (prediction, references) pairs; with several references the best match counts.
+Each returns a dict of scores: exact match, accuracy and ROUGE from 0 to 1, BLEU and chrF from 0 to
+100 (as in rouge-score and sacrebleu).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUGE_KINDS = ("rouge1", "rouge2", "rougeL")
 
 
 def exact_match(pairs: Pairs) -> Scores:
-    """The share of predictions equal to a reference, without leading and trailing whitespace.
+    """Share of predictions equal to a reference, ignoring leading and trailing whitespace.
 
     >>> exact_match([(" Paris\\n", "Paris"), ("paris.", "Paris")])
     {'exact_match': 0.5}
@@ -31,7 +31,7 @@ def exact_match(pairs: Pairs) -> Scores:
 
 
 def normalized_exact_match(pairs: Pairs) -> Scores:
-    """Exact match after `normalize`, the usual score of short answers.
+    """Exact match after `normalize`, a common score for short answers.
 
     >>> normalized_exact_match([("The  city: Paris!", ["Rome", "city Paris"])])
     {'normalized_exact_match': 1.0}
@@ -40,16 +40,16 @@ def normalized_exact_match(pairs: Pairs) -> Scores:
 
 
 def normalize(text: str) -> str:
-    """Lower case, without punctuation, articles and repeated whitespace.
+    """Lower-cases a text and removes punctuation, articles and repeated whitespace.
 
-    As in the evaluation script of SQuAD does (Rajpurkar et al. 2016, arXiv:1606.05250).
+    Matches the evaluation script of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250).
     """
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def accuracy(pairs: Sequence[tuple[Hashable, Hashable]]) -> Scores:
-    """The share of labels, texts or numbers, that equal their reference.
+    """Share of labels (texts or numbers) that equal their reference.
 
     >>> accuracy([(1, 1), (0, 1)])
     {'accuracy': 0.5}
@@ -98,7 +98,7 @@ METRICS: dict[str, Callable[[Pairs], Scores]] = {
     "bleu": bleu,
     "chrf": chrf,
 }
-"""Metrics of generated text by their name in recipes."""
+"""Metrics of generated text, by name in recipes."""
 
 
 def check_metrics(names: Iterable[str]) -> None:
@@ -118,7 +118,7 @@ exact_match, normalized_exact_match, rouge, bleu, chrf
 
 
 def score_texts(pairs: Pairs, names: Iterable[str]) -> Scores:
-    """The scores of several metrics, by their names in `METRICS`, in one dict."""
+    """Computes several metrics by their names in `METRICS`; returns all scores in one dict."""
     scores: Scores = {}
     for name in names:
         scores |= METRICS[name](pairs)
@@ -145,7 +145,7 @@ def _check(pairs: Sequence[tuple[Hashable, object]]) -> None:
 
 
 def _streams(pairs: Pairs) -> tuple[list[str], list[list[str | None]]]:
-    """Predictions, and references in sacrebleu's order: all first ones, all second ones, ..."""
+    """Predictions, and references in sacrebleu's layout: all first ones, all second ones, ..."""
     _check(pairs)
     references = [_several(wanted) for _, wanted in pairs]
     count = max(map(len, references))

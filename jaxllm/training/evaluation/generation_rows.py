@@ -1,4 +1,4 @@
-"""Makes evaluation prompts and expected answers of rows of training data."""
+"""Makes evaluation prompts and expected answers from rows of data."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def generation_rows(
     *,
     check: Callable[[Sequence[int]], None] = lambda ids: None,
 ) -> list[EvalPrompt]:
-    """The first `limit` rows as prompts, with the same tokens as in training.
+    """Converts the first `limit` rows to prompts, with the same tokens as in training.
 
-    The prompt of a conversation is everything before its last answer. Rows that `on_too_long: drop`
-    leaves out of the loss are left out here as well.
+    The prompt of a conversation is everything before its last answer. Rows dropped by
+    `on_too_long: drop` are dropped here as well.
 
     Args:
-        check: raises a JaxLLMError for the ids of a prompt that cannot be answered.
+        check: raises a JaxLLMError for the ids of an invalid prompt, such as one that is too long.
 
     Raises:
         ConfigError: the format has no answers (text, classification).
-        DataError: a row lacks a field, or its prompt cannot be answered; names file and line.
+        DataError: a row lacks a field, or its prompt is invalid; names file and line.
     """
     if config.format not in ("prompt_completion", "chat", "seq2seq"):
         raise ConfigError(
@@ -61,7 +61,7 @@ def generation_rows(
 def prompt_of(
     row: Row, config: DataConfig, tokenizer: Tokenizer, eos: int
 ) -> tuple[list[int], str]:
-    """The prompt ids of a row and the expected answer."""
+    """Prompt ids of a row and the expected answer."""
     if config.format == "seq2seq":
         source = config.source_prefix + get(row, config.source_field, str)
         ids = with_end(encode(tokenizer, source), eos)

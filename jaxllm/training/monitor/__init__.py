@@ -1,1 +1,1 @@
-"""What a run reports while and after it trains: metrics, progress, charts, report, run card."""
+"""Monitoring of a run: metrics log, progress, charts, report and run card."""

@@ -1,4 +1,4 @@
-"""Curves of a run, drawn by matplotlib: as SVG inside report.html and as OUTPUT/loss.png."""
+"""Draws the curves of a run with matplotlib: SVG inside report.html, and OUTPUT/loss.png."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxllm.common.optional_deps import require
 from jaxllm.training.output_files import replacing
 
 MAX_POINTS = 400
-"""Points of a drawn curve: more than a chart of a page's width can show."""
+"""Most points of a drawn curve; a chart of a page's width cannot show more."""
 MIN_SMOOTHED = 40
-"""Points from which on a curve is smoothed."""
+"""Fewest points of a curve that is smoothed."""
 MAX_DOTS = 30
-"""Points up to which each has a dot of its own."""
+"""Most points of a curve that is drawn with a dot at each point."""
 LEARNING_RATES = ("lr", "learning_rate")
 # Colours that matplotlib draws with, and the variables of the page's style that replace them.
 COLOURS = {
@@ -31,7 +31,7 @@ COLOURS = {
     "#050505": "var(--line)",
 }
 TRAINED, EVALUATED, NONFINITE, TEXT, GRID = COLOURS
-# Equal runs give equal files.
+# No metadata, so that equal runs give equal files.
 NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
@@ -46,7 +46,7 @@ class Curve:
 
 
 def curve(rows: Sequence[Mapping[str, Any]], field: str, name: str | None = None) -> Curve | None:
-    """One field over the steps that have it; None if no step has a number there.
+    """Curve of one field over the steps that have it; None if no step has a number there.
 
     >>> curve([{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": float("nan")}], "loss")
     Curve(name='loss', points=[(1.0, 2.0)], nonfinite=(3,))
@@ -62,7 +62,7 @@ def curve(rows: Sequence[Mapping[str, Any]], field: str, name: str | None = None
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MAX_POINTS` points: means of neighbours."""
+    """Reduces a curve to at most `MAX_POINTS` points by averaging neighbours."""
     size = math.ceil(len(points) / MAX_POINTS)
     if size <= 1:
         return list(points)
@@ -71,7 +71,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]] | None:
-    """Running means over a twentieth of the curve; None for a short curve."""
+    """Running mean over a twentieth of the curve; None for a short curve."""
     if len(points) < MIN_SMOOTHED:
         return None
     reach = max(len(points) // 40, 1)
@@ -86,11 +86,11 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def svg_chart(curves: Sequence[Curve], *, label: str, noisy: bool = True) -> str:
-    """At most two curves over the same steps, as an SVG element in the colours of the page.
+    """Draws at most two curves over the same steps as an SVG element in the colours of the page.
 
     Args:
-        label: read out in place of the picture.
-        noisy: long curves are smoothed; the points themselves are drawn faintly.
+        label: alternative text of the picture.
+        noisy: smooth long curves, and draw their points faintly.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -101,14 +101,14 @@ def svg_chart(curves: Sequence[Curve], *, label: str, noisy: bool = True) -> str
     for drawn, colour in zip(curves, (TRAINED, EVALUATED), strict=False):
         _draw(axes, drawn, colour, noisy=noisy)
     bad = sorted({step for drawn in curves for step in drawn.nonfinite})[:100]
-    # On the axis below: markers at the height 0 of the frame.
+    # Markers on the x axis, at height 0 of the frame.
     axes.plot(bad, [0] * len(bad), "|", color=NONFINITE, transform=axes.get_xaxis_transform())
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(colors=TEXT, length=0)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.spines[:].set_visible(False)
     text = StringIO()
-    # Text stays text; ids are hashes, which differ between the charts of a page.
+    # Keep text as text; the label as salt makes ids differ between the charts of a page.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
         figure.savefig(text, format="svg", transparent=True, metadata=NO_METADATA)
     notes = "".join(f"; step {step}: not finite" for step in bad)
@@ -116,7 +116,7 @@ def svg_chart(curves: Sequence[Curve], *, label: str, noisy: bool = True) -> str
 
 
 def save_plot(rows: Sequence[Mapping[str, Any]], path: str | PathLike[str]) -> None:
-    """Draws loss and learning rate of the rows of a metrics log (`metrics_log.read_metrics`).
+    """Draws loss and learning rate from the rows of a metrics log (`metrics_log.read_metrics`).
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -143,7 +143,7 @@ def save_plot(rows: Sequence[Mapping[str, Any]], path: str | PathLike[str]) -> N
 
 
 def _figure(size: tuple[float, float]) -> Any:
-    """A figure by the object interface: no window, and the caller's pyplot is not touched."""
+    """Makes a figure without pyplot: no window, and no change of the caller's pyplot state."""
     module = require("matplotlib.figure", extra="plot", purpose="plots")
     return module.Figure(figsize=size, dpi=120, layout="constrained")
 
@@ -161,7 +161,7 @@ def _draw(axes: Any, drawn: Curve, colour: str, *, noisy: bool) -> None:
 
 
 def _inline(svg: str, label: str) -> str:
-    """matplotlib's file as an element of a page: without a prolog, namespaces, ids of groups."""
+    """Converts matplotlib's SVG file to an inline element: no prolog, namespaces or group ids."""
     found = re.search(r'<svg [^>]*viewBox="([^"]*)"[^>]*>(.*)</svg>', svg, re.DOTALL)
     assert found is not None
     box, body = found.groups()

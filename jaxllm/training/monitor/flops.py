@@ -1,8 +1,8 @@
 """Model FLOPs of a training step and peak FLOP/s of the devices, for the MFU.
 
-Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) counts the matrix
-products of the model's equations, once forward and twice backward, for tokens without padding.
-Work on padding and recomputation (remat) is not counted.
+Model FLOPs utilisation (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) counts the model's
+matrix products, once forward and twice backward, for tokens without padding. Padding and
+recomputation (remat) are not counted.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Peak:
 
 
 def peak_flops(devices: Collection[Any] | None = None) -> Peak | None:
-    """Peak FLOP/s of the devices; None: not known, so there is no MFU.
+    """Peak FLOP/s of the devices; None if unknown, so there is no MFU.
 
-    Accelerators are looked up by `device_kind`, whatever dtype the model computes in. On a CPU the
-    fastest of a few float32 products is measured (about a tenth of a second); virtual devices share
-    the one processor.
+    Accelerators are looked up by `device_kind`, regardless of the model's dtype. On a CPU the
+    fastest of a few float32 matrix products is measured (about 0.1 s); virtual devices share one
+    processor.
     """
     devices = jax.devices() if devices is None else devices
     first = next(iter(devices))
@@ -75,7 +75,7 @@ def peak_flops(devices: Collection[Any] | None = None) -> Peak | None:
 
 
 def known_peak(device_kind: str) -> float | None:
-    """Peak FLOP/s of a device by its name.
+    """Looks up the peak FLOP/s of a device by its name; None if unknown.
 
     >>> known_peak("NVIDIA H100 80GB HBM3"), known_peak("abacus")
     (989000000000000.0, None)
@@ -99,7 +99,7 @@ def _measured(device: Any) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of a batch without padding, and pairs of tokens that an attention head compares."""
+    """Numbers of tokens of a batch without padding, and of token pairs in attention."""
 
     tokens: int
     """Tokens of the decoder."""
@@ -111,16 +111,16 @@ class TokenCounts:
 
     @property
     def total(self) -> int:
-        """Tokens of both sides, as "tokens a second" counts them."""
+        """Tokens of encoder and decoder, as counted in tokens per second."""
         return self.tokens + self.source_tokens
 
     def times(self, parts: int) -> TokenCounts:
-        """The counts of `parts` parts of a batch with as many tokens each."""
+        """Multiplies the counts by `parts`, for `parts` equal parts of a batch."""
         return TokenCounts(*(parts * count for count in dataclasses.astuple(self)))
 
 
 def count_tokens(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> TokenCounts:
-    """Counts the tokens of a batch, without padding; packed documents are counted separately.
+    """Counts the tokens of a batch without padding; token pairs are within a packed document.
 
     >>> count_tokens({"attention_mask": np.array([[1, 1, 0]])}, is_encoder_decoder=False)
     TokenCounts(tokens=2, pairs=4, source_tokens=0, source_pairs=0, cross_pairs=0)
@@ -185,14 +185,14 @@ def model_flops(model: Any, trainable: Collection[str] | None = None) -> ModelFl
     """Estimates the FLOPs of a training step: 6 per matrix element and token, plus attention.
 
     A matrix element takes 2 FLOPs forward, 2 for the gradient of the activations, and 2 for its own
-    gradient, the last only if it is trained. Attention takes 12 per layer, pair of tokens and
-    element of the heads (all pairs, whatever a causal mask or a window hides). Not counted:
+    gradient, the last only if it is trained. Attention takes 12 per layer, token pair and
+    head element (all pairs, including those hidden by a causal mask or window). Not counted:
     embedding lookups, norms, softmax, adapters.
 
     Args:
         model: a model, whose arrays may be abstract.
-        trainable: paths of the parameters that get gradients; None: all. With LoRA: none of the
-            base model's.
+        trainable: paths of the parameters that get gradients; None: all. With LoRA, only
+            those of the adapters.
     """
     elements = {"token": 0.0, "source": 0.0}
     for path, leaf in parameters(model).items():
@@ -212,7 +212,7 @@ def model_flops(model: Any, trainable: Collection[str] | None = None) -> ModelFl
 
 
 def _is_looked_up(path: str, model: Any) -> bool:
-    """Whether a matrix is only an embedding; a tied embedding is also the LM head's matrix."""
+    """True for matrices used only for lookup. A tied embedding is also the LM head's matrix."""
     if "positions" in path or "position_bias" in path:
         return True
     embeds = path in ("backbone.embed.weight", "shared.weight")
@@ -220,7 +220,7 @@ def _is_looked_up(path: str, model: Any) -> bool:
 
 
 def _reads_source(path: str) -> bool:
-    """Whether a matrix multiplies the encoder's tokens."""
+    """True for matrices that multiply the encoder's tokens."""
     return path.startswith("encoder.") or ".cross.k." in path or ".cross.v." in path
 
 

@@ -21,7 +21,7 @@ NONFINITE = "nonfinite"
 
 
 def is_number(value: Any) -> bool:
-    """Whether a metric is one number: Python's, numpy's or JAX's.
+    """True for a single number of Python, numpy or JAX.
 
     >>> is_number(1.5), is_number(np.float32(2)), is_number("a"), is_number(None)
     (True, True, False, False)
@@ -33,7 +33,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_torn(line: bytes) -> bool:
-    """Whether a line is incomplete JSON, as a killed process may leave it."""
+    """True if a line is incomplete JSON, as a killed process may leave it."""
     try:
         json.loads(line)
     except ValueError:
@@ -42,7 +42,7 @@ def is_torn(line: bytes) -> bool:
 
 
 def parse_line(line: bytes, where: str) -> MetricsRow:
-    """The row of a line of metrics.jsonl; `where` names the line in errors."""
+    """Parses a line of metrics.jsonl; `where` names the line in errors."""
     try:
         row = json.loads(line)
     except ValueError as failure:
@@ -58,7 +58,7 @@ def parse_line(line: bytes, where: str) -> MetricsRow:
 
 
 def plain_value(name: str, x: Any) -> Value:
-    """A metric as a value of JSON and CSV."""
+    """Converts a metric to a JSON and CSV value."""
     if x is None or isinstance(x, str):
         return x
     array = np.asarray(x)
@@ -71,7 +71,7 @@ def plain_value(name: str, x: Any) -> Value:
 
 
 def json_line(row: MetricsRow) -> bytes:
-    """The line of metrics.jsonl of a row."""
+    """Formats a row as a line of metrics.jsonl."""
     bad = {
         name: str(value)
         for name, value in row.items()
@@ -84,7 +84,7 @@ def json_line(row: MetricsRow) -> bytes:
 
 
 def csv_line(values: Iterable[Value]) -> bytes:
-    """A line of metrics.csv."""
+    """Formats values as a line of metrics.csv."""
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerow(list(values))
     return text.getvalue().encode("utf-8")

@@ -1,11 +1,11 @@
 """Writes OUTPUT/metrics.jsonl and OUTPUT/metrics.csv: the metrics of each step, one line per step.
 
-The lines of metrics.jsonl are strict JSON, each with a `step` one higher than that of the line
-before; step 0 is an evaluation before the first step. A number that is not finite, which JSON
-does not have, is null, and the object `nonfinite` holds it:
+The lines of metrics.jsonl are strict JSON, each with a `step` one higher than the line before;
+step 0 is an evaluation before the first step. A non-finite number, which JSON lacks, is written as
+null and kept in the object `nonfinite`:
 ``{"step": 3, "loss": null, "nonfinite": {"loss": "nan"}}``.
 
-metrics.csv is the same as a table, with a column for each field of any step. It is written again
+metrics.csv is the same as a table, with a column for each field of any step. It is rewritten
 from metrics.jsonl whenever a run starts.
 """
 
@@ -35,7 +35,7 @@ _RESERVED = ("step", NONFINITE)
 
 
 class NoLog:
-    """A log that writes nothing, for all processes but the first."""
+    """Log that writes nothing, for all processes except the first."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
 
@@ -45,20 +45,20 @@ class NoLog:
 
 
 class MetricsLog:
-    """The two files of a run; open it once, in one process.
+    """Writer of the two metrics files of a run; open it once, in one process.
 
-    A killed process (kill -9) leaves at most one torn line, which the next start removes. Call
-    `sync` before a checkpoint is committed: then a power cut leaves the line of every step up to
-    the checkpoint's on disk.
+    A killed process (kill -9) leaves at most one incomplete line, which the next start removes.
+    Call `sync` before a checkpoint is committed, so that all lines up to the checkpoint's step
+    survive a power cut.
 
     Args:
         folder: folder of the run; created if needed.
-        resume_at: step of the checkpoint that the run resumes from; lines of later steps are cut
-            off, since those steps are repeated. 0: all lines. None: a new run.
+        resume_at: step of the checkpoint that the run resumes from; lines of later steps are
+            removed, since those steps are repeated. 0: removes all lines. None: a new run.
 
     Raises:
-        RunError: A new run finds lines of another; or the lines up to `resume_at` are broken or
-            not all there; or the files cannot be written.
+        RunError: a new run finds lines of another run; the lines up to `resume_at` are invalid or
+            incomplete; or the files cannot be written.
     """
 
     def __init__(self, folder: str | PathLike[str], *, resume_at: int | None = None) -> None:
@@ -82,15 +82,15 @@ class MetricsLog:
             raise
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends the line of a step, and writes it without buffering.
+        """Appends the line of a step, unbuffered.
 
         Args:
-            step: One more than the step before; the first line of a run may have any step.
-            metrics: Numbers (Python's, numpy's or JAX's, of one element), strings, None.
+            step: one more than the previous step; the first line of a run may have any step.
+            metrics: numbers (single elements of Python, numpy or JAX), strings, None.
 
         Raises:
-            InputError: A step that leaves a gap or is there already, a value of another type.
-            RunError: The disk is full.
+            InputError: a step that leaves a gap or was already logged, or a value of another type.
+            RunError: the disk is full.
         """
         if self._last is not None and step != self._last + 1:
             raise InputError(f"step: expected {self._last + 1} after {self._last}, found {step}")
@@ -119,8 +119,8 @@ class MetricsLog:
         The file is replaced atomically: a kill leaves the old or the new one.
 
         Raises:
-            InputError: It is not the last step; or as `log`.
-            RunError: The disk is full.
+            InputError: it is not the last step; or as `log`.
+            RunError: the disk is full.
         """
         if self._last not in (None, step):
             raise InputError(f"step: expected the last one, {self._last}, found {step}")
@@ -135,7 +135,7 @@ class MetricsLog:
         self._write_table()
 
     def sync(self) -> None:
-        """Waits until every line is on the disk."""
+        """Forces all lines to disk (fsync)."""
         os.fsync(self._lines.fileno())
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class MetricsLog:
         self.close()
 
     def _write_table(self) -> None:
-        """Writes the table again from the lines, with a column for each field so far."""
+        """Rewrites metrics.csv from metrics.jsonl, with a column for each field so far."""
         if hasattr(self, "_table"):
             self._table.close()
         names = {"step": None}
@@ -170,28 +170,28 @@ class MetricsLog:
 
 
 def read_metrics(path: str | PathLike[str]) -> list[MetricsRow]:
-    """All rows of a metrics.jsonl, with numbers that are not finite as floats.
+    """Reads all rows of a metrics.jsonl; non-finite numbers are floats.
 
     Raises:
-        RunError: A line is no JSON object with a step; the message names the line.
+        RunError: a line is not a JSON object with a step; names the line.
     """
     return list(iterate_metrics(path))
 
 
 def iterate_metrics(path: str | PathLike[str]) -> Iterator[MetricsRow]:
-    """`read_metrics`, line by line."""
+    """Iterates over the rows of a metrics.jsonl; see `read_metrics`."""
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             yield parse_line(line, f"{path}, line {number}")
 
 
 def _cut(path: Path, resume_at: int) -> int | None:
-    """Cuts off the lines after that of step `resume_at`; returns the step of the last line left.
+    """Removes the lines after step `resume_at`; returns the step of the last remaining line.
 
-    Lines after it are not read: they may be torn.
+    Removed lines are not parsed: they may be incomplete.
     """
     if not path.exists():
-        return None  # moved away, perhaps: a new log starts after the checkpoint
+        return None  # it may have been moved away: start a new log after the checkpoint
     if resume_at == 0:
         os.truncate(path, 0)
         return None
@@ -213,7 +213,7 @@ def _cut(path: Path, resume_at: int) -> int | None:
                     f"{where}: step {step} after step {last}; move the file away to start a new "
                     "log at the checkpoint"
                 )
-            if torn:  # whole, but for the end of the line
+            if torn:  # complete except for the line end
                 lines.write(b"\n")
             last, keep = step, lines.tell()
         lines.truncate(keep)
@@ -226,7 +226,7 @@ def _cut(path: Path, resume_at: int) -> int | None:
 
 
 def _amended(rows: Iterable[MetricsRow], step: int, fields: MetricsRow) -> Iterator[MetricsRow]:
-    """The rows, with fields added to that of the last step; it is appended if missing."""
+    """Yields the rows, with fields added to the last step's row, which is appended if missing."""
     last = None
     for row in rows:
         last = row["step"]
@@ -236,6 +236,6 @@ def _amended(rows: Iterable[MetricsRow], step: int, fields: MetricsRow) -> Itera
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """Writes a line without buffering; a single write may take only a part of it."""
+    """Writes a whole line unbuffered; a single write may be partial."""
     while line:
         line = line[file.write(line) :]

@@ -1,4 +1,4 @@
-"""Progress of training: a bar on a terminal, plain lines elsewhere; tokens per second and MFU."""
+"""Training progress: a bar on a terminal, plain lines elsewhere; tokens per second and MFU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxllm.training.monitor.flops import Peak
 
 LINE_EVERY = 10
 QUIET_SECONDS = 30.0
-"""Longest time between two lines while steps end."""
+"""Maximum time between two lines while steps finish."""
 WINDOW = 20
 """Steps over which speeds are averaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Averages over the last steps; None: not known yet."""
+    """Averages over the last steps; None if unknown."""
 
     tokens_per_second: float | None = None
     """Tokens without padding."""
@@ -38,7 +38,7 @@ class Speed:
 
 
 class Throughput:
-    """Averages over the last `WINDOW` steps.
+    """Averages speed over the last `WINDOW` steps.
 
     Steps that compiled are not added: they do not predict the time of later steps.
 
@@ -77,11 +77,11 @@ class TrainingProgress:
     Time inside `phase` (evaluating, saving) does not count as training.
 
     Args:
-        total: the step at which the run stops.
-        start: the step that it resumes at.
+        total: step at which the run stops.
+        start: step at which it resumes.
         peak: peak FLOP/s of the devices, for the MFU; None: no MFU.
-        every: where stderr is no terminal, steps between lines. The first and the last step have a
-            line, and any step that ends half a minute after the last line.
+        every: steps between lines if stderr is not a terminal. The first and the last step also
+            have a line, as does any step that ends half a minute after the last line.
         quiet: show nothing; `step` still returns speeds.
         now: a clock, in seconds.
     """
@@ -136,7 +136,7 @@ class TrainingProgress:
 
     @contextlib.contextmanager
     def phase(self, doing: str, *, says: bool = True) -> Iterator[None]:
-        """Context of work other than training steps; `says`: print its time at the end."""
+        """Context for work other than training steps; `says`: print its time at the end."""
         start = self._now()
         if self._task is not None:
             self._moving.update(self._task, description=doing)
@@ -146,7 +146,7 @@ class TrainingProgress:
                 self.say(f"{doing}: {self._now() - start:.1f} s")
         finally:
             self._since += self._now() - start
-            # Programs that it compiled belong to its own time.
+            # Its compilations are not counted for the next step.
             self._compiled = self._count_compiled()
             if self._task is not None:
                 self._moving.update(self._task, description="training")
@@ -160,7 +160,7 @@ class TrainingProgress:
         flops: float | None = None,
         shown: Mapping[str, float] | None = None,
     ) -> Speed:
-        """Shows a step that has ended, and returns the speed of the last steps.
+        """Shows a finished step, and returns the speed over the last steps.
 
         Args:
             step: its number, from `start` + 1 to `total`.
@@ -198,7 +198,7 @@ class TrainingProgress:
 
 
 def describe(loss: float, speed: Speed, steps_left: int, shown: Mapping[str, float]) -> str:
-    """The line of a step.
+    """Formats the line of a step.
 
     >>> describe(2.5, Speed(1234.5, 0.31, 0.5), 60, {"lr": 1e-4})
     'loss 2.5000  lr 0.0001  1,234 tokens/s  MFU 31.0%  ETA 0:30'
@@ -214,7 +214,7 @@ def describe(loss: float, speed: Speed, steps_left: int, shown: Mapping[str, flo
 
 
 def clock_time(seconds: float) -> str:
-    """A time span in days, hours, minutes and seconds.
+    """Formats a time span in days, hours, minutes and seconds.
 
     >>> clock_time(59.6), clock_time(3725), clock_time(200000)
     ('1:00', '1:02:05', '2d 7:33:20')

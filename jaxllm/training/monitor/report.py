@@ -1,4 +1,4 @@
-"""Writes OUTPUT/report.html: one file that shows a run, without network, scripts or other files."""
+"""Writes OUTPUT/report.html: a self-contained report of a run, without network or scripts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0;font:13px/1.5 ui-monosp
 .sample dd.after{border-left:3px solid var(--good);padding-left:10px}
 .sample dd.before{border-left:3px solid var(--line);padding-left:10px}
 """
-# The page loads nothing, whatever a text in it contains.
+# The page loads nothing, regardless of its content.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -83,14 +83,14 @@ def finish_report(
 ) -> list[Path]:
     """Writes report.html and loss.png from metrics.jsonl.
 
-    Without matplotlib there is no loss.png and no chart in the report; both `say` and the report
-    tell how to get it.
+    Without matplotlib there is no loss.png and no chart in the report; `say` and the report explain
+    how to install it.
 
     Returns:
         The files written.
 
     Raises:
-        RunError: metrics.jsonl is broken, or a file cannot be written.
+        RunError: metrics.jsonl is invalid, or a file cannot be written.
     """
     folder = Path(folder)
     rows = read_metrics(folder / "metrics.jsonl")
@@ -110,7 +110,7 @@ def html_report(
     card: RunCard,
     samples: Sequence[ReportSample] = (),
 ) -> str:
-    """The page as HTML. Every text in it is escaped; charts are inline SVG."""
+    """Renders the report as HTML. All text is escaped; charts are inline SVG."""
     last = card.starts[-1]
     counts = card.parameters
     share = counts["trainable"] / counts["total"] if counts["total"] else 0.0
@@ -154,7 +154,7 @@ def html_report(
 
 
 def _charts(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The charts side by side; without matplotlib, how to get them."""
+    """The charts side by side, or the installation hint without matplotlib."""
     try:
         charts = "".join(_chart(title, curves) for title, curves in _curves(rows))
     except MissingExtraError as error:
@@ -163,7 +163,7 @@ def _charts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, list[Curve]]]:
-    """Titles and curves of the charts that the rows have numbers for."""
+    """Yields titles and curves of the charts for which the rows have numbers."""
     shown = {name for _, fields in CHARTS for name, _ in fields}
     others = dict.fromkeys(name for row in rows for name in row if name.startswith("eval_"))
     more = [
@@ -189,7 +189,7 @@ def _chart(title: str, curves: Sequence[Curve]) -> str:
 
 
 def _highlights(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
-    """Names and values of the tiles at the top."""
+    """Yields names and values of the tiles at the top."""
     last = _last_values(rows)
     if "loss" in last:
         yield "last training loss", _number(last["loss"])
@@ -260,7 +260,7 @@ def _text(value: Any) -> str:
 
 
 def write_samples(path: Path, samples: Sequence[EvalSample]) -> None:
-    """Saves answers for a report that is written later, perhaps by another process."""
+    """Saves answers for a later report, possibly written by another process."""
     write_text(path, json.dumps([dataclasses.asdict(sample) for sample in samples], indent=1))
 
 
@@ -268,7 +268,7 @@ def read_samples(path: Path) -> list[EvalSample]:
     """Reads what `write_samples` wrote; an empty list if there is no file.
 
     Raises:
-        RunError: the file is broken.
+        RunError: the file is invalid.
     """
     if not path.exists():
         return []

@@ -34,7 +34,7 @@ _MAX_CARD_BYTES = 1 << 26
 
 @dataclasses.dataclass(frozen=True)
 class DataFile:
-    """Path, hash and size of a data file, or of a folder of them."""
+    """Path, hash and size of a data file or folder."""
 
     path: str
     sha256: str
@@ -43,22 +43,22 @@ class DataFile:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One start of the process: the first one, or a resume."""
+    """One start of a run: the first one, or a resume."""
 
     time: str
-    """In UTC, ISO 8601."""
+    """Time in UTC, ISO 8601."""
     command: list[str]
     resumed_at: int | None
-    """Step that it resumed at; None: a new run."""
+    """Step at which it resumed; None: a new run."""
     versions: dict[str, str]
     devices: dict[str, Any]
     git: dict[str, Any] | None
-    """Commit of the working directory's repository, and whether files differ from it."""
+    """Commit of the working directory's repository, and True if files differ from it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunCard:
-    """What a run was made of, and every start of it."""
+    """Config, data and parameter counts of a run, and all its starts."""
 
     config: dict[str, Any]
     data: dict[str, DataFile]
@@ -67,7 +67,7 @@ class RunCard:
     starts: list[Start]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON: numbers that are not finite are strings."""
+        """The card as JSON values; non-finite numbers are strings."""
         return _plain(dataclasses.asdict(self))
 
 
@@ -80,14 +80,14 @@ def make_run_card(
     resumed_at: int | None = None,
     command: Sequence[str] | None = None,
 ) -> RunCard:
-    """The card of a run that starts now.
+    """Makes the card of a run that starts now.
 
     Args:
         config: a dataclass or a dict.
         data: files by their role ("train", "eval"); see `data_file`.
         total_parameters: parameters of the model, adapters included.
         trainable_parameters: parameters that are trained.
-        resumed_at: step of the checkpoint that it resumes from.
+        resumed_at: step of the checkpoint from which it resumes.
         command: the process's own command line by default.
     """
     return RunCard(
@@ -108,12 +108,12 @@ def make_run_card(
 
 
 def write_run_card(folder: str | PathLike[str], card: RunCard) -> RunCard:
-    """Writes both files atomically; returns the card that they hold.
+    """Writes both files atomically; returns the card written.
 
-    The card of a resumed run lists the earlier starts before its own.
+    The card of a resumed run lists the earlier starts first.
 
     Raises:
-        RunError: The card that is there cannot be read, or the new one not written.
+        RunError: the existing card cannot be read, or the new one cannot be written.
     """
     folder = Path(folder)
     path = folder / "run_card.json"
@@ -180,10 +180,10 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def data_file(path: str | PathLike[str]) -> DataFile:
-    """Size and SHA-256 of a file, or of a folder: of its files in order, with their names.
+    """Size and SHA-256 of a file, or of a folder's files in order, with their names.
 
     Raises:
-        MissingFileError: there is nothing at `path`.
+        MissingFileError: `path` does not exist.
     """
     path = Path(path)
     if path.is_file():
@@ -220,7 +220,7 @@ def devices() -> dict[str, Any]:
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:
-    """Commit of a folder's repository; None without git, repository or commit."""
+    """Reads the commit of a folder's repository; None without git, repository or commit."""
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None:
         return None
@@ -231,7 +231,7 @@ def git_commit(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # A repository's own settings can name programs to run; a status need not.
+    # fsmonitor in a repository's settings can run a program; disable it.
     command = ["git", "-c", "core.fsmonitor=false", *arguments]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:

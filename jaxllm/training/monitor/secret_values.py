@@ -1,4 +1,4 @@
-"""Replaces secrets in what a run records about itself."""
+"""Replaces secrets in the config and command line that a run records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 HIDDEN = "(not recorded)"
 
-# Names whose values are secrets; `token` only where it is not a token of a vocabulary.
+# Names whose values are secrets; `token` only if it is not a vocabulary token.
 _NAME = re.compile(
     r"(^|[_-])(api[_-]?key|secret([_-]?key)?|private[_-]?key|access[_-]?key|password|passwd|"
     r"passphrase|credentials?|authorization|cookie)$"
@@ -29,7 +29,7 @@ _ASSIGNED = re.compile(r"^(?P<option>-{0,2}(?P<name>[A-Za-z][\w.-]*)=)(?P<value>
 
 
 def is_secret(name: str) -> bool:
-    """Whether a field of this name, the last part of a dotted one, holds a secret.
+    """True if a field name (the last part of a dotted one) denotes a secret.
 
     >>> is_secret("hub.hf-token"), is_secret("eos_token"), is_secret("max_tokens")
     (True, False, False)
@@ -38,9 +38,9 @@ def is_secret(name: str) -> bool:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """A plain copy (dicts, lists, strings, numbers) in which secrets are replaced.
+    """Copies a value to plain dicts, lists, strings and numbers, with secrets replaced.
 
-    Dataclasses become dicts, paths and other objects their text.
+    Dataclasses become dicts; paths and other objects become strings.
 
     >>> without_secrets({"api_key": "k", "hub": {"url": "https://me:pw@host/x"}, "lr": 0.1})
     {'api_key': '(not recorded)', 'hub': {'url': 'https://(not recorded)@host/x'}, 'lr': 0.1}
@@ -62,7 +62,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
-    """A command line in which the values of secret options are replaced.
+    """Replaces the values of secret options in a command line.
 
     >>> arguments_without_secrets(["train.py", "--hf-token", "abc", "--hub.api_key=abc", "a.yaml"])
     ['train.py', '--hf-token', '(not recorded)', '--hub.api_key=(not recorded)', 'a.yaml']

@@ -1,7 +1,7 @@
 """Sinks: copies of a run's metrics for TensorBoard and Weights & Biases.
 
-metrics.jsonl is the record of a run. Like the log, sinks are opened with the step that a run
-resumes at, and show no step twice.
+metrics.jsonl is the authoritative record. Like the log, sinks are opened with the step at which a
+run resumes, and show no step twice.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jaxllm.common.optional_deps import require
 from jaxllm.training.monitor.metrics_lines import is_number
 from jaxllm.training.monitor.metrics_log import iterate_metrics
 
-# Otherwise W&B sends the command line with its secrets, and facts about the machine.
+# Otherwise W&B sends the command line with its secrets, and data about the machine.
 QUIET = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True}
 
 
 class Sink(Protocol):
-    """Takes the metrics of steps; `MetricsLog` is one as well."""
+    """Receives the metrics of steps; `MetricsLog` implements it as well."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds the metrics of a step."""
@@ -41,13 +41,13 @@ def wandb_package() -> Any:
 class TensorBoardSink:
     """Writes OUTPUT/tensorboard, for ``tensorboard --logdir OUTPUT``.
 
-    Only numbers, including NaN and infinity. A run that resumes writes a further file: it tells
+    Writes only numbers, including NaN and infinity. A resumed run writes another file: it tells
     TensorBoard to drop the earlier ones (`purge_step`) and repeats the steps of metrics.jsonl, so
-    that steps which a kill left in a queue are not lost.
+    that steps still queued at a kill are not lost.
 
     Args:
         folder: folder of the run, with metrics.jsonl.
-        resume_at: step that the run resumes at.
+        resume_at: step at which the run resumes.
 
     Raises:
         MissingExtraError: tensorboardX is not installed.
@@ -80,17 +80,17 @@ class TensorBoardSink:
 class WandbSink:
     """Logs to Weights & Biases; ``mode="offline"`` (or WANDB_MODE=offline) needs no network.
 
-    The run's id is kept in OUTPUT/wandb_id, so that a resumed run continues the same one. W&B keeps
-    the first value of a step, so no step is there twice. Offline, each start has a folder of its
-    own in OUTPUT/wandb, to be sent in order with ``wandb sync --append``.
+    The run's id is kept in OUTPUT/wandb_id, so that a resumed run continues the same W&B run. W&B
+    keeps the first value of a step, so no step appears twice. Offline, each start has its own
+    folder in OUTPUT/wandb; send them in order with ``wandb sync --append``.
 
-    Neither the console, the code, the command line nor facts about the machine are sent.
+    Console output, code, command line and machine data are not sent.
 
     Args:
         folder: folder of the run.
         config: config of the run card, without secrets.
-        mode: "online", "offline" or "disabled"; None: by the environment variable.
-        resume_at: step that the run resumes at.
+        mode: "online", "offline" or "disabled"; None: from the environment variable.
+        resume_at: step at which the run resumes.
 
     Raises:
         MissingExtraError: wandb is not installed.

@@ -1,4 +1,4 @@
-"""Training runs by recipe, as `train.py` does them: `train(read_recipe(path))`."""
+"""Training runs from recipes, as run by `train.py`: `train(read_recipe(path))`."""
 
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.recipe_file import read_recipe

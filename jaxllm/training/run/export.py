@@ -31,7 +31,7 @@ Which = int | Literal["best", "last"] | None
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """The model of a checkpoint, with its LoRA not merged."""
+    """The model of a checkpoint, with unmerged LoRA."""
 
     model: Any
     tokenizer: Tokenizer
@@ -46,15 +46,16 @@ def load_run(
 
     Args:
         folder: the run's `output_dir`.
-        step: step of the checkpoint; "best" by the metric of its evaluations, or "last"; None: the
-            best one if there were evaluations, else the last.
-        averaged: load the moving average of the weights, where the run keeps one.
-        model: present path of the model that the run started from; None: that of the recipe.
+        step: step of the checkpoint, "best" (by the evaluation metric) or "last"; None: the best
+        one
+            if there were evaluations, else the last.
+        averaged: load the moving average of the weights, if the run keeps one.
+        model: current path of the model that the run started from; None: the recipe's path.
 
     Raises:
-        MissingFileError: there is no run, or no such checkpoint.
+        MissingFileError: the run or the checkpoint does not exist.
         RunError: the base model is not the one that the run started from.
-        CheckpointError: no checkpoint is sound.
+        CheckpointError: no checkpoint is intact.
     """
     if not (folder / CHECKPOINTS).is_dir():
         raise MissingFileError(f"{folder}: not the folder of a run: it has no {CHECKPOINTS}/")
@@ -92,7 +93,7 @@ def load_run(
 
 
 def recipe_of(meta: Mapping[str, Any], folder: Path) -> Recipe:
-    """The recipe that a checkpoint was saved with."""
+    """Reads the recipe from a checkpoint's metadata."""
     try:
         return from_plain(Recipe, meta["recipe"])
     except (KeyError, ConfigError) as error:
@@ -147,7 +148,7 @@ def save_template(folder: Path, found: TrainedModel) -> None:
     if name is None:
         return
     template = found.tokenizer.settings.chat_templates.get(name, name)
-    write_text(folder / "chat_template.jinja", template)  # what transformers reads first
+    write_text(folder / "chat_template.jinja", template)  # transformers reads this first
     path = folder / "tokenizer_config.json"
     write_json(path, {**read_object(path), "chat_template": template})
 
@@ -161,7 +162,7 @@ def save_label_names(path: Path, names: Sequence[str]) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object of a file; empty if there is no file."""
+    """Reads a JSON object from a file; empty if the file does not exist."""
     if not path.exists():
         return {}
     found = read_json(path, max_bytes=MAX_JSON_BYTES)

@@ -1,4 +1,4 @@
-"""Loads or makes the model that a run starts from, and its tokenizer."""
+"""Loads or creates the initial model of a run and its tokenizer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from jaxllm.training.run.recipe import BUNDLED, BYTES, ModelSource, Recipe
 
 
 def initial_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Any, Tokenizer]:
-    """The model and tokenizer before the first step, with LoRA if the recipe has any.
+    """Loads or creates the model and tokenizer, with LoRA if the recipe has it.
 
-    The same recipe gives the same weights, random ones included.
+    The same recipe gives the same weights, including random ones.
 
     Raises:
         ConfigError: the model has no tokenizer, or one with too many tokens.
@@ -75,7 +75,7 @@ def loaded_model(source: ModelSource, progress: Progress | None) -> tuple[Any, T
 
 
 def new_model(source: ModelSource, seed: int) -> tuple[Any, None]:
-    """A model of `source.config` with random weights, in float32."""
+    """Creates a model of `source.config` with random weights in float32."""
     assert source.config is not None
     spec = model_spec(source.config, source.architecture)
     options = Options(
@@ -87,7 +87,7 @@ def new_model(source: ModelSource, seed: int) -> tuple[Any, None]:
 
 
 def named_tokenizer(name: str) -> Tokenizer | None:
-    """A tokenizer by name: bytes, the bundled model's, or that of a folder or Hub id."""
+    """Loads a tokenizer by name: bytes, the bundled model's, or that of a folder or Hub id."""
     if name == BYTES:
         return byte_tokenizer()
     if name == BUNDLED:
@@ -97,7 +97,7 @@ def named_tokenizer(name: str) -> Tokenizer | None:
 
 
 def trainable_paths(recipe: Recipe, model: Any) -> Callable[[str], bool] | None:
-    """Predicate: whether the recipe trains the parameter at a path; None: it trains all.
+    """Predicate of parameter paths that the recipe trains; None: all.
 
     Raises:
         ConfigError: a pattern of `trainable` matches no parameter.

@@ -1,4 +1,4 @@
-"""The training loop. Metrics are read a step late, so that the device never waits for the host."""
+"""Training loop. Metrics are fetched one step late, so that the device never waits for the host."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Stop = Callable[[], int | None]
 
 
 class StoppedError(Exception):
-    """Ends an evaluation when a signal ends the run."""
+    """Raised to end an evaluation when a signal ends the run."""
 
 
 def agreed(stop: Stop) -> Stop:
-    """A `stop` for all processes: each gets the signal that any of them received."""
+    """Makes a `stop` that agrees over all processes: each gets the signal that any received."""
     if jax.process_count() == 1:
         return stop
 
@@ -54,17 +54,17 @@ def agreed(stop: Stop) -> Stop:
 
 @dataclasses.dataclass(frozen=True)
 class RunningStep:
-    """A step that runs on the device."""
+    """A step that is running on the device."""
 
     step: int
     metrics: Metrics
     tokens: TokenCounts
-    """Estimate for all processes: this process's tokens times their number."""
+    """Estimate over all processes: this process's tokens times the number of row shards."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FinishedStep:
-    """A step that has ended."""
+    """A finished step with its metrics."""
 
     step: int
     row: Row
@@ -75,7 +75,7 @@ class Loop:
     """Runs steps, evaluations and checkpoints, and writes their metrics.
 
     Args:
-        base: `base_of` the model: config and digests of what checkpoints leave out.
+        base: `base_of` the model: config, and digests of parameters that checkpoints omit.
         sinks: further logs of the metrics.
         keep_samples: called with the first answers of every evaluation.
     """
@@ -94,7 +94,7 @@ class Loop:
         self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks
         self.base, self.keep_samples = base, keep_samples
         self.last: Row = {}
-        # Each process counts its own rows of a batch; the others have as many.
+        # Each process counts its own rows of a batch; all processes have equally many.
         self._parts = row_share(setup.mesh)[1]
         self._mesh = setup.mesh if setup.mesh.size > 1 else None
         self._best: float | None = None
@@ -107,7 +107,7 @@ class Loop:
         """Runs steps up to `last`, or until `stop` returns a signal; saves the last one.
 
         Args:
-            evaluated: the state was evaluated already, if that was due.
+            evaluated: True if the state was already evaluated.
         """
         pending: RunningStep | None = None
         stop = agreed(stop)
@@ -125,7 +125,7 @@ class Loop:
                 self.write(self.measure(pending), {})
             number, pending = number + 1, RunningStep(number + 1, metrics, tokens)
             evaluates = self.evaluates_at(number, last)
-            # Wait for the step before its evaluation, which is timed on its own.
+            # Wait for the step before its evaluation, which is timed separately.
             measured = self.measure(pending) if evaluates else None
             found = self.evaluate(state, stop) if evaluates else {}
             signal = stop()
@@ -142,7 +142,7 @@ class Loop:
         return state, signal
 
     def evaluates_at(self, step: int, last: int) -> bool:
-        """Whether the recipe evaluates after this step."""
+        """True if the recipe evaluates after this step."""
         settings = self.recipe.evaluation
         due = step == last or (settings.every is not None and step % settings.every == 0)
         if step == 0:
@@ -150,9 +150,9 @@ class Loop:
         return due and self.setup.eval_batches is not None
 
     def evaluate_at_start(self, step: int, state: TrainState, stop: Stop) -> None:
-        """Evaluates before the first step; or after a resume, if a signal ended the evaluation.
+        """Evaluates before the first step, or after a resume if a signal ended the evaluation.
 
-        The step's line and checkpoint become those of a run that was not stopped.
+        Adds the result to the step's line and checkpoint, as in a run that was not stopped.
         """
         if not (found := self.evaluate(state, stop)):
             return
@@ -188,7 +188,7 @@ class Loop:
         return FinishedStep(done.step, row, in_a_row)
 
     def write(self, done: FinishedStep, found: Row) -> None:
-        """Writes the line of a step, with the metrics of its evaluation.
+        """Writes the log line of a step, with the metrics of its evaluation.
 
         Raises:
             RunError: too many steps in a row were skipped.
@@ -208,7 +208,8 @@ class Loop:
             )
 
     def evaluate(self, state: TrainState, stop: Stop) -> Row:
-        """Metrics of the full set, as fields of the step's line; empty if a signal ended it."""
+        """Evaluates on the full set; returns fields for the step's line, empty if a signal ended
+        it."""
         setup = self.setup
         assert setup.eval_batches is not None
         model = state.model if state.ema is None else state.averaged_model
@@ -259,7 +260,7 @@ class Loop:
         )
 
     def is_best(self, metric: float | None) -> bool:
-        """Whether a metric is the best so far, which it then becomes."""
+        """True if a metric is the best so far; records it as the new best."""
         if metric is None or not math.isfinite(metric):
             return False
         smaller = self.recipe.checkpoints.mode == "min"

@@ -1,4 +1,4 @@
-"""`Recipe`: the fields of a training run, as in the files of configs/."""
+"""`Recipe`: the configuration of a training run, as in the files of configs/."""
 
 from __future__ import annotations
 
@@ -205,5 +205,5 @@ CHANGEABLE = (
     *("checkpoints.keep", "mesh", "log_every", "tensorboard", "wandb", "skip_limit"),
     *("model.path", "data.path", "data.dataset"),  # digests of their contents are compared
 )
-"""Fields that may change when a run resumes. The others determine the weights, or which checkpoint
-is the best."""
+"""Fields that may change when a run resumes. The others determine the weights or the best
+checkpoint."""

@@ -26,8 +26,8 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
     """Reads a recipe; `overrides` replace fields under dotted names (``optimizer.name``).
 
     Raises:
-        MissingFileError: there is no such file.
-        ConfigError: it is not YAML, or a field is unknown, missing or wrong.
+        MissingFileError: the file does not exist.
+        ConfigError: the file is not YAML, or a field is unknown, missing or wrong.
     """
     raw = read_yaml(path)
     for name, value in (overrides or {}).items():
@@ -41,7 +41,7 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The fields of a YAML file."""
+    """Reads the fields of a YAML file."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
@@ -69,13 +69,13 @@ def names_beside(path: Path) -> list[str]:
 
 
 class StrictLoader(yaml.SafeLoader):
-    """SafeLoader for values that JSON has: no dates, aliases, merge keys or infinite numbers.
+    """SafeLoader restricted to JSON values: no dates, aliases, merge keys or infinite numbers.
 
     A duplicate field is an error, and 1e-4 is a number.
     """
 
     def compose_node(self, parent, index):
-        # A few lines of aliases to aliases are a value of many gigabytes.
+        # Nested aliases can expand a few lines to many gigabytes.
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
             line = event.start_mark.line + 1
@@ -107,7 +107,7 @@ def line_of(node: yaml.Node) -> int:
 
 
 def parse_value(text: str) -> Any:
-    """Parses a value of the command line as YAML; what is not YAML is a string.
+    """Parses a command-line value as YAML; text that is not YAML is a string.
 
     >>> [parse_value(text) for text in ("3", "1e-4", "null", "[a, b]", "data/*.jsonl")]
     [3, 0.0001, None, ['a', 'b'], 'data/*.jsonl']

@@ -1,4 +1,4 @@
-"""`train`: a run from its recipe to checkpoints, metrics and a report; stops and resumes."""
+"""`train`: runs a recipe to checkpoints, metrics and a report; supports stop and resume."""
 
 from __future__ import annotations
 
@@ -72,20 +72,19 @@ def train(
     quiet: bool = False,
     stop: Callable[[], int | None] = lambda: None,
 ) -> RunResult:
-    """Trains by a recipe, up to `max_steps`.
+    """Trains according to a recipe, up to `max_steps`.
 
     Every process calls this, with a shared folder; the first process writes.
 
     Args:
         recipe: the run writes to its `output_dir`.
-        resume: resume the run in that folder; where there is none yet, start one.
+        resume: resume the run in that folder, or start one if there is none.
         quiet: show nothing; damaged checkpoints are warnings of the logger "jaxllm".
-        stop: called after every step; when it returns the number of a signal, the run saves and
-            ends.
+        stop: called after every step; if it returns a signal number, the run saves and ends.
 
     Raises:
-        RunError: the folder holds another run, or another process writes to it; too many batches in
-            a row without a finite gradient.
+        RunError: the folder holds another run, or another process writes to it; or too many
+            consecutive batches have no finite gradient.
         JaxLLMError: as the parts of the recipe raise.
     """
     folder = folder_of(recipe)
@@ -138,7 +137,7 @@ def train(
 def open_checkpoints(
     recipe: Recipe, folder: Path, quiet: bool, say: Callable[[str], None]
 ) -> RunCheckpoints:
-    """The checkpoints of a run, which report to `say`."""
+    """Opens the checkpoints of a run, which report to `say`."""
     return RunCheckpoints(
         folder / CHECKPOINTS,
         keep=recipe.checkpoints.keep,
@@ -157,10 +156,10 @@ def start_or_resume(
     resume: bool,
     say: Callable[[str], None],
 ) -> tuple[Setup, dict[str, Any], bool]:
-    """Sets up a new run, or one as its last checkpoint left it.
+    """Sets up a new run, or restores a run from its last checkpoint.
 
     Returns:
-        The setup, `base_of` its model, and whether its state was evaluated already.
+        The setup, `base_of` its model, and True if its state was already evaluated.
     """
     if not resume:
         together(lambda: check_new(folder), RunError)
@@ -183,7 +182,8 @@ def start_or_resume(
 def restore(
     checkpoints: RunCheckpoints, setup: Setup, base: Mapping[str, Any], folder: Path
 ) -> tuple[TrainState, bool]:
-    """Restores state and data position of the last intact checkpoint; whether it was evaluated."""
+    """Restores state and data position from the last intact checkpoint; also returns True if it
+    was evaluated."""
     state = setup.state
     target = {name: abstract(getattr(state, name)) for name in TRAINED}
     arrays, meta, _ = checkpoints.restore(target=target)
@@ -207,7 +207,7 @@ def open_logs(
 
 
 def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
-    """The run card, with hashes of the data and numbers of parameters."""
+    """Makes the run card, with hashes of the data and parameter counts."""
     recipe, state = setup.recipe, setup.state
     data = {"train": file_of(recipe.data, setup.batches.examples)}
     if recipe.eval_data is not None and setup.eval_batches is not None:
@@ -223,7 +223,7 @@ def card_of(setup: Setup, resumed_at: int | None) -> RunCard:
 
 
 def file_of(config: DataConfig, examples: Examples) -> DataFile:
-    """Path, hash and size of the data files; for a data set of the Hub only name and hash."""
+    """Path, hash and size of the data files; for a Hub data set only name and hash."""
     if config.path is None:
         return DataFile(str(config.dataset), examples.sha256, 0)
     paths = (config.path,) if isinstance(config.path, str) else config.path
@@ -234,7 +234,7 @@ def file_of(config: DataConfig, examples: Examples) -> DataFile:
 def open_sinks(
     recipe: Recipe, folder: Path, card: RunCard, resume_at: int | None
 ) -> Iterator[Sink]:
-    """The sinks that the recipe names."""
+    """Opens the sinks of the recipe."""
     if recipe.tensorboard:
         yield TensorBoardSink(folder, resume_at=resume_at)
     if recipe.wandb is not None:
@@ -242,7 +242,7 @@ def open_sinks(
 
 
 def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
-    """Saves the model's answers before the first step, in place of an earlier attempt's."""
+    """Saves the model's answers before the first step, replacing those of an earlier attempt."""
     if jax.process_index() == 0:
         for name in (BEFORE, AFTER):
             with writing(folder / name):
@@ -257,5 +257,5 @@ def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
 
 
 def sample_keeper(folder: Path, leads: bool) -> Callable[[Sequence[EvalSample]], None]:
-    """Saves the answers of an evaluation, in the first process only."""
+    """Makes a function that saves the answers of an evaluation, in the first process only."""
     return lambda samples: write_samples(folder / AFTER, samples) if leads else None

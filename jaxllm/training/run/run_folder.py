@@ -1,4 +1,4 @@
-"""Checks of a run's folder: whether a new run may start in it, and whether a run may resume."""
+"""Checks that a new run may start in a folder, or that a run may resume in it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CHECKPOINTS = "checkpoints"
 
 
 def folder_of(recipe: Recipe) -> Path:
-    """The folder that the recipe names.
+    """Returns the recipe's `output_dir`.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: the recipe has none.
     """
     if recipe.output_dir is None:
         raise ConfigError("output_dir: name the folder of the run (--output-dir)")
@@ -34,15 +34,15 @@ def folder_of(recipe: Recipe) -> Path:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint, intact or not."""
+    """Lists the steps with a checkpoint, intact or not."""
     return numbered(folder / CHECKPOINTS)
 
 
 def check_ahead(step: int, max_steps: int, folder: Path) -> None:
-    """Checks that a run resumes before `max_steps`.
+    """Checks that a run does not resume beyond `max_steps`.
 
     Raises:
-        RunError: it is beyond that step already.
+        RunError: it is beyond that step.
     """
     if step > max_steps:
         raise RunError(
@@ -54,7 +54,7 @@ def check_new(folder: Path) -> None:
     """Checks that a folder holds no run.
 
     Raises:
-        RunError: it holds one; the message says how to resume it.
+        RunError: the folder holds a run; the message says how to resume it.
     """
     steps, metrics = saved_steps(folder), folder / "metrics.jsonl"
     if steps or (metrics.exists() and metrics.stat().st_size):
@@ -66,7 +66,7 @@ def check_new(folder: Path) -> None:
 
 
 def check_same(saved: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
-    """Checks that a resumed run has the recipe that it was started with, but for `CHANGEABLE`.
+    """Checks that a resumed run has its original recipe, except for `CHANGEABLE` fields.
 
     Raises:
         RunError: fields differ; they are named with both values.
@@ -79,7 +79,7 @@ def check_same(saved: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first five fields that differ, with both values; empty if none does.
+    """Describes the first five differing fields with both values; empty if none differ.
 
     >>> changes({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": "x"})
     'b: was 2, is 3; c: was null, is "x"'
@@ -102,7 +102,7 @@ def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_of(model: Any, frozen: Params) -> dict[str, Any]:
-    """Config and digests of the frozen parameters, which checkpoints leave out."""
+    """Config, and digests of the frozen parameters, which checkpoints omit."""
     config = flat(config_to_json(model.config, *architecture_of(model)))
     return {"config": config, "tensors": dict(sorted(digests(frozen).items()))}
 
@@ -111,7 +111,7 @@ def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -
     """Checks that config and frozen parameters are those that the run started from.
 
     Raises:
-        RunError: they are not.
+        RunError: they differ.
     """
     before, tensors = saved["tensors"], now["tensors"]
     paths = before.keys() | tensors.keys()

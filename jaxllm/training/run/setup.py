@@ -1,4 +1,4 @@
-"""Sets up a run from its recipe: model, data, state, compiled step."""
+"""Sets up a run from its recipe: model, data, state and compiled step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jaxllm.training.step import Step, make_train_step
 
 LOWER_IS_BETTER = ("loss", "perplexity", "mse")
 SECONDS = 10.0
-"""Time between two reports of rows that are being encoded."""
+"""Time between two progress reports while rows are encoded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Setup:
     flops: ModelFlops
     batches: Batches
     eval_loss: Loss
-    """The loss without label smoothing and z-loss, which are no part of a perplexity."""
+    """Loss without label smoothing and z-loss, which would distort the perplexity."""
     eval_batches: Epoch | None
     prompts: list[EvalPrompt]
     """Prompts to generate for at every evaluation."""
 
 
 def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
-    """Loads or makes the model, encodes the data, creates the state on the mesh.
+    """Loads or makes the model, encodes the data, and creates the state on the mesh.
 
     Raises:
         JaxLLMError: as the parts of the recipe raise, with the field or the row.
@@ -107,7 +107,7 @@ def load_data(
     mesh: Mesh,
     say: Callable[[str], None],
 ) -> tuple[Batches, Epoch | None]:
-    """Batches to train on, and those to evaluate on, if the recipe has any."""
+    """Loads the training batches, and the evaluation batches if the recipe has any."""
     part, parts = row_share(mesh)
     shared: dict[str, Any] = {"model": info, "process_index": part, "process_count": parts}
     with section("data"):
@@ -135,14 +135,14 @@ def load_data(
 
 
 def eval_batch_size(recipe: Recipe) -> int:
-    """Rows of a batch of the evaluation."""
+    """Rows per evaluation batch."""
     return recipe.evaluation.batch_size or recipe.batch_size // recipe.accumulation
 
 
 def eval_prompts(
     recipe: Recipe, model: Any, tokenizer: Tokenizer, info: ModelInfo
 ) -> list[EvalPrompt]:
-    """Prompts to generate for at every evaluation; none without `evaluation.metrics`.
+    """Prompts to generate for at every evaluation; empty without `evaluation.metrics`.
 
     Raises:
         JaxLLMError: `evaluation.fields` are wrong, or a prompt leaves no room for an answer.
@@ -159,7 +159,7 @@ def eval_prompts(
 
 
 def say_if_beyond_schedule(recipe: Recipe, say: Callable[[str], None]) -> None:
-    """Reports the learning rate of a run that goes on after the end of its schedule."""
+    """Reports the learning rate of a run that continues beyond the end of its schedule."""
     end = recipe.optimizer.schedule_steps
     if end is not None and recipe.max_steps > end:
         rate = recipe.optimizer.learning_rate * (recipe.optimizer.final_factor or 0.0)
@@ -199,7 +199,7 @@ def section(name: str) -> Iterator[None]:
 def rows_progress(
     say: Callable[[str], None], what: str, now: Callable[[], float] = time.monotonic
 ) -> Callable[[int, int], None]:
-    """A progress callback that reports the number of encoded rows every `SECONDS`."""
+    """Makes a progress callback that reports the number of encoded rows every `SECONDS`."""
     said = now()
 
     def progress(done: int, total: int) -> None:
@@ -212,7 +212,7 @@ def rows_progress(
 
 
 def predicted(info: ModelInfo) -> Literal["tokens", "labels", "values"]:
-    """What the model predicts, which decides the metrics of an evaluation."""
+    """Kind of the model's predictions, which decides the metrics of an evaluation."""
     if info.kind != "classification":
         return "tokens"
     return "values" if problem_of(info) == "regression" else "labels"
