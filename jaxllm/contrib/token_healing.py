@@ -1,7 +1,7 @@
 """Token healing: replaces a prompt's last token by a longer one that begins with its text.
 
-A prompt that is cut in the middle of a word, or of ``https://``, ends in a token that rarely stands
-there in the training data, and the longer token that fits is out of reach. The algorithm is that of
+A prompt cut in the middle of a word, or of ``https://``, ends in a token that is rare there in the
+training data, and generation cannot reach the longer token that fits. The algorithm is that of
 ``heal_tokens`` in transformers 5.23.0 (the idea: https://github.com/guidance-ai/guidance).
 """
 
@@ -30,42 +30,41 @@ def heal_tokens(
     tokenizer: Tokenizer,
     generate_one: GenerateOne,
 ) -> tuple[Int[np.ndarray, "B U"], Bool[np.ndarray, "B U"]]:
-    """The prompts with their last tokens chosen anew.
+    """Regenerates the last token of each prompt.
 
-    As in transformers, also where one would not expect it:
+    Same as transformers, also in these surprising cases:
 
-    - A prompt is its text: special tokens and the white space around it are taken away, and the
-      rest is tokenized again, with what the tokenizer puts around a text. The width may change.
-    - BOS is replaced with the pad token, which then counts as a token of the prompt, but not in
-      the choice of the last token where ``generate`` tells by the pad token what is padding.
-    - Where the tokenizer pads on the right, or ends a text with EOS, the last column of a row is no
-      word, and nothing is healed there.
-    - A space in the last token's text is searched as the first character of the token `` `` or,
-      in its absence, of the unknown token, usually ``<``: byte-level tokens that begin with a
-      space are hardly ever healed.
-    - Each extension has a bias of 10 and the last token itself of 11, which others may outdo.
+    - The prompt is decoded without special tokens, stripped of white space, and tokenized again,
+      with the special tokens that the tokenizer adds. The width may change.
+    - BOS is replaced by the pad token, which then counts as a token of the prompt, but not in the
+      choice of the last token if ``generate`` derives the padding mask from the pad token.
+    - A row whose last column is a pad (the tokenizer pads on the right) or EOS is not healed.
+    - A space in the last token's text is searched as the first character of the token `` `` or, if
+      there is none, of the unknown token, usually ``<``: byte-level tokens that begin with a space
+      are hardly ever healed.
+    - Each extension has a bias of 10 and the last token itself of 11; other tokens may score
+      higher.
 
-    Three things differ. Where the last token's text is not its spelling and other tokens begin with
-    that text (``▁wat``, ``wat``, ``water``), transformers fails with a KeyError; here the tokens
-    that begin with the spelling are the extensions. The mask that transformers keeps is that of the
-    ids before; here it fits the new ones. A tokenizer without BOS makes transformers fail; here it
-    has nothing to replace.
+    Three things differ. If the last token's text is not its spelling and other tokens begin with
+    that text (``▁wat``, ``wat``, ``water``), transformers raises a KeyError; here the extensions
+    are the tokens that begin with the spelling. transformers keeps the mask of the old ids; here
+    it matches the new ids. Without a BOS token transformers fails; here none is replaced.
 
     Args:
         input_ids: int ``[B, T]``, padded on either side.
-        mask: bool ``[B, T]``, which of them are tokens.
+        mask: bool ``[B, T]``, padding mask, True at tokens.
         tokenizer: The model's tokenizer, with a pad token.
-        generate_one: ``(row, sequence_bias) -> token``: the token that the model writes behind
-            ``row``, int32 ``[U - 1]`` with pad tokens at its left end, under a bias as ``generate``
-            takes it. In transformers that is a greedy or sampled choice after the model's own
-            generation config, with ``pad_token_id`` the tokenizer's.
+        generate_one: ``(row, sequence_bias) -> token``: generates the token after ``row``, int32
+            ``[U - 1]`` left-padded with pad tokens, with a ``sequence_bias`` as in ``generate``. In
+            transformers it is chosen greedily or sampled, by the model's own generation config with
+            the tokenizer's ``pad_token_id``.
 
     Returns:
-        int32 ``[B, U]``, padded on the tokenizer's side, and which columns are tokens.
+        int32 ``[B, U]``, padded on the tokenizer's side, and the padding mask, bool ``[B, U]``.
 
     Raises:
-        InputError: The ids are traced, the tokenizer is none or has no pad token, or no prompt has
-            any text.
+        InputError: The ids are traced, the tokenizer is missing or has no pad token, or all prompts
+            are empty without special tokens and white space.
     """
     ids, real, pad = _tokenized_again(input_ids, mask, tokenizer)
     bos = tokenizer.bos_token_id
@@ -87,9 +86,9 @@ def heal_tokens(
 
 
 def extension_bias(tail: int, tokenizer: Tokenizer, vocabulary: Mapping[str, int]) -> SequenceBias:
-    """A bias towards the tokens that begin with the text of ``tail``, and a little more to it.
+    """Sequence bias: 10 for tokens that begin with the text of ``tail``, 11 for ``tail`` itself.
 
-    A single entry means that there is nothing to choose from.
+    A single entry means that no token extends ``tail``.
     """
     space = tokenizer.token_to_id(" ")
     space = tokenizer.unk_token_id if space is None else space
@@ -137,13 +136,13 @@ def _tokenized_again(
         columns = slice(width - len(found), None) if left else slice(len(found))
         row[columns] = found
         kept[columns] = True
-        # Of a prompt without text one pad token is left, which the model begins from.
+        # A prompt without text keeps one pad token, from which the model starts.
         kept[-1 if left else 0] = True
     return ids, real, pad
 
 
 def heal(model: Any, tokenizer: Any, input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
-    """The prompt transform of `token_healing`: :func:`heal_tokens` with the model itself."""
+    """Prompt transform of `token_healing`: :func:`heal_tokens` with greedy choices of the model."""
     if model.is_encoder_decoder:
         raise UnsupportedError("token_healing: is for prompts of decoder-only models")
 

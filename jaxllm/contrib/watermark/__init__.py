@@ -1,6 +1,6 @@
 """Watermarks in sampled tokens: green lists and SynthID, with transformers' names and numbers.
 
-The field `watermarking_config` of a generation config asks for one of them.
+The field `watermarking_config` of a generation config enables one of them.
 """
 
 from jaxllm.contrib.watermark.config import (

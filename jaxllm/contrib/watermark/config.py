@@ -1,4 +1,4 @@
-"""Settings of the two watermarks, as generation_config.json and transformers hold them."""
+"""Settings of both watermarks, with the names used in transformers and generation_config.json."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxllm.contrib.watermark.synthid import SynthIDTextWatermarkLogitsProcessor
 
 
 class _Config:
-    """What both have: made from a mapping, and turned into one."""
+    """Base class of both configs: conversion from and to a mapping."""
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> Self:
-        """From the names and values in a file.
+        """Creates the config from names and values, as in a file.
 
         Raises:
-            InputError: A name is unknown or missing, or a value is impossible.
+            InputError: A name is unknown or missing, or a value is invalid.
         """
         known = {field.name for field in fields(cls)}  # pyright: ignore[reportArgumentType]
         unknown = sorted(map(str, set(config_dict) - known))
@@ -39,7 +39,7 @@ class _Config:
 
 @dataclass(frozen=True)
 class WatermarkingConfig(_Config):
-    """Green lists (Kirchenbauer et al. 2023); see :class:`WatermarkLogitsProcessor`.
+    """Green-list settings (Kirchenbauer et al. 2023); see :class:`WatermarkLogitsProcessor`.
 
     >>> WatermarkingConfig.from_dict({"bias": 2.5, "seeding_scheme": "selfhash"}).context_width
     1
@@ -60,7 +60,7 @@ class WatermarkingConfig(_Config):
 
 @dataclass(frozen=True)
 class SynthIDTextWatermarkingConfig(_Config):
-    """SynthID (Dathathri et al. 2024); see :class:`SynthIDTextWatermarkLogitsProcessor`."""
+    """SynthID settings (Dathathri et al. 2024); :class:`SynthIDTextWatermarkLogitsProcessor`."""
 
     ngram_len: int
     keys: tuple[int, ...]
@@ -78,20 +78,20 @@ class SynthIDTextWatermarkingConfig(_Config):
     def construct_processor(
         self, vocab_size: int | None = None, prompt_len: int | None = None
     ) -> SynthIDTextWatermarkLogitsProcessor:
-        """The vocabulary's size is not looked at; ``generate`` passes the prompt's length."""
+        """Builds the processor; ``vocab_size`` is unused. ``generate`` passes the prompt length."""
         return SynthIDTextWatermarkLogitsProcessor(**self.to_dict(), prompt_len=prompt_len)
 
 
 def watermarking_config(
     value: Mapping[str, Any] | WatermarkingConfig | SynthIDTextWatermarkingConfig,
 ) -> WatermarkingConfig | SynthIDTextWatermarkingConfig:
-    """The field ``watermarking_config`` of a generation config.
+    """Converts the field ``watermarking_config`` of a generation config to one of the two classes.
 
-    A mapping with ``ngram_len`` or ``keys`` is SynthID's (transformers itself does not read those
-    back from a file).
+    A mapping with ``ngram_len`` or ``keys`` is SynthID's (transformers itself does not read these
+    from a file).
 
     Raises:
-        InputError: It is neither a mapping nor one of the two classes, or its settings are wrong.
+        InputError: It is neither a mapping nor one of the two classes, or its settings are invalid.
     """
     if isinstance(value, WatermarkingConfig | SynthIDTextWatermarkingConfig):
         return value

@@ -1,7 +1,7 @@
-"""Finds the green-list watermark in a text, by the test of Kirchenbauer et al. 2023.
+"""Detects the green-list watermark in sequences, by the z-test of Kirchenbauer et al. 2023.
 
-SynthID's counterpart are the methods of ``SynthIDTextWatermarkLogitsProcessor`` that compute bits
-and masks, with the scores in ``jaxllm.contrib.watermark.synthid``.
+To detect SynthID, use the methods of ``SynthIDTextWatermarkLogitsProcessor`` that compute bits and
+masks, with the scores in ``jaxllm.contrib.watermark.synthid``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jaxllm.contrib.watermark.config import WatermarkingConfig
 from jaxllm.contrib.watermark.green_list import WatermarkLogitsProcessor
 from jaxllm.generation.inputs.values import bucket
 
-_AT_ONCE = 32  # permutations of the vocabulary in memory
+_AT_ONCE = 32  # permutations of the vocabulary held in memory at a time
 _SMALLEST_BUCKET = 32
 
 
 @dataclass(frozen=True)
 class WatermarkDetectorOutput:
-    """float64 ``[B]`` each; ``prediction`` is bool. The p-value is that of a one-sided z-test."""
+    """Detection results, float64 ``[B]`` each (``prediction``: bool); p-values are one-sided."""
 
     num_tokens_scored: np.ndarray
     num_green_tokens: np.ndarray
@@ -38,12 +38,12 @@ class WatermarkDetectorOutput:
 
 
 class WatermarkDetector:
-    """Tells whether texts carry the watermark; transformers' class of this name.
+    """Detects whether sequences carry the watermark; transformers' class of this name.
 
     Args:
-        model_config: The model's config: ``vocab_size``, and the token that texts may begin with.
-        watermarking_config: The settings that the texts were generated with.
-        ignore_repeated_ngrams: Whether to count each n-gram once in a text.
+        model_config: The model's config: ``vocab_size``, and the decoder start or BOS token.
+        watermarking_config: The settings that the sequences were generated with.
+        ignore_repeated_ngrams: Whether to count each n-gram once per sequence.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(vocab_size=50, bos_token_id=1)
@@ -77,11 +77,11 @@ class WatermarkDetector:
         """Tests each row.
 
         Args:
-            input_ids: The texts, best without their prompts, which carry no watermark.
-            z_threshold: Standard deviations above which a text counts as watermarked.
-            return_dict: Whether to return all figures instead of the predictions alone.
-            attention_mask: Which tokens to count; an n-gram with another one is left out. None:
-                all (in transformers, always).
+            input_ids: Sequences, preferably without prompts, which carry no watermark.
+            z_threshold: z-score above which a sequence counts as watermarked.
+            return_dict: Whether to return all statistics instead of the predictions alone.
+            attention_mask: Padding mask; n-grams with a masked token do not count. None: all tokens
+                count (as always in transformers).
 
         Raises:
             InputError: The rows are too short, or only some begin with BOS.
@@ -116,7 +116,7 @@ class WatermarkDetector:
         return WatermarkDetectorOutput(scored, green, fraction, z, p, prediction, 1 - p)
 
     def _count(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How many n-grams count in each row, and how many of them end in a green token."""
+        """Number of n-grams that count in each row, and of those that end in a green token."""
         width = self.processor.context_width
         self_hashed = self.processor.seeding_scheme == "selfhash"
         size = width if self_hashed else width + 1

@@ -1,8 +1,8 @@
 """The green-list watermark of Kirchenbauer et al. 2023 (arXiv:2301.10226, arXiv:2306.04634).
 
-The green lists are those of transformers 5.23 on the CPU, so that either detector finds the
-watermark of either program. (On a GPU transformers draws other lists, which only the same kind of
-GPU finds again.)
+The green lists equal those of transformers 5.23 on the CPU, so each library detects the other's
+watermark. (On a GPU, transformers draws different lists, which only the same kind of GPU can
+reproduce.)
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from jaxllm.generation.processors.base import (
 
 SCHEMES = ("lefthash", "selfhash")
 _TABLE_SIZE = 1_000_003
-_CANDIDATES = 40  # of selfhash; the number is that of the original implementation
+_CANDIDATES = 40  # for selfhash; the number used by the original implementation
 
 
 @logits_processor(static=("vocab_size", "greenlist_size", "seeding_scheme", "context_width"))
 class WatermarkLogitsProcessor(LogitsProcessor):
-    """Adds ``bias`` to the green part of the vocabulary, which the last tokens decide.
+    """Adds ``bias`` to the scores of green tokens, a list determined by the last tokens.
 
     ``lefthash``: the last token seeds a permutation of the vocabulary, whose first
-    ``greenlist_ratio`` is green. ``selfhash``: each of the 40 best tokens is a seed together with
-    the text before it, and is green if its own list holds it; much slower, as it takes 40
-    permutations for each row.
+    ``greenlist_ratio`` is green. ``selfhash``: each of the 40 best tokens, with the tokens before
+    it, seeds its own list and is green if that list contains it; much slower, since it computes 40
+    permutations per row.
 
-    Padding is left out, and a row with fewer than ``context_width`` tokens gets no watermark yet
+    Padding is ignored, and a row with fewer than ``context_width`` tokens gets no watermark yet
     (transformers counts padding as tokens).
 
     Args:
         vocab_size: Size of the model's vocabulary; part of the hash.
         greenlist_ratio: Share of green tokens, in (0, 1).
-        bias: Added to their scores.
-        hashing_key: The secret, a non-negative integer. Changing it, like changing ``bias``,
-            compiles nothing.
+        bias: Number added to the scores of green tokens.
+        hashing_key: Secret key, a non-negative integer. Changing it or ``bias`` does not compile
+            again.
         seeding_scheme: "lefthash" or "selfhash".
-        context_width: Tokens that decide; for ``selfhash``, the new one included.
+        context_width: Number of tokens that determine the list; for ``selfhash``, with the new one.
 
     Raises:
         InputError: An argument is out of its range.
@@ -116,7 +116,7 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         return jnp.where(green, scores + self.bias, scores)
 
     def is_green(self, context: Int[Array, " w"], token: Int[Array, ""]) -> Bool[Array, ""]:
-        """Whether ``token`` is in the green list after ``context``, its last tokens.
+        """True if ``token`` is in the green list after ``context``, the tokens before it.
 
         For ``selfhash`` the context ends with the token itself.
         """
@@ -134,11 +134,11 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         return self.key.lo * jnp.asarray(token, jnp.uint32)
 
     def _own_seed(self, before: Int[Array, " w"], candidate: Int[Array, ""]) -> UInt32[Array, ""]:
-        """The least hash of the candidate with itself and each token before it."""
+        """Least hash of the candidate with itself and with each token before it."""
         tokens = jnp.append(before, candidate)
         hashed = Int64.of_tokens(jnp.asarray(self.table)[tokens % _TABLE_SIZE] + 1)
         least = smallest(self.key.times(hashed).times(hashed.map(lambda half: half[-1])))
-        # transformers takes it modulo 2**64 - 1, which for a negative number is one less.
+        # transformers takes the seed modulo 2**64 - 1, which subtracts one from a negative number.
         return least.lo - least.negative().astype(jnp.uint32)
 
     def _own_green(self, before: Int[Array, " w"], scores: Float[Array, " V"]) -> Bool[Array, " V"]:
@@ -149,7 +149,7 @@ class WatermarkLogitsProcessor(LogitsProcessor):
 
 
 def _to_width(green: Bool[Array, "B v"], width: int) -> Bool[Array, "B V"]:
-    """Scores beyond the watermark's vocabulary are never green."""
+    """Crops or pads the mask to ``width``; ids beyond the watermark's vocabulary are not green."""
     missing = max(width - green.shape[1], 0)
     return jnp.pad(green, ((0, 0), (0, missing)))[:, :width]
 

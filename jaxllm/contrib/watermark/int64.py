@@ -1,6 +1,6 @@
-"""64-bit integers as pairs of uint32: exact arithmetic where JAX computes in 32 bits.
+"""64-bit integers as pairs of uint32: exact arithmetic while JAX is in 32-bit mode.
 
-Sums and products are those of two's complement (they wrap modulo 2**64), as in torch's int64.
+Sums and products wrap modulo 2**64 (two's complement), as in torch's int64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SIGN = np.uint32(0x80000000)
 
 
 class Int64(NamedTuple):
-    """Arrays of 64-bit integers; the two halves broadcast as one array does.
+    """Array of 64-bit integers, as high and low halves that broadcast like one array.
 
     >>> product = Int64.of_ints([2**40 + 5]).times(Int64.of_ints([3 - 2**63]))
     >>> product.hi.tolist(), product.lo.tolist()
@@ -31,7 +31,7 @@ class Int64(NamedTuple):
 
     @classmethod
     def of_ints(cls, values: Sequence[int] | int) -> Self:
-        """From Python integers of any size and sign, modulo 2**64."""
+        """Converts Python integers of any size and sign, modulo 2**64."""
         wrapped = np.array(np.array(values, object) % 2**64, np.uint64)
         return cls(
             (wrapped >> np.uint64(32)).astype(np.uint32),  # pyright: ignore[reportArgumentType]
@@ -40,12 +40,12 @@ class Int64(NamedTuple):
 
     @classmethod
     def of_tokens(cls, tokens: Array) -> Self:
-        """From int32 values of at least 0."""
+        """Converts int32 values of at least 0."""
         lo = jnp.asarray(tokens).astype(jnp.uint32)
         return cls(jnp.zeros_like(lo), lo)
 
     def map(self, function) -> Int64:
-        """The same indexing or change of shape on both halves."""
+        """Applies an indexing or reshaping function to both halves."""
         return Int64(function(self.hi), function(self.lo))
 
     def plus(self, other: Int64) -> Int64:
@@ -64,14 +64,14 @@ class Int64(NamedTuple):
         return self.hi >= _SIGN
 
     def less(self, other: Int64) -> Bool[Array, " ..."]:
-        """Signed comparison."""
+        """Elementwise ``<``, signed."""
         a, b = self.hi ^ _SIGN, other.hi ^ _SIGN
         return (a < b) | ((a == b) & (self.lo < other.lo))
 
     def modulo(self, divisor: int) -> UInt32[Array, " ..."]:
         """The remainder from 0 to ``divisor - 1``, for a divisor of at most 2**24.
 
-        The low half is taken in byte by byte, so that nothing exceeds 32 bits.
+        The low half is processed byte by byte, so that no intermediate exceeds 32 bits.
         """
         if divisor & (divisor - 1) == 0:
             return self.lo & np.uint32(divisor - 1)
@@ -80,13 +80,13 @@ class Int64(NamedTuple):
         for shift in (24, 16, 8, 0):
             byte = (self.lo >> np.uint32(shift)) & np.uint32(0xFF)
             rest = (rest * np.uint32(256) + byte) % size
-        # As an unsigned number, a negative one was 2**64 too large.
+        # Read as unsigned, a negative number is 2**64 too large.
         excess = np.uint32(2**64 % divisor)
         return jnp.where(self.negative(), (rest + (size - excess)) % size, rest)
 
 
 def _product(a: UInt32[Array, " ..."], b: UInt32[Array, " ..."]) -> Int64:
-    """All 64 bits of the product of two unsigned numbers."""
+    """Full 64-bit product of two unsigned numbers."""
     a_hi, a_lo = a >> _HALF, a & _LOW_HALF
     b_hi, b_lo = b >> _HALF, b & _LOW_HALF
     middle = a_hi * b_lo + ((a_lo * b_lo) >> _HALF)
@@ -95,7 +95,7 @@ def _product(a: UInt32[Array, " ..."], b: UInt32[Array, " ..."]) -> Int64:
 
 
 def smallest(values: Int64) -> Int64:
-    """The least value along the last axis, compared as signed numbers."""
+    """Least value along the last axis, compared as signed numbers."""
     best = values.map(lambda half: half[..., 0])
     for i in range(1, values.lo.shape[-1]):
         item = values.map(lambda half, i=i: half[..., i])

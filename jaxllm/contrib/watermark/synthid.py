@@ -1,7 +1,7 @@
-"""SynthID's watermark (Dathathri et al. 2024, doi:10.1038/s41586-024-08025-4) of transformers 5.23.
+"""SynthID watermark (Dathathri et al. 2024, doi:10.1038/s41586-024-08025-4), as transformers 5.23.
 
-Every token after every context has a bit for each key. Sampling is tilted towards tokens with more
-ones ("tournament sampling"), so that the mean of a text's bits gives the watermark away.
+Every token after every context has one bit per key. Sampling is biased towards tokens with more
+ones ("tournament sampling"), so that the mean of a sequence's bits reveals the watermark.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxllm.generation.processors.base import (
     store,
 )
 
-_MULTIPLIER = Int64.of_ints(6364136223846793005)  # of Knuth's MMIX generator
+_MULTIPLIER = Int64.of_ints(6364136223846793005)  # from Knuth's MMIX generator
 _ONE = Int64.of_ints(1)
 _LARGEST_TABLE = 2**24
 
@@ -40,22 +40,22 @@ _LARGEST_TABLE = 2**24
     )
 )
 class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
-    """Tilts the scores by the bits of each token, and makes them log-probabilities.
+    """Biases the scores by the bits of each token; returns log-probabilities.
 
-    The context of a token is the ``ngram_len - 1`` new tokens before it, with zeros in place of
-    what comes before the first; a context that was used among the last ``context_history_size`` is
-    not used again. transformers keeps that history as a state; here it is read off the tokens so
-    far, which is the same (and right for beams too, whose rows change places).
+    The context of a token is the ``ngram_len - 1`` new tokens before it, padded with zeros on the
+    left. A context that occurred among the last ``context_history_size`` gets no watermark again.
+    transformers keeps this history as state; here it is computed from the tokens so far, with the
+    same result (and correct for beams, which are reordered).
 
     Args:
-        ngram_len: Tokens of a context plus one, at least 2.
-        keys: The secret, integers of 64 bits, one for each round.
-        sampling_table_size: At most 2**24.
-        sampling_table_seed: Decides the table of bits, which is torch's for this seed.
-        context_history_size: How far back contexts count as used.
-        skip_first_ngram_calls: No watermark until the context holds ``ngram_len - 1`` new tokens.
-        debug_mode: Makes the scores equal before they are tilted.
-        prompt_len: Columns before the first new token, for calls that do not say.
+        ngram_len: Context length plus one, at least 2.
+        keys: Secret keys, 64-bit integers, one per round.
+        sampling_table_size: Number of bits in the table, at most 2**24.
+        sampling_table_seed: Seed of the table, drawn as by torch's generator.
+        context_history_size: Number of previous contexts that count as used.
+        skip_first_ngram_calls: No watermark until the context has ``ngram_len - 1`` new tokens.
+        debug_mode: Replaces all scores by ones before biasing.
+        prompt_len: Columns before the first new token, for calls that do not pass it.
 
     Raises:
         InputError: An argument is out of its range.
@@ -128,7 +128,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         """float32 ``[B, V]``; new tokens begin at column ``prompt_len``.
 
         Raises:
-            InputError: Neither the call nor the processor knows ``prompt_len``.
+            InputError: Neither the call nor the processor specifies ``prompt_len``.
         """
         start = prompt_length(self, prompt_len)
         history = History.of(input_ids, cur_len)
@@ -144,7 +144,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
     def _context(
         self, history: History, start: Int[Array, ""]
     ) -> tuple[Int[Array, "B c"], Bool[Array, " B"], Int[Array, " B"]]:
-        """The last new tokens, whether they were a context before, and how many are new."""
+        """Current context, a mask of rows whose context is repeated, and new tokens per row."""
         rows, columns = history.ids.shape
         width = self.ngram_len - 1
         now = jnp.broadcast_to(history.size, (rows, 1))
@@ -160,7 +160,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         return context, same.any(-1), now[:, 0] - start
 
     def _tilted(self, context: Int[Array, "B c"], scores: Scores) -> Scores:
-        """Equation 2 of the paper's methods, one round after the other."""
+        """Log-probabilities after all tournament rounds (equation 2 of the paper's methods)."""
         tokens = Int64.of_tokens(jnp.arange(scores.shape[1]))
         hashed = accumulate_hash(_ONE, context).map(lambda half: half[:, None])
         hashed = _step(hashed, tokens)
@@ -179,7 +179,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         return jnp.asarray(self.sampling_table)[keys.modulo(self.sampling_table_size)]
 
     def compute_g_values(self, input_ids: Int[Array, "B L"]) -> UInt8[Array, "B N K"]:
-        """The bit of each token for each key, without the first ``ngram_len - 1`` tokens."""
+        """Bit of each token for each key (g-values), without the first ``ngram_len - 1`` tokens."""
         ids = jnp.asarray(self._checked(input_ids))
         count = ids.shape[1] - self.ngram_len + 1
         ngrams = jnp.stack([ids[:, i : i + count] for i in range(self.ngram_len)], -1)
@@ -187,7 +187,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         return self._bits(_step(hashed, self.keys))
 
     def compute_context_repetition_mask(self, input_ids: Int[Array, "B L"]) -> np.ndarray:
-        """bool ``[B, L - ngram_len + 1]``: False where a context was used before."""
+        """Mask ``[B, L - ngram_len + 1]``, False where the context was used before."""
         ids = np.asarray(self._checked(input_ids))
         width = self.ngram_len - 1
         mask = np.ones((ids.shape[0], ids.shape[1] - width), bool)
@@ -204,12 +204,12 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
     def compute_eos_token_mask(
         self, input_ids: Int[Array, "B L"], eos_token_id: int
     ) -> Bool[Array, "B L"]:
-        """False from the first end token on."""
+        """Mask, False from the first end token on."""
         ended = jnp.asarray(self._checked(input_ids)) == eos_token_id
         return jnp.cumsum(ended, axis=1) == 0
 
     def expected_mean_g_value(self, vocab_size: int, coinflip_prob: float = 0.5) -> float:
-        """What a watermark of one round is expected to give, for a uniform language model."""
+        """Expected mean bit after one watermark round, for a uniform language model."""
         return coinflip_prob + coinflip_prob * (1 - coinflip_prob) * (1 - 1 / vocab_size)
 
     def _checked(self, input_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
@@ -223,7 +223,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
 
 
 def accumulate_hash(start: Int64, data: Int[Array, "*shape n"]) -> Int64:
-    """The hash of tokens, taken in one after the other; shape ``shape``."""
+    """Hashes tokens along the last axis, starting from ``start``; returns shape ``shape``."""
     for i in range(data.shape[-1]):
         start = _step(start, Int64.of_tokens(data[..., i]))
     return start
@@ -234,7 +234,7 @@ def _step(hashed: Int64, data: Int64) -> Int64:
 
 
 def mean_score(g_values: Float[Array, "B N K"], mask: Bool[Array, "B N"]) -> Float[Array, " B"]:
-    """The mean of the bits where the mask holds: about 0.5 without a watermark, more with one."""
+    """Mean of the unmasked bits: about 0.5 without a watermark, more with one."""
     weights = jnp.ones((np.shape(g_values)[-1],))
     return _score(g_values, mask, weights)
 
@@ -244,9 +244,9 @@ def weighted_mean_score(
     mask: Bool[Array, "B N"],
     weights: Float[Array, " K"] | None = None,
 ) -> Float[Array, " B"]:
-    """The same with weights for the rounds; None: from 10 falling to 1, as early rounds tell more.
+    """Mean of the unmasked bits, weighted by round; None: 10 down to 1, as early rounds weigh more.
 
-    Both scores are those of the paper's own code; neither needs training.
+    Both scores match the paper's own code; neither needs training.
     """
     if weights is None:
         weights = jnp.linspace(10.0, 1.0, np.shape(g_values)[-1])

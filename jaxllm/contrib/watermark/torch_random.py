@@ -1,4 +1,4 @@
-"""torch's CPU random numbers, for watermarks that other programs must find again.
+"""Reproduces torch's CPU random numbers, so that other programs can detect the watermarks.
 
 torch's generator is the Mersenne Twister MT19937 with 32-bit outputs, seeded with the low 32 bits
 of the seed. ``randint(0, 2)`` takes the lowest bit of each output; ``randperm`` is a Fisher-Yates
@@ -21,16 +21,16 @@ _TWIST = np.uint32(0x9908B0DF)
 
 
 def random_bits(seed: int, size: int) -> np.ndarray:
-    """``torch.randint(0, 2, (size,))`` of a generator with this seed, uint8 ``[size]``."""
+    """``torch.randint(0, 2, (size,))`` with a generator of this seed, uint8 ``[size]``."""
     return (_outputs_on_host(seed, size) & 1).astype(np.uint8)
 
 
 def permutation(seed: int, size: int) -> np.ndarray:
-    """``torch.randperm(size)`` of a generator with this seed, int32 ``[size]``."""
+    """``torch.randperm(size)`` with a generator of this seed, int32 ``[size]``."""
     i = np.arange(size)
     j = i + _outputs_on_host(seed, size) % (size - i)
-    # Item i becomes what stood at place j just before: what the last earlier swap with that place
-    # brought there, or j itself.
+    # Item i becomes the value at index j just before its swap: the one that the last earlier swap
+    # with index j put there, or j itself.
     order = np.argsort(j, kind="stable")
     earlier = np.full(size, -1)
     repeated = j[order][1:] == j[order][:-1]
@@ -42,11 +42,11 @@ def permutation(seed: int, size: int) -> np.ndarray:
 
 
 def first_of_permutation(seed: UInt32[Array, ""], size: int, count: int) -> Bool[Array, " V"]:
-    """Which numbers are among the first ``count`` of ``torch.randperm(size)``, in parallel.
+    """Mask of the numbers among the first ``count`` of ``torch.randperm(size)``, in parallel.
 
-    The swaps of the shuffle depend on each other: place i may have been changed by the swap of an
-    earlier place, that by one still earlier. Each such chain is followed to its end by doubling
-    the steps, so that the depth is logarithmic.
+    The swaps of the shuffle depend on each other: index i may have been changed by an earlier swap,
+    and that one by a still earlier swap. Pointer doubling follows each chain to its end, so the
+    depth is logarithmic.
 
     Args:
         seed: The low 32 bits of the generator's seed.
@@ -58,12 +58,12 @@ def first_of_permutation(seed: UInt32[Array, ""], size: int, count: int) -> Bool
     i = jnp.arange(count, dtype=jnp.uint32)
     j = i + outputs % (np.uint32(size) - i)
     places = jnp.arange(size, dtype=jnp.int32)
-    # The last swap that changed each place before its own; its own number stands for none.
+    # The last swap that changed each index before its own swap; the index itself means none.
     target = jnp.where(j == i, np.uint32(size), j)
     last = jnp.full((size,), -1, jnp.int32).at[target].max(i.astype(jnp.int32), mode="drop")
     last = jnp.where(last < 0, places, last)
     ends = _ends(last[:count])
-    behind = last[count:]  # what lies beyond the first `count` places after all the swaps
+    behind = last[count:]  # values at indices >= `count` after all swaps
     behind = jnp.where(behind < count, ends[jnp.minimum(behind, count - 1)], behind)
     return jnp.ones((size,), bool).at[behind].set(False)
 
@@ -85,13 +85,13 @@ def _ends_on_host(parent: np.ndarray) -> np.ndarray:
 
 
 def _outputs_on_host(seed: int, count: int) -> np.ndarray:
-    # numpy's old generator, whose numbers never change, is seeded alike.
+    # NumPy's RandomState is frozen and seeds the same generator in the same way.
     generator = np.random.RandomState(seed % 2**32)
     return generator.randint(0, 2**32, count, np.uint32).astype(np.int64)
 
 
 def _outputs(seed: UInt32[Array, ""], count: int) -> UInt32[Array, " count"]:
-    """The first outputs of MT19937 (Matsumoto and Nishimura 1998)."""
+    """First ``count`` outputs of MT19937 (Matsumoto and Nishimura 1998)."""
 
     def seeding(word: Array, index: Array) -> tuple[Array, Array]:
         word = np.uint32(1812433253) * (word ^ (word >> np.uint32(30))) + index
@@ -109,7 +109,7 @@ def _outputs(seed: UInt32[Array, ""], count: int) -> UInt32[Array, " count"]:
 
 
 def _next_state(state: UInt32[Array, " n"]) -> UInt32[Array, " n"]:
-    """Word k comes from words k, k + 1 and k + 397, of which the later ones are new already."""
+    """Next state: word k depends on words k, k + 1, k + 397 (mod 624; updated after wrapping)."""
 
     def mixed(first: Array, second: Array) -> Array:
         word = (first & _UPPER) | (second & _LOWER)

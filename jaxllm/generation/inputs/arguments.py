@@ -1,4 +1,4 @@
-"""Keyword arguments of `generate`: the model's inputs, the call's own arguments, and settings."""
+"""Keyword arguments of `generate`: model inputs, call arguments and settings."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jaxllm.common.errors import InputError, UnsupportedError
 
 @dataclasses.dataclass(frozen=True)
 class ModelInputs:
-    """Arrays or nested lists that the model reads, as the caller gave them: not checked yet.
+    """Model inputs as the caller passed them (arrays or nested lists), not checked yet.
 
-    B is the batch, T columns of the prompt, E of the encoder's input, D the model's width.
+    B: batch size. T: prompt length. E: length of the encoder's input. D: model width.
     """
 
     input_ids: Any = None
     """int [B, T]: the prompt (decoder-only), or the encoder's input (encoder-decoder)."""
     attention_mask: Any = None
-    """bool or 0/1 [B, T]: 1 at real tokens."""
+    """bool or 0/1 [B, T]: padding mask, 1 at real tokens."""
     inputs_embeds: Any = None
-    """float [B, T, D], in place of `input_ids`."""
+    """float [B, T, D]: prompt embeddings, instead of `input_ids`."""
     token_type_ids: Any = None
     """int [B, T] (GPT-2)."""
     decoder_input_ids: Any = None
@@ -36,7 +36,7 @@ class ModelInputs:
     """bool or 0/1 [B, E]."""
 
     def given(self, *but: str) -> dict[str, Any]:
-        """Those that are not None, by name, other than `but`."""
+        """Inputs that are not None, by name, except those named in `but`."""
         names = (field.name for field in dataclasses.fields(self))
         every = {name: getattr(self, name) for name in names if name not in but}
         return {name: value for name, value in every.items() if value is not None}
@@ -44,10 +44,10 @@ class ModelInputs:
 
 @dataclasses.dataclass(frozen=True)
 class CallArguments:
-    """Arguments of a call that are neither inputs of the model nor fields of a config."""
+    """Arguments of a call that are neither model inputs nor config fields."""
 
     assistant_model: Any = None
-    """A smaller model of the same vocabulary, which drafts."""
+    """Smaller model with the same vocabulary that generates drafts."""
     tokenizer: Any = None
     stopping_criteria: Any = None
     """A list of callables."""
@@ -56,13 +56,13 @@ class CallArguments:
     prefix_allowed_tokens_fn: Any = None
     """`(batch_id, ids) -> token ids`."""
     negative_prompt_ids: Any = None
-    """int [B, T]: the unconditional contexts of classifier-free guidance."""
+    """int [B, T]: unconditional contexts for classifier-free guidance."""
     negative_prompt_attention_mask: Any = None
     """bool or 0/1 [B, T]."""
     row_ids: Any = None
-    """int [B]: numbers that the random draws of a row depend on."""
+    """int [B]: row ids, which select the random numbers of each row."""
     past_key_values: Any = None
-    """What an earlier call returned under this name."""
+    """KV cache returned by an earlier call as `out.past_key_values`."""
     return_past_key_values: bool = False
 
 
@@ -76,24 +76,24 @@ UNSUPPORTED = {
 }
 
 GENERATE_ARGUMENTS = INPUTS | ARGUMENTS | UNSUPPORTED.keys() | {"streamer"}
-"""Every keyword argument of generate() that is no field of a config."""
+"""Keyword arguments of generate() that are not config fields."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Keywords:
-    """Keyword arguments of a call, by who reads them."""
+    """Keyword arguments of a call, grouped by use."""
 
     inputs: ModelInputs
     arguments: CallArguments
     settings: dict[str, Any]
-    """All others: fields of `GenerationConfig`, which names those that it does not have."""
+    """All others: fields of `GenerationConfig`, which raises for unknown names."""
 
 
 def sorted_keywords(keywords: Mapping[str, Any]) -> Keywords:
-    """Sorts the keyword arguments of a call.
+    """Splits the keyword arguments of a call into inputs, arguments and settings.
 
     Raises:
-        UnsupportedError: an argument that only transformers has.
+        UnsupportedError: An argument is supported by transformers only.
     """
     for name, feature in UNSUPPORTED.items():
         if keywords.get(name) is not None and keywords[name] is not False:
@@ -114,14 +114,14 @@ def refuse(inputs: Mapping[str, Any], why: str) -> None:
 
 
 def needed_tokenizer(tokenizer: Any, field: str) -> Any:
-    """The tokenizer of a call; raises InputError where `field` needs one and there is none."""
+    """Returns the tokenizer; raises InputError if it is None, since `field` needs one."""
     if tokenizer is None:
         raise InputError(f"{field}: needs tokenizer=, the tokenizer of this model")
     return tokenizer
 
 
 def processor_list(processors: Any) -> tuple[Any, ...]:
-    """The caller's logits processors, given as a list, as transformers takes them."""
+    """Converts the caller's list of logits processors to a tuple; None gives ()."""
     if processors is None:
         return ()
     if not isinstance(processors, list | tuple):

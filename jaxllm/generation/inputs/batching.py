@@ -1,4 +1,4 @@
-"""Runs many items in batches of one size: sorted by length, in less memory where it runs out."""
+"""Runs items in equal batches, sorted by length; halves the batch when memory runs out."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ def run_in_batches(
     length: Callable[[T], int],
     on_halving: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[int, R]]:
-    """The result of each item, with its place among the items, as soon as its batch has run.
+    """Yields the index and result of each item as soon as its batch has run.
 
-    The longest items run first: neighbours are of about one length, and memory is used most at
-    once. Every batch has the same number of items, so that one length compiles one program; the
-    last batch repeats an item. Where the device's memory runs out, half as many items at once
-    go on.
+    Items run longest first, so that a batch has items of similar length and the peak memory use
+    comes first. Every batch has the same number of items, so each length compiles one program; the
+    last batch repeats an item. If device memory runs out, the batch size is halved.
 
     Args:
-        run: computes a batch; its first results are those of the items given.
-        batch_size: items at once, at most.
-        length: of an item.
-        on_halving: called when memory ran out.
+        run: Computes a batch; returns one result per item, in order.
+        batch_size: Maximum number of items per batch.
+        length: Length of an item.
+        on_halving: Called when memory ran out.
 
     Raises:
-        jax.errors.JaxRuntimeError: memory ran out with a single item.
+        jax.errors.JaxRuntimeError: Memory ran out with a single item.
 
     >>> list(run_in_batches(lambda items: [x * x for x in items], [1, 3, 2], 2, length=int))
     [(1, 9), (2, 4), (0, 1)]
@@ -58,5 +57,5 @@ def run_in_batches(
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether the device had too little memory for a program."""
+    """Returns whether an error means that the device ran out of memory."""
     return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)

@@ -19,13 +19,13 @@ SMALLEST_BUCKET = 16
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PaddedBatch:
-    """A [batch, length] argument and its mask, before and after padding to a bucket."""
+    """A [batch, length] argument and its padding mask, before or after padding to a bucket."""
 
     ids: Any
     mask: Any
     embeds: Any = None
     before: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Columns before padding to a bucket; None: not padded yet."""
+    """Number of columns before padding to a bucket; None: not padded yet."""
 
     @property
     def length(self) -> int:
@@ -37,12 +37,12 @@ class PaddedBatch:
 
     @property
     def start_len(self) -> int:
-        """Columns of the result that the prompt fills: 0 for a prompt of embeddings."""
+        """Number of result columns that the prompt fills: 0 for a prompt of embeddings."""
         return 0 if self.ids is None else self.length
 
     @property
     def unpadded(self) -> int:
-        """Columns before padding to a bucket."""
+        """Number of columns before padding to a bucket."""
         return self.length if self.before is None else self.before
 
     def pad_to(self, length: int, pad: int = 0) -> PaddedBatch:
@@ -57,9 +57,9 @@ class PaddedBatch:
 
 
 def check_positions(model: Any, prompt: PaddedBatch, new: int, whose: str = "this model") -> None:
-    """Raises where prompt and new tokens need more positions than the model has.
+    """Raises InputError if prompt and new tokens need more positions than the model has.
 
-    An index beyond a learned position table would be clamped to its last row without an error.
+    JAX would clamp an index beyond a learned position table to its last row without an error.
     """
     limit = model.config.max_positions
     if limit is None:
@@ -79,13 +79,13 @@ def check_width(name: str, x: Any, width: int) -> None:
 
 
 def checked_ids(name: str, ids: Any, vocab_size: int) -> Any:
-    """Token ids, int32 [batch, length]: NumPy arrays unless traced."""
+    """Checks token ids; returns int32 [batch, length], a NumPy array unless traced."""
     checked = check.checked_token_ids(name, ids, vocab_size)
     return checked.astype(jnp.int32) if is_traced(checked) else checked
 
 
 def checked_mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask") -> Any:
-    """A boolean mask of that shape, with a real token in every row."""
+    """Checks for a mask of ``shape`` with a real token in every row; returns it as bool."""
     checked = check.mask_of(name, mask, shape)
     if is_traced(checked):
         return checked
@@ -97,7 +97,7 @@ def checked_mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask"
 
 
 def checked_types(model: Any, token_type_ids: Any, prompt: PaddedBatch) -> Any:
-    """Token types, int32 [B, T] as the prompt: a NumPy array unless traced, or None."""
+    """Checks token types; returns int32 [B, T], a NumPy array unless traced, or None."""
     if token_type_ids is None:
         return None
     types = check.token_ids("token_type_ids", token_type_ids, model.config.vocab_size)
@@ -107,7 +107,7 @@ def checked_types(model: Any, token_type_ids: Any, prompt: PaddedBatch) -> Any:
 
 
 def last_token_columns(mask: Any) -> Any:
-    """int32 [B], the column of each row's last real token: a NumPy array unless traced."""
+    """Column of each row's last real token, int32 [B]: a NumPy array unless traced."""
     host = jnp if is_traced(mask) else np
     known = host.asarray(mask)
     columns = host.where(known, host.arange(known.shape[1]), 0)
@@ -115,12 +115,12 @@ def last_token_columns(mask: Any) -> Any:
 
 
 def floats(x: Any) -> Any:
-    """Embeddings as a NumPy array unless traced, so that padding them compiles nothing."""
+    """Converts embeddings to a NumPy array unless traced, so that padding compiles nothing."""
     return x if is_traced(x) else np.asarray(x)
 
 
 def pad_right(x: Any, extra: int, value: Any) -> Any:
-    """An array with `extra` more columns of `value`."""
+    """Appends `extra` columns of `value` to an array."""
     widths = ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))
     if isinstance(x, np.ndarray):
         return np.pad(x, widths, constant_values=value)

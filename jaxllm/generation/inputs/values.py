@@ -1,8 +1,8 @@
-"""Numbers and token ids of the caller, checked on the host and turned into arrays of fixed dtype.
+"""Checks the caller's numbers and token ids on the host; converts them to arrays of fixed dtype.
 
 A number that becomes a leaf of a compiled program always has the same dtype (float32 or int32),
-whether it came as a Python number, a numpy scalar or a tracer; otherwise changing it would compile
-again. Values are checked when they are known; a tracer's value is not.
+whether it was a Python number, a NumPy scalar or a tracer; otherwise changing it would compile
+again. Concrete values are checked; the values of tracers are not.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Number: TypeAlias = float | int | np.generic | Array
 TokenIds: TypeAlias = int | Sequence[int] | np.ndarray | Array
 
 NO_TOKEN = -1
-"""Pads tables of token ids to their bucket; equals no token."""
+"""Padding value for tables of token ids; not a valid token."""
 _SMALLEST_ID_TABLE = 8
 
 
 def inside(interval: str, value: float) -> bool:
-    """Whether ``value`` lies in an interval in the usual notation, ``inf`` for no bound.
+    """Returns whether ``value`` is in an interval such as "(0, 1]"; ``inf`` means no bound.
 
     >>> inside("(0, 1]", 1.0), inside("(0, 1]", 0.0), inside("[0, inf)", 7)
     (True, False, True)
@@ -39,26 +39,26 @@ def inside(interval: str, value: float) -> bool:
 
 
 def any_traced(*values: Any) -> bool:
-    """Whether a leaf of the pytrees is a tracer."""
+    """Returns whether any leaf of the pytrees is a tracer."""
     return any(is_traced(leaf) for leaf in jax.tree.leaves(values))
 
 
 def plain(value: Any) -> Any:
-    """A numpy scalar or a concrete array of one element as a Python number; all else unchanged."""
+    """Converts NumPy scalars and concrete 0-d arrays to Python numbers; leaves others unchanged."""
     one_element = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0
     return value.item() if one_element and not is_traced(value) else value
 
 
 def is_integer(value: Any) -> bool:
-    """Whether ``value`` is a whole number by type, booleans excluded."""
+    """Returns whether ``value`` has an integer type; booleans do not count."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Array, ""]:
-    """``value`` as a float32 scalar, within ``interval`` where it is known.
+    """Converts ``value`` to a float32 scalar; checks the interval unless it is a tracer.
 
     Raises:
-        InputError: It is not a number of the interval; the message names ``owner`` and ``name``.
+        InputError: It is not a number in the interval; the message names ``owner`` and ``name``.
     """
     if is_traced(value):
         return jnp.asarray(value, jnp.float32)
@@ -70,7 +70,7 @@ def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Arr
 
 
 def int_leaf(owner: str, name: str, value: Any, *, least: int = 0) -> Int[Array, " ..."]:
-    """``value`` as int32: a scalar, or one number for each row of the batch (shape ``[B]``).
+    """Converts ``value`` to int32: a scalar, or one number per row of the batch (shape ``[B]``).
 
     Raises:
         InputError: It is not an integer of at least ``least``.
@@ -92,19 +92,19 @@ def int_leaf(owner: str, name: str, value: Any, *, least: int = 0) -> Int[Array,
 
 
 def id_list(value: TokenIds) -> list[int] | Array:
-    """One id, or several, as a flat list; a traced array stays an array."""
+    """Flattens one id or several to a list; a traced value becomes a 1-d array."""
     if is_traced(value):
         return jnp.ravel(jnp.asarray(value))
     return [plain(item) for item in np.ravel(np.asarray(value, dtype=object))]
 
 
 def id_table(owner: str, name: str, value: TokenIds) -> Int[Array, " E"]:
-    """Token ids as int32, filled up with ``NO_TOKEN`` to 8, 16, 32, ... entries.
+    """Converts token ids to int32, padded with ``NO_TOKEN`` to 8, 16, 32, ... entries.
 
-    The bucket keeps the program the same while the number of ids changes a little.
+    The bucket avoids compiling again when the number of ids changes slightly.
 
     Raises:
-        InputError: Something in it is not an integer of at least 0.
+        InputError: An item is not an int32 of at least 0.
     """
     ids = id_list(value)
     if isinstance(ids, list):
@@ -119,7 +119,7 @@ def id_table(owner: str, name: str, value: TokenIds) -> Int[Array, " E"]:
 
 
 def bucket(size: int, smallest: int) -> int:
-    """The power-of-two multiple of ``smallest`` that holds ``size``.
+    """Smallest ``smallest * 2**n`` that is at least ``size``.
 
     >>> bucket(3, 8), bucket(9, 8), bucket(16, 8)
     (8, 16, 16)

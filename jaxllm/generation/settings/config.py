@@ -1,4 +1,4 @@
-"""GenerationConfig: generation settings under their names in transformers, declared with types."""
+"""GenerationConfig: typed generation settings, named as in transformers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _OTHER_VOCABULARY = "assistants of another vocabulary"
 
 @with_fields
 class GenerationConfig(Settings):
-    """Generation settings: immutable, checked, equal and hashed by value.
+    """Generation settings: immutable, validated, compared and hashed by value.
 
-    The class body is the one table of fields (:data:`FIELDS` by name). Names and defaults are those
-    of transformers: all fields of 4.47 and those that 5.x added. A field that nobody sets has its
+    The class body is the only table of fields (:data:`FIELDS` by name). Names and defaults are
+    those of transformers: all fields of 4.47 and those added in 5.x. An unset field has its
     default. Numbers that are not ``static`` may be JAX tracers, whose values are not checked.
 
-    None in a call switches a field off (``top_k=None``, ``eos_token_id=None``), or leaves it unset
-    where off means nothing (``max_length=None``). In a file, null always means unset.
+    None in a call disables a field (``top_k=None``, ``eos_token_id=None``), or leaves it unset if
+    the field cannot be disabled (``max_length=None``). In a file, null always means unset.
 
     >>> base = GenerationConfig.from_dict({"temperature": 0.6, "eos_token_id": 2})
     >>> config = base.merge(GenerationConfig(do_sample=True, top_p=0.9))
@@ -209,7 +209,7 @@ class GenerationConfig(Settings):
     speculation_type: Any = setting(default=None, converter=anything, doc="assisted generation",
         only=(None,))
 
-    # Written by transformers, without meaning here
+    # Written by transformers; no effect here
     generation_kwargs: Any = setting(default=None, converter=anything, doc="of old versions",
         only=(None, {}))
     transformers_version: Any = setting(default=None, converter=anything, doc="metadata",
@@ -221,16 +221,16 @@ class GenerationConfig(Settings):
 
 
 FIELDS: dict[str, Field] = GenerationConfig.fields
-"""Every field of :class:`GenerationConfig` by its name, with its facts."""
+"""Declarations of all fields of :class:`GenerationConfig`, by name."""
 
 
 def declare_field(name: str, field: Field) -> None:
-    """Adds a field of one's own to :class:`GenerationConfig`; type checkers do not see it.
+    """Adds a field to :class:`GenerationConfig`; type checkers do not see it.
 
-    Declaring one's own field again replaces it.
+    Declaring an added field again replaces it.
 
     Raises:
-        ValueError: The name is that of a built-in field, or of an argument of generate().
+        ValueError: A built-in field or an argument of generate() has this name.
     """
     if name in _BUILT_IN or name in GENERATE_ARGUMENTS or hasattr(Settings, name):
         raise ValueError(f"declare_field: {name!r} is taken; choose another name")

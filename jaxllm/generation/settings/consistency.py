@@ -1,4 +1,4 @@
-"""Checks of settings: values that are not implemented, and fields that contradict each other."""
+"""Checks generation settings for values that are not implemented and fields that conflict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_supported(config: GenerationConfig) -> None:
     """Raises for the first field whose value is not implemented.
 
     Raises:
-        UnsupportedError: Names the field, its value, and the values that are possible.
+        UnsupportedError: The message names the field, its value, and the supported values.
     """
     for name, value in config.to_dict().items():
         field = FIELDS[name]
@@ -28,14 +28,14 @@ def check_supported(config: GenerationConfig) -> None:
 
 
 def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> None:
-    """Raises for settings that contradict each other, and warns of those without effect.
+    """Raises for settings that contradict each other, and warns of settings without effect.
 
-    As in transformers, a field is warned about only if it was given in code: a checkpoint's file
-    may hold a temperature and be used greedily.
+    As in transformers, it warns only of fields given in code: a checkpoint's file may set a
+    temperature and be used greedily.
 
     Raises:
-        InputError: Several results from greedy search, more results than beams, or a token that is
-            both forced and suppressed.
+        InputError: Several results from greedy search, more results than beams, beam groups that do
+            not divide the beams, or a token that is both forced and suppressed.
     """
     results, beams = config.num_return_sequences, config.num_beams
     if results > 1 and beams == 1 and not config.do_sample:

@@ -1,4 +1,4 @@
-"""What values of fields may be: each check returns the stored form, or raises BadValueError."""
+"""Checks of field values: each returns the value as stored, or raises BadValueError."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxllm.generation.inputs.values import Number, id_list, inside, is_integer,
 
 
 class BadValueError(ValueError):
-    """What a value should have been; the caller adds the field's name and the value."""
+    """Error with the expected value as message; the caller adds the field's name and value."""
 
 
 def number(interval: str) -> Callable[[Number | None], float]:
-    """A real number of the interval, stored as a float; a tracer is let through."""
+    """Checks for a real number in the interval, stored as a float; accepts tracers."""
 
     def check(value: Any) -> Any:
         if is_traced(value):
@@ -26,14 +26,14 @@ def number(interval: str) -> Callable[[Number | None], float]:
             raise BadValueError(f"a number in {interval}")
         try:
             return float(value)
-        except OverflowError:  # an integer beyond all floats
+        except OverflowError:  # an integer too large for a float
             raise BadValueError(f"a number in {interval}") from None
 
     return check
 
 
 def integer(least: int) -> Callable[[int | np.integer | Array | None], int]:
-    """An integer of at least ``least``; a tracer is let through."""
+    """Checks for an int32 of at least ``least``, stored as an int; accepts tracers."""
 
     def check(value: Any) -> Any:
         if is_traced(value):
@@ -47,7 +47,7 @@ def integer(least: int) -> Callable[[int | np.integer | Array | None], int]:
 
 
 def boolean(value: Any) -> bool:
-    """True or False. A tracer is refused: it would have to decide what the program is."""
+    """Checks for True or False. Refuses tracers: the value decides which program is built."""
     value = plain(value)
     if not isinstance(value, bool):
         raise BadValueError("true or false")
@@ -55,7 +55,7 @@ def boolean(value: Any) -> bool:
 
 
 def choice(*values: Any) -> Callable[[Any], Any]:
-    """One of a few values."""
+    """Checks for one of the given values."""
 
     def check(value: Any) -> Any:
         if not any(value is known or (value == known) is True for known in values):
@@ -66,7 +66,7 @@ def choice(*values: Any) -> Callable[[Any], Any]:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """A list of token ids, stored as a tuple."""
+    """Checks for a list of token ids, stored as a tuple."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise BadValueError("a list of token ids")
     try:
@@ -76,7 +76,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def token_id_or_ids(value: Any) -> Any:
-    """A token id, or a list of them stored as a tuple; a tracer is let through."""
+    """Checks for a token id, or a list of them stored as a tuple; accepts tracers."""
     if is_traced(value):
         return value
     ids: Any = id_list(value) if isinstance(value, np.ndarray) else value
@@ -89,7 +89,7 @@ def token_id_or_ids(value: Any) -> Any:
 
 
 def layers(value: Any) -> Any:
-    """ "low", "high", or a non-empty list of layers stored as a tuple."""
+    """Checks for "low", "high", or a non-empty list of layers, stored as a tuple."""
     if isinstance(value, str) and value in ("low", "high"):
         return value
     try:
@@ -102,7 +102,7 @@ def layers(value: Any) -> Any:
 
 
 def words(value: Any) -> tuple[tuple[int, ...], ...]:
-    """A non-empty list of non-empty lists of token ids."""
+    """Checks for a non-empty list of non-empty lists of token ids, stored as tuples."""
     try:
         result = tuple(token_ids(word) for word in value)
     except (BadValueError, TypeError):
@@ -113,7 +113,7 @@ def words(value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def biases(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """A mapping from tuples of ids to numbers, or a list of [ids, number], stored as pairs."""
+    """Checks for a map from tuples of ids to numbers, or a list of [ids, number]; stores pairs."""
     try:
         pairs = value.items() if isinstance(value, Mapping) else value
         result = {token_ids(ids): number("[-inf, inf]")(bias) for ids, bias in pairs}
@@ -125,7 +125,7 @@ def biases(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
 
 
 def decay(value: Any) -> tuple[int, float]:
-    """A pair (start, factor); either may be a tracer."""
+    """Checks for a pair (start, factor); either may be a tracer."""
     try:
         start, factor = value
         return integer(0)(start), number("(0, inf)")(factor)
@@ -134,7 +134,7 @@ def decay(value: Any) -> tuple[int, float]:
 
 
 def strings(value: Any) -> tuple[str, ...]:
-    """A string or a list of strings."""
+    """Checks for a non-empty string or a list of them, stored as a tuple."""
     result = (value,) if isinstance(value, str) else value
     if not isinstance(result, Sequence) or not all(isinstance(s, str) and s for s in result):
         raise BadValueError("a non-empty string or a list of them")
@@ -142,12 +142,12 @@ def strings(value: Any) -> tuple[str, ...]:
 
 
 def options(value: Any) -> dict[str, Any]:
-    """A map from names to values."""
+    """Checks for a map from names to values, stored as a dict."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise BadValueError("a map from names to values")
     return {name: plain(item) for name, item in value.items()}
 
 
 def anything(value: Any) -> Any:
-    """Not looked at."""
+    """Accepts any value."""
     return value

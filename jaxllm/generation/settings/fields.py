@@ -1,9 +1,9 @@
-"""Declaration of generation settings: `setting()` states every fact about one field, once.
+"""Declares generation settings: `setting()` holds all metadata of one field.
 
-The fields of :class:`~jaxllm.generation.settings.config.GenerationConfig` are declared with it, and
-all that depends on a field reads its facts there: validation, the errors for values that are not
-implemented, the warnings for fields without effect, which rows of a batch share a program, the
-command line's options, and the table in docs/generation.md.
+The fields of :class:`~jaxllm.generation.settings.config.GenerationConfig` are declared with it. The
+metadata drives validation, errors for values that are not implemented, warnings for fields without
+effect, the grouping of batch rows by program, command-line options, and the table in
+docs/generation.md.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ class _Unset:
 
 
 UNSET = _Unset()
-"""As ``Field.off``: None means that the field is not set."""
+"""Value of ``Field.off`` for fields that None leaves unset."""
 
 
 @dataclass(eq=False)
 class Field:
-    """One field of a generation config; as a class attribute, it reads the value of an instance.
+    """One field of a generation config: a descriptor that reads the value of an instance.
 
     Attributes:
-        default: The value where nobody sets one.
-        check: Returns the value in its stored form (lists as tuples), or raises BadValueError.
-        doc: What the field does, for the documentation and the command line.
-        off: What None means in a call: a neutral value, None itself, or UNSET.
-        needs: The option without which the field has no effect (``check_consistent``).
-        only: The values that are implemented; None means all.
-        static: The value shapes the program or the host's checks, so it is never a tracer.
-        per_row: The value that changes nothing, of a number that may differ between the rows of one
-            batch program. None: all rows of a program share the value.
-        always: Its processor is part of every program that samples.
-        slots: Rows that set it can run in the batch engine's slots; the others run in static
-            batches.
-        unset: A value that means unset in a file, as null does.
-        metadata: It says where a file came from, and has no effect.
+        default: Value if the field is not set.
+        check: Returns the value as stored (lists as tuples), or raises BadValueError.
+        doc: Description, for the documentation and the command line.
+        off: Value that None in a call stands for: a neutral value, None itself, or UNSET.
+        needs: Option without which the field has no effect (``check_consistent``).
+        only: Values that are implemented; None: all.
+        static: True if the value determines the program or is read on the host; never a tracer.
+        per_row: Neutral value of a number that may differ between the rows of one batch program.
+            None: all rows of a program share the value.
+        always: True if every program that samples contains the field's processor.
+        slots: True if rows that set the field can run in the batch engine's slots; otherwise they
+            run in static batches.
+        unset: Value that means unset in a file, as null does.
+        metadata: True if the field only describes the origin of a file and has no effect.
         name: The field's name.
     """
 
@@ -71,12 +71,12 @@ class Field:
 
     @property
     def neutral(self) -> Any:
-        """The value that changes nothing."""
+        """Value with which the field has no effect."""
         return self.default if self.off is UNSET else self.off
 
     @property
     def only_sampling(self) -> bool:
-        """Whether the field has no effect on greedy search."""
+        """True if the field has no effect on greedy search."""
         return self.needs is not None and self.needs.startswith("do_sample")
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -87,10 +87,10 @@ class Field:
 
 
 def setting(*, default: Any, converter: Callable[[Any], Any], doc: str, **facts: Any) -> Any:
-    """Declares a field in the body of a class: a :class:`Field`, of any type to a type checker.
+    """Declares a field in a class body: returns a :class:`Field`, typed as Any.
 
-    ``converter`` is the name by which type checkers find what a call may pass (PEP 712's idea, as
-    ``dataclass_transform`` knows it); it becomes ``Field.check``.
+    ``converter`` becomes ``Field.check``. It has this name because type checkers read the accepted
+    argument type from it (``dataclass_transform``, as proposed in PEP 712).
     """
     return Field(default, converter, doc, **facts)
 
@@ -102,11 +102,11 @@ def with_fields(cls: C) -> C:
 
 
 class Settings:
-    """Base class of GenerationConfig: how it is made, copied and compared.
+    """Base class of GenerationConfig: creation, copying and comparison.
 
     Attributes:
-        fields: The declared fields by name.
-        given: Names of the fields set in code, as opposed to read from a file.
+        fields: Declared fields, by name.
+        given: Names of the fields set in code, not read from a file.
     """
 
     fields: ClassVar[dict[str, Field]]
@@ -138,13 +138,13 @@ class Settings:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], where: str = "generation_config.json") -> Self:
-        """The settings that a file holds.
+        """Creates settings from the contents of a file.
 
-        null means unset, and so does -1 as a special token. Nothing read here is in ``given``.
+        null means unset, and so does -1 as a special token. ``given`` stays empty.
 
         Raises:
-            ConfigError: It is not a map, a field is unknown, or holds something impossible; the
-                message starts with ``where``.
+            ConfigError: ``fields`` is no mapping, or a field is unknown or invalid; the message
+                starts with ``where``.
         """
         if not isinstance(fields, Mapping):
             raise ConfigError(f"{where}: must hold an object, but holds {type(fields).__name__}")
@@ -157,25 +157,25 @@ class Settings:
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> Self:
-        """:meth:`from_dict` on a ``generation_config.json``.
+        """Reads a ``generation_config.json``, as :meth:`from_dict`.
 
         Raises:
-            MissingFileError: There is no such file.
-            ConfigError: It is not a strict JSON object of known fields.
+            MissingFileError: The file does not exist.
+            ConfigError: The file is not a strict JSON object of known fields.
         """
         return cls.from_dict(read_json(path, max_bytes=_MAX_FILE_BYTES), where=str(path))
 
     def replace(self, **fields: Any) -> Self:
-        """A copy with other values for some fields, which then count as given."""
+        """Returns a copy with the given fields replaced; they are added to ``given``."""
         return self.merge(type(self)(**fields))
 
     def merge(self, other: Self) -> Self:
-        """A copy in which every field that ``other`` sets, from code or file, has its value."""
+        """Returns a copy in which all fields set in ``other``, in code or file, take its values."""
         given = (self.given - other._values.keys()) | other.given
         return self._make({**self._values, **other._values}, given)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that were given or read, in their stored form (lists as tuples)."""
+        """Returns the fields that were set in code or read, as stored (lists as tuples)."""
         return dict(self._values)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -198,7 +198,7 @@ class Settings:
     def __reduce__(self) -> tuple[Any, ...]:
         return self._make, (self._values, self.given)
 
-    if not TYPE_CHECKING:  # type checkers would take every name for a field
+    if not TYPE_CHECKING:  # type checkers would accept every name as a field
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(

@@ -1,4 +1,4 @@
-"""Lengths of a result: from the settings, the prompt and the model's positions."""
+"""Result lengths, computed from the settings, the prompt and the model's position limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_COLUMNS = 2**20
 
 
 class Lengths(NamedTuple):
-    """Lengths of a row, prompt included."""
+    """Maximum and minimum length of a row, prompt included."""
 
     max_length: int | Int[Array, ""]
     min_length: int | Int[Array, ""]
@@ -26,11 +26,11 @@ class Lengths(NamedTuple):
 def resolve_lengths(
     config: GenerationConfig, prompt_len: int, max_positions: int | None = None
 ) -> Lengths:
-    """Total lengths for a prompt of ``prompt_len`` tokens (padding included), as transformers does.
+    """Total lengths for a prompt of ``prompt_len`` tokens, padding included, as in transformers.
 
-    ``max_new_tokens`` wins over ``max_length``. With neither, 20 new tokens, but no more than
-    ``max_positions`` in all; lengths that were asked for are not cut. ``min_new_tokens`` wins over
-    ``min_length``.
+    ``max_new_tokens`` overrides ``max_length``. With neither, the maximum is 20 new tokens, but at
+    most ``max_positions`` in total; lengths that were set are not reduced. ``min_new_tokens``
+    overrides ``min_length``.
 
     Raises:
         InputError: The prompt alone reaches the maximum, or the minimum is above it.
@@ -66,7 +66,7 @@ def resolve_lengths(
                 "nothing can be generated; raise it, or set `max_new_tokens`"
             )
         name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
-        # The minimum of a checkpoint's file does not forbid a shorter call.
+        # A minimum from a checkpoint's file does not forbid a call with a smaller maximum.
         if name in config.given and not is_traced(min_length) and min_length > max_length:
             raise InputError(
                 f"`{name}` asks for at least {min_length} tokens in all, but the maximum is "
@@ -78,9 +78,9 @@ def resolve_lengths(
 def checked_lengths(
     model: Any, config: GenerationConfig, prompt: PaddedBatch
 ) -> tuple[GenerationConfig, int]:
-    """The settings and `max_length`, with lengths counted in columns of the result.
+    """Settings and `max_length`, checked, with lengths counted in columns of the result.
 
-    A prompt of embeddings is not returned, and so takes none of these columns.
+    A prompt of embeddings is not part of the result, so it takes none of these columns.
     """
     lengths = resolve_lengths(config, prompt.start_len, model.config.context_length)
     max_length = host_int("max_length", lengths.max_length)
@@ -89,7 +89,7 @@ def checked_lengths(
         if max_length < 1:
             raise InputError("inputs_embeds: the prompt alone reaches max_length")
     least = config.min_length
-    if prompt.ids is None and (is_traced(least) or least):  # and so does min_length
+    if prompt.ids is None and (is_traced(least) or least):  # min_length counts it too
         rest = least - prompt.length
         config = config.replace(
             min_length=jnp.maximum(rest, 0) if is_traced(rest) else max(rest, 0)
@@ -104,7 +104,7 @@ def checked_lengths(
 
 
 def host_int(name: str, value: Any) -> int:
-    """A length as a Python int, which sizes the buffers: known also under the caller's jit."""
+    """Converts a length to a Python int; raises InputError for a tracer, since it sizes buffers."""
     if is_traced(value):
         raise InputError(f"{name}: must be a Python int, since it sizes the result; found a tracer")
     return int(value)

@@ -1,4 +1,4 @@
-"""Generation mode: the name of the strategy that settings ask for."""
+"""Generation mode: the name of the strategy that the settings select."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxllm.generation.settings.config import GenerationConfig
 
 
 def generation_mode(config: GenerationConfig, assistant_model: Any = None) -> str:
-    """The name of the strategy that the settings ask for, by the rule of transformers.
+    """Name of the strategy that the settings select, by transformers' rule.
 
     >>> generation_mode(GenerationConfig(num_beams=4))
     'beam_search'
@@ -33,13 +33,13 @@ def generation_mode(config: GenerationConfig, assistant_model: Any = None) -> st
 
 
 def is_contrastive(config: GenerationConfig) -> bool:
-    """Whether `penalty_alpha` asks for contrastive search."""
+    """Returns whether `penalty_alpha` enables contrastive search (also if it is a tracer)."""
     alpha = config.penalty_alpha
     return is_traced(alpha) or bool(alpha)
 
 
 def draft_options(config: GenerationConfig, assistant_model: Any) -> list[str]:
-    """The names of the options that ask for a draft."""
+    """Names of the options set that enable drafts."""
     options = {
         "assistant_early_exit": config.assistant_early_exit,
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,

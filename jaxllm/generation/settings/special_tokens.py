@@ -1,4 +1,4 @@
-"""Special tokens of a call: those that end a sequence, and the one that pads rows."""
+"""Special tokens of a call: end-of-sequence tokens and the padding token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxllm.generation.settings.config import GenerationConfig
 
 
 def resolve_eos(config: GenerationConfig, default: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """The end-of-sequence tokens: those of the settings, else ``default`` (the model's).
+    """End-of-sequence tokens: from the settings, else ``default`` (the model's).
 
-    ``eos_token_id=None`` given in code means none at all.
+    ``eos_token_id=None`` given in code means no end-of-sequence token.
     """
     if "eos_token_id" in config.to_dict():
         return token_tuple(config.eos_token_id)
@@ -19,21 +19,21 @@ def resolve_eos(config: GenerationConfig, default: tuple[int, ...] = ()) -> tupl
 
 
 def resolve_pad(config: GenerationConfig, eos: tuple[int, ...]) -> int | None:
-    """The padding token: that of the settings, else the first end token, else None."""
+    """Padding token: from the settings, else the first end-of-sequence token, else None."""
     if config.pad_token_id is not None:
         return config.pad_token_id
     return eos[0] if eos else None
 
 
 def token_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    """No token, one, or several, as a tuple."""
+    """Converts None, one token id or several to a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 def checked_pad(model: Any, config: GenerationConfig, eos: tuple[int, ...]) -> int | None:
-    """The padding token of the settings or else of the model, checked against the vocabulary."""
+    """Padding token from `resolve_pad` or else the model; InputError if outside the vocabulary."""
     pad = resolve_pad(config, eos)
     pad = model.config.pad_token_id if pad is None else pad
     vocabulary = model.config.vocab_size
