@@ -28,7 +28,7 @@ class AttentionView:
     """1 + the largest position of a real token so far, of the batch or of each row. For RoPE types
     that depend on the length."""
     write_at: Slots | None
-    """Cache slot of the first query, of all rows or of each, or of every query; None: no cache."""
+    """Cache slot of the first query (for all rows or per row), or of each query; None: no cache."""
     used: Int[Array, ""] | None = None
     """Only the first `used` cache slots hold tokens; None: any slot may."""
     query_index: Int[Array, "B T"] | None = None

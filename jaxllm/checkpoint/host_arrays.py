@@ -18,7 +18,7 @@ STOP = -1
 
 @dataclasses.dataclass(frozen=True)
 class HostArray:
-    """A device array that is copied to the host at each access, and not kept there."""
+    """Device array that is copied to the host at each access and not cached there."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -32,7 +32,7 @@ class HostArray:
 def with_host_arrays(
     arrays: Mapping[str, jax.Array], act: Callable[[dict[str, HostArray]], None]
 ) -> None:
-    """Calls ``act`` with the arrays, which it may read in any order and repeatedly.
+    """Calls ``act`` with the arrays, readable in any order and repeatedly.
 
     For arrays that several processes share, only process 0 calls it; the others take part in the
     all-gather of each array it reads, until it returns or fails. Then all return, or all raise.
@@ -68,12 +68,12 @@ def with_host_arrays(
 
 
 def all_gather(x: jax.Array) -> np.ndarray:
-    """The full array, in every process; all of them must call."""
+    """Gathers the full array to every process; all of them must call."""
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def local(x: jax.Array) -> np.ndarray:
-    """The full array, whose shards are all in this process.
+    """Full array on the host, if all its shards are in this process.
 
     Copied shard by shard: `np.asarray` of a sharded array is cached by JAX.
     """

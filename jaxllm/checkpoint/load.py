@@ -90,7 +90,7 @@ def load_model(
     progress: Progress | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
-    """Builds the model that config.json describes, with the weights of the file.
+    """Builds the model that config.json describes, with the weights of the checkpoint.
 
     A missing, unexpected or ill-shaped tensor raises CheckpointError before memory is allocated.
     See `jaxllm.load` for the arguments.
@@ -139,10 +139,10 @@ def load_model(
 def checkpoint_spec(
     checkpoint: Checkpoint, architecture: str | None, overrides: Mapping[str, Any] | None
 ) -> ModelSpec:
-    """The model that config.json and the tensors describe.
+    """Family, class and config of a checkpoint, from config.json and its tensors.
 
     Raises:
-        ConfigError, UnsupportedError: A field of config.json.
+        ConfigError, UnsupportedError: A field of config.json is invalid or unsupported.
         CheckpointError: The config has more layers than the file has tensors.
     """
     source, where = checkpoint.weights, checkpoint.config_file
@@ -202,7 +202,7 @@ def choose_dtypes(source: WeightSource, dtype: Any, param_dtype: Any) -> tuple[A
 
 
 def float_dtype(name: str, value: Any) -> Any:
-    """The dtype that an argument names, or None.
+    """Converts a dtype argument to a numpy dtype; None stays None.
 
     Raises:
         UnsupportedError: It is not float32, bfloat16 or float16.
@@ -219,17 +219,17 @@ def float_dtype(name: str, value: Any) -> Any:
 
 
 def is_stripped(table: Table, names: list[str]) -> bool:
-    """Whether the file holds the base model only, whose tensor names lack the prefix."""
+    """True if the file holds the base model only, so that tensor names lack the prefix."""
     return bool(table.prefix) and not any(n.startswith(table.prefix) for n in names)
 
 
 def tensor_name(entry: Entry, table: Table, stripped: bool) -> str:
-    """The name of an entry's tensor in the file."""
+    """Name of an entry's tensor in the file."""
     return entry.theirs.removeprefix(table.prefix) if stripped else entry.theirs
 
 
 def check_depth(spec: ModelSpec, source: WeightSource, where: Path) -> None:
-    """Refuses a config with more layers than the file has tensors, before the model is traced."""
+    """Raises CheckpointError if the config has more layers than the file has tensors."""
     tensors = len(source.names())
     for name in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"):
         layers = getattr(spec.config, name, None) or 0
@@ -293,7 +293,7 @@ def check_tensors(
 
 
 def fields_behind(config: Any, size: int) -> list[str]:
-    """Config fields that explain a dimension: equal to it, or number of heads times head size."""
+    """Config fields that explain a dimension: equal to it, or heads and head size as factors."""
     sizes = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     sizes = {k: v for k, v in sizes.items() if type(v) is int and not k.endswith("_id")}
     if hasattr(config, "size_per_head"):

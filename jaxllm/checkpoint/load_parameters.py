@@ -31,7 +31,7 @@ def load_parameters(
     progress: Progress | None,
     mesh: Mesh | None,
 ) -> dict[str, jax.Array]:
-    """Our parameters by path, from tensors that `check_tensors` has checked.
+    """Loads the parameters by path, from tensors that `check_tensors` has checked.
 
     Args:
         entries: (tensor name in the file, entry of the weight table).
@@ -88,7 +88,7 @@ class _Tensor:
         return values
 
     def read_shard(self, number: int, rows: int, dtype: Any, index: Index) -> np.ndarray:
-        """A slice of our parameter `number` of this tensor, in its dtype."""
+        """Reads a slice of the parameter `number` that this tensor holds, cast to `dtype`."""
         values = self.read(self.entry.index(number, rows, index))
         values = values.T if self.entry.transposed else values
         check_range(f"{self.source.info(self.name).file}: {self.name}", values, dtype)
@@ -113,7 +113,7 @@ def sharded_array(
 
 
 def check_range(name: str, tensor: np.ndarray, dtype: Any) -> None:
-    """Raises NonFiniteError where casting to float16 would turn a finite weight into infinity."""
+    """Raises NonFiniteError if casting to float16 would turn a finite weight into infinity."""
     if dtype == np.float16 != tensor.dtype and tensor.size:
         largest = max(abs(float(tensor.max())), abs(float(tensor.min())))
         if float(np.finfo(np.float16).max) < largest < math.inf:

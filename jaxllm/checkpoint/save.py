@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face folder, with the names, dtypes and bytes of its checkpoint."""
+"""Saves a model as a Hugging Face folder, with the names, dtypes and bytes of its checkpoint."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def hf_tensors(model: Model, arrays: Mapping[str, HostArray]) -> Iterator[tuple[
 
 
 def original_dtypes(model: Model, tensors: Mapping[str, HostArray]) -> dict[str, Any]:
-    """The dtypes of the file the model was loaded from, if casting back is lossless; else none.
+    """Dtypes of the file that the model was loaded from, if casting back is lossless; else empty.
 
-    A half-precision checkpoint that was widened at load gets its own bytes back; one that was
-    trained further in float32 stays float32.
+    So a half-precision checkpoint that was loaded as float32 is saved with its original bytes; if
+    it was trained further in float32 it is saved in float32.
     """
     origin: Origin | None = model.origin
     if origin is None or origin.quantised:
@@ -102,7 +102,7 @@ def original_dtypes(model: Model, tensors: Mapping[str, HostArray]) -> dict[str,
 
 
 def is_lossless(x: np.ndarray, dtype: Any) -> bool:
-    """Whether casting to `dtype` and back gives the same bits."""
+    """True if casting to `dtype` and back gives the same bits."""
     with np.errstate(over="ignore"):
         back = x.astype(dtype).astype(x.dtype)
     return bool((back.view(f"u{x.itemsize}") == x.view(f"u{x.itemsize}")).all())

@@ -1,8 +1,8 @@
-"""`WeightSource`, the interface of weight files: tensor names, shapes, and arrays on demand.
+"""Interface of weight files, `WeightSource`: tensor names, shapes, and arrays on demand.
 
-:class:`~jaxllm.checkpoint.safetensors.reader.SafetensorsFile`, its sharded sibling and
-:class:`~jaxllm.checkpoint.gguf.reader.GGUFFile` implement it, so that the loader knows no
-file format.
+:class:`~jaxllm.checkpoint.safetensors.reader.SafetensorsFile`, the sharded reader and
+:class:`~jaxllm.checkpoint.gguf.reader.GGUFFile` implement it, so that the loader does not
+depend on file formats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxllm.common.errors import CheckpointError, MissingFileError
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 Index = tuple[slice, ...]
-"""A slice of each dimension, with steps of 1. Empty: the whole array."""
+"""One slice per dimension, with step 1. Empty: the whole array."""
 
 _CHUNK = 1 << 20  # values per pass of find_nonfinite: they fit into the CPU's cache
 
@@ -47,7 +47,7 @@ class WeightSource(Protocol):
     """Read access to named tensors; a context manager."""
 
     def names(self) -> list[str]:
-        """The tensors' names, in the file's order."""
+        """Tensor names, in the file's order."""
         ...
 
     def info(self, name: str) -> TensorInfo:
@@ -59,11 +59,11 @@ class WeightSource(Protocol):
         ...
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """One tensor or a slice of it, read-only or owned by the caller.
+        """Reads a tensor or a slice of it; the array is read-only or owned by the caller.
 
-        Where the file stores the array in numpy's layout, the result is a view of a read-only
-        memory map and stays valid after :meth:`close`; the file must not change meanwhile. Only
-        the requested bytes are read, or as few as the format allows.
+        If the file stores the array in numpy's layout, the result is a view of a read-only memory
+        map and stays valid after :meth:`close`; the file must not change meanwhile. Reads only the
+        requested bytes, or as few as the format allows.
 
         Raises:
             CheckpointError: No tensor has this name, or the source is closed.
@@ -103,7 +103,7 @@ class MappedFile:
         self._map: mmap.mmap | None = mapped
 
     def view(self, dtype: np.dtype[Any], begin: int, count: int) -> np.ndarray:
-        """A flat view of ``count`` values from byte ``begin`` on; a copy only where unaligned."""
+        """A flat view of ``count`` values from byte ``begin`` on; a copy only if unaligned."""
         if self._map is None:
             raise CheckpointError(f"{self.path}: read after close()")
         if count == 0:  # numpy refuses an empty view at the very end of a buffer
@@ -114,7 +114,7 @@ class MappedFile:
     def array(
         self, dtype: np.dtype[Any], begin: int, shape: tuple[int, ...], index: Index = ()
     ) -> np.ndarray:
-        """A view of an array in C order, or of a slice of it; a copy only where unaligned."""
+        """A view of an array in C order, or of a slice of it; a copy only if unaligned."""
         if self._map is None:
             raise CheckpointError(f"{self.path}: read after close()")
         count = math.prod(shape)

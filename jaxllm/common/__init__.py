@@ -1,4 +1,4 @@
-"""What every other package builds on: errors, strict JSON, atomic files, the run lock."""
+"""Shared foundations: errors, strict JSON, atomic files, the run lock."""
 
 from jaxllm.common.atomic_file import replacing, write_whole
 from jaxllm.common.compile_clock import CompileClock

@@ -31,7 +31,7 @@ class CompileClock:
             self.cached += 1
 
     def summary(self) -> str:
-        """For example ``compiling 3.2 s, 2 of 5 programs from the cache``."""
+        """One-line summary, such as ``compiling 3.2 s, 2 of 5 programs from the cache``."""
         return (
             f"compiling {self.seconds:.1f} s, "
             f"{self.cached} of {self.programs} programs from the cache"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 
 class JaxLLMError(Exception):
-    """Base of every error that jaxllm raises on purpose."""
+    """Base class of all errors that jaxllm raises."""
 
 
 class ConfigError(JaxLLMError, ValueError):
@@ -42,7 +42,7 @@ class NonFiniteError(JaxLLMError, FloatingPointError):
 
 
 class MissingFileError(JaxLLMError, FileNotFoundError):
-    """A file or folder that the call needs is not there."""
+    """A file or folder that the call needs does not exist."""
 
 
 class DataError(JaxLLMError, ValueError):
@@ -54,4 +54,4 @@ class RunError(JaxLLMError, RuntimeError):
 
 
 class MissingExtraError(JaxLLMError, ImportError):
-    """An optional package that a call needs is not installed; the message says how to get it."""
+    """An optional package that a call needs is not installed; the message names its extra."""

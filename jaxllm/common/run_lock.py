@@ -15,13 +15,13 @@ LOCK_FILE = "writer.lock"
 
 
 class RunLock:
-    """Holds a folder until `release`, or until the process ends in whatever way.
+    """Exclusive lock on a folder, held until `release` or until the process ends in any way.
 
-    The lock file stays and names its last holder. Only the lock on it counts (flock), which a dead
-    process does not hold and a forked child does not inherit. Makes the folder if it is not there.
+    The lock file stays and names its last holder. What counts is the lock on it (flock), which ends
+    with the process and is not inherited by a forked child. Creates the folder if needed.
 
     Raises:
-        RunError: Another process, or this one, holds the folder; or it cannot be locked at all.
+        RunError: The folder is locked by another process or this one, or cannot be locked.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Strict JSON parsing for untrusted files.
 
-Python's ``json`` takes duplicate keys (the last one wins), ``NaN``, ``Infinity`` and numbers that
+Python's ``json`` accepts duplicate keys (the last one wins), ``NaN``, ``Infinity`` and numbers that
 overflow to infinity, and lone surrogates that cannot be encoded as UTF-8. A checkpoint with any of
-these is damaged or malicious, so this reader refuses it and names the file.
+these is damaged or malicious, so this reader rejects it and names the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def read_json(
     max_depth: int = 64,
     error: type[JaxLLMError] = ConfigError,
 ) -> Any:
-    """Reads one JSON file; refuses what two JSON parsers could read differently.
+    """Reads one JSON file; rejects content that two JSON parsers could read differently.
 
     Args:
         path: The file.

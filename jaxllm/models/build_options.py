@@ -1,4 +1,4 @@
-"""How a model is built, as opposed to what it is: nothing here is in config.json."""
+"""Options for building a model that are not in config.json: dtypes, kernels, remat."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """`dtype` is what is computed in, `param_dtype` what weights are kept in.
+    """Options for building a model.
 
-    `attn_implementation`: "eager" (written out), "xla" or "cudnn" (`jax.nn.dot_product_attention`).
-    `remat` recomputes each block's activations in the backward pass.
+    `dtype` is the compute dtype, `param_dtype` the dtype of the weights. `attn_implementation`:
+    "eager" (the reference), "xla" or "cudnn" (`jax.nn.dot_product_attention`). `remat` recomputes
+    each block's activations in the backward pass.
     """
 
     dtype: Any = jnp.float32

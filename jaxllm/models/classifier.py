@@ -1,4 +1,4 @@
-"""Classification of whole texts by a decoder-only model."""
+"""Sequence classification with a decoder-only model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from jaxllm.nn.linear import Linear
 
 
 class SequenceClassifier(DecoderOnly):
-    """The backbone and a score of each row's last real token (right under either padding)."""
+    """Backbone and a linear head on each row's last real token, with left or right padding."""
 
     body: ClassVar[Callable[..., Backbone]]
-    """The family's backbone."""
+    """Backbone class of the family."""
     score: Linear
 
     def __init__(self, config: Any, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
@@ -40,11 +40,11 @@ class SequenceClassifier(DecoderOnly):
         labels: Array | None = None,
         **options: Any,
     ) -> SequenceClassifierOutput:
-        """`logits` [B, C]; with `labels` the loss of the config's `problem_type`.
+        """Class `logits` [B, C]; with `labels` also the loss of the config's `problem_type`.
 
-        The last real token is the last one that the mask keeps; without a mask the last one that is
-        not `pad_token_id`, as in transformers. `options` are those of a language model, but for
-        `logits_to_keep` and `cache`.
+        The last real token is the last one in the mask; without a mask the last that is not
+        `pad_token_id`, as in transformers. `options` are those of `CausalLM`, except
+        `logits_to_keep`, `cache` and `segment_ids`.
         """
         if options.get("cache") is not None:
             raise InputError("cache: a classifier reads its text in one call")

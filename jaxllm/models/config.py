@@ -1,4 +1,4 @@
-"""Reading config.json: every field acts, is known to have no effect on the numbers, or raises."""
+"""Reads config.json: a field is used, is known not to affect the outputs, or raises."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ C = TypeVar("C")
 # fmt: off
 # Bookkeeping of other tools: no effect on what the model computes.
 INERT = frozenset({
-    # Where a file came from, and for what.
+    # Provenance and purpose of the file.
     "_name_or_path", "_from_model_config", "_commit_hash", "model_type", "architectures",
     "auto_class", "custom_pipelines", "transformers_version", "transformers.js_config",
     "finetuning_task", "task_specific_params", "prefix", "keys_to_ignore_at_inference",
     "is_llama_config", "unsloth_version", "unsloth_fixed", "unsloth_optimized",
-    # How transformers runs it: dtypes, kernels, caches, memory.
+    # Execution in transformers: dtypes, kernels, caches, memory.
     "dtype", "torch_dtype", "use_bfloat16", "attn_implementation", "_attn_implementation",
     "_attn_implementation_internal", "_attn_implementation_autoset", "use_cache", "output_past",
     "return_dict", "chunk_size_feed_forward", "gradient_checkpointing",
-    # What follows from the class, or belongs to the tokenizer.
+    # Implied by the class, or settings of the tokenizer.
     "is_encoder_decoder", "is_decoder", "n_ctx", "cross_attention_hidden_size",
     "tokenizer_class", "model_max_length", "max_sequence_length", "sep_token_id",
-    # Names of labels (their number is read), and heads that jaxllm does not have.
+    # Label names (only their number is used), and heads that jaxllm does not have.
     "id2label", "label2id", "_num_labels", "tf_legacy_loss", "predict_special_tokens",
     "classifier_dropout", "summary_type", "summary_use_proj", "summary_activation",
     "summary_proj_to_labels", "summary_first_dropout",
 })
 
-# Old files keep generation settings in config.json; the loader takes them from there.
+# Old files keep generation settings in config.json; the loader reads them from there.
 GENERATION_KEYS = frozenset({
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping",
     "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_return_sequences",
@@ -50,7 +50,7 @@ MAX_SIZE = 2**26
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Fields of every family."""
+    """Config fields common to all families."""
 
     vocab_size: int
     pad_token_id: int | None = None
@@ -67,12 +67,12 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int | None:
-        """Positions that the architecture has, a hard limit; None: no limit."""
+        """Number of positions of the architecture, a hard limit; None: no limit."""
         return None
 
     @property
     def context_length(self) -> int | None:
-        """Positions of pretraining, `generate()`'s default limit; None: no limit."""
+        """Context length of pretraining, the default limit of `generate()`; None: no limit."""
         return None
 
     @property
@@ -82,7 +82,7 @@ class ModelConfig:
 
     @property
     def head_counts(self) -> dict[str, int]:
-        """Attention heads by the field of config.json that gives their number."""
+        """Numbers of attention heads by config.json field."""
         return {}
 
 
@@ -96,10 +96,17 @@ def read_config(
 ) -> C:
     """Fills the dataclass `cls` from a config.json object, checking types.
 
-    `aliases` maps other spellings to field names; `handled` are keys that the caller reads itself;
-    `derived` are fields of `cls` that follow from others and are no keys of a file.
-    A key that nobody knows raises, unless its value is off (null, false, empty): it might change
-    what the model computes, and a dropped setting gives fluent nonsense.
+    An unknown key raises unless its value is off (null, false, empty): it might change what the
+    model computes, and ignoring it could give fluent nonsense.
+
+    Args:
+        aliases: other spellings of keys -> field names.
+        handled: keys that the caller reads itself.
+        derived: fields of `cls` that are computed from others and are not keys of the file.
+
+    Raises:
+        ConfigError: a value is missing, ill-typed or contradictory.
+        UnsupportedError: an unknown key, or a quantised checkpoint.
     """
     hints = typing.get_type_hints(cls)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -130,7 +137,7 @@ def read_config(
             )
     values["num_labels"] = count_labels(raw.get("id2label"), values.get("num_labels"))
     for name in ("pad_token_id", "bos_token_id", "decoder_start_token_id"):
-        if values.get(name) == -1:  # how some old files write "no such token"
+        if values.get(name) == -1:  # "no such token" in some old files
             values[name] = None
     if values.get("eos_token_id") == -1:
         values["eos_token_id"] = None
@@ -146,7 +153,7 @@ def read_config(
 
 
 def count_labels(id2label: Any, num_labels: int | None) -> int:
-    """The number of classes that `id2label` lists; it and `num_labels` must agree."""
+    """Number of classes, from `id2label` or `num_labels`; the two must agree."""
     if id2label is None:
         return 2 if num_labels is None else num_labels
     if not isinstance(id2label, Mapping):
@@ -157,7 +164,7 @@ def count_labels(id2label: Any, num_labels: int | None) -> int:
 
 
 def coerce(key: str, value: Any, hint: Any) -> Any:
-    """The value as the annotated type, or ConfigError. JSON's 1 may stand for 1.0, not for true."""
+    """Converts a value to the annotated type, or raises ConfigError. Integers pass as floats."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for option in options:
         if option is type(None) and value is None:
@@ -173,19 +180,19 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
         if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
             inner = typing.get_args(option)[0]
             return tuple(coerce(key, v, inner) for v in value)
-    if value is None:  # null in a file means: not set
+    if value is None:  # null in a file: not set
         return None
     wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not type(None))
     raise ConfigError(f"{key}: expected {wanted}, found {value!r}")
 
 
 def is_number(value: Any) -> bool:
-    """A finite number that float32 can hold. JSON has integers of any length."""
+    """True for numbers in the range of float32; JSON integers can have any length."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 def check_size(config: Any, *names: str, limit: int = MAX_SIZE) -> None:
-    """Each named field is an integer in 1..limit."""
+    """Checks that each named field is an integer in 1..limit."""
     for name in names:
         value = getattr(config, name)
         if not 1 <= value <= limit:
@@ -193,7 +200,7 @@ def check_size(config: Any, *names: str, limit: int = MAX_SIZE) -> None:
 
 
 def check_rate(config: Any, *names: str) -> None:
-    """Each named field is a probability below 1."""
+    """Checks that each named field is a probability below 1."""
     for name in names:
         value = getattr(config, name)
         if not 0.0 <= value < 1.0:
@@ -214,7 +221,7 @@ def check_divides(config: Any, whole: str, part: str) -> None:
 
 
 def check_common(config: ModelConfig) -> None:
-    """Sizes, token ids and label settings that every family has."""
+    """Checks the fields of every family: sizes, token ids and label settings."""
     check_size(config, "vocab_size", "num_labels")
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         value = getattr(config, name)

@@ -1,4 +1,4 @@
-"""Configs of ours as config.json objects, in the spelling that transformers 4 and 5 both read."""
+"""Exports configs as config.json objects, in a form that both transformers 4 and 5 read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxllm.nn.rope import Rope
 
 
 def config_to_json(config: Any, model_type: str, architecture: str) -> dict[str, Any]:
-    """What `Config.from_dict` reads back to an equal config.
+    """A config.json object from which the config class's `from_dict` restores an equal config.
 
     >>> from jaxllm.models.gpt2 import GPT2Config
     >>> raw = config_to_json(GPT2Config(n_layer=2), "gpt2", "GPT2LMHeadModel")

@@ -1,8 +1,8 @@
 """The interface between models and decoding strategies.
 
-`init_cache` allocates the KV cache (an encoder-decoder encodes and projects its cross-attention
-keys and values there, once). `decode` runs new columns on top of the cache. Strategies know nothing
-of models beyond this; models know nothing of strategies.
+`init_cache` allocates the KV cache; an encoder-decoder also runs its encoder there, once, and
+computes the cross-attention keys and values. `decode` runs new columns after the cached ones.
+Strategies use nothing else of a model, and models do not depend on strategies.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from jaxllm.parallel.sharding import constrain
 
 
 class Decoder(Protocol):
-    """A model that decodes step by step: a pytree of arrays, as strategies see it.
+    """Model interface of decoding strategies: a pytree that decodes step by step.
 
-    All arguments are arrays; token ids and lengths were checked before. Of `config` generation
+    All arguments are arrays; token ids and lengths are already checked. From `config`, generation
     reads `vocab_size`, `max_positions`, `context_length`, `eos_token_ids` and the special tokens.
     """
 
@@ -41,7 +41,7 @@ class Decoder(Protocol):
 
     @property
     def tied_embedding(self) -> bool:
-        """The LM head shares the embedding matrix."""
+        """True if the LM head shares the embedding matrix."""
         ...
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -49,7 +49,7 @@ class Decoder(Protocol):
         ...
 
     def logits(self, x: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """The LM head: float32 logits of hidden states."""
+        """Float32 logits of hidden states (LM head)."""
         ...
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
@@ -73,7 +73,7 @@ class Decoder(Protocol):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> DecodeOutput:
-        """Runs T new columns on top of the cache.
+        """Runs T new columns after the cached ones.
 
         Decoder-only models also take `inputs_embeds` [B, T, D] (`tokens` is then None) and
         `token_type_ids` [B, T].
@@ -81,10 +81,10 @@ class Decoder(Protocol):
         Args:
             tokens: ids of the new columns.
             mask: True at real tokens.
-            cache: what came before; its first free slots take the new columns.
-            cache_is_empty: prefill: the new columns attend to each other only.
-            logits_column: the column of each row whose logits are computed; None: all columns.
-            branches: the new columns are alternatives side by side, not one after the other.
+            cache: the KV cache; the new columns are written to its next free slots.
+            cache_is_empty: prefill; the new columns attend to each other only.
+            logits_column: the one column per row to compute logits for; None: all columns.
+            branches: the new columns are alternatives for one position, not a sequence.
         """
         ...
 
@@ -94,7 +94,7 @@ class Decoder(Protocol):
 
 
 class EncoderDecoder(Decoder, Protocol):
-    """A decoder with an encoder."""
+    """Interface of encoder-decoder models."""
 
     def encode(
         self,
@@ -103,12 +103,12 @@ class EncoderDecoder(Decoder, Protocol):
         *,
         inputs_embeds: Float[Array, "B E D"] | None = None,
     ) -> StackOutput:
-        """The encoder's output; `x` is what `init_cache` takes as `encoder_states`."""
+        """Runs the encoder. Its output `x` is the argument `encoder_states` of `init_cache`."""
         ...
 
 
 class GenerativeModel(Decoder, Protocol):
-    """A decoder as users hold it: with the settings that its checkpoint brings (see `Model`)."""
+    """Interface of a decoder with the generation settings of its checkpoint (see `Model`)."""
 
     generation_config: Any
     extra_eos_token_ids: tuple[int, ...]
@@ -120,7 +120,7 @@ def decode_output(
     cache: Cache,
     logits_column: Int[Array, " B"] | None,
 ) -> DecodeOutput:
-    """The output of `Decoder.decode` from that of the decoder's stack."""
+    """Builds the output of `Decoder.decode` from the output of the decoder's stack."""
     scores = logits(out.x if logits_column is None else take_column(out.x, logits_column))
     # Keep logits vocab-sharded, then all-gather: in one step XLA may all-gather the head's weights.
     scores = constrain(constrain(scores, "rows", None, "vocab"), "rows")
@@ -135,5 +135,5 @@ def decode_output(
 
 
 def take_column(x: Float[Array, "B T D"], column: Int[Array, " B"]) -> Float[Array, "B 1 D"]:
-    """Column column[b] of each row b."""
+    """Takes x[b, column[b]] of each row b, as a sequence of length 1."""
     return jnp.take_along_axis(x, column[:, None, None], axis=1)

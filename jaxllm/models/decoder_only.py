@@ -1,4 +1,4 @@
-"""Decoder-only models: backbone, forward pass, language-model head, decoding on a cache."""
+"""Decoder-only models: backbone, forward pass, LM head, decoding with a KV cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxllm.nn.linear import Embedding, Linear
 
 
 class Backbone(nnx.Module):
-    """Embeddings and blocks of a decoder-only model. A family fills in the two methods below."""
+    """Decoder-only model without head. A family defines `embed_tokens`, with RoPE also `rotary`."""
 
     config: ModelConfig
     embed: Embedding
@@ -42,7 +42,7 @@ class Backbone(nnx.Module):
         raise NotImplementedError
 
     def rotary(self, view: AttentionView) -> tuple[Array, Array] | None:
-        """Angles of this call's positions, for a family that rotates."""
+        """RoPE cosines and sines of the view's positions; None for a family without RoPE."""
         return None
 
     def run(
@@ -89,7 +89,7 @@ class DecoderOnly(Model[ModelConfig]):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> BaseOutput:
-        """The backbone with every option of a forward call; see `__call__` of the heads."""
+        """Checks the inputs and runs the backbone; for the arguments see `CausalLM.__call__`."""
         inputs = check.sequence_inputs(
             input_ids,
             inputs_embeds,
@@ -139,7 +139,7 @@ class DecoderOnly(Model[ModelConfig]):
     def _view(
         self, inputs: check.SequenceInputs, cache: Cache | None, position_ids: Any
     ) -> tuple[AttentionView, Cache | None]:
-        """Positions and attention mask of a call, and the cache with its columns reserved."""
+        """Attention view of a call, and the cache with the new columns reserved."""
         mask, segments, limit = inputs.mask, inputs.segments, self.config.max_positions
         check.check_room(mask, cache, None if position_ids is not None else limit, segments)
         if cache is None:
@@ -160,7 +160,7 @@ class DecoderOnly(Model[ModelConfig]):
     def cross_kv(
         self, encoder_hidden_states: Any, encoder_attention_mask: Any, key: Array | None = None
     ) -> tuple[tuple[KV, ...], Any]:
-        """Cross-attention keys and values, and the encoder's mask (GPT-2 with
+        """Cross-attention keys and values, and the encoder's padding mask (GPT-2 with
         `add_cross_attention`)."""
         if self.backbone.stack.blocks[0].cross is None:
             raise InputError(
@@ -173,10 +173,10 @@ class DecoderOnly(Model[ModelConfig]):
 
 
 class CausalLM(DecoderOnly):
-    """A language model: the backbone and an LM head; `lm_head` None is a tied embedding."""
+    """Decoder-only language model: backbone and LM head. `lm_head` None: tied embedding."""
 
     body: ClassVar[Callable[..., Backbone]]
-    """The family's backbone."""
+    """Backbone class of the family."""
     lm_head: Linear | None
 
     def __init__(self, config: Any, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
@@ -190,7 +190,7 @@ class CausalLM(DecoderOnly):
         )
 
     def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
-        """Float32 logits."""
+        """Float32 logits of hidden states."""
         if self.lm_head is None:
             return self.backbone.embed.attend(x).astype(jnp.float32)
         return self.lm_head(x, key).astype(jnp.float32)
@@ -209,20 +209,19 @@ class CausalLM(DecoderOnly):
         Args:
             input_ids: token ids; or give `inputs_embeds` [B, T, D].
             attention_mask: 1 at real tokens; None means all. Positions count real tokens only, so
-                left-padded, right-padded and lone rows give the same logits.
-            labels: ids to predict, -100 where nothing is; `loss` is then their mean cross-entropy,
-                each against the logits one position before.
-            logits_to_keep: 0 for all positions, n for the last n, or the indices of columns.
-            options: `segment_ids` [B, T] in place of the mask for rows that hold several documents
-                (0 at pads, 1 and up elsewhere), `position_ids` [B, T], `inputs_embeds`,
+                left-padded, right-padded and unpadded rows give the same logits.
+            labels: token ids, -100 at ignored positions; `loss` is their mean cross-entropy, each
+                predicted by the logits of the previous position.
+            logits_to_keep: 0 for all columns, n for the last n, or the indices of columns.
+            options: `segment_ids` [B, T] instead of the mask, for packed rows (0 at pads, a
+                document's number from 1 elsewhere), `position_ids` [B, T], `inputs_embeds`,
                 `token_type_ids` [B, T] (GPT-2), `encoder_hidden_states` [B, E, D] and
-                `encoder_attention_mask` [B, E] (GPT-2 with cross-attention), `cache`
-                (continue from it; it comes back in the output),
-                `head_mask` [L, N], `dropout_key` (training), `output_hidden_states`,
-                `output_attentions`.
+                `encoder_attention_mask` [B, E] (GPT-2 with cross-attention), `cache` (a KV cache to
+                continue; the output has the updated one), `head_mask` [L, N], `dropout_key`
+                (training), `output_hidden_states`, `output_attentions`.
 
         Raises:
-            InputError: ids outside the vocabulary, shapes that do not fit.
+            InputError: token ids outside the vocabulary, or shapes that do not match.
         """
         key, head_key = split(options.pop("dropout_key", None), 2)
         out = self.hidden(input_ids, attention_mask, dropout_key=key, **options)
@@ -282,7 +281,7 @@ class CausalLM(DecoderOnly):
         if token_type_ids is None and cache.token_type is not None:
             token_type_ids = jnp.broadcast_to(cache.token_type[:, None], mask.shape)
         elif token_type_ids is not None:
-            # New tokens take the type of the prompt's last column, as in transformers.
+            # New tokens get the type of the prompt's last column, as in transformers.
             cache = cache.replace(token_type=column_of(token_type_ids, logits_column))
         out = self.backbone.run(
             tokens,
@@ -315,7 +314,7 @@ class CausalLM(DecoderOnly):
 
 
 def column_of(x: Int[Array, "B T"], column: Int[Array, " B"] | None) -> Int[Array, " B"]:
-    """x[b, column[b]] of each row b; None: the last column."""
+    """Takes x[b, column[b]] of each row b; None: the last column."""
     if column is None:
         return x[:, -1]
     return jnp.take_along_axis(x, column[:, None], axis=1)[:, 0]

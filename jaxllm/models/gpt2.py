@@ -20,7 +20,7 @@ from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.mlp import MLP
 from jaxllm.nn.norm import LayerNorm
 
-# Hugging Face's common names, which its GPT-2 config accepts as well.
+# Common names of Hugging Face configs, which its GPT-2 config accepts too.
 ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
@@ -31,9 +31,9 @@ ALIASES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config(cfg.ModelConfig):
-    """Fields of config.json under their own names.
+    """GPT-2 config, with the field names of config.json.
 
-    `reorder_and_upcast_attn` asks for attention scores in float32: what is always done here.
+    `reorder_and_upcast_attn` (attention scores in float32) has no effect: they always are.
     """
 
     vocab_size: int = 50257
@@ -79,7 +79,7 @@ class GPT2Config(cfg.ModelConfig):
         Raises ConfigError or UnsupportedError, naming the field.
         """
         if "vocab_size" in raw and isinstance(raw["vocab_size"], int):
-            # The defaults of bos and eos are GPT-2's own; a smaller vocabulary does not have them.
+            # The default bos and eos are ids of GPT-2's vocabulary, absent from a smaller one.
             absent = {
                 k: None
                 for k in ("bos_token_id", "eos_token_id")
@@ -100,7 +100,7 @@ class GPT2Config(cfg.ModelConfig):
 
 
 class GPT2Model(Backbone):
-    """Token and position embeddings, and pre-norm blocks with LayerNorm, biases and GELU."""
+    """GPT-2 backbone: learned positions, pre-norm blocks with LayerNorm, biases and GELU."""
 
     def __init__(self, config: GPT2Config, options: Options, *, rngs: nnx.Rngs | None):
         c, kinds = config, options.dtypes
@@ -161,7 +161,7 @@ class GPT2Model(Backbone):
 
     def embed_tokens(self, input_ids, inputs_embeds, view, token_type_ids):
         x = self.embed.of(input_ids, inputs_embeds) + self.positions(view.positions)
-        # Token types are looked up in the word embeddings, as the original does.
+        # Token types share the token embedding, as in transformers.
         return x if token_type_ids is None else x + self.embed(token_type_ids)
 
 
@@ -195,7 +195,7 @@ GPT2_TABLE = Table(
         *same("lm_head.weight", "lm_head.weight"),
         *same("score.weight", "score.weight"),
     ),
-    # Causal masks that old files carry as if they were weights.
+    # Causal masks, which old files store as tensors.
     buffers=(r"(transformer\.)?h\.\d+\.(attn|crossattention)\.(bias|masked_bias)",),
     copies=((r"lm_head\.weight", "backbone.embed.weight"),),
 )

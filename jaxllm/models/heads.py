@@ -1,4 +1,4 @@
-"""A language model's body with a new head on it."""
+"""Builds a sequence classifier from a language model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxllm.models.weights import parameters, with_parameters
 def with_classifier(
     model: Any, *, num_labels: int, problem_type: str | None = None, key: int | Array = 0
 ) -> Any:
-    """A sequence classifier over a language model's backbone, whose arrays it shares.
+    """A sequence classifier that shares the backbone of a language model.
 
-    Its score is new: drawn from N(0, initializer_range^2), as Hugging Face draws it.
+    The weight of its head is new, drawn from N(0, initializer_range^2) as in Hugging Face.
 
     Raises:
         UnsupportedError: the family has no classifier (T5).

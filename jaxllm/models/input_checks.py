@@ -1,7 +1,7 @@
-"""Checks of a call's arrays on the host, before anything is traced.
+"""Checks of a call's arrays on the host, before tracing.
 
-Indexing under jit clamps in silence, so nothing is left to it. Values of arrays that are already
-traced cannot be seen; their shapes and dtypes are checked all the same.
+Under jit an index out of bounds raises no error, so values are checked here. Arrays that are
+already traced have no values to check, only shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError
 
 IGNORED = -100
-"""The label of a position that does not count."""
+"""Label of positions that the loss ignores."""
 
 
 def is_traced(x: Any) -> bool:
-    """Whether x is a JAX tracer, whose value is not known yet."""
+    """True if x is a JAX tracer, whose value is not known yet."""
     return isinstance(x, Tracer)
 
 
 def on_host(name: str, x: Any) -> Any:
-    """x as a numpy array; a tracer stays what it is."""
+    """Converts x to a numpy array; tracers are returned unchanged."""
     if is_traced(x):
         return x
     try:
@@ -38,15 +38,15 @@ def on_host(name: str, x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceInputs:
-    """The checked sequences of one forward call, of an encoder or of a decoder."""
+    """Checked inputs of one forward call, of an encoder or a decoder."""
 
     input_ids: Int[Array, "B T"] | None
     inputs_embeds: Float[Array, "B T D"] | None
-    """In place of ids."""
+    """Embeddings instead of token ids."""
     mask: Any
-    """Bool [B, T], True at real tokens; on the host if it came from there."""
+    """Padding mask, bool [B, T], True at real tokens; a numpy array unless traced."""
     segments: Any
-    """Documents of packed rows, int32 [B, T]; None: one sequence a row."""
+    """Document numbers of packed rows, int32 [B, T]; None: one sequence per row."""
 
 
 def sequence_inputs(
@@ -59,11 +59,11 @@ def sequence_inputs(
     width: int,
     side: str = "",
 ) -> SequenceInputs:
-    """Checks ids or embeddings with their mask, or with the documents of packed rows.
+    """Checks token ids or embeddings with their padding mask or the segment ids of packed rows.
 
     Args:
         width: size of an embedding.
-        side: begins the arguments' names in errors: ``"decoder_"``, or nothing.
+        side: prefix of the argument names in errors: ``"decoder_"`` or empty.
     """
     names = [side + name for name in ("input_ids", "inputs_embeds", "attention_mask")]
     if (input_ids is None) == (inputs_embeds is None):
@@ -82,12 +82,12 @@ def sequence_inputs(
 
 
 def token_ids(name: str, ids: Any, vocab_size: int) -> Int[Array, "B T"]:
-    """Ids as int32, checked in the width they came in (int64 2**40 + 5 would become 5)."""
+    """Token ids as int32, checked before the cast (int64 2**40 + 5 would become 5)."""
     return jnp.asarray(checked_token_ids(name, ids, vocab_size), jnp.int32)
 
 
 def checked_token_ids(name: str, ids: Any, vocab_size: int) -> Any:
-    """The same, on the host if they came from there."""
+    """Checked token ids as a numpy int32 array; tracers are returned unchanged."""
     ids = on_host(name, ids)
     if ids.ndim != 2 or ids.size == 0:
         raise InputError(f"{name}: expected a non-empty [batch, length], found {ids.shape}")
@@ -106,7 +106,7 @@ def checked_token_ids(name: str, ids: Any, vocab_size: int) -> Any:
 
 
 def embeddings(name: str, x: Any, width: int) -> Float[Array, "B T D"]:
-    """Vectors in place of token ids, or an encoder's output; they stay on their device."""
+    """Checks embeddings or an encoder's output [B, T, D]; they stay on their device."""
     x = x if hasattr(x, "dtype") else on_host(name, x)
     if x.ndim != 3 or x.shape[-1] != width or x.size == 0:
         raise InputError(f"{name}: expected a non-empty [batch, length, {width}], found {x.shape}")
@@ -116,9 +116,9 @@ def embeddings(name: str, x: Any, width: int) -> Float[Array, "B T D"]:
 
 
 def mask_of(name: str, mask: Any, shape: tuple[int, ...]) -> Any:
-    """An attention mask (1 = real token) as Bool [B, T]; None means that every token is real.
+    """Checks a padding mask (1 = real token) and casts it to bool [B, T]; None: all tokens real.
 
-    It stays on the host if it came from there, so that no program is compiled for its shape.
+    The result is a numpy array unless traced, so that no program is compiled for its shape.
     """
     if mask is None:
         return np.ones(shape, bool)
@@ -135,7 +135,7 @@ def mask_of(name: str, mask: Any, shape: tuple[int, ...]) -> Any:
 def checked_segment_ids(
     name: str, ids: Any, shape: tuple[int, ...], mask: Any, mask_name: str
 ) -> Any:
-    """Documents of packed rows, int32 [B, T]: 0 at pads, then 1, 2, ... in runs."""
+    """Checks segment ids of packed rows, int32 [B, T]: 0 at pads, one run per document."""
     if ids is None:
         return None
     if mask is not None:
@@ -159,7 +159,7 @@ def checked_segment_ids(
 
 
 def position_ids(ids: Any, shape: tuple[int, ...], limit: int | None) -> Int[Array, "B T"]:
-    """Positions of the caller's, [B, T] or [1, T], below `limit`."""
+    """Checks `position_ids`, [B, T] or [1, T], below `limit`; broadcasts them to [B, T]."""
     ids = on_host("position_ids", ids)
     if ids.shape not in (shape, (1, shape[1])):
         raise InputError(f"position_ids: expected shape {shape}, found {ids.shape}")
@@ -175,9 +175,9 @@ def position_ids(ids: Any, shape: tuple[int, ...], limit: int | None) -> Int[Arr
 
 
 def check_room(mask: Any, cache: Cache | None, limit: int | None, segments: Any = None) -> None:
-    """New columns must fit the cache, and each row's (or document's) tokens the model's positions.
+    """Checks that new columns fit the cache, and each row's (or document's) tokens the positions.
 
-    A cache that is traced is not looked into: under jit the caller answers for its length.
+    The length of a traced cache is not checked: under jit that is up to the caller.
     """
     B, T = mask.shape
     if cache is not None:
@@ -195,21 +195,21 @@ def check_room(mask: Any, cache: Cache | None, limit: int | None, segments: Any 
     if not is_traced(mask) and not is_traced(before):
         needed = int((np.asarray(before) + np.asarray(mask).sum(axis=-1)).max())
     if segments is not None:
-        # Inside jit a row may hold any number of documents, so only the data can tell.
+        # The longest document depends on the values, which are unknown under jit.
         needed = 0 if is_traced(segments) else longest_document(segments)
     if needed > limit:
         raise InputError(f"input_ids: {needed} tokens, but this model has {limit} positions")
 
 
 def longest_document(segments: np.ndarray) -> int:
-    """Tokens of the longest document of packed rows."""
+    """Number of tokens of the longest document in packed rows."""
     return max(
         int(np.unique(row[row != 0], return_counts=True)[1].max(initial=0)) for row in segments
     )
 
 
 def head_mask(name: str, mask: Any, layers: int, heads: int) -> Float[Array, "L N"] | None:
-    """A factor per layer and head; [N] holds for every layer."""
+    """Checks a head mask, one factor per layer and head; [N] is broadcast to all layers."""
     if mask is None:
         return None
     mask = on_host(name, mask)
@@ -221,7 +221,7 @@ def head_mask(name: str, mask: Any, layers: int, heads: int) -> Float[Array, "L 
 
 
 def columns_to_keep(keep: Any, length: int) -> Any:
-    """`logits_to_keep`: how many last columns (0: all), or the indices of columns."""
+    """Index of the columns of `logits_to_keep`: the last n (0: all), or given columns."""
     keep = on_host("logits_to_keep", keep)
     if not jnp.issubdtype(keep.dtype, jnp.integer) or keep.ndim > 1:
         raise InputError(f"logits_to_keep: expected an integer or a list of them, found {keep}")
@@ -239,7 +239,7 @@ def columns_to_keep(keep: Any, length: int) -> Any:
 
 
 def checked_labels(labels: Any, shape: tuple[int, ...], logits: Array) -> Int[Array, "B T"]:
-    """Labels of every position of the call: ids, or -100 (not counted)."""
+    """Checks labels [B, T] for all positions of the call: token ids, or -100 (ignored)."""
     labels = label_ids(labels, logits.shape[-1])
     if labels.shape != shape:
         raise InputError(f"labels: expected shape {shape}, found {labels.shape}")
@@ -249,7 +249,7 @@ def checked_labels(labels: Any, shape: tuple[int, ...], logits: Array) -> Int[Ar
 
 
 def label_ids(labels: Any, classes: int) -> Int[Array, ...]:
-    """Labels below `classes`, or -100 where nothing is counted."""
+    """Labels as int32, checked to be in 0..classes - 1 or -100 (ignored)."""
     labels = on_host("labels", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise InputError(f"labels: expected integers, found {labels.dtype}")

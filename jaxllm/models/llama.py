@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971), with everything config.json may ask of it."""
+"""Llama (Touvron et al. 2023, arXiv:2302.13971), with all options of its config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.nn.blocks import Block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(RotaryConfig):
-    """Fields of config.json. `pretraining_tp` changes how a product is split, not its result.
+    """Llama config. `pretraining_tp` (splitting of matrix products) does not affect the result.
 
     >>> LlamaConfig.from_dict({"hidden_size": 64, "num_attention_heads": 4}).size_per_head
     16
@@ -32,7 +32,7 @@ class LlamaConfig(RotaryConfig):
 
 
 class LlamaModel(RotaryModel):
-    """Blocks: RMSNorm, rotary attention with grouped keys, SwiGLU."""
+    """Llama backbone: blocks of RMSNorm, grouped-query attention with RoPE, SwiGLU."""
 
     def block(self, make: Layers, layer: int) -> Block:
         c = self.config

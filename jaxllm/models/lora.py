@@ -1,6 +1,6 @@
-"""Which layers of a model get LoRA, and the model with it: add, merge.
+"""Adds LoRA to layers of a model, and merges it into the weights.
 
-A module has two names here, and a pattern may use either: our path
+Patterns select modules by either of two names: our path
 (``backbone.stack.blocks.0.attn.q``) and Hugging Face's (``model.layers.0.self_attn.q_proj``).
 """
 
@@ -31,23 +31,23 @@ HEADS = ("lm_head", "score")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """What to train in place of all weights.
+    """LoRA settings: target modules, rank, scale, dropout, variants.
 
     Args:
-        rank: r, the rank of each change.
-        alpha: the change is multiplied by ``alpha / rank``.
-        dropout: rate of dropout on the input of each change, in training.
-        targets: regular expressions, each for a whole name of a module or for its end after a dot:
-            ``"attn.(q|v)"`` of our paths, ``"q_proj"`` of Hugging Face's names. ``"all-linear"``,
-            the default, is every Linear but the head: the projections of attention and
-            feed-forward layers. GPT-2's ``"c_attn"`` is q, k and v.
+        rank: r, the rank of the updates.
+        alpha: each update is multiplied by ``alpha / rank``.
+        dropout: dropout rate on the input of each update, in training.
+        targets: regular expressions, each matching the full name of a module or its end after a
+            dot: ``"attn.(q|v)"`` of our paths, ``"q_proj"`` of Hugging Face's names.
+            ``"all-linear"``, the default: every Linear except the head, that is the projections of
+            attention and feed-forward layers. GPT-2's ``"c_attn"`` is q, k and v.
         rslora: multiply by ``alpha / sqrt(rank)`` instead.
-        dora: train the lengths of the weights' rows, too.
-        modules_to_save: further modules, named like targets, that are trained whole: embeddings,
-            norms, heads. A classifier's `score`, which is new, always is.
+        dora: also train a magnitude per row of the weights.
+        modules_to_save: more modules, named like targets, that are fully trained: embeddings,
+            norms, heads. A classifier's `score`, which is new, is always among them.
 
     Raises:
-        InputError: A value that cannot be, by the field's name.
+        InputError: An invalid value; the error names the field.
 
     >>> LoraConfig(rank=4, targets="q_proj").targets
     ('q_proj',)
@@ -75,7 +75,7 @@ class LoraConfig:
 
 
 def patterns_of(name: str, value: Any) -> tuple[str, ...]:
-    """One pattern or several, compiled once to see that they are regular expressions."""
+    """One pattern or several as a tuple, checked to be regular expressions."""
     patterns = (value,) if isinstance(value, str) else value
     if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
         raise InputError(f"{name}: expected patterns of module names, found {value!r}")
@@ -96,23 +96,23 @@ def check_number(name: str, value: Any, kind: type, fits: Callable[[Any], bool],
 
 
 def add_lora(model: Any, config: LoraConfig | None = None, *, key: int | Array = 0) -> Any:
-    """A model with LoRA on the config's targets, which computes the same as `model` so far.
+    """Adds LoRA to the config's targets; the new model computes the same until it is trained.
 
-    The arrays are shared with `model`, which stays as it is. New parameters are float32: A is
-    uniform in ±1/sqrt(in), PEFT's ``kaiming_uniform(a=sqrt(5))``, B zero, magnitudes the lengths of
-    the weights' rows. Each layer's A depends on the key and on the layer's path only.
+    `model` is unchanged and shares its arrays. New parameters are float32: A is uniform in
+    ±1/sqrt(in), PEFT's ``kaiming_uniform(a=sqrt(5))``, B is zero, magnitudes are the norms of the
+    weights' rows. Each layer's A depends only on the key and the layer's path.
 
     Args:
         model: a model of any family, without LoRA.
-        config: None is `LoraConfig()`.
-        key: of the random A; a seed or a key.
+        config: None: `LoraConfig()`.
+        key: seed or key of the random A.
 
     Returns:
-        The model; its `modules_to_save` are the paths of the modules that are trained whole.
+        The model; its `modules_to_save` are the paths of the modules that are fully trained.
 
     Raises:
-        InputError: A pattern matches no module (the error lists those that there are), or the model
-            has LoRA already.
+        InputError: A pattern matches no module (the error lists the existing ones), or the model
+            already has LoRA.
     """
     config = LoraConfig() if config is None else config
     check_plain(model)
@@ -134,7 +134,7 @@ def add_lora(model: Any, config: LoraConfig | None = None, *, key: int | Array =
 
 
 def new_layer(base: Linear, config: LoraConfig, key: Array) -> LoraLinear:
-    """LoRA that changes nothing yet."""
+    """LoRA with B zero, so that the layer's output is unchanged."""
     outputs, inputs = base.weight[...].shape
     bound = inputs**-0.5
     return LoraLinear(
@@ -149,16 +149,16 @@ def new_layer(base: Linear, config: LoraConfig, key: Array) -> LoraLinear:
 
 
 def with_lora(model: Any, layers: Mapping[str, LoraLinear], saved: Iterable[str]) -> Any:
-    """The model with these layers in their places, and what else is trained."""
+    """Replaces layers by their LoRA versions and sets `modules_to_save`."""
     model = replace_modules(model, layers)
     model.modules_to_save = tuple(saved)
     return model
 
 
 def merge_lora(model: Any) -> Any:
-    """The plain model that computes the same: `save_hf` writes it, every tool reads it.
+    """Merges LoRA into the weights; the result is a plain model, which `save_hf` can write.
 
-    Sums are taken in float32; each weight keeps its dtype, so a half-precision one is rounded.
+    Sums are in float32; each weight keeps its dtype, so a half-precision one is rounded.
 
     Raises:
         InputError: The model has no LoRA.
@@ -172,7 +172,7 @@ def merge_lora(model: Any) -> Any:
 
 
 def lora_layers(model: Any) -> dict[str, LoraLinear]:
-    """The layers with LoRA by their paths."""
+    """The layers with LoRA by path."""
     paths = (p.removesuffix(".lora_a") for p in parameters(model) if p.endswith(".lora_a"))
     return {path: module_at(model, path) for path in paths}
 
@@ -183,7 +183,7 @@ def check_plain(model: Any) -> None:
 
 
 def replace_modules(model: Any, modules: Mapping[str, nnx.Module]) -> Any:
-    """A model with other modules at these paths; all arrays are shared."""
+    """Replaces the modules at these paths in a copy of the model; all arrays are shared."""
     model = jax.tree.map(lambda x: x, model)
     for path, module in modules.items():
         parent, _, name = path.rpartition(".")
@@ -204,13 +204,13 @@ def table_of(model: Any) -> Table:
 
 
 def base_entries(model: Any) -> list[Entry]:
-    """The tensors of the model without LoRA."""
+    """Table entries of the model's tensors, without the LoRA parameters."""
     paths = (p for p in parameters(model) if not p.rpartition(".")[2].startswith("lora_"))
     return table_of(model).for_model(paths)
 
 
 def module_names(model: Any) -> dict[str, str]:
-    """Every module that has parameters of its own: our path, and Hugging Face's name."""
+    """Our path -> Hugging Face's name, for every module that directly has parameters."""
     return {
         ours.rpartition(".")[0]: entry.theirs.rpartition(".")[0]
         for entry in base_entries(model)
@@ -219,7 +219,7 @@ def module_names(model: Any) -> dict[str, str]:
 
 
 def select(field: str, patterns: Iterable[str], names: Mapping[str, str]) -> list[str]:
-    """Our paths of the modules that any pattern matches, in the model's order.
+    """Paths of the modules that any pattern matches, in the model's order.
 
     Raises:
         InputError: A pattern matches nothing.

@@ -1,4 +1,4 @@
-"""The losses that `labels` give, as Hugging Face's models compute them; always in float32."""
+"""Losses from `labels`, as in Hugging Face's models; always in float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxllm.models.input_checks import IGNORED, label_ids, on_host
 def token_losses(
     logits: Float[Array, "B T V"], labels: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Cross-entropy of each label (0 where it is -100), and log of the softmax's denominator."""
+    """Cross-entropy per label (0 where it is -100), and the log of the softmax denominator."""
     logits = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     return jnp.where(labels != IGNORED, log_z - label_logits(logits, labels), 0.0), log_z
@@ -24,10 +24,10 @@ def token_losses(
 
 @jax.custom_jvp
 def label_logits(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """The logit of each label, 0 where there is none (-100).
+    """Logit of each label; 0 where the label is ignored (-100).
 
-    The gradient is by comparison, which fuses into the softmax's; a gather's own would be a scatter
-    into an array of the logits' size.
+    The custom gradient compares indices, which fuses with the softmax's gradient. The gradient of
+    the gather would be a scatter into an array the size of the logits.
     """
     labels = labels.astype(jnp.int32)  # a narrower type may not hold V
     known = (labels >= 0) & (labels < logits.shape[-1])
@@ -43,7 +43,7 @@ def _label_logits_jvp(primals, tangents):
 
 
 def token_loss(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, ""]:
-    """Mean cross-entropy over the labels that are not -100; 0 when there is none."""
+    """Mean cross-entropy over the labels that are not -100; 0 if there is none."""
     losses, _ = token_losses(logits, labels)
     return losses.sum() / jnp.maximum((labels != IGNORED).sum(), 1)
 
@@ -51,7 +51,7 @@ def token_loss(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Floa
 def next_labels(
     labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None = None
 ) -> Int[Array, "B T"]:
-    """The label that each position of a causal model predicts: the next one, of its own document.
+    """Labels shifted left: each position predicts the next label of the same document.
 
     >>> next_labels(jnp.array([[5, 6, 7, 8]]), jnp.array([[1, 1, 2, 2]])).tolist()
     [[6, -100, 8, -100]]
@@ -67,17 +67,17 @@ def causal_loss(
     labels: Int[Array, "B T"],
     segments: Int[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
-    """Position t predicts the label at t + 1: the shift happens here."""
+    """Causal LM loss: position t predicts the label at t + 1; the shift is done here."""
     return token_loss(logits, next_labels(labels, segments))
 
 
 def classification_loss(
     logits: Float[Array, "B C"], labels: Any, problem_type: str | None
 ) -> Float[Array, ""]:
-    """Regression (MSE), one label of C (cross-entropy) or any of C (binary cross-entropy).
+    """Loss of regression (MSE), single-label (cross-entropy) or multi-label (binary cross-entropy).
 
-    Where the config names no `problem_type` it is inferred as Hugging Face does: one output means
-    regression; integer labels mean single label; others multi-label.
+    If `problem_type` is None it is inferred as in Hugging Face: one output means regression,
+    integer labels single-label, others multi-label.
     """
     labels = on_host("labels", labels)
     logits, outputs = logits.astype(jnp.float32), logits.shape[-1]

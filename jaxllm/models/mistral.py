@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with an attention window in every layer."""
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with sliding-window attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.nn.blocks import Block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig(RotaryConfig):
-    """Fields of config.json. `sliding_window` None: every token sees all before it (7B v0.2)."""
+    """Mistral config. `sliding_window` None: full causal attention (7B v0.2)."""
 
     vocab_size: int = 32000
     intermediate_size: int = 14336
@@ -30,7 +30,7 @@ class MistralConfig(RotaryConfig):
 
 
 class MistralModel(RotaryModel):
-    """Blocks: RMSNorm, rotary attention with grouped keys and a window, SwiGLU."""
+    """Mistral backbone: Llama's blocks with sliding-window attention in every layer."""
 
     def block(self, make: Layers, layer: int) -> Block:
         attn = make.attention(window=self.config.sliding_window)

@@ -1,4 +1,4 @@
-"""The base class of all models: a config, and what a model carries beside its weights."""
+"""Base class of all models: config, weights and checkpoint metadata."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ M = TypeVar("M")
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a model was read from, as far as saving the same files again needs it."""
+    """Metadata of a model's checkpoint, needed to save the same files again."""
 
     config: str
-    """The text of config.json."""
+    """Text of config.json."""
     dtypes: tuple[tuple[str, str], ...]
     """(tensor name, dtype) of every tensor in the file."""
     copies: tuple[tuple[str, str], ...] = ()
-    """(tensor name, our path) of tensors that repeat one of our parameters."""
+    """(tensor name, our path) of tensors that are copies of another parameter."""
     stripped: bool = False
-    """Tensor names lack the base model's prefix."""
+    """True if tensor names lack the base model's prefix."""
     file: str = ""
+    """Path of the checkpoint."""
     quantised: bool = False
 
 
 class Model(nnx.Module, Generic[C]):
-    """A config and its weights, and metadata that no forward pass reads.
+    """Config, weights, and metadata that the forward pass does not use.
 
     Attributes other than weights are static: part of the pytree's structure, and so of the key of
     compiled programs. `without_metadata` resets those that programs should not depend on.
@@ -41,13 +42,13 @@ class Model(nnx.Module, Generic[C]):
 
     config: C
     generation_config: Any
-    """The checkpoint's `GenerationConfig`: defaults of `generate()`. None: there is none."""
+    """`GenerationConfig` of the checkpoint: defaults of `generate()`. None: there is none."""
     extra_eos_token_ids: tuple[int, ...]
-    """The tokenizer's end token, which config.json may not name; it ends a sequence, too."""
+    """End token of the tokenizer, which config.json may lack; it also ends a sequence."""
     origin: Origin | None
-    """The checkpoint that the model was loaded from."""
+    """Metadata of the checkpoint that the model was loaded from, if any."""
     modules_to_save: tuple[str, ...]
-    """Paths of modules that are trained whole beside LoRA, and saved with the adapter."""
+    """Paths of modules that are fully trained beside LoRA, and saved with the adapter."""
 
     def __init__(self, config: C):
         self.config = config
@@ -58,5 +59,5 @@ class Model(nnx.Module, Generic[C]):
 
 
 def without_metadata(model: M) -> M:
-    """A copy for compiled programs, which models of one config share; the weights are shared."""
+    """A copy without metadata, so that models of one config share programs; shares weights."""
     return shallow_copy(model, generation_config=None, extra_eos_token_ids=(), origin=None)

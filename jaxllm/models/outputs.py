@@ -16,8 +16,8 @@ Layers = tuple[Float[Array, " ..."], ...] | None
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseOutput:
-    """Output of a backbone or an encoder. `hidden_states` are each block's input, then the last
-    hidden state; the weights [B, N, T, S] of `attentions` have one entry a layer."""
+    """Output of a backbone or an encoder. `hidden_states`: each block's input, then the last
+    hidden state. `attentions`: attention weights [B, N, T, S] per layer."""
 
     last_hidden_state: Float[Array, "B T D"]
     hidden_states: Layers = None
@@ -27,7 +27,7 @@ class BaseOutput:
 
 
 def base_output(out: StackOutput, cache: Cache | None = None) -> BaseOutput:
-    """The output of a stack under Hugging Face's names, with the updated cache."""
+    """Converts the output of a stack to Hugging Face's names; adds the updated cache."""
     return BaseOutput(
         last_hidden_state=out.x,
         hidden_states=out.hidden_states,
@@ -43,17 +43,17 @@ class DecodeOutput:
     """Output of `Decoder.decode` for the new columns."""
 
     logits: Float[Array, "B N V"]
-    """Float32; of every new column (N = T), or of the one that was asked for (N = 1)."""
+    """Float32 logits of every new column (N = T), or of `logits_column` only (N = 1)."""
     unconditional_logits: Float[Array, "B N V"] | None = None
-    """Logits after the negative prompt (guidance)."""
+    """Logits of the negative prompt's rows (classifier-free guidance)."""
     cache: Cache
     last_hidden_state: Float[Array, "B T D"]
-    """After the final norm, for every new column."""
+    """Hidden states of every new column, after the final norm."""
     hidden_states: Layers = None
     attentions: Layers = None
     cross_attentions: Layers = None
     encoder_hidden_states: Layers = None
-    """The encoder's, after the prefill of an encoder-decoder that records them."""
+    """Hidden states of the encoder, after a prefill that records them."""
     encoder_attentions: Layers = None
 
     def replace(self, **changes) -> DecodeOutput:
@@ -63,7 +63,7 @@ class DecodeOutput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLMOutput:
-    """`logits` are float32. `loss` is the mean over the labels that are not -100."""
+    """Output of a decoder-only LM. `loss` is the mean over the labels that are not -100."""
 
     logits: Float[Array, "B T V"]
     loss: Float[Array, ""] | None = None
@@ -76,7 +76,7 @@ class CausalLMOutput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seq2SeqLMOutput:
-    """Output of an encoder-decoder; `loss` as of `CausalLMOutput`."""
+    """Output of an encoder-decoder; `loss` as in `CausalLMOutput`."""
 
     logits: Float[Array, "B T V"]
     loss: Float[Array, ""] | None = None
@@ -92,7 +92,7 @@ class Seq2SeqLMOutput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceClassifierOutput:
-    """Scores of the classes; `loss` depends on the config's `problem_type`."""
+    """Output of a classifier: class logits; `loss` depends on the config's `problem_type`."""
 
     logits: Float[Array, "B C"]
     loss: Float[Array, ""] | None = None

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671 and arXiv:2412.15115).
 
-Llama with biases in the query, key and value projections, and with windows in the upper layers
-where a config asks for them.
+Llama with biases in the query, key and value projections, and optionally with sliding-window
+attention in the upper layers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from jaxllm.nn.blocks import Block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2Config(RotaryConfig):
-    """Fields of config.json.
+    """Qwen2 config.
 
-    With `use_sliding_window` the layers from `max_window_layers` on have the window
-    `sliding_window`, or those that `layer_types` calls "sliding_attention".
+    With `use_sliding_window`, layers `max_window_layers` and above have the window
+    `sliding_window`; with `layer_types`, the layers of type "sliding_attention" do.
     """
 
     vocab_size: int = 151936
@@ -34,7 +34,7 @@ class Qwen2Config(RotaryConfig):
     layer_types: tuple[str, ...] | None = None
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a query of this layer sees, its own included; None: all."""
+        """Attention window of this layer in tokens, the query's own included; None: no window."""
         if not self.use_sliding_window:
             return None
         types = self.layer_types
@@ -68,7 +68,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Qwen2Model(RotaryModel):
-    """Blocks: RMSNorm, rotary attention with biases of q, k and v, SwiGLU."""
+    """Qwen2 backbone: Llama's blocks with biases of q, k and v, and windows if configured."""
 
     def block(self, make: Layers, layer: int) -> Block:
         attn = make.attention(bias=True, window=self.config.window(layer))

@@ -1,4 +1,4 @@
-"""Qwen3, dense (Yang et al. 2025, arXiv:2505.09388): Qwen2 without biases, with normed heads."""
+"""Qwen3, dense (Yang et al. 2025, arXiv:2505.09388): Qwen2 with QK norm, without biases."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jaxllm.nn.blocks import Block
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """Fields of config.json: Qwen2's, and `attention_bias` of all four projections."""
+    """Qwen3 config: Qwen2's fields, and `attention_bias` for all four projections."""
 
     head_dim: int = 128
     attention_bias: bool = False
 
 
 class Qwen3Model(RotaryModel):
-    """Blocks: RMSNorm, rotary attention with a norm of each head's query and key, SwiGLU."""
+    """Qwen3 backbone: Llama's blocks with RMSNorm of each head's query and key (QK norm)."""
 
     def block(self, make: Layers, layer: int) -> Block:
         c = self.config

@@ -19,27 +19,26 @@ from jaxllm.models.weights import Table
 class Family:
     """Config class, model classes and weight table of one `model_type`.
 
-    `classes` are keyed by Hugging Face's names, the language model first. `parts` names classes
-    that are a part of a bigger checkpoint: tensors beginning with the given prefixes stay unread.
+    `classes` are keyed by Hugging Face's names, the language model first. `parts`: classes that are
+    part of a larger checkpoint -> prefixes of the tensors that they do not read.
     """
 
     config: type[Any]
     classes: Mapping[str, Callable[..., Any]]
     table: Callable[[Any], Table]
     structure: tuple[str, ...]
-    """The config's fields that decide which tensors there are."""
+    """Config fields that determine which tensors exist; named in errors."""
     headless_means_tied: bool = False
-    """Without an lm_head.weight the head is tied, whatever the config says (T5)."""
+    """True if a checkpoint without lm_head.weight is tied regardless of its config (T5)."""
     base_models: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Classes without a head, and the one that reads their checkpoints: a tied head is no tensor
-    more."""
+    """Headless class -> class that reads its checkpoints: a tied head needs no extra tensor."""
     parts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 def _decoder_only(
     config: type[ModelConfig], table: Table, structure: tuple[str, ...], *classes: type[Any]
 ) -> Family:
-    """A decoder-only family, whose classes have Hugging Face's names, the language model first."""
+    """A decoder-only family. Classes have Hugging Face's names, the language model first."""
     return Family(
         config=config,
         classes={cls.__name__: cls for cls in classes},
@@ -131,10 +130,13 @@ class ModelSpec:
 
 
 def model_spec(raw: Mapping[str, Any], architecture: str | None = None) -> ModelSpec:
-    """Chooses family and class from a config.json object, and reads the config.
+    """Selects family and class for a config.json object, and reads the config.
 
     `architecture` overrides the file's: ``"T5EncoderModel"`` reads the encoder of a full T5.
-    Raises UnsupportedError for what jaxllm does not have, ConfigError for what cannot be.
+
+    Raises:
+        UnsupportedError: a family, class or option that jaxllm does not have.
+        ConfigError: an invalid value.
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
@@ -153,7 +155,7 @@ def model_spec(raw: Mapping[str, Any], architecture: str | None = None) -> Model
 
 
 def _listed(raw: Mapping[str, Any], family: Family) -> str:
-    """The class that the file names; the language model where it names none."""
+    """Class name in the file's `architectures`; by default the language model."""
     listed = raw.get("architectures")
     if listed is None or listed == []:
         return next(iter(family.classes))
@@ -163,7 +165,7 @@ def _listed(raw: Mapping[str, Any], family: Family) -> str:
 
 
 def architecture_of(model: Any) -> tuple[str, str]:
-    """The model_type and Hugging Face class name of one of our models (T5's, for all T5 kinds)."""
+    """Model type and Hugging Face class name of a model; T5's for mT5 and umT5 too."""
     for model_type, family in FAMILIES.items():
         for name, cls in family.classes.items():
             if cls is type(model):

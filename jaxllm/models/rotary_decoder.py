@@ -1,6 +1,6 @@
-"""Parts of Llama and its relatives: a config with RoPE, and a model of pre-norm blocks.
+"""Base of Llama-like models: a config with RoPE, and a backbone of pre-norm blocks.
 
-A family adds its own config fields and says in `block` what one of its layers is made of.
+A family adds its own config fields and defines its transformer block in `block`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ROPE_KEYS = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryConfig(cfg.ModelConfig):
-    """Fields of config.json under their own names; RoPE's two spellings end up in `rope`.
+    """Config with the field names of config.json; all RoPE fields are merged into `rope`.
 
-    `max_position_embeddings` acts through RoPE (dynamic scaling) and as generate()'s default limit.
-    `rope` None is RoPE without scaling, base 10000.
+    `max_position_embeddings` affects RoPE (dynamic scaling) and is generate()'s default limit.
+    `rope` None: RoPE without scaling, base 10000.
     """
 
     hidden_size: int = 4096
@@ -103,7 +103,7 @@ class RotaryConfig(cfg.ModelConfig):
         return dataclasses.replace(config, rope=rope)
 
     def check(self) -> None:
-        """Raises ConfigError for a value that is out of range; a family adds its own fields."""
+        """Raises ConfigError for a value out of range; families extend it for their fields."""
         cfg.check_common(self)
         cfg.check_size(self, "hidden_size", "intermediate_size", "num_attention_heads")
         cfg.check_size(self, "max_position_embeddings")
@@ -125,7 +125,7 @@ class RotaryConfig(cfg.ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """Makes the layers of a block in the sizes and dtypes of one model."""
+    """Builds the layers of a block with the sizes and dtypes of one model."""
 
     config: RotaryConfig
     options: Options
@@ -164,8 +164,8 @@ class Layers:
         normed_heads: bool = False,
         window: int | None = None,
     ) -> Attention:
-        """Attention with grouped keys. `bias` is of q, k and v; `normed_heads`: RMSNorm of each
-        head's query and key; `window`: only the last tokens are seen."""
+        """Grouped-query attention. `bias`: of q, k and v. `normed_heads`: RMSNorm of each head's
+        query and key. `window`: sliding-window attention."""
         c, size = self.config, self.config.size_per_head
         return Attention(
             q=self.linear(c.hidden_size, c.num_attention_heads * size, bias=bias),
@@ -194,7 +194,7 @@ class Layers:
 
 
 class RotaryModel(Backbone):
-    """Token embedding and blocks with rotary attention, then RMSNorm. A family defines `block`."""
+    """Backbone of Llama-like models: embedding, blocks, RMSNorm. A family defines `block`."""
 
     config: Any
 
@@ -206,7 +206,7 @@ class RotaryModel(Backbone):
         self.stack = Stack(blocks, make.norm(), remat=options.remat)
 
     def block(self, make: Layers, layer: int) -> Block:
-        """Block number `layer`."""
+        """Builds block number `layer`."""
         raise NotImplementedError
 
     def embed_tokens(self, input_ids, inputs_embeds, view, token_type_ids):
@@ -242,4 +242,4 @@ ROTARY_TABLE = Table(
     ),
     copies=((r"lm_head\.weight", "backbone.embed.weight"),),
 )
-"""Weights that all of these families have; biases only where the model has them."""
+"""Weight table common to Llama-like families; biases are used where the model has them."""

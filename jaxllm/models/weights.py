@@ -1,7 +1,7 @@
-"""Two-way tables between our parameters and Hugging Face's tensors.
+"""Two-way tables between our parameters and Hugging Face's tensors, one per family.
 
-One table a family; loading, export, GGUF and sharded reading all use it, and whatever it does not
-cover raises, both ways. `{i}` stands for a layer number on both sides.
+Loading, export, GGUF and sharded reading all use them. A tensor or parameter that a table lacks
+is an error. `{i}` stands for a layer number on both sides.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One Hugging Face tensor and the parameters of ours that it holds.
+    """One Hugging Face tensor (`theirs`) and the parameters that it holds (`ours`).
 
-    Ours are [out, in]. `transposed`: theirs is [in, out] (GPT-2's Conv1D). Several of ours mean
-    that theirs is their concatenation along the output axis (GPT-2's fused q, k, v).
+    Ours are [out, in]. `transposed`: theirs is [in, out] (GPT-2's Conv1D). With several in `ours`,
+    theirs is their concatenation along the output axis (GPT-2's fused q, k, v).
     """
 
     ours: tuple[str, ...]
@@ -27,12 +27,12 @@ class Entry:
     transposed: bool = False
 
     def split(self, theirs: np.ndarray) -> list[np.ndarray]:
-        """Views of the parts, in our orientation."""
+        """Splits a tensor into our parameters; the parts are [out, in] views."""
         whole = theirs.T if self.transposed else theirs
         return np.split(whole, len(self.ours)) if len(self.ours) > 1 else [whole]
 
     def index(self, number: int, rows: int, ours: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Where a part of our parameter `number`, which has so many rows, is in their tensor.
+        """Index in their tensor of a slice of our parameter `number`, which has `rows` rows.
 
         >>> entry = Entry(("q", "k", "v"), "qkv", transposed=True)
         >>> entry.index(1, 4, (slice(0, 2), slice(2, 4)))
@@ -44,7 +44,7 @@ class Entry:
         return whole[::-1] if self.transposed else whole
 
     def join(self, ours: Sequence[np.ndarray]) -> np.ndarray:
-        """The inverse of `split`, contiguous."""
+        """Inverse of `split`; the result is contiguous."""
         whole = np.concatenate(ours) if len(ours) > 1 else ours[0]
         return np.ascontiguousarray(whole.T if self.transposed else whole)
 
@@ -59,11 +59,11 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """All tensors of a family.
+    """Weight table of a family: entries for all tensors.
 
-    `prefix` begins the names of the base model's tensors in files of a model with a head; files of
-    the base model alone lack it. `buffers` match tensors that old files carry and no one needs
-    (masks, rotary frequencies). `copies` match tensors that repeat another one of ours.
+    `prefix`: start of the base model's tensor names in files of a model with a head; files of the
+    base model alone lack it. `buffers`: regexes of tensors in old files that are not needed (masks,
+    RoPE frequencies). `copies`: (regex, our path) of tensors that duplicate one of our parameters.
     """
 
     entries: tuple[Entry, ...]
@@ -72,7 +72,7 @@ class Table:
     copies: tuple[tuple[str, str], ...] = ()
 
     def for_model(self, paths: Iterable[str]) -> list[Entry]:
-        """The entries of a model with these parameters, each parameter exactly once."""
+        """Entries of a model with these parameters; each parameter is in exactly one."""
         wanted = dict.fromkeys(paths)
         found = []
         for path in wanted:
@@ -96,7 +96,7 @@ class Table:
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
 
     def copied_from(self, name: str) -> str | None:
-        """Our path that the tensor `name` repeats, if it is a known copy."""
+        """Our path of the parameter that tensor `name` duplicates; None if it is no known copy."""
         return next((ours for pattern, ours in self.copies if re.fullmatch(pattern, name)), None)
 
 
@@ -107,7 +107,7 @@ def same(ours: str, theirs: str) -> Iterator[Entry]:
 def linear(
     ours: str | tuple[str, ...], theirs: str, *, transposed: bool = False, bias: bool = True
 ) -> Iterator[Entry]:
-    """Weight and bias of a Linear (or of several that their tensor fuses)."""
+    """Entries for the weight and bias of a Linear, or of several fused in one tensor."""
     ours = (ours,) if isinstance(ours, str) else ours
     yield Entry(tuple(f"{o}.weight" for o in ours), f"{theirs}.weight", transposed)
     if bias:
@@ -121,7 +121,7 @@ def norm(ours: str, theirs: str, *, bias: bool = False) -> Iterator[Entry]:
 
 
 def parameter_path(key_path: tuple) -> str:
-    """A path of the model's pytree as dots: ``backbone.stack.blocks.0.attn.q.weight``."""
+    """Dotted path of a pytree leaf: ``backbone.stack.blocks.0.attn.q.weight``."""
     parts = []
     for key in key_path:
         if isinstance(key, jax.tree_util.GetAttrKey):
@@ -134,13 +134,13 @@ def parameter_path(key_path: tuple) -> str:
 
 
 def parameters(model) -> dict[str, jax.Array]:
-    """Every parameter of a model by its path."""
+    """All parameters of a model by path."""
     leaves = jax.tree_util.tree_flatten_with_path(model)[0]
     return {parameter_path(path): leaf for path, leaf in leaves}
 
 
 def with_parameters(model, changed: Mapping[str, jax.Array]):
-    """The same model with other values for some of its parameters; the rest is shared."""
+    """A copy of the model with some parameters replaced; the rest is shared."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(model)
     unknown = changed.keys() - {parameter_path(path) for path, _ in leaves}
     if unknown:

@@ -37,7 +37,7 @@ def random_uint16(key: Array, size: int) -> UInt16[Array, " {size}"]:
 
 
 def after_gradient(x: Array, gradient: Array) -> Array:
-    """x with a data dependency: nothing that uses it runs before `gradient` is computed."""
+    """Returns x; on CPU with a data dependency, so that its users run after `gradient`."""
     # PERF(cpu): XLA drops barriers before scheduling, but keeps `+ gradient * 0`, which may be NaN.
     # Otherwise all blocks are recomputed before the first is needed, and remat saves no memory;
     # benchmarks/train.py.

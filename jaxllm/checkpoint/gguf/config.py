@@ -1,7 +1,7 @@
-"""Hugging Face's config.json from the metadata of a GGUF file.
+"""Builds a Hugging Face config.json from the metadata of a GGUF file.
 
-The fields are those that llama.cpp's convert_hf_to_gguf.py writes. It leaves some of a config out:
-tying, gating, biases and GPT-2's inner size are taken from the tensors, the rest has the values
+The fields are those that llama.cpp's convert_hf_to_gguf.py writes. It omits part of the config:
+tying, gating, biases and GPT-2's inner size are inferred from the tensors, the rest has the values
 that llama.cpp assumes when it runs the file. An unknown field of the architecture raises, because
 it changes what the model computes.
 """
@@ -18,7 +18,7 @@ from jaxllm.checkpoint.source import TensorInfo, quoted
 from jaxllm.common.errors import CheckpointError, UnsupportedError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2", "t5", "t5encoder")
-"""llama.cpp's names. Its converter writes Mistral as "llama", and drops the window."""
+"""llama.cpp's architecture names. Its converter writes Mistral as "llama", without the window."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -32,7 +32,7 @@ def hf_config_from_gguf(
     tensors: Mapping[str, TensorInfo],
     rope_factors: np.ndarray | None = None,
 ) -> dict[str, Any]:
-    """Build the Hugging Face config of a GGUF model.
+    """Builds the Hugging Face config of a GGUF model.
 
     Args:
         metadata: The file's fields, as :class:`~jaxllm.checkpoint.gguf.reader.GGUFFile` gives them.
@@ -41,7 +41,7 @@ def hf_config_from_gguf(
             files hold their frequency scaling in it.
 
     Returns:
-        What a config.json would hold, ``model_type`` and ``architectures`` included.
+        The content of a config.json, with ``model_type`` and ``architectures``.
 
     Raises:
         UnsupportedError: Another architecture, a part of a split file, an adapter, experts, or a
@@ -107,7 +107,7 @@ def _qwen3(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
 
 
 _ROTARY = {"llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3}
-"""Architectures whose fields `_rotary` reads, and the config fields that they have beside them."""
+"""Architectures with the fields that `_rotary` reads -> functions for their other fields."""
 
 
 def _rotary(
@@ -149,7 +149,7 @@ def _rotary(
 
 
 def _has_biases(tensors: Mapping[str, TensorInfo], *layers: str) -> bool:
-    """Whether these layers of block 0 have biases: all or none, as in Hugging Face's models."""
+    """True if these layers of block 0 have biases: all or none, as in Hugging Face's models."""
     have = [layer for layer in layers if f"blk.0.{layer}.bias" in tensors]
     if have and len(have) < len(layers):
         source = tensors[f"blk.0.{have[0]}.bias"].file
@@ -194,11 +194,11 @@ def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
 def _llama3_scaling(
     factors: np.ndarray, theta: float, head_dim: int, source: str
 ) -> dict[str, Any] | None:
-    """The ``rope_scaling`` of Llama 3.1 and later that gives these divisors of the frequencies.
+    """Recovers the ``rope_scaling`` of Llama 3.1 and later from its frequency divisors.
 
-    A GGUF file holds the divisors instead of the four numbers that they were made of. All published
-    Llama 3.x have 1, 4 and 8192 for three of these and differ in ``factor``, the largest divisor;
-    llama.cpp's converter assumes 8192 itself. What these do not reproduce is refused.
+    A GGUF file holds the divisors instead of the four parameters they are computed from. All
+    published Llama 3.x have 1, 4 and 8192 for three of them and differ in ``factor``, the largest
+    divisor; llama.cpp's converter assumes 8192 too. Other divisors raise UnsupportedError.
     """
     if factors.shape != (head_dim // 2,):
         raise CheckpointError(f"{source}: {ROPE_FACTORS} has not {head_dim // 2} values")
@@ -227,7 +227,7 @@ def _llama3_scaling(
 def _gpt2(fields: Fields, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     heads = fields.integer("attention.head_count")
     fields.require("attention.head_count_kv", heads)
-    fields.get("feed_forward_length")  # always written as 4 * n_embd: the tensor knows better
+    fields.get("feed_forward_length")  # always written as 4 * n_embd; the tensor has the true size
     positions = fields.integer("context_length")
     rows = _rows(tensors, "position_embd.weight", fields.source)
     if rows != positions:
@@ -254,7 +254,7 @@ def _t5(fields: Fields, tensors: Mapping[str, TensorInfo], *, encoder_only: bool
     layers = fields.integer("block_count")
     fields.require("attention.head_count_kv", heads)
     fields.require("attention.value_length", key_length)
-    fields.get(_RMS_NORM)  # written beside the other one, with the same value
+    fields.get(_RMS_NORM)  # same value as layer_norm_epsilon
     family = "umt5" if "enc.blk.1.attn_rel_b.weight" in tensors else "t5"  # a table in each layer
     part = "EncoderModel" if encoder_only else "ForConditionalGeneration"
     gated = "enc.blk.0.ffn_gate.weight" in tensors
@@ -280,7 +280,7 @@ def _t5(fields: Fields, tensors: Mapping[str, TensorInfo], *, encoder_only: bool
 
 
 def _token_ids(metadata: Mapping[str, Any], vocab_size: int, source: str) -> dict[str, Any]:
-    """BOS, EOS and pad; EOS is a list where llama.cpp also stops at end-of-turn or -message."""
+    """BOS, EOS and pad ids; EOS is a list if llama.cpp also stops at end-of-turn or -message."""
 
     def token(name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"

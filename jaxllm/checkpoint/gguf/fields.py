@@ -13,7 +13,7 @@ from jaxllm.common.errors import CheckpointError, UnsupportedError
 
 
 class Fields:
-    """Fields of one architecture; records which are read, so that unknown ones can be refused."""
+    """Metadata fields of one architecture; tracks reads, so that unknown fields can be rejected."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str, source: str) -> None:
         self.source = source
@@ -27,7 +27,7 @@ class Fields:
         self._used = {"tensor_data_layout", "rope.scaling.finetuned", "vocab_size"}
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """An integer, required unless there is a default."""
+        """Reads an integer, required unless there is a default."""
         value = self._required(key, default)
         if type(value) is not int or not minimum <= value < 2**31:
             raise CheckpointError(
@@ -37,7 +37,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number, required unless there is a default."""
+        """Reads a positive finite number, required unless there is a default."""
         value = self._required(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise CheckpointError(
@@ -46,7 +46,7 @@ class Fields:
         return float(value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field as it is, or the default."""
+        """Reads a field of any scalar type, or returns the default."""
         self._used.add(key)
         value = self._values.get(key, default)
         if isinstance(value, list | np.ndarray):
@@ -57,7 +57,7 @@ class Fields:
         return value
 
     def require(self, key: str, *allowed: Any) -> None:
-        """Raises for a field with another value than the `allowed` ones, which jaxllm computes."""
+        """Raises UnsupportedError unless the field is absent or has one of the `allowed` values."""
         value = self.get(key, allowed[0])
         if value not in allowed:
             raise UnsupportedError(
@@ -66,7 +66,7 @@ class Fields:
             )
 
     def refuse_unused(self) -> None:
-        """Raises UnsupportedError, naming the fields that nothing has read."""
+        """Raises UnsupportedError naming the fields that were not read, if any."""
         unused = sorted(self._values.keys() - self._used)
         if unused:
             raise UnsupportedError(
@@ -82,5 +82,5 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """A value for an error message."""
+    """Formats a value for an error message."""
     return quoted(value) if isinstance(value, str) else str(value)

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: magic, counts, metadata and tensor list, every number checked.
+"""Parses the header of a GGUF file: magic, counts, metadata, tensor list; checks every number.
 
 The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. Nothing
 is allocated before the bytes that fill it are known to be in the file, sizes are Python integers
-(which do not wrap), and ambiguous headers (repeated keys, overlapping tensors) are refused.
+(no overflow), and ambiguous headers (repeated keys, overlapping tensors) are rejected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Metadata = dict[str, Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its ggml type, its shape as numpy writes it, and its bytes in the file."""
+    """One tensor: ggml type, shape in numpy's order, and byte range in the file."""
 
     type: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Entry:
 def parse_header(
     data: memoryview, *, source: str, file_bytes: int
 ) -> tuple[Metadata, dict[str, Entry]]:
-    """Read the header at the start of ``data``: the first ``MAX_HEADER_BYTES`` or the whole file.
+    """Reads the header at the start of ``data``: the first ``MAX_HEADER_BYTES`` or the whole file.
 
     Returns:
         The metadata (int, float, bool, str, list[str], or a numpy array for an array of numbers),
@@ -145,7 +145,7 @@ def _check_overlap(source: str, entries: dict[str, Entry]) -> None:
 
 
 class _Reader:
-    """A cursor over the header's bytes that never passes their end."""
+    """Cursor over the header's bytes; raises CheckpointError at their end."""
 
     def __init__(self, data: memoryview, source: str) -> None:
         self.data = data
@@ -198,7 +198,7 @@ class _Reader:
         return self.numbers(type_id, length, what)
 
     def strings(self, length: int, what: str) -> list[str]:
-        """Reads many strings, faster than one by one: a vocabulary has 100,000 and more."""
+        """Reads many strings, faster than one by one: a vocabulary has over 100,000."""
         data, position, limit = self.data, self.position, len(self.data)
         strings: list[str] = []
         for _ in range(length):
@@ -228,7 +228,7 @@ class _Reader:
         return numbers.astype(np.bool_)
 
     def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
-        """Name, ggml type, shape in numpy's order (ggml's reversed) and offset in the data."""
+        """Reads name, ggml type, shape (in numpy's order, ggml's reversed) and data offset."""
         name = self.string("a tensor's name")
         what = f"the description of tensor {quoted(name)}"
         dims = self.number("I", what)

@@ -1,4 +1,4 @@
-"""GGUF model as a Hugging Face checkpoint: tensor names, tensor layout and config.
+"""Presents a GGUF model as a Hugging Face checkpoint: tensor names, tensor layout, config.
 
 llama.cpp renames tensors and changes the layout of two kinds, undone here:
 
@@ -56,7 +56,7 @@ _GPT2_CONV1D = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
 
 
 def _t5_stack(gguf: str, hf: str, feed_forward: int) -> dict[str, str]:
-    """One of T5's two stacks; ``feed_forward`` is the number of its sublayer."""
+    """Names for one of T5's stacks; ``feed_forward`` is the index of that sublayer."""
     attention = f"{hf}.block.{{}}.layer.0"
     dense = f"{hf}.block.{{}}.layer.{feed_forward}"
     return {
@@ -97,12 +97,12 @@ _BLOCK = re.compile(r"(?<=blk\.)[0-9]+(?=\.)")
 
 
 def hf_name(architecture: str, name: str, *, gated: bool = True) -> str | None:
-    """Hugging Face's name of a GGUF tensor; ``None`` where it has no counterpart.
+    """Hugging Face's name of a GGUF tensor; None if it has no counterpart.
 
     Args:
         architecture: llama.cpp's name of the model's architecture, such as ``llama``.
         name: llama.cpp's name.
-        gated: For T5: whether its feed-forward is gated (``wi_0`` and ``wi_1``) or not (``wi``).
+        gated: For T5: the feed-forward is gated (``wi_0`` and ``wi_1``), not plain (``wi``).
 
     >>> hf_name("llama", "blk.7.attn_q.weight")
     'model.layers.7.self_attn.q_proj.weight'
@@ -118,7 +118,7 @@ def hf_name(architecture: str, name: str, *, gated: bool = True) -> str | None:
 
 
 def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of interleaved heads back to half-split: ``[heads * d, ...]`` to the same shape.
+    """Reorders interleaved rows of each head to half-split; shape ``[heads * d, ...]``.
 
     The inverse of ``LlamaModel.permute`` in llama.cpp's converter: within each head, rows
     0, 2, 4, ... come first, then 1, 3, 5, ...
@@ -135,11 +135,11 @@ class _Tensor:
     gguf_name: str
     transposed: bool = False
     heads: int | None = None
-    """Heads whose rows :func:`unpermute` reorders; None: rows are in Hugging Face's order."""
+    """Number of heads for :func:`unpermute`; None: rows are in Hugging Face's order."""
 
 
 class HFView(WeightSource):
-    """A :class:`GGUFFile` under Hugging Face's names and layout.
+    """View of a :class:`GGUFFile` with Hugging Face's names and layout.
 
     Transposed tensors are views, so they may be Fortran-ordered. Closing it closes the file.
 
@@ -202,7 +202,7 @@ class HFView(WeightSource):
         rows = self.file.info(tensor.gguf_name).shape[0]
         size = rows // tensor.heads
         first, stop, _ = (index[0] if index else slice(None)).indices(rows)
-        if first % size or stop % size:  # a part of a head: its rows come from all over it
+        if first % size or stop % size:  # part of a head: its rows are spread over the whole head
             return unpermute(self.file.read(tensor.gguf_name), tensor.heads)[index]
         part = self.file.read(tensor.gguf_name, index)
         return unpermute(part, (stop - first) // size)

@@ -1,8 +1,8 @@
 """Reads GGUF files, llama.cpp's weight format: metadata, and tensors as arrays.
 
-The header goes through jaxllm's own strict parser; of the ``gguf`` package only ``dequantize`` is
-used (its reader hangs or runs out of memory on hostile headers, and is slow on honest ones).
-Tensors keep llama.cpp's names and layout here; :mod:`jaxllm.checkpoint.gguf.names` turns them into
+The header is parsed by jaxllm's own strict parser; of the ``gguf`` package only ``dequantize`` is
+used (its reader hangs or runs out of memory on hostile headers, and is slow on valid ones).
+Tensors keep llama.cpp's names and layout; :mod:`jaxllm.checkpoint.gguf.names` converts them to
 Hugging Face's.
 """
 
@@ -34,17 +34,17 @@ _QUANTISED = (
 )
 _FLOAT32 = np.dtype(np.float32)
 
-# Values that `dequantize` gets at a time, because it needs several times its result; as one row,
-# because it takes many rows 16 at a time, slowly. A multiple of every block size.
+# Values per call of `dequantize`, which needs several times the memory of its result; passed as one
+# row, because it processes many rows 16 at a time, slowly. A multiple of every block size.
 _CHUNK = 1 << 18
 
 
 class GGUFFile(WeightSource):
     """One ``.gguf`` file.
 
-    ``read`` gives float32 for the quantised types Q8_0, Q4_0, Q4_1, Q4_K and Q6_K, and F32, F16 and
-    BF16 as they are, without a copy. Shapes are numpy's, ``[out, in]`` for a linear layer: GGUF
-    writes the same dimensions in reverse.
+    ``read`` returns float32 for the quantised types Q8_0, Q4_0, Q4_1, Q4_K and Q6_K; F32, F16 and
+    BF16 are returned without conversion or copy. Shapes are in numpy's order, ``[out, in]`` for a
+    linear layer; GGUF stores the dimensions in reverse.
 
     Attributes:
         path: The file.
@@ -72,14 +72,14 @@ class GGUFFile(WeightSource):
         return TensorInfo(entry.shape, dtype, entry.end - entry.begin, self.path)
 
     def quantisation(self, name: str) -> str:
-        """The name of a tensor's ggml type, such as ``"Q4_K"``."""
+        """Name of a tensor's ggml type, such as ``"Q4_K"``."""
         return self._entry(name).type.name
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """One tensor or a part of it; see the class for its dtype.
+        """Reads a tensor or a slice of it; see the class for its dtype.
 
-        Of a quantised matrix only the rows that `index` asks for are dequantised: a row is a whole
-        number of blocks.
+        For a quantised matrix only the rows in `index` are dequantised: a row is a whole number of
+        blocks.
 
         Raises:
             CheckpointError: No tensor has this name, or the file is closed.
@@ -123,7 +123,7 @@ class GGUFFile(WeightSource):
 def _dequantise(
     data: np.ndarray, shape: tuple[int, ...], ggml_type: GGMLQuantizationType
 ) -> np.ndarray:
-    """Dequantise blocks, a few megabytes at a time, into float32 of this shape."""
+    """Dequantises blocks into a float32 array of this shape, a megabyte at a time."""
     block, block_bytes = GGML_QUANT_SIZES[ggml_type]
     result = np.empty(shape, np.float32)
     flat = result.reshape(-1)

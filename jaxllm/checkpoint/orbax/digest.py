@@ -1,10 +1,10 @@
 """64-bit digests of arrays, independent of sharding.
 
-Every element is mixed with its index in the array, in two ways, and each of the two results is
-summed modulo 2^32. Sums do not depend on the order, so digests do not depend on sharding, mesh or
+Every element is hashed with its index in the array, in two ways, and each of the two hashes is
+summed modulo 2^32. Sums do not depend on order, so digests do not depend on sharding, mesh or
 number of processes; XLA computes them on the shards and all-reduces two words per device.
 
-The mixer is a bijection of the element (the finaliser of MurmurHash3, Appleby 2011), so a change of
+The hash is a bijection of the element (the finaliser of MurmurHash3, Appleby 2011), so a change of
 one element always changes the digest; other changes are missed with a probability of about 2^-64.
 It is not a cryptographic hash.
 """
@@ -28,7 +28,7 @@ UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def digests(arrays: dict[str, jax.Array]) -> dict[str, str]:
-    """The digest of each array as 16 hexadecimal digits.
+    """Digest of each array as 16 hexadecimal digits.
 
     Computed on the devices that hold the arrays. With several processes, every process must call
     this with the same names in the same order.

@@ -16,7 +16,7 @@ MAX_NAMES = 10
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a checkpoint: name of the dtype, shape, digest of the bits."""
+    """One array of a checkpoint: dtype name, shape, digest of its bits."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Leaf:
 
 
 def describe(leaf: Any) -> str:
-    """For example ``float32[2, 3]``."""
+    """Dtype and shape as text, such as ``float32[2, 3]``."""
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
@@ -75,7 +75,7 @@ def check_target(where: str, found: Mapping[str, Leaf], target: Mapping[str, Any
 
 
 def listed(label: str, names: list[str]) -> str:
-    """``; missing: a, b and 3 more``, or nothing."""
+    """Text such as ``; missing: a, b and 3 more``; empty without names."""
     if not names:
         return ""
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""

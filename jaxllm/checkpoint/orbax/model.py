@@ -38,7 +38,7 @@ def describe(model: Model) -> dict[str, Any]:
     origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)
     config = config_to_json(model.config, model_type, architecture)
-    if "scale_decoder_outputs" in config:  # written out there for readers with another default
+    if "scale_decoder_outputs" in config:  # exported as a bool; here None is kept
         config["scale_decoder_outputs"] = model.config.scale_decoder_outputs
     return {
         "config": config,

@@ -22,7 +22,7 @@ from jaxllm.parallel.processes import together
 T = TypeVar("T")
 OnProblem = Callable[[str], None]
 
-# Errors that say nothing about the files themselves: permissions, open files, memory.
+# Errors that do not mean damaged files: permissions, open files, memory.
 TRANSIENT = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 TRANSIENT_CODES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED")  # TensorStore's names
 
@@ -159,5 +159,5 @@ def sentence(failure: BaseException) -> str:
     """The first line of an error, shortened; its class name if it has no message."""
     lines = str(failure).strip().splitlines() or [type(failure).__name__]
     line = re.sub(r" \[(tensorstore_spec|source locations)=.*", "", lines[0])
-    # TensorStore's messages go from the general to the particular.
+    # TensorStore's messages end with the most specific cause.
     return line if len(line) <= 400 else f"{line[:150]} ... {line[-250:]}"

@@ -1,4 +1,4 @@
-"""Reads PEFT's adapter_config.json strictly: a field acts, is known to be inert, or raises."""
+"""Reads PEFT's adapter_config.json strictly: a field is used, is known to be inert, or raises."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ INERT = frozenset(
 )
 # Initialisations that leave the base weights alone; the others (PiSSA, OLoRA, ...) change them.
 KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
-# Allowed patterns of rank_pattern: such an expression runs in linear time.
+# Allowed patterns of rank_pattern and alpha_pattern: they match in linear time.
 PLAIN_PATTERN = re.compile(r"\^?[\w.\\-]+\$?")
 
 
 @dataclasses.dataclass(frozen=True)
 class PeftConfig:
-    """The fields that have an effect, under PEFT's names."""
+    """Fields of adapter_config.json that have an effect, under PEFT's names."""
 
     r: int = 8
     lora_alpha: float = 8
@@ -53,7 +53,7 @@ class PeftConfig:
     rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
     narrowed: bool = False
-    """Whether exclude_modules or layers_to_transform exclude some of the targets."""
+    """True if exclude_modules or layers_to_transform may exclude some of the targets."""
 
     def rank_of(self, module: str) -> int:
         return match_pattern(self.rank_pattern, module, self.r)
@@ -62,12 +62,12 @@ class PeftConfig:
         return match_pattern(self.alpha_pattern, module, self.lora_alpha)
 
     def targets(self, module: str) -> bool:
-        """Whether target_modules, a list, names this module (by its Hugging Face name)."""
+        """True if target_modules, a list, names this module (by its Hugging Face name)."""
         return any(module == t or module.endswith(f".{t}") for t in self.target_modules)
 
 
 def match_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the name or its end, as in PEFT."""
+    """Value of the first pattern that matches the name or its end, as in PEFT."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -172,7 +172,7 @@ def check_names(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_targets(name: str, value: Any) -> tuple[str, ...] | str:
-    """A list of names, or a regular expression, which is never run: the tensors are the targets."""
+    """Checks a list of names, or a regular expression (never run: the tensors are the targets)."""
     return value if isinstance(value, str) else check_names(name, value)
 
 

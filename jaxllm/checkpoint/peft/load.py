@@ -35,7 +35,7 @@ from jaxllm.nn.lora import LoraLinear
 
 
 def load_adapter(model: Model, folder: str | PathLike[str]) -> Any:
-    """Adds the LoRA of PEFT's files to a model; returns a new model that shares its arrays.
+    """Adds a PEFT adapter to a model; returns a new model that shares its arrays.
 
     Every tensor of the file must belong to the model, and every layer that target_modules names
     must be in the file, with the config's rank. New parameters are float32.
@@ -46,7 +46,7 @@ def load_adapter(model: Model, folder: str | PathLike[str]) -> Any:
 
     Raises:
         MissingFileError: A file is missing.
-        ConfigError, UnsupportedError: A field of the config.
+        ConfigError, UnsupportedError: A field of the config is invalid or unsupported.
         CheckpointError: Tensors are missing, unexpected or ill-shaped.
         NonFiniteError: A tensor holds NaN or infinity.
     """
@@ -72,7 +72,7 @@ def load_adapter(model: Model, folder: str | PathLike[str]) -> Any:
 
 
 def with_adapter(model: Model, config: PeftConfig, tensors: Mapping[str, np.ndarray]) -> Any:
-    """The model with the adapter of these tensors, each of which is used exactly once."""
+    """Adds the adapter of these tensors to the model; each tensor is used exactly once."""
     left = {name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)}
     if len(left) < len(tensors):
         odd = next(name for name in tensors if not name.startswith(PREFIX))
@@ -117,7 +117,7 @@ def with_adapter(model: Model, config: PeftConfig, tensors: Mapping[str, np.ndar
 def split_layers(
     model: Model, config: PeftConfig, name: str, entry: Entry, left: dict[str, np.ndarray]
 ) -> dict[str, LoraLinear]:
-    """Our layers for one layer of PEFT's; removes its tensors from `left`."""
+    """Builds our layers for one PEFT layer; removes its tensors from `left`."""
     bases = {path: module_at(model, path) for path in paths_of(entry)}
     outputs = [base.weight[...].shape[0] for base in bases.values()]
     inputs = next(iter(bases.values())).weight[...].shape[1]
@@ -157,7 +157,7 @@ def check_base(model: Model, name: str, entry: Entry, left: dict[str, np.ndarray
 
 
 def take_saved(model: Model, entry: Entry, left: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Our parameters for one tensor of modules_to_save; removes it from `left`."""
+    """Parameters from one tensor of modules_to_save; removes it from `left`."""
     params = parameters(model)
     rows, *columns = params[entry.ours[0]].shape
     shape = (rows * len(entry.ours), *columns)
@@ -181,7 +181,7 @@ def take(left: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.n
 
 
 def read_tensor(file: SafetensorsFile, name: str) -> np.ndarray:
-    """A tensor, checked to be finite and of a float dtype."""
+    """Reads a tensor; checks that it is finite and of a float dtype."""
     if file.info(name).dtype not in FLOATS:
         raise UnsupportedError(
             f"{file.path}: {quoted(name)} is {file.info(name).dtype}; expected float32, bfloat16 "

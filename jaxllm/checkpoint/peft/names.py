@@ -19,7 +19,7 @@ A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 
 def weight_entries(model: Model) -> dict[str, Entry]:
-    """The weights of the base model, by the module's Hugging Face name."""
+    """Table entries of the base model's weights, by the module's Hugging Face name."""
     return {
         entry.theirs.removesuffix(".weight"): entry
         for entry in base_entries(model)
@@ -43,7 +43,7 @@ def task_of(model: Model) -> str:
 
 
 def check_tied(model: Model, paths: Any) -> None:
-    """Refuses to save a weight that several modules share: PEFT would untie them."""
+    """Raises UnsupportedError if several modules share a weight: PEFT would untie them."""
     headless = getattr(model, "lm_head", True) is None  # tied to the embedding
     for pattern, ours in table_of(model).copies:
         if ours in paths and (headless or "lm_head" not in pattern):

@@ -1,4 +1,4 @@
-"""Saves LoRA as PEFT's files; see `jaxllm.checkpoint.peft`."""
+"""Saves LoRA in PEFT's format; see `jaxllm.checkpoint.peft`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from jaxllm.nn.lora import LoraLinear, row_norms
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """The LoRA of one of PEFT's layers, on the host."""
+    """LoRA parameters of one PEFT layer, on the host."""
 
     a: np.ndarray
     b: np.ndarray
@@ -50,13 +50,13 @@ class Adapter:
 def save_adapter(
     folder: str | PathLike[str], model: Model, *, base_model: str | None = None
 ) -> None:
-    """Writes the LoRA of a model, and its modules_to_save, as PEFT's files.
+    """Writes the LoRA of a model, and its modules_to_save, in PEFT's format.
 
     ``PeftModel.from_pretrained(base, folder)`` loads them without missing or unexpected keys.
 
     Args:
         folder: Created if it does not exist.
-        model: A model of `add_lora` or `load_adapter`.
+        model: A model from `add_lora` or `load_adapter`.
         base_model: Path or Hub id of the base model, written to the config. None: the path that
             `load` loaded the model from, if it did.
 
@@ -121,7 +121,7 @@ def adapter_fields(adapters: Mapping[str, Adapter], entries: Mapping[str, Entry]
 
 
 def fuse(parts: Sequence[Linear]) -> Adapter:
-    """The adapter of one PEFT layer from our layers; see `jaxllm.checkpoint.peft`."""
+    """Fuses our layers into the adapter of one PEFT layer; see `jaxllm.checkpoint.peft`."""
     adapted = [part for part in parts if isinstance(part, LoraLinear)]
     first = adapted[0]
     a, b = np.asarray(first.lora_a[...]), [np.asarray(x.lora_b[...]) for x in adapted]

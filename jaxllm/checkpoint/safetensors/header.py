@@ -20,11 +20,11 @@ from jaxllm.checkpoint.source import BFLOAT16, quoted
 from jaxllm.common.errors import CheckpointError, UnsupportedError
 from jaxllm.common.strict_json import parse_json
 
-# The reference takes 100 MB. JSON grows up to 24-fold as Python objects, so 16 MiB keep a hostile
+# The reference accepts 100 MB. JSON grows up to 24-fold as Python objects, so 16 MiB keep a hostile
 # header under half a gigabyte; the largest real ones (thousands of tensors) are below one megabyte.
 MAX_HEADER_BYTES = 16 << 20
 
-# In the order by which the safetensors package sorts a file's tensors.
+# In the order in which the safetensors package sorts a file's tensors.
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -145,7 +145,7 @@ def _short(value: Any) -> str:
 def layout(
     tensors: Mapping[str, Any], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[tuple[str, HeaderEntry]]]:
-    """The header bytes for arrays (only ``dtype`` and ``shape`` are read), and their order.
+    """Header bytes and file order of arrays; only their ``dtype`` and ``shape`` are read.
 
     Tensors are sorted by dtype and then by name, as the safetensors package does, and the header is
     padded to a multiple of 8, so that the same tensors always give the same file.
@@ -175,7 +175,7 @@ def layout(
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuses duplicate names, and names that a safetensors header cannot hold."""
+    """Raises CheckpointError for duplicate names, and names that a header cannot hold."""
     seen: set[str] = set()
     for name in names:
         if not isinstance(name, str) or name == _METADATA:

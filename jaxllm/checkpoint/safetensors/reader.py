@@ -169,7 +169,7 @@ class ShardedSafetensors(WeightSource):
 
 
 def _is_plain_file_name(name: object) -> bool:
-    """Whether ``name`` is a file name without a folder, on every operating system.
+    """True if ``name`` is a file name without a folder, on every operating system.
 
     Checked without resolving the path, since files in the Hugging Face cache are symbolic links.
     """

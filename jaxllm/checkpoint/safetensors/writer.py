@@ -26,7 +26,7 @@ from jaxllm.common.errors import CheckpointError, MissingFileError
 
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
-PT_METADATA = {"format": "pt"}  # transformers refuses a file that does not say this
+PT_METADATA = {"format": "pt"}  # required by transformers
 
 Tensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 

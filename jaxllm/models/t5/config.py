@@ -1,4 +1,4 @@
-"""T5's config.json, in the spellings of transformers 4 and 5."""
+"""T5's config.json, as written by transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ ALIASES = {
     "num_hidden_layers": "num_layers",
     "head_dim": "d_kv",
 }
-# Keys that follow from others are compared with them. T5 has no limit on positions: the first
-# files state the length of pretraining. `scalable_attention` of umT5 never had an effect.
+# `is_gated_act` and `dense_act_fn` follow from `feed_forward_proj` and must agree with it.
+# `n_positions`, in the first files, is the length of pretraining, not a limit.
+# `scalable_attention` of umT5 never had an effect.
 HANDLED = frozenset({"is_gated_act", "dense_act_fn", "n_positions", "scalable_attention"})
-# What a file of that model_type means by leaving a key out, where it is not the class's default.
+# Defaults of missing keys per model_type, where they differ from the class's.
 ABSENT = {
     "mt5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "umt5": {"feed_forward_proj": "gated-gelu"},
@@ -28,14 +29,14 @@ ABSENT = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config(cfg.ModelConfig):
-    """Fields of config.json under their own names.
+    """T5 config, with the field names of config.json.
 
-    Two fields are resolved when a file is read. `tie_word_embeddings` is corrected by the loader:
-    a checkpoint with an `lm_head.weight` of its own is not tied, one without is.
-    `scale_decoder_outputs` (the head's input times d_model**-0.5) is the file's key of that name
-    when it is there, else follows from `tie_word_embeddings` not being false: version 4 has only
-    the latter, and version 5 writes both, with other meanings. But version 5 writes a plain
-    ``"tie_word_embeddings": true`` for every mT5 and umT5, so for these None means: if tied.
+    Two fields need care. `tie_word_embeddings` is corrected by the loader: a checkpoint with an
+    `lm_head.weight` that differs from the embedding is not tied, one without is.
+    `scale_decoder_outputs` (the head's input times d_model**-0.5) is the file's value if it has
+    one. Otherwise it is true unless `tie_word_embeddings` is false: transformers 4 has only that
+    field, transformers 5 writes both, with different meanings. As version 5 always writes
+    ``"tie_word_embeddings": true`` for mT5 and umT5, it is None there: scaled if tied.
     """
 
     vocab_size: int = 32128
@@ -64,7 +65,7 @@ class T5Config(cfg.ModelConfig):
 
     @property
     def scaled(self) -> bool:
-        """Whether the head's input is scaled."""
+        """True if the input of the LM head is scaled."""
         scale = self.scale_decoder_outputs
         return self.tie_word_embeddings if scale is None else scale
 
@@ -74,7 +75,7 @@ class T5Config(cfg.ModelConfig):
 
     @property
     def act(self) -> str:
-        """`gated-gelu` has always meant the tanh GELU."""
+        """Name of the activation; `gated-gelu` has always meant the tanh GELU."""
         name = self.feed_forward_proj.removeprefix("gated-")
         return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
 
@@ -105,7 +106,7 @@ class T5Config(cfg.ModelConfig):
         if model_type == "umt5":
             config = dataclasses.replace(config, bias_per_layer=True)
         if config.decoder_start_token_id is None:
-            # The T5 papers' convention, and what transformers falls back to in training.
+            # The T5 papers' convention, and transformers' fallback in training.
             config = dataclasses.replace(config, decoder_start_token_id=config.pad_token_id)
         cfg.check_common(config)
         sizes = ("d_model", "d_kv", "d_ff", "num_heads")

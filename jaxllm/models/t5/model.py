@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2019, arXiv:1910.10683) with its layouts v1.0, v1.1 / flan, mT5 and umT5."""
+"""T5 (Raffel et al. 2019, arXiv:1910.10683): variants v1.0, v1.1 / Flan, mT5 and umT5."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxllm.nn.linear import Embedding, Linear
 
 
 class T5Encoder(Model[T5Config]):
-    """The shared embedding and the encoder: base of all T5 models."""
+    """Base class of T5 models: shared embedding and encoder."""
 
     shared: Embedding
     encoder: Stack
@@ -52,13 +52,13 @@ class T5Encoder(Model[T5Config]):
         segments: Int[Array, "B E"] | None = None,
         **options: Any,
     ) -> StackOutput:
-        """Runs the encoder over checked arrays."""
+        """Runs the encoder on checked arrays."""
         x = self.shared.of(input_ids, inputs_embeds)
         view = make_view(mask, causal=False, segments=segments)
         return self.encoder(x, Context(view=view), **options)
 
     def inputs(self, *arrays: Any, side: str = "") -> check.SequenceInputs:
-        """Checks ids, embeddings, mask and documents of the encoder, or of the decoder."""
+        """Checks token ids, embeddings, mask and segment ids of the encoder or the decoder."""
         sizes = {"vocab_size": self.config.vocab_size, "width": self.config.d_model}
         return check.sequence_inputs(*arrays, **sizes, side=side)
 
@@ -67,7 +67,7 @@ class T5Encoder(Model[T5Config]):
 
 
 class T5EncoderModel(T5Encoder):
-    """The encoder alone, for embeddings of sequences."""
+    """T5 encoder only, for embeddings of sequences."""
 
     def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config, options, rngs=rngs)
@@ -84,9 +84,10 @@ class T5EncoderModel(T5Encoder):
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> BaseOutput:
-        """`last_hidden_state` [B, E, D]; the mask is 1 at real tokens, wherever the pads are.
+        """Runs the encoder: `last_hidden_state` [B, E, D].
 
-        `segment_ids` in its place: rows of several documents (0 at pads, 1 and up elsewhere).
+        `attention_mask` is 1 at real tokens; pads may be anywhere. For packed rows pass
+        `segment_ids` instead (0 at pads, a document's number from 1 elsewhere).
         """
         inputs = self.inputs(input_ids, inputs_embeds, attention_mask, segment_ids)
         out = self.encode(
@@ -104,34 +105,33 @@ class T5EncoderModel(T5Encoder):
 
 @dataclasses.dataclass(frozen=True)
 class Seq2SeqInputs:
-    """Arguments of an encoder-decoder's forward call, by Hugging Face's names, not checked
-    yet: arrays of the shapes beside them."""
+    """Unchecked arguments of an encoder-decoder's forward call, by Hugging Face's names."""
 
     input_ids: Any = None  # [B E]
     attention_mask: Any = None  # [B E]
-    """1 at the encoder's real tokens; None: all are."""
+    """Padding mask of the encoder: 1 at real tokens; None: all are real."""
     decoder_input_ids: Any = None  # [B T]
-    """Start with `decoder_start_token_id`. With `labels` alone: the labels shifted right."""
+    """Decoder ids, starting with `decoder_start_token_id`. Default: `labels` shifted right."""
     decoder_attention_mask: Any = None  # [B T]
     inputs_embeds: Any = None  # [B E D]
-    """In place of `input_ids`."""
+    """Embeddings instead of `input_ids`."""
     decoder_inputs_embeds: Any = None  # [B T D]
-    """In place of `decoder_input_ids`."""
+    """Embeddings instead of `decoder_input_ids`."""
     encoder_outputs: Any = None  # BaseOutput or [B E D]
-    """The encoder's output in place of its inputs; `attention_mask` goes with it."""
+    """Encoder output instead of encoder inputs; `attention_mask` applies to it."""
     segment_ids: Any = None  # [B E]
-    """In place of the mask, for rows that hold several documents: 0 at pads, elsewhere the
-    document's number, the same on both sides."""
+    """Document numbers of packed rows, instead of the mask: 0 at pads; the same number in encoder
+    and decoder."""
     decoder_segment_ids: Any = None  # [B T]
     head_mask: Any = None  # [L N]
-    """A factor per layer and head of the encoder; below those of the decoder."""
+    """Factor per layer and head of the encoder; the next two are for the decoder."""
     decoder_head_mask: Any = None  # [L N]
     cross_attn_head_mask: Any = None  # [L N]
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """An encoder's output, with its mask."""
+    """Encoder output, with its padding mask and segment ids."""
 
     output: BaseOutput
     mask: Bool[Array, "B E"]
@@ -139,7 +139,7 @@ class Encoded:
 
 
 class T5ForConditionalGeneration(T5Encoder):
-    """Encoder, decoder with cross-attention, and LM head; `lm_head` None is a tied embedding."""
+    """T5 encoder-decoder with LM head. `lm_head` None: tied embedding."""
 
     is_encoder_decoder = True
     lm_head: Linear | None
@@ -155,7 +155,7 @@ class T5ForConditionalGeneration(T5Encoder):
         )
 
     def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
-        """Float32 logits. Scaling does not follow from tying; see `T5Config`."""
+        """Float32 logits. Scaling is independent of tying; see `T5Config`."""
         if self.config.scaled:
             x = x * self.config.d_model**-0.5
         if self.lm_head is None:
@@ -178,13 +178,13 @@ class T5ForConditionalGeneration(T5Encoder):
         """One forward pass of encoder and decoder.
 
         Args:
-            labels: ids, -100 where nothing is predicted; `loss` is their mean cross-entropy.
-            logits_to_keep: 0 for all positions, n for the last n, or the indices of columns.
-            dropout_key: training.
+            labels: token ids, -100 at ignored positions; `loss` is their mean cross-entropy.
+            logits_to_keep: 0 for all columns, n for the last n, or the indices of columns.
+            dropout_key: enables dropout (training).
             arrays: other inputs, the fields of `Seq2SeqInputs`.
 
         Raises:
-            InputError: ids outside the vocabulary, shapes that do not fit.
+            InputError: token ids outside the vocabulary, or shapes that do not match.
         """
         inputs = Seq2SeqInputs(input_ids, attention_mask, decoder_input_ids, **arrays)
         records: dict[str, Any] = {
@@ -225,7 +225,7 @@ class T5ForConditionalGeneration(T5Encoder):
         )
 
     def _encoded(self, inputs: Seq2SeqInputs, **options: Any) -> Encoded:
-        """Runs the encoder, or takes the caller's `encoder_outputs`."""
+        """Runs the encoder, or checks and uses the caller's `encoder_outputs`."""
         output = inputs.encoder_outputs
         if output is None:
             arrays = (inputs.input_ids, inputs.inputs_embeds)
@@ -253,7 +253,7 @@ class T5ForConditionalGeneration(T5Encoder):
     def _decoder_inputs(
         self, inputs: Seq2SeqInputs, encoded: Encoded, labels: Any
     ) -> check.SequenceInputs:
-        """Checks the decoder's inputs, which may follow from the labels."""
+        """Checks the decoder's inputs, by default the labels shifted right."""
         ids, embeds = inputs.decoder_input_ids, inputs.decoder_inputs_embeds
         segments = inputs.decoder_segment_ids
         if (encoded.segments is None) != (segments is None):
@@ -270,9 +270,9 @@ class T5ForConditionalGeneration(T5Encoder):
     def shift_right(
         self, labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None = None
     ) -> Int[Array, "B T"]:
-        """Decoder inputs for labels: the start token first, the last label dropped, -100 as pad.
+        """Decoder inputs from labels: start token first, last label dropped, -100 replaced by pad.
 
-        In packed rows every document starts with the start token.
+        In packed rows every document begins with the start token.
         """
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None or pad is None:
@@ -293,9 +293,9 @@ class T5ForConditionalGeneration(T5Encoder):
         attention_mask: Bool[Array, "B E"] | None = None,
         encoder_states: Float[Array, "B E D"] | None = None,
     ) -> Cache:
-        """An empty cache with the cross-attention keys and values of the encoded input.
+        """An empty cache with the cross-attention keys and values of the encoder output.
 
-        The encoder runs here, once, unless its output is given as `encoder_states`.
+        Runs the encoder, unless its output is passed as `encoder_states`.
         """
         attn = self.decoder.blocks[0].attn
         cache = Cache.empty(
@@ -353,7 +353,7 @@ def cross_visible(
     segments: Int[Array, "B E"] | None,
     decoder_segments: Int[Array, "B T"] | None,
 ) -> Bool[Array, "B 1 #T E"]:
-    """The encoder's columns that cross-attention sees: real tokens, of the same document."""
+    """Cross-attention mask: real encoder tokens, in packed rows of the same document."""
     visible = jnp.asarray(mask)[:, None, None, :]
     if segments is None or decoder_segments is None:
         return visible

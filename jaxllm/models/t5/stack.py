@@ -1,4 +1,4 @@
-"""T5's encoder and decoder stacks, built from the shared blocks."""
+"""Builds T5's encoder and decoder stacks from the shared blocks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from jaxllm.nn.relative_bias import RelativeBias
 
 
 def wide(kinds: dict[str, Any]) -> dict[str, Any]:
-    """float32 where `kinds` says half precision: `wo` overflows or rounds badly in less."""
+    """Replaces half-precision dtypes by float32: `wo` overflows or rounds badly in less."""
     half = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
     return {k: jnp.float32 if jnp.dtype(v) in half else v for k, v in kinds.items()}
 
 
 def clamp_float16(x: jax.Array) -> jax.Array:
-    """Keeps float16 activations finite, as Hugging Face's model does; other dtypes pass.
+    """Clamps float16 activations to finite values, as in Hugging Face; other dtypes are unchanged.
 
-    Since `wo` is float32, so is the residual stream from the first feed-forward layer on.
+    As `wo` is float32, the residual stream is too, from the first feed-forward layer on.
     """
     if x.dtype != jnp.float16:
         return x
@@ -40,7 +40,7 @@ def clamp_float16(x: jax.Array) -> jax.Array:
 def make_stack(
     config: T5Config, options: Options, *, decoder: bool, rngs: nnx.Rngs | None
 ) -> Stack:
-    """The encoder, or the decoder with cross-attention. Scores are not scaled: the init was."""
+    """Encoder, or decoder with cross-attention. Scores are not scaled; the init of q is."""
     c, kinds, factor = config, options.dtypes, config.initializer_factor
     inner = c.num_heads * c.d_kv
     half = jnp.dtype(options.dtype) == jnp.float16

@@ -1,4 +1,4 @@
-"""Where T5's parameters are in a checkpoint."""
+"""Weight table of T5: our parameters and Hugging Face's tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _plain(ours: str, theirs: str) -> Iterator[Entry]:
 
 
 def t5_table(*, gated: bool) -> Table:
-    """v1.0 calls its one input matrix `wi`; gated layouts have `wi_0` (gate) and `wi_1`."""
+    """Weight table of T5. v1.0 has one input matrix `wi`; gated: `wi_0` (gate) and `wi_1`."""
     entries = (
         *same("shared.weight", "shared.weight"),
         *_stack_entries("encoder", "encoder", decoder=False),
@@ -51,7 +51,7 @@ def t5_table(*, gated: bool) -> Table:
         )
     return Table(
         entries,
-        # Files of the first T5 models carry a cross-attention bias that the model never used.
+        # Files of the first T5 models have a cross-attention bias that is never used.
         buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
         copies=(
             (r"(encoder|decoder)\.embed_tokens\.weight", "shared.weight"),
