@@ -151,8 +151,9 @@ class Cache:
     layers: tuple[KV, ...]
     mask: Bool[Array, "B S"]
     """Padding mask: True where a slot holds a real token."""
-    length: Int[Array, ""] | Int[Array, " B"]
-    """Next free slot, of all rows or of each."""
+    length: Int[Array, ""] | Int[Array, " R"]
+    """Next free slot, of all rows or of each. R is B, or half of it where the rows of unconditional
+    contexts follow those that they belong to (guidance)."""
     next_position: Int[Array, " B"]
     """Position of each row's next real token: the number of real tokens so far."""
     cross: tuple[KV, ...] | None = None
@@ -248,7 +249,7 @@ class Cache:
         )
         return rows.replace(length=other.length)
 
-    def cut(self, length: Int[Array, " B"]) -> Self:
+    def cut(self, length: Int[Array, " R"]) -> Self:
         """Truncates each row to its first `length` columns. Nothing moves; later slots become free.
 
         With guidance the cache has twice as many rows as `length`; both halves get the same.
