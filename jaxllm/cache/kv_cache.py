@@ -234,9 +234,8 @@ class Cache:
         batch, length = self.mask.shape[0], self.length
         if n == batch:
             return self
-        kept = jax.tree.map(
-            lambda x: x[: x.shape[0] // batch * n] if x.ndim else x, self.replace(length=None)
-        )
+        whole = self.replace(length=jnp.int32(0))
+        kept = jax.tree.map(lambda x: x[: x.shape[0] // batch * n] if x.ndim else x, whole)
         return kept.replace(length=length)
 
     def below(self, other: Self) -> Self:
@@ -244,8 +243,8 @@ class Cache:
         taken from `other`."""
         rows = jax.tree.map(
             lambda x, y: jnp.concatenate([x, y]) if x.ndim else x,
-            other.replace(length=None),
-            self.replace(length=None),
+            other.replace(length=jnp.int32(0)),
+            self.replace(length=jnp.int32(0)),
         )
         return rows.replace(length=other.length)
 
