@@ -28,7 +28,7 @@ class Prediction:
     cache: int
     """State of all slots: KV cache, sequences and settings."""
     activations: int
-    """Working memory of the compiled programs; 0 if weights and cache alone do not fit."""
+    """Working memory of the compiled programs; 0 if the weights alone do not fit."""
     budget: int
     slots: int
     """Number of slots on all devices together."""

@@ -66,6 +66,8 @@ def plans(
             memory = most_slots(partial(predicted, rest, whole), whole.slots, shards)
         else:
             waiting = []
+        if not memory.fits:  # the error of its rows states all bytes
+            memory = predicted(rest, whole, memory.slots, whole=True)
         sizes = dataclasses.replace(whole, slots=memory.slots)
         fitting = sizes if memory.fits else _shorter_that_fit(predicted, rest, sizes)
         yield Plan(rest, sizes, memory, fitting)
@@ -88,11 +90,13 @@ def predict(
     tasks: Sequence[Task],
     sizes: Sizes,
     slots: int,
+    *,
+    whole: bool = False,
 ) -> Prediction:
     """Predicts the memory of a pool with `slots` slots.
 
     Compiles its programs for the widest prompt bucket, unless weights and cache alone exceed the
-    budget. The pool reuses these compiled programs.
+    budget (`whole`: the weights alone). The pool reuses these compiled programs.
     """
     sizes = dataclasses.replace(sizes, slots=slots)
     widest = max(tasks, key=lambda task: task.width)
@@ -107,7 +111,7 @@ def predict(
         capacity=sizes.capacity,
         devices=1 if mesh is None else mesh.size,
     )
-    if not found.fits:
+    if not found.fits and not (whole and found.weights < budget):
         return found
     stops = group.criteria(tokenizer, mesh)
     at, number = np.zeros(sizes.arrivals, np.int32), np.int32(1)

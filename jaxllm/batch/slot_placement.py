@@ -29,7 +29,8 @@ def settled(slots: Slots) -> Slots:
 def with_places(shapes: T, mesh: Mesh | None) -> T:
     """Adds shardings to the shapes of slots."""
     if mesh is None:
-        return shapes
+        # Not weakly typed: programs are compiled for the arrays that `empty_slots` makes of these.
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
     def one(names, x):
         spec = partition(x.shape, names if x.ndim >= len(names) else names[:1], mesh)

@@ -177,7 +177,7 @@ def test_a_text_that_never_began_was_ended_by_no_stop_string():
 
 
 def test_memory_knows_the_beams():
-    """Predictions alone: nothing is compiled."""
+    """Predictions alone: no row runs."""
     rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 29, "num_return_sequences": 2}]
     engine = BatchGenerator(LONG, slots=4, num_beams=3, memory=nbytes(LONG) + 1)
     (output,) = engine.generate(rows)
