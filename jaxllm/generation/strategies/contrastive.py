@@ -1,4 +1,4 @@
-"""Contrastive search: a likely token whose hidden state is unlike those of the context."""
+"""Contrastive search: prefers likely tokens whose hidden state differs from the context's."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ContrastiveState(sample.SampleState):
     next_logits: Float[Array, "B V"]
     """Logits of the token to choose."""
     next_unconditional: Float[Array, "B V"] | None
-    """The same of the unconditional contexts, with guidance."""
+    """The same for the unconditional contexts; None without guidance."""
     directions: Float[Array, "B S D"]
-    """Last hidden states as unit vectors, in the slots of the cache."""
+    """Last hidden states as unit vectors, indexed by cache slot."""
 
 
 @jax.tree_util.register_dataclass
@@ -49,11 +49,11 @@ class Chosen:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contrastive(Strategy[ContrastiveState]):
-    """Su et al., "A Contrastive Framework for Neural Text Generation",
-    https://arxiv.org/abs/2202.06417, as transformers 4.55.4 does it (`_contrastive_search`).
+    """Contrastive search, as in transformers 4.55.4 (`_contrastive_search`): Su et al., "A
+    Contrastive Framework for Neural Text Generation", https://arxiv.org/abs/2202.06417.
 
-    The k best tokens go through the model in one call, as alternatives at the next position, or one
-    after the other (`low_memory`). A candidate's score is ``(1 - alpha) * p - alpha * s``, with s
+    The model runs the k best tokens in one call, as alternatives at the next position, or one by
+    one (`low_memory`). A candidate's score is ``(1 - alpha) * p - alpha * s``, with s
     the largest cosine between its last hidden state and those of the context. The model's output
     for the chosen candidate is kept, so that a token costs one call of width k, or k calls.
     """
@@ -63,7 +63,7 @@ class Contrastive(Strategy[ContrastiveState]):
     k: int = dataclasses.field(metadata={"static": True})
     """`top_k`: candidates for each token."""
     low_memory: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Candidates go through the model one after the other, in one slot of the cache."""
+    """The model runs candidates one by one, in one slot of the cache."""
     can_continue = False
 
     def slots(self, new):
@@ -73,7 +73,7 @@ class Contrastive(Strategy[ContrastiveState]):
         logits = out.logits[:, 0]
         first = sample.first_state(prompt, out.cache, 1)
         first = sample.with_records(first, logits, settings, new_token_bucket)
-        # Every token has a call of its own, the one that chose it; so has the last.
+        # One record per new token, the last one too: it was run as a candidate before its choice.
         kept = first_records(out, 1, new_token_bucket + 1, **settings.decode_options)
         first = first.replace(records=kept)
         context = unit_vectors(out.last_hidden_state)
@@ -124,7 +124,7 @@ class Contrastive(Strategy[ContrastiveState]):
         probability: Float[Array, "B k"],
         options: dict[str, Any],
     ) -> tuple[Chosen, Cache]:
-        """The best candidate of each row, and the cache, whose next slot is free for it."""
+        """The best candidate of each row, and the cache with its next slot reserved for it."""
         before = state.cache
         out = model.decode(
             tokens,
@@ -160,7 +160,7 @@ class Contrastive(Strategy[ContrastiveState]):
         probability: Float[Array, "B k"],
         options: dict[str, Any],
     ) -> tuple[Chosen, Cache]:
-        """As `choose_in_parallel`, one candidate after the other in one slot."""
+        """Same as `choose_in_parallel`, but runs the candidates one by one in one slot."""
         before, live = state.cache, ~state.done[:, None]
 
         def candidate(i: Int[Array, ""], layers: Any) -> tuple[Chosen, Cache]:
@@ -176,7 +176,7 @@ class Contrastive(Strategy[ContrastiveState]):
         def better(i: Int[Array, ""], carry: tuple[Chosen, Cache]) -> tuple[Chosen, Cache]:
             old, cache = carry
             new, cache = candidate(i, cache.layers)
-            # As argmax: of equal values the first stays, and NaN, which is reported, wins.
+            # As argmax: the first of equal values is kept, and NaN, which is reported, wins.
             wins = (new.value > old.value) | (jnp.isnan(new.value) & ~jnp.isnan(old.value))
 
             def row(a: Array, b: Array) -> Array:
@@ -205,7 +205,7 @@ class Contrastive(Strategy[ContrastiveState]):
         real = state.cache.mask[: probability.shape[0]]
         similarity = max_cosine(real, state.directions, unit_vectors(out.last_hidden_state))
         value = (1 - self.alpha) * probability - self.alpha * similarity
-        # A forbidden token is never chosen, however little it repeats.
+        # A forbidden token is never chosen, however low its similarity.
         return jnp.where(jnp.isneginf(probability), -jnp.inf, value)
 
     def finish(self, state: ContrastiveState, settings: DecodeSettings) -> Result:
@@ -213,7 +213,7 @@ class Contrastive(Strategy[ContrastiveState]):
 
 
 def alternatives(cache: Cache, batch: int, k: int) -> Branches:
-    """k candidates at the same column: each attends to the context and itself."""
+    """Branches for k candidates at one column: each attends to the context and itself."""
     slots = jnp.arange(cache.capacity, dtype=jnp.int32)
     own = cache.length + jnp.arange(k, dtype=jnp.int32)
     seen = (slots < cache.length) | (slots == own[:, None])
@@ -224,25 +224,25 @@ def alternatives(cache: Cache, batch: int, k: int) -> Branches:
 
 
 def for_all_rows(x: Shaped[Array, " B"], cache: Cache) -> Shaped[Array, " R"]:
-    """Values of B rows for the rows of the cache: with guidance the unconditional contexts follow
-    the others, and continue with the same tokens."""
+    """Repeats values of B rows for all rows of the cache: with guidance the unconditional rows
+    follow the others, and continue with the same tokens."""
     return jnp.tile(x, cache.mask.shape[0] // x.shape[0])
 
 
 def put_slot(slot: Int[Array, ""]) -> Callable[[Array, Array], Array]:
-    """Writes one column of keys or values into a slot of all rows and heads."""
+    """Returns a function that writes a column of keys or values to `slot`, for all rows and heads."""
     return lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=x.ndim - 2)
 
 
 def take_candidate(
     x: Shaped[Array, "B k *rest"], which: Int[Array, " B"]
 ) -> Shaped[Array, "B 1 *rest"]:
-    """The entry `which` of each row."""
+    """Selects entry which[b] of each row b."""
     return jnp.take_along_axis(x, which.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
 
 
 def take_output(out: DecodeOutput, which: Int[Array, " B"]) -> DecodeOutput:
-    """The output for one of k candidates of each row."""
+    """Selects the output for candidate which[b], of k, of each row b."""
 
     def one(x: Array) -> Array:
         return (
@@ -255,7 +255,7 @@ def take_output(out: DecodeOutput, which: Int[Array, " B"]) -> DecodeOutput:
 
 
 def unit_vectors(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """float32 vectors of length 1; zeros stay."""
+    """Normalises to float32 unit vectors; zero vectors stay zero."""
     x = x.astype(jnp.float32)
     norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
     return x / jnp.where(norm > 0, norm, 1.0)

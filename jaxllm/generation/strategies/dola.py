@@ -23,12 +23,12 @@ RELATIVE_TOP = 0.1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoLa(Sample):
-    """Chuang et al., "DoLa: Decoding by Contrasting Layers Improves Factuality in Large Language
-    Models", https://arxiv.org/abs/2309.03883, as transformers 4.55.4 does it (`_dola_decoding`).
+    """DoLa decoding, as in transformers 4.55.4 (`_dola_decoding`): Chuang et al., "DoLa: Decoding
+    by Contrasting Layers Improves Factuality in Large Language Models", arXiv:2309.03883.
 
     Each step contrasts with the candidate layer whose distribution differs most from the last
     layer's. As in transformers it is one layer for the whole batch, by the mean over its rows: this
-    is the only strategy in which rows depend on each other. Rows that have ended are left out here.
+    is the only strategy in which rows depend on each other. Unlike there, ended rows are left out.
     """
 
     layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -36,11 +36,11 @@ class DoLa(Sample):
     extra_decode_options: ClassVar = {"output_hidden_states": True}
 
     def prediction(self, model, out, at, live):
-        """Logits, and as input of the processors the differences of log-probabilities."""
+        """Logits, with differences of log-probabilities as input of the processors."""
         assert out.hidden_states is not None  # from `extra_decode_options`
         states = [out.hidden_states[i] for i in self.layers]
         last = [x[:, -1:] if at is None else take_column(x, at) for x in states]
-        early = jnp.stack([model.logits(x)[:, 0] for x in last])  # past no final norm, as in HF
+        early = jnp.stack([model.logits(x)[:, 0] for x in last])  # without the final norm, as in HF
         predicted = super().prediction(model, out, at, live)
         base = farthest(predicted.logits, early, live)
         return predicted._replace(basis=contrast(predicted.logits, base))
@@ -49,7 +49,7 @@ class DoLa(Sample):
 def farthest(
     final: Float[Array, "B V"], early: Float[Array, "C B V"], live: Bool[Array, " B"]
 ) -> Float[Array, "B V"]:
-    """The logits of the one of C early layers that diverges most from `final` over the live rows.
+    """Logits of the early layer, of C, that diverges most from `final` over the live rows.
 
     As in transformers the average of the two distributions is the first argument of both
     Kullback-Leibler terms, where the Jensen-Shannon divergence has it as the second.
@@ -79,10 +79,10 @@ def contrast(final: Float[Array, "B V"], early: Float[Array, "B V"]) -> Float[Ar
 
 
 def layers_to_contrast(model: Decoder, dola_layers: str | Sequence[int]) -> tuple[int, ...]:
-    """Candidate layers: of the lower or the higher half ("low", "high"), or of a list those that
+    """Candidate layers: of the lower or the higher half ("low", "high"), or those in a list that
     lie below the last layer.
 
-    With tied embeddings "low" starts above the first layers, which repeat the input there.
+    With tied embeddings "low" leaves out the first layers, which predict the input token.
 
     Raises:
         InputError: no layer is left.

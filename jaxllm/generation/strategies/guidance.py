@@ -1,8 +1,8 @@
-"""Classifier-free guidance: the prompt and a negative prompt, decoded together by one model.
+"""Classifier-free guidance: decodes the prompt and a negative prompt together in one model.
 
-It wraps the model: strategies run a `Decoder` whose cache has twice the rows, and pass the logits
-of the second half, the unconditional contexts, to the processors; the first of these mixes the two
-(Sanchez et al. 2023, arXiv:2306.17806, as in transformers).
+`Guided` wraps the model: strategies run a `Decoder` whose cache has twice the rows, and pass the
+logits of the second half, the unconditional contexts, to the processors; the first of these
+combines the two (Sanchez et al. 2023, arXiv:2306.17806, as in transformers).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Negative:
     tokens: Int[Array, "B T"]
     """int32, padded on either side."""
     mask: Bool[Array, "B T"]
-    """Real tokens."""
+    """True at real tokens."""
     last_column: Int[Array, " B"]
     """int32. The column of each row's last real token."""
 
@@ -59,7 +59,7 @@ class Negative:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Guided:
-    """A decoder-only model that decodes unconditional contexts, too; a `Decoder` to strategies.
+    """A decoder-only model that also decodes unconditional contexts, with a `Decoder`'s methods.
 
     A call with B rows runs 2B through the model: the conditional rows, then the unconditional ones.
     It returns the output of the first B, with the cache of all and `unconditional_logits`.
@@ -102,8 +102,11 @@ class Guided:
         inputs_embeds: Float[Array, "B T D"] | None = None,
         **options: Any,
     ) -> DecodeOutput:
-        """As `Decoder.decode`. In prefill the unconditional rows run their own prompts; so they do
-        where the cache has no rows for them yet, since it continues a conversation."""
+        """Runs `Decoder.decode` on conditional and unconditional rows.
+
+        In prefill the unconditional rows run their own prompts, also if the cache of a continued
+        conversation has no rows for them yet.
+        """
         if cache.mask.shape[0] == mask.shape[0]:
             return self.joined(
                 tokens,
@@ -113,7 +116,7 @@ class Guided:
                 inputs_embeds=inputs_embeds,
                 **options,
             )
-        # A chosen token continues both contexts, in the same slots.
+        # The chosen token is appended to both contexts, in the same slots.
         length = cache.length
         if jnp.ndim(length) == 1:
             cache = cache.replace(length=stacked(length, length))
@@ -150,7 +153,7 @@ class Guided:
     def joined(
         self, tokens: Any, mask: Bool[Array, "B T"], cache: Cache, **options: Any
     ) -> DecodeOutput:
-        """Runs the new part of a conversation, and the unconditional contexts in rows after it."""
+        """Runs the new part of a conversation, and unconditional contexts in additional rows."""
         negative, rows = self.negative, mask.shape[0]
         conditional = self.model.decode(tokens, mask, cache, **options)
         options.update(logits_column=negative.last_column, inputs_embeds=None)
@@ -168,12 +171,12 @@ class Guided:
 
 
 def with_guidance_of(model: Any, other: Any) -> Any:
-    """The `other` model, with the unconditional contexts of `model` if that has any."""
+    """Wraps `other` with the unconditional contexts of `model`, if it has any."""
     return Guided(other, model.negative) if isinstance(model, Guided) else other
 
 
 def stacked(above: Array | None, below: Array | None) -> Any:
-    """The rows of both, or None if either is None."""
+    """Concatenates the rows of both; None if either is None."""
     return None if above is None or below is None else jnp.concatenate([above, below])
 
 
@@ -184,7 +187,7 @@ def negative_prompt(
     prompt: PaddedBatch,
     inputs: ModelInputs,
 ) -> PaddedBatch | None:
-    """The unconditional contexts, or None without guidance. By default each prompt's last token.
+    """Unconditional contexts, by default each prompt's last token; None without guidance.
 
     Args:
         arguments: `negative_prompt_ids` and `negative_prompt_attention_mask` are read.

@@ -1,8 +1,8 @@
-"""Hidden states and attentions of every step, kept for the user.
+"""Records of the hidden states and attentions of every step.
 
-A strategy makes `Records` from the output of prefill, and writes into them at every step; on the
-host they are cut into the tuples that transformers returns. Their buffers have the size of all
-steps, so they are made only where they are asked for.
+A strategy creates `Records` from the output of prefill, and writes to them at every step; on the
+host they become the tuples that transformers returns. Their buffers cover all steps, so they are
+allocated only on request (`output_hidden_states`, `output_attentions`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MAX_BYTES = 4 * 2**30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Internals:
-    """Hidden states and attentions of one call of the model, or with a leading axis of all steps.
+    """Hidden states and attentions of one forward pass, or with a leading axis of all steps.
 
-    Each is a tuple over the layers, or None where it is not kept.
+    Each is a tuple over the layers, or None if it is not kept.
     """
 
     hidden_states: Layers = None
@@ -45,14 +45,14 @@ class Records:
     """Hidden states and attentions of a whole generation."""
 
     prompt: Internals
-    """Those of the prompt's columns, once for all samples of a row."""
+    """Internals of the prompt's columns, once for all samples of a row."""
     steps: Internals
-    """Those of the newest token at every step but the first, which is prefill."""
+    """Internals of the newest token at every step after prefill."""
     encoder: Internals
-    """Those of the encoder; empty for decoder-only models, and where the caller gave its output."""
+    """Internals of the encoder; empty for decoder-only models and with `encoder_outputs`."""
 
     def write(self, out: DecodeOutput, step: Int[Array, ""]) -> Records:
-        """The records with the output for new token `step` (from 0; the first one written is 1)."""
+        """Writes the output for new token `step`, 1 or more: prefill is step 0."""
         return self._put(self._of(out), step)
 
     def write_branches(
@@ -61,12 +61,12 @@ class Records:
         step: Int[Array, ""],
         columns: Int[Array, " S"] | Int[Array, "B S"],
     ) -> Records:
-        """As `write`, for N branches of each row, which are rows of the records: [B*N, 1, D] and
+        """Writes the output for N branches of each row, as rows of the records: [B*N, 1, D] and
         [B*N, heads, 1, S].
 
         Args:
-            columns: the column of each slot of the cache, of all rows or of each row. A branch
-                attends to one slot of each column, so that all others have weight 0.
+            columns: the column of each cache slot, one table for all rows or one per row. A branch
+                attends to one slot of each column; the others have weight 0.
         """
 
         def rows(x):
@@ -89,7 +89,7 @@ class Records:
         return self._put(dataclasses.replace(new, attentions=weights), step)
 
     def write_columns(self, out: DecodeOutput, steps: Int[Array, " B"]) -> Records:
-        """As `write`, for T new tokens of each row b, counted from `steps[b]` on."""
+        """Writes the output for T new tokens of each row b, from new token `steps[b]` on."""
 
         def put(kept, new):
             new = jnp.moveaxis(new, -2, 0)[..., None, :]
@@ -111,7 +111,7 @@ def _put_at(kept: Array, new: Array, position: Int[Array, ""]) -> Array:
 
 
 def internals(out: DecodeOutput, hidden_states: bool, attentions: bool) -> Internals:
-    """The parts of an output that are kept; a strategy may have asked the model for more."""
+    """The requested parts of an output, which may hold more for the strategy's own use."""
     return Internals(
         hidden_states=out.hidden_states if hidden_states else None,
         attentions=out.attentions if attentions else None,
@@ -162,7 +162,7 @@ def first_records(
 
 
 def check_size(records: Records | None) -> None:
-    """Raises InputError if the records would take more than `MAX_BYTES`; shapes are enough."""
+    """Raises InputError if records, arrays or shapes, take more than `MAX_BYTES`."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(records))
     if size > MAX_BYTES:
         raise InputError(
@@ -174,7 +174,7 @@ def check_size(records: Records | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RecordColumns:
-    """Where the columns of a result are in its records."""
+    """Maps columns of a result to columns of its records."""
 
     prompt_len: int
     """Columns of the prompt."""
@@ -186,11 +186,11 @@ class RecordColumns:
     prompt_mask: Bool[np.ndarray, "B T"] | None = None
     """With `past_key_values`: the real columns of the prompt."""
     prefilled: int | None = None
-    """With `past_key_values`: columns that prefill ran, in the row with the most."""
+    """With `past_key_values`: columns of prefill, in the row with the most."""
 
     @property
     def queries(self) -> int:
-        """Columns of the first step."""
+        """Number of query columns of the first step."""
         return self.prompt_len if self.prefilled is None else self.prefilled
 
     def cut_keys(self, weights: Any, step: int) -> Any:
@@ -202,7 +202,7 @@ class RecordColumns:
                 return weights[..., : self.prompt_len + step]
             first = int(self.first_new)
             return weights[..., [*range(self.prompt_len), *range(first, first + step)]]
-        # A cache that continues holds the real tokens of each row, without gaps.
+        # A continued cache holds the real tokens of each row without gaps.
         old = np.maximum(np.cumsum(self.prompt_mask, axis=1) - 1, 0)
         new = self.first_new[:, None] + np.arange(step)
         slots = np.concatenate([old, new], axis=1)
@@ -217,7 +217,7 @@ def as_tuples(records: Records, columns: RecordColumns, *, steps: int) -> dict[s
     """The fields of `GenerateOutput`: tuples over steps of tuples over layers, without padding.
 
     Args:
-        columns: where the columns of the result are in the records.
+        columns: maps columns of the result to columns of the records.
         steps: new tokens.
     """
     prompt, later, encoder = records.prompt, records.steps, records.encoder

@@ -1,4 +1,4 @@
-"""Greedy search and sampling: one token a row and step."""
+"""Greedy search and sampling: one token per row and step."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from jaxllm.parallel.field_axes import axes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SampleState:
-    """Carried by the loop and donated to it, so that cache and sequences are updated in place.
+    """State of greedy search and sampling, donated to the loop so that it is updated in place.
 
-    The rows of a call go step by step together: `cur_len` and `step` are one number each. In batch
-    slots every row has its own.
+    The rows of a call advance together: `cur_len` and `step` are one number each. In batch slots
+    every row has its own.
     """
 
     sequences: Int[Array, "B L"]
     """Prompt and generated tokens, pad beyond `cur_len`. L is a bucket."""
     mask: Bool[Array, "B L"]
-    """Real tokens: neither the prompt's padding nor pads after a row's end."""
+    """True at real tokens, False at the prompt's padding and at pads after a row's end."""
     cur_len: Int[Array, ""] | Int[Array, " B"]
     """Columns in use, prompt included."""
     token: Int[Array, " B"]
@@ -45,10 +45,10 @@ class SampleState:
     done: Bool[Array, " B"]
     """The row has ended, by an end token or a stopping criterion."""
     keys: Key[Array, " B"] | UInt32[Array, "B 2"]
-    """One key a row, or in slots of the batch engine its data; step t draws with fold_in(key, t),
-    whatever the batch around the row."""
+    """One key per row, as raw data in batch slots. Step t draws with fold_in(key, t), so a row's
+    draws do not depend on the batch."""
     step: Int[Array, ""] | Int[Array, " B"]
-    """New tokens so far."""
+    """Number of new tokens so far."""
     first_nonfinite_step: Int[Array, " B"]
     """The first step without finite logits, or -1."""
     cache: Cache
@@ -61,7 +61,7 @@ class SampleState:
     )
     """Raw logits of every step (`output_logits`)."""
     records: Records | None = dataclasses.field(default=None, metadata=axes(None, "rows"))
-    """Hidden states and attentions of every step, where they are kept."""
+    """Hidden states and attentions of every step, if they are kept."""
 
     def replace(self, **changes) -> Self:
         return dataclasses.replace(self, **changes)
@@ -74,9 +74,9 @@ class Prediction(NamedTuple):
     """Logits of each row's next token."""
 
     logits: Float[Array, "B V"]
-    """Raw."""
+    """Raw logits."""
     basis: Float[Array, "B V"]
-    """Input of the processors."""
+    """Input of the logits processors."""
     unconditional: Float[Array, "B V"] | None
     """Logits after the negative prompt (guidance)."""
 
@@ -87,11 +87,11 @@ class Sample(Strategy[SampleState]):
     """Greedy search and sampling: the best token, or one drawn from the processed scores."""
 
     sampling: bool = dataclasses.field(metadata={"static": True})
-    """Some rows draw their tokens."""
+    """Some rows sample; False: greedy search."""
     num_return_sequences: int = dataclasses.field(default=1, metadata={"static": True})
-    """Results a row: the prompt is prefilled once for all of them."""
+    """Results per prompt, which is prefilled once for all of them."""
     sampled: Bool[Array, " B"] | None = None
-    """Rows that draw, where `sampling`; None: all."""
+    """Rows that sample, if `sampling`; None: all."""
     allows_ring_cache = True
 
     @property
@@ -168,7 +168,7 @@ class Sample(Strategy[SampleState]):
 
 
 def first_state(prompt: Prompt, cache: Cache, samples: int) -> SampleState:
-    """State before the first token, with each row `samples` times."""
+    """State before the first token, with each row repeated `samples` times."""
     batch = prompt.sequences.shape[0] * samples
     return SampleState(
         sequences=jnp.repeat(prompt.sequences, samples, axis=0),
@@ -186,7 +186,7 @@ def first_state(prompt: Prompt, cache: Cache, samples: int) -> SampleState:
 def with_records(
     state: Any, logits: Float[Array, "B V"], settings: DecodeSettings, new_token_bucket: int
 ) -> Any:
-    """Adds buffers for the scores and logits of every step, where they are kept."""
+    """Adds buffers for the scores and logits of every step, if they are kept."""
     if settings.keep_scores:
         state = state.replace(scores=jnp.zeros((new_token_bucket, *logits.shape), logits.dtype))
     if settings.keep_logits:
@@ -199,14 +199,14 @@ def record(
     values: Float[Array, "B V"],
     step: Int[Array, ""] | Int[Array, " B"],
 ):
-    """Writes this step into a record, where one is kept."""
+    """Writes the values of this step to a record; None if it is not kept."""
     if kept is None:
         return None
     return jax.lax.dynamic_update_slice_in_dim(kept, values[None], step, axis=0)
 
 
 def result(state: SampleState) -> Result:
-    """Result of a state of which every row is returned."""
+    """Result of a state whose rows are all returned."""
     return Result(
         sequences=state.sequences,
         length=state.cur_len,

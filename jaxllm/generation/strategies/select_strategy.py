@@ -1,4 +1,4 @@
-"""From generation settings to the strategy that they ask for."""
+"""Selects the decoding strategy of a call from its generation settings."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from jaxllm.models.decoder import GenerativeModel
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A checked call of `generate`, from which its strategy is chosen on the host."""
+    """A checked call of `generate`: the input of strategy selection, which runs on the host."""
 
     model: GenerativeModel
     config: GenerationConfig
-    """The settings in force: of the call, its `generation_config` and the model's own file."""
+    """Merged settings: of the call, its `generation_config` and the model."""
     eos: tuple[int, ...]
-    """End tokens in force."""
+    """End tokens."""
     batch: int
-    """Prompts."""
+    """Number of prompts."""
     start_len: int
     """Columns of the prompt, padding included; 0 for embeddings alone."""
     max_length: int
@@ -52,16 +52,16 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class RegisteredStrategy:
-    """A strategy that another module adds (`registration.register_strategy`)."""
+    """A strategy added by another module (`registration.register_strategy`)."""
 
     name: str
     selects: Callable[[Call], bool]
-    """Whether the settings of a call ask for it."""
+    """Returns True if the settings of a call select it."""
     build: Callable[[Call], Strategy[Any]]
 
 
 REGISTERED_STRATEGIES: dict[str, RegisteredStrategy] = {}
-"""By name; asked in this order, before the built-in strategies."""
+"""Registered strategies by name, tried in this order before the built-in ones."""
 
 
 def _sample(call: Call) -> Strategy[Any]:
@@ -194,7 +194,7 @@ MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
 
 def choose_strategy(call: Call) -> Strategy[Any]:
     """The strategy of a call: a registered one that its settings select, or else the one that
-    transformers would take (`generation_mode`)."""
+    transformers would choose (`generation_mode`)."""
     for registered in REGISTERED_STRATEGIES.values():
         if registered.selects(call):
             return registered.build(call)

@@ -1,10 +1,11 @@
-"""The base class of decoding strategies, and the arrays that they take and return.
+"""Base class of decoding strategies, their inputs and their result.
 
 A strategy is a frozen dataclass and a pytree. Fields that shape its program (the number of beams)
-are static; numbers (a length penalty) are leaves, so that another number compiles nothing. The
-driver in `generation/loop.py` runs `init` once, `step` in a while loop, and `finish` at the end.
+are static; numbers (a length penalty) are leaves, so that another number compiles nothing.
+`generation/loop.py` runs `init` once, `step` in a while loop, and `finish` at the end.
 
-B is the batch, T columns of the prompt, L columns of the sequence buffers, Bn samples of all rows.
+B: batch size. T: columns of the prompt. L: columns of the sequence buffers. Bn: samples of all
+rows.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from jaxllm.generation.strategies.records import Records
 from jaxllm.models.outputs import DecodeOutput
 
 NEVER = -1
-"""`first_nonfinite_step` of a row whose logits were finite so far."""
+"""Value of `first_nonfinite_step` while a row's logits have been finite."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """The prompts of one call in buckets, and what prefill makes of them."""
+    """Prompts of one call, padded to buckets: the input of prefill."""
 
     decoder_inputs: dict[str, Any]
     """Arguments of `Decoder.decode`: `tokens` int32 [B, T] or `inputs_embeds` [B, T, D], `mask`
@@ -39,37 +40,36 @@ class Prompt:
     encoder_inputs: dict[str, Any]
     """Arguments of `Decoder.init_cache`; empty without an encoder."""
     sequences: Int[Array, "B L"]
-    """int32. The buffer in which the result grows: the prompt, then pads."""
+    """int32. The prompt, then pads that new tokens overwrite."""
     mask: Bool[Array, "B L"]
-    """Real tokens of `sequences`."""
+    """True at real tokens of `sequences`."""
     start_len: Int[Array, ""] | Int[Array, " B"]
-    """int32. Columns of `sequences` that the prompt fills; one number a row in batch slots."""
+    """int32. Columns of `sequences` that the prompt fills; one number per row in batch slots."""
     cache_len: Int[Array, ""] | Int[Array, " B"]
-    """int32. Columns of the cache that the prompt fills, without the padding of its bucket, which
-    new tokens overwrite. More than `start_len` for embeddings alone."""
+    """int32. Columns of the cache that the prompt fills, without bucket padding, which new tokens
+    overwrite. More than `start_len` for embeddings alone."""
     last_column: Int[Array, " B"]
     """int32. The column of `decoder_inputs` that holds each row's last real token."""
     keys: Key[Array, " Bn"]
-    """A random key for each sample of each row, the samples of a row side by side."""
+    """Random keys, one for each sample; the samples of a row are adjacent."""
     cache_kind: CacheKind = PLAIN
     past_cache: Cache | None = None
-    """The cache of an earlier call. `decoder_inputs` and `last_column` are then those of the new
-    columns alone, padded on the right, and `cache_len` counts the real columns of each row, old and
+    """Cache of an earlier call. `decoder_inputs` and `last_column` then describe only the new
+    columns, padded on the right, and `cache_len` counts the real columns of each row, old and
     new."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeSettings:
-    """Settings that all strategies read. The numbers are traced: other end tokens or another length
+    """Settings read by all strategies. Numbers are traced: other end tokens or another length
     compile nothing."""
 
     processors: LogitsProcessorList
     eos: Int[Array, " E"] | Int[Array, "B E"]
-    """int32. End tokens, filled up with -1, which no token equals; each row's own in batch
-    slots."""
+    """int32. End tokens, padded with -1, which no token equals; one set per row in batch slots."""
     pad: Int[Array, ""]
-    """int32. The token that rows get after their end."""
+    """int32. Token written to rows that have ended."""
     max_length: Int[Array, ""] | Int[Array, " B"]
     """int32. Columns of the longest result, prompt included."""
     stops: StoppingCriteriaList
@@ -107,18 +107,18 @@ class AssistedCounts:
     target_calls: Int[Array, " R"]
     """int32. Forward passes of the model while the row was live, prefill included."""
     num_assistant_tokens: Int[Array, " R"]
-    """int32. The schedule's last value; the next call continues the schedule if it gets this."""
+    """int32. Last value of the schedule; passed to the next call, it continues the schedule."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a strategy, finished or so far: R rows are returned after N steps."""
+    """Result of a strategy, final or partial: R returned rows after N steps."""
 
     sequences: Int[Array, "R L"]
     """int32. Prompt and new tokens, then pads."""
     length: Int[Array, ""]
-    """Columns of the longest row; while some are live, columns that every live row has."""
+    """Columns of the longest row; in a partial result, columns that every live row has."""
     steps: Int[Array, ""]
     """New tokens of the longest row: entries in `scores`, `logits` and `records`."""
     first_nonfinite_step: Int[Array, " B"]
@@ -126,16 +126,16 @@ class Result:
     longest: Int[Array, ""] | None = None
     """Columns of the longest row so far, in strategies whose rows do not advance together."""
     over: Bool[Array, ""] | None = None
-    """Every row has ended or is full. Set by the driver."""
+    """True if every row has ended or has `max_length` columns. Set in `loop.finish`."""
     scores: Float[Array, "N Bn V"] | None = None
     """Processed scores of every step (`output_scores`)."""
     logits: Float[Array, "N Bn V"] | None = None
     """Raw logits of every step (`output_logits`)."""
     sequences_scores: Float[Array, " R"] | None = None
-    """Of beams: the score of each row, its length penalty included."""
+    """With beams: score of each row, length penalty included."""
     beam_indices: Int[Array, "R N"] | None = None
-    """Of beams: the beam that each new token was chosen from, counted over the batch; -1 after the
-    end."""
+    """With beams: the beam that each new token was chosen from, numbered over the batch; -1 after
+    the end."""
     records: Records | None = None
     """Hidden states and attentions."""
     assisted: AssistedCounts | None = None
@@ -145,19 +145,19 @@ class Result:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ReturnedCache:
-    """The cache of the rows that are returned, for `past_key_values`."""
+    """Cache of the returned rows, for `past_key_values`."""
 
     cache: Cache
     sequences: Int[Array, "R L"]
     mask: Bool[Array, "R L"]
-    """Real tokens of `sequences`; the cache holds the first ones of each row."""
+    """True at real tokens of `sequences`; the cache holds a prefix of each row's tokens."""
 
 
 S = TypeVar("S")
 
 
 class Strategy(Generic[S]):
-    """A way of choosing tokens, with a state S that the decoding loop carries.
+    """Decoding strategy, with a state S that the decode loop carries.
 
     Every state has the fields `cur_len` (columns in use), `step` (steps so far),
     `first_nonfinite_step` and `cache`, and `done` [B] where `open_rows` is not overridden.
@@ -166,20 +166,20 @@ class Strategy(Generic[S]):
     can_stream: ClassVar[bool] = True
     """Chosen tokens are final, so that they can be streamed."""
     allows_ring_cache: ClassVar[bool] = False
-    """It runs new columns one at a time, so that a sliding window may be a ring buffer."""
+    """Decodes new columns one at a time, so that a sliding window may be a ring buffer."""
     can_continue: ClassVar[bool] = True
-    """It can start from the cache of `PastKeyValues`."""
+    """Can start from the cache of `PastKeyValues`."""
     extra_decode_options: ClassVar[Mapping[str, Any]] = {}
-    """Further arguments of `Decoder.decode` for the prompt; greedy search, sampling and DoLa give
-    them at every step."""
+    """Extra arguments of `Decoder.decode` in prefill; greedy search, sampling and DoLa pass them
+    at every step."""
 
     @property
     def keys_per_row(self) -> int:
-        """Random keys a row: results that draw independently."""
+        """Random keys per row: the number of results that draw independently."""
         return 1
 
     def slots(self, new: int) -> int:
-        """Cache slots that `new` tokens take."""
+        """Number of cache slots for `new` tokens."""
         return new
 
     def init(
@@ -190,8 +190,8 @@ class Strategy(Generic[S]):
         settings: DecodeSettings,
         new_token_bucket: int,
     ) -> S:
-        """The state after the first token, from the output of prefill; or before it, where choosing
-        it takes another call of the model.
+        """The state after the first token, from the output of prefill; or before it, if choosing
+        it needs another call of the model (contrastive search).
 
         Args:
             out: logits of each row's last real column [B, 1, V], the filled cache, and the hidden
@@ -209,16 +209,16 @@ class Strategy(Generic[S]):
         return ~state.done
 
     def alive(self, state: Any, max_length: Int[Array, ""]) -> Bool[Array, ""]:
-        """Whether the loop goes on: some open row has fewer than `max_length` columns."""
+        """True while some open row has fewer than `max_length` columns."""
         return jnp.any(self.open_rows(state) & (state.cur_len < max_length))
 
     def finish(self, state: S, settings: DecodeSettings) -> Result:
-        """The rows to return, of a state that need not be the last."""
+        """The result of a state, which need not be the last."""
         raise NotImplementedError
 
     def returned_cache(self, state: Any) -> ReturnedCache:
-        """The cache of the rows to return, from which a later call continues."""
-        # The unconditional contexts of guidance are the last rows, and belong to this call.
+        """Cache of the returned rows, from which a later call continues."""
+        # With guidance the last rows are unconditional contexts, which belong to this call only.
         cache = state.cache.first(state.mask.shape[0])
         return ReturnedCache(cache, state.sequences, state.mask)
 
@@ -239,7 +239,7 @@ def note_nonfinite(
 
 
 def nonfinite(logits: Float[Array, "... V"], scores: Float[Array, "... V"]) -> Bool[Array, " ..."]:
-    """Whether logits are NaN or infinite, or every token is forbidden.
+    """True where logits are NaN or infinite, or every token is forbidden.
 
     Single logits of -inf are allowed (a model may mask tokens).
     """
@@ -248,6 +248,6 @@ def nonfinite(logits: Float[Array, "... V"], scores: Float[Array, "... V"]) -> B
 
 
 def unconditional(out: DecodeOutput) -> Float[Array, "B V"] | None:
-    """Logits of the unconditional contexts, or None without guidance."""
+    """Logits of the unconditional contexts; None without guidance."""
     logits = out.unconditional_logits
     return None if logits is None else logits[:, 0]

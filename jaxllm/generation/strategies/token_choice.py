@@ -1,4 +1,4 @@
-"""Choosing the next token from processed scores."""
+"""Chooses the next token from processed scores."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxtyping import Array, Float, Int, Key
 
 
 def choose_greedy(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """The best token of each row, int32 ``[B]``; of equals the first. Scores hold no NaN.
+    """Best token of each row, int32 ``[B]``; ties go to the first. Scores hold no NaN.
 
     >>> import jax.numpy as jnp
     >>> choose_greedy(jnp.array([[1.0, 3.0, 3.0]])).tolist()
     [1]
     """
-    # Two steps take a third of the time of one argmax on a CPU. The second does not look for the
-    # number that the first found: XLA may compute scores again for it, and round them otherwise.
+    # Two steps take a third of the time of one argmax on a CPU. The second does not search for the
+    # value that the first found: XLA may recompute the scores for it, and round them differently.
     blocks, size = _split(scores, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
@@ -25,7 +25,7 @@ def choose_greedy(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
 
 
 def choose_sample(keys: Key[Array, " B"], scores: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """One draw from softmax(scores) for each row, with that row's own key.
+    """Draws one token from softmax(scores) for each row, with the row's own key.
 
     The draw has two steps, each among about sqrt(V) items, which needs 450 random numbers at a
     vocabulary of 50,000 instead of one for every token: first a block of tokens by its summed
@@ -54,11 +54,11 @@ def draw_without_replacement(
     *,
     worst: float,
 ) -> tuple[Float[Array, "B P"], Int[Array, "B P"]]:
-    """`count` different items of softmax(scores), one after the other: their scores and indices.
+    """Draws `count` different items of softmax(scores), one by one: their scores and indices.
 
-    `count` is one number, or one for each row. Equal in distribution to
-    `torch.multinomial(..., replacement=False)`. What lies beyond `count`, or beyond the items of
-    positive probability, has the score `worst`.
+    `count` is one number, or one per row. Equal in distribution to
+    `torch.multinomial(..., replacement=False)`. Entries beyond `count`, or beyond the items of
+    positive probability, have the score `worst`.
     """
     batch = scores.shape[0]
     weights, size = _in_blocks(scores)
@@ -81,13 +81,13 @@ def draw_without_replacement(
 
 
 def _in_blocks(scores: Float[Array, "B V"]) -> tuple[Float[Array, "B blocks size"], int]:
-    """exp(scores), the largest being 1, in blocks; and the size of a block."""
+    """exp(scores) in blocks, scaled to a maximum of 1; and the size of a block."""
     scores = scores.astype(jnp.float32)
     return _split(jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)), 0.0)
 
 
 def _split(x: Float[Array, "B V"], filler: float) -> tuple[Float[Array, "B blocks size"], int]:
-    """A row in about sqrt(V) blocks, the last one filled up; and the size of a block."""
+    """Splits rows into about sqrt(V) blocks, the last one padded; and the size of a block."""
     batch, vocab_size = x.shape
     size = math.isqrt(vocab_size - 1) + 1
     blocks = -(-vocab_size // size)
@@ -98,7 +98,7 @@ def _split(x: Float[Array, "B V"], filler: float) -> tuple[Float[Array, "B block
 def _race(
     keys: Key[Array, " B"], weights: Float[Array, "B blocks size"]
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """A block, and a place in it, each drawn with probability proportional to its weight."""
+    """Draws a block and an index in it, each with probability proportional to its weight."""
     _, blocks, size = weights.shape
     times = jax.vmap(lambda key: _exponential(key, blocks + size))(keys)
     block = jnp.argmin(times[:, :blocks] / jnp.sum(weights, axis=-1), axis=-1)
@@ -109,8 +109,8 @@ def _race(
 def _exponential(key: Key[Array, ""], count: int) -> Float[Array, " count"]:
     """Standard exponential numbers, positive, finite, and fine-grained near 0 (from 2**-33).
 
-    Small ones decide who wins a race, so the uniform numbers they come from have their full 32 bits
-    there; ``jax.random.exponential`` has 23.
+    Small ones win the race, so the uniform numbers that they come from use all 32 bits;
+    ``jax.random.exponential`` uses 23.
     """
     bits = jax.random.bits(key, (count,), jnp.uint32)
     uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
