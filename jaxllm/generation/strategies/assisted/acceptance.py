@@ -35,9 +35,9 @@ class Drafted:
 def position_keys(
     keys: Key[Array, " B"], positions: Int[Array, " B"], purpose: int | None = None
 ) -> Key[Array, " B"]:
-    """A key for the new token at each row's position, for one purpose.
+    """Random keys for the new token at each row's position, for one purpose.
 
-    Without a purpose it is the key that plain sampling draws that token with.
+    Without a purpose they are the keys that plain sampling uses for those tokens.
     """
     keys = jax.vmap(jax.random.fold_in)(keys, positions)
     return (
@@ -46,7 +46,7 @@ def position_keys(
 
 
 def leading(agree: Bool[Array, "B G"], count: Int[Array, " B"]) -> Int[Array, " B"]:
-    """How many of the first `count` are True before the first False.
+    """Number of leading True values among the first `count` of each row.
 
     >>> import jax.numpy as jnp
     >>> leading(jnp.array([[True, True, False, True]]), jnp.array([4])).tolist()
@@ -71,9 +71,9 @@ def ensemble(
 def match(
     selected: Int[Array, "B C"], drafted: Drafted
 ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
-    """The model's own choices, and the number of accepted drafted tokens before the last one.
+    """The model's own choices, and the number of drafted tokens that are accepted.
 
-    Where the choices are samples, this is the speculative rule for drafts of probability one: a
+    If the choices are samples, this is the speculative rule for drafts of probability one: a
     token d is accepted with probability p(d), and its replacement is drawn from the others.
     """
     return selected, leading(selected[:, :-1] == drafted.tokens, drafted.size)
@@ -92,10 +92,10 @@ def speculative(
     the softmax of the model's and the draft's processed scores.
 
     Args:
-        keys: one a row; draws depend on it and on the new token's position alone.
-        positions: how many new tokens each row has so far.
+        keys: one per row; draws depend only on it and on the new token's position.
+        positions: number of new tokens of each row so far.
         drafted: a draft with scores.
-        scores: the model's, after the newest token and after each drafted one.
+        scores: the model's scores, after the newest token and after each drafted one.
         weight: weight of p; a draft is then accepted as if ``weight * p + (1 - weight) * q`` were
             the model's distribution, and tokens are no longer distributed as the model's.
 
@@ -119,8 +119,8 @@ def speculative(
     p_next = jnp.take_along_axis(p, kept[:, None, None], axis=1)[:, 0]
     q_next = jnp.take_along_axis(q, jnp.minimum(kept, width - 1)[:, None, None], axis=1)[:, 0]
     rest = jnp.maximum(p_next - jnp.where(kept < drafted.size, 1.0, 0.0)[:, None] * q_next, 0.0)
-    # Against the mixture it would be the same distribution: weight * (p - q), normalised.
-    # Where p = q up to rounding, nothing is left of p - q.
+    # With the mixture in place of p it is the same distribution: weight * (p - q), normalised.
+    # If p = q up to rounding, no entry of p - q is positive.
     rest = jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p_next)
     token = choose_sample(position_keys(keys, positions + kept, REST), jnp.log(rest))
     tokens = jnp.pad(drafted.tokens, ((0, 0), (0, 1)))

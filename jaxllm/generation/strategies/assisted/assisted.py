@@ -1,6 +1,6 @@
 """Assisted (speculative) generation: a draft proposes tokens, one pass of the model checks them.
 
-As `_assisted_decoding` of transformers 5.23, and for batches: rows accept different numbers of
+Like `_assisted_decoding` of transformers 5.23, but for batches: rows accept different numbers of
 drafted tokens and so have different lengths. Rejected tokens stay in the buffers beyond each row's
 length. Greedy results are those of greedy search; samples are distributed as without the draft.
 """
@@ -43,20 +43,20 @@ from jaxllm.generation.strategies.token_choice import choose_greedy, choose_samp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Assisted(Strategy[AssistedState]):
-    """Rounds of a draft, its check by the model, and one more token."""
+    """Assisted generation in rounds: a draft, its check by the model, and one more token."""
 
     draft: Draft
     num_assistant_tokens: Int[Array, ""]
-    """Tokens of the first draft."""
+    """Number of tokens of the first draft."""
     growing: Bool[Array, ""]
-    """The schedule is a heuristic: 2 more after a draft accepted whole, else 1 less."""
+    """True for the heuristic schedule: 2 tokens more after a fully accepted draft, else 1 less."""
     sampling: bool = dataclasses.field(metadata={"static": True})
     max_draft: int = dataclasses.field(metadata={"static": True})
-    """G, the longest draft: a bucket, in which the number of tokens is traced."""
+    """G, the longest draft: a static bucket for the traced number of tokens."""
     num_return_sequences: int = dataclasses.field(default=1, metadata={"static": True})
-    """Results a row."""
+    """Results per prompt."""
     ensemble_weight: Float[Array, ""] | None = None
-    """Weight of the model in the mixture of model and draft that accepts drafted tokens."""
+    """Weight of the model in the mixture of model and draft that decides acceptance."""
 
     @property
     def keys_per_row(self) -> int:
@@ -124,7 +124,7 @@ class Assisted(Strategy[AssistedState]):
         scores = process(buffer, out.logits, out.unconditional_logits, state.start_len, settings)
         tokens, accepted = self.check(state, drafted, scores)
         usable = jnp.where(live, accepted + 1, 0)
-        # The drafts are in these buffers already: the result is written to the same memory.
+        # The drafts are in these buffers already, so the result is written in place.
         state = state.replace(sequences=buffer.sequences, mask=buffer.mask)
         after, new = accept(state, tokens, usable, out.logits, scores, settings)
         length = state.cache.length + new
@@ -171,12 +171,12 @@ class Assisted(Strategy[AssistedState]):
 
     @property
     def is_speculative(self) -> bool:
-        """Acceptance compares the probabilities of the model and the draft."""
+        """True if acceptance compares the probabilities of the model and the draft."""
         return self.sampling and self.draft.has_scores
 
     def select(self, state: AssistedState, scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
-        """The model's own choices for the columns from `cur_len` on; samples are those of plain
-        sampling."""
+        """The model's own choices for the columns from `cur_len` on; samples equal those of
+        plain sampling."""
         batch, width, _ = scores.shape
         flat = scores.reshape(batch * width, -1)
         if not self.sampling:

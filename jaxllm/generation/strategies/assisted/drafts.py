@@ -1,4 +1,4 @@
-"""Drafts of a network: an assistant model, or the model's own first layers, token by token.
+"""Drafts from a network, token by token: an assistant model, or the model's own first layers.
 
 The rows of a batch have different lengths, since they accept different numbers of drafted tokens.
 """
@@ -38,9 +38,9 @@ class TokenBuffer:
 
     sequences: Int[Array, "B L"]
     mask: Bool[Array, "B L"]
-    """Real tokens of `sequences`."""
+    """True at real tokens of `sequences`."""
     cur_len: Int[Array, " B"]
-    """Columns of each row that are accepted."""
+    """Number of accepted columns of each row."""
 
     def put(
         self, tokens: Int[Array, "B T"], real: Bool[Array, "B T"], offset: int | Int[Array, ""] = 0
@@ -64,9 +64,9 @@ class DraftInputs:
     cache: Cache
     """The model's cache: each row without its newest token."""
     draft_state: Any
-    """What `Draft.init` returned, or the last round."""
+    """State from `Draft.init` or from the last round."""
     limit: Int[Array, " B"]
-    """Tokens to propose for each row, at most."""
+    """Most tokens to propose for each row."""
     choose: Choose
     prompt_len: Int[Array, ""]
     """Columns of the prompt."""
@@ -74,7 +74,7 @@ class DraftInputs:
     max_draft: int
     """G: columns of a draft, a static bound of `limit`."""
     keep_scores: bool
-    """The scores that tokens are drawn from are needed for acceptance."""
+    """Keep the scores that tokens are drawn from, for acceptance."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Proposal:
     drafted: Drafted
     buffer: TokenBuffer
     cache: Cache
-    """The model's."""
+    """The model's cache."""
     draft_state: Any
 
 
@@ -99,7 +99,7 @@ class Draft:
 
         Args:
             capacity: slots of the model's cache.
-            samples: results a row.
+            samples: results per row.
         """
         return None
 
@@ -107,7 +107,7 @@ class Draft:
         raise NotImplementedError
 
     def keep(self, draft_state: Any, length: Int[Array, " B"]) -> Any:
-        """The draft's state without tokens that were rejected.
+        """The draft's state without rejected tokens.
 
         Args:
             length: columns of each row in the model's cache.
@@ -177,13 +177,13 @@ class AssistantModel(Draft):
 class EarlyExit(Draft):
     """The model's own first layers, with its final norm and LM head (LayerSkip, arXiv:2404.16710).
 
-    Their keys and values are those of the whole model, so drafts are written to its cache, where
-    the whole model then writes the same values again.
+    Their keys and values equal those of the whole model, so drafts are written to its cache, where
+    the whole model later writes the same values.
     """
 
     layers: int = dataclasses.field(metadata={"static": True})
     threshold: Float[Array, ""]
-    """As of `AssistantModel`."""
+    """A row's draft ends with a token less probable than this."""
 
     def propose(self, inputs):
         n, cache = self.layers, inputs.cache
@@ -202,12 +202,12 @@ class DraftLoopState:
     """State of the loop over the tokens of one draft."""
 
     i: Int[Array, ""]
-    """The token to propose; -1 while the cache still lacks an earlier token of some row."""
+    """Index of the token to propose; -1 while the cache lacks an earlier token of some row."""
     drafting: Bool[Array, " B"]
-    """The row's draft has not ended."""
+    """True if the row's draft has not ended."""
     buffer: TokenBuffer
     cache: Cache
-    """The network's."""
+    """The network's cache."""
     drafted: Drafted
 
 
@@ -218,7 +218,7 @@ def run_draft(
 
     Args:
         threshold: a row's draft ends with a token less probable than this.
-        cache: the network's, each row up to its newest token, or to one before.
+        cache: the network's; it lacks each row's newest token, and in some rows the one before.
 
     Returns:
         The draft, the buffer with it, and the cache with its columns written; the length and
@@ -247,7 +247,7 @@ def run_draft(
         i, buffer = state.i, state.buffer
         column = buffer.cur_len + i - 1
         token = jnp.take_along_axis(buffer.sequences, column[:, None], axis=1)
-        # At i = -1 a row that lacks nothing waits, and overwrites nothing.
+        # At i = -1 rows that lack no earlier token are masked, and overwrite nothing.
         real = state.drafting & (i >= -missing)
         cache = state.cache.replace(length=slot + jnp.maximum(i, -missing))
         out = network.decode(token, real[:, None], cache)
@@ -260,7 +260,7 @@ def run_draft(
 def _append(
     state: DraftLoopState, out: DecodeOutput, threshold: Float[Array, ""], inputs: DraftInputs
 ) -> DraftLoopState:
-    """One more token of the rows that are drafting."""
+    """Appends one token to the rows that are drafting."""
     buffer, drafted, settings = state.buffer, state.drafted, inputs.settings
     logits = out.logits[:, 0]
     i = jnp.maximum(state.i, 0)
@@ -273,7 +273,7 @@ def _append(
         unconditional_logits=unconditional(out),
     )
     token = inputs.choose(scores, buffer.cur_len + i)
-    # A draft cannot spoil the result: one without finite scores only ends.
+    # A draft cannot affect the result: non-finite scores only end it.
     good = state.drafting & (state.i >= 0) & ~nonfinite(logits, scores)
     token = jnp.where(good, token, settings.pad)
     probability = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), token[:, None], axis=1)
@@ -296,6 +296,6 @@ def _append(
 
 
 def per_sample(columns: Int[Array, ""] | Int[Array, " B"], rows: int) -> Int[Array, " rows"]:
-    """Numbers of columns, one for all rows or one a row, for each sample of each row."""
+    """Repeats column counts, one for all rows or one per row, for each sample of each row."""
     columns = jnp.asarray(columns, jnp.int32).reshape(-1)
     return jnp.repeat(columns, rows // columns.shape[0])

@@ -1,4 +1,4 @@
-"""Prompt lookup: drafts the tokens that followed the row's last tokens where they occurred before.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of a row's last n-gram.
 
 After https://github.com/apoorvumang/prompt-lookup-decoding, as in transformers 5.23
 (`PromptLookupCandidateGenerator`).
@@ -28,7 +28,7 @@ SCORED = (Filter, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptLookup(Draft):
-    """The tokens after an earlier occurrence of the row's last n-gram."""
+    """Draft of the tokens after an earlier occurrence of a row's last n-gram."""
 
     has_scores: ClassVar[bool] = False
     ngram_size: Int[Array, ""]
@@ -37,7 +37,7 @@ class PromptLookup(Draft):
     def propose(self, inputs):
         buffer = inputs.buffer
         history = History.of(buffer.sequences, buffer.cur_len, buffer.mask)
-        # Rules forbid tokens whatever their scores.
+        # Rules forbid tokens independently of the scores.
         rules = LogitsProcessorList(
             p for p in inputs.settings.processors if not isinstance(p, SCORED)
         )
@@ -66,12 +66,12 @@ def earlier_match(
     allowed: Bool[Array, "B V"],
     longest: Int[Array, ""],
 ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    """The first earlier place of each row's last n-gram that an allowed token follows, for the
+    """First earlier occurrence of each row's last n-gram that an allowed token follows, for the
     largest n up to `longest`.
 
     Args:
-        tokens: tokens of each row from its left on.
-        size: their number.
+        tokens: tokens of each row, left-aligned.
+        size: number of tokens of each row.
 
     Returns:
         The column after the n-gram, and whether there is one.
@@ -89,7 +89,7 @@ def earlier_match(
         agrees &= (columns >= k) & (jnp.roll(tokens, k, axis=1) == last)
         return agrees, length + agrees
 
-    # The n-gram ends in column j, and something follows it.
+    # Columns in which the n-gram may end: another token follows.
     start = columns < size - 1
     _, length = lax.fori_loop(
         0, jnp.minimum(longest, tokens.shape[1]), one_longer, (start, jnp.zeros_like(tokens))
@@ -109,7 +109,7 @@ def following(
     eos: Int[Array, " E"],
     max_draft: int,
 ) -> Drafted:
-    """Up to `limit` tokens of each row from `column` on, but none from an end token on."""
+    """Drafts up to `limit` tokens of each row from `column` on, and stops before an end token."""
     columns = column[:, None] + jnp.arange(max_draft, dtype=jnp.int32)
     drafted = jnp.take_along_axis(tokens, jnp.minimum(columns, tokens.shape[1] - 1), axis=1)
     good = (columns < size) & ~jnp.isin(drafted, eos)

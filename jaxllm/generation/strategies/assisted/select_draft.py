@@ -1,4 +1,4 @@
-"""The strategy of an assisted call, from its settings, checked on the host."""
+"""Builds the strategy of assisted generation from the settings of a call, on the host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assisted(
     max_new_tokens: int,
     max_length: int,
 ) -> Assisted:
-    """The strategy of an assisted call.
+    """Builds the strategy of assisted generation, with its draft.
 
     Args:
         max_length: columns of the longest result, prompt included.
@@ -72,7 +72,7 @@ def assisted(
         )
         if assistant_model is None:
             assert config.assistant_early_exit is not None
-            model.early_exit(config.assistant_early_exit)  # raises if there are not as many
+            model.early_exit(config.assistant_early_exit)  # raises if there are fewer layers
             draft = EarlyExit(config.assistant_early_exit, threshold)
         else:
             check_assistant(model, assistant_model)
@@ -119,7 +119,7 @@ def assistant_settings(
 
 
 def check_assistant(model: GenerativeModel, assistant: GenerativeModel) -> None:
-    """Raises UnsupportedError for an assistant whose vocabulary or inputs are not the model's."""
+    """Raises UnsupportedError if the assistant's vocabulary or inputs differ from the model's."""
     if not hasattr(assistant, "decode"):
         raise UnsupportedError(
             f"assistant_model: {type(assistant).__name__} is not a model that generates; load it "
@@ -145,7 +145,7 @@ def check_assistant_inputs(
     inputs: ModelInputs,
     new: int,
 ) -> None:
-    """Raises InputError for a call that the assistant cannot read as the model does.
+    """Raises InputError for inputs that the assistant cannot take.
 
     Args:
         inputs: the inputs of the call, before the checks.
@@ -161,8 +161,8 @@ def check_assistant_inputs(
 
 
 def check_rotary(model: GenerativeModel, option: str, max_length: int) -> None:
-    """Raises UnsupportedError for a model whose RoPE depends on the length so far, and so would on
-    drafts that are rejected later."""
+    """Raises UnsupportedError if the model's RoPE depends on the length so far, which would count
+    drafted tokens that are rejected later."""
     rope = getattr(model.config, "rotary", None)
     limits = {"dynamic": "max_positions", "longrope": "original_positions"}
     if rope is None or rope.rope_type not in limits:

@@ -1,7 +1,7 @@
-"""The state of assisted generation, and how the tokens of a round are processed and appended.
+"""State of assisted generation, and functions that process and append the tokens of a round.
 
-Every row has a length of its own. What other strategies do in one column is done here in T columns
-of each row, from the row's own length on.
+Every row has its own length. Other strategies process one column per step; the functions here
+process T columns of each row, from the row's length on.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from jaxllm.parallel.field_axes import axes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AssistedState:
-    """State of assisted generation, donated to the loop. Every row has a length of its own."""
+    """State of assisted generation, donated to the loop. Every row has its own length."""
 
     sequences: Int[Array, "B L"]
-    """Prompt and tokens, pad beyond `cur_len`."""
+    """Prompt and new tokens, pad beyond `cur_len`."""
     mask: Bool[Array, "B L"]
-    """Real tokens of `sequences`."""
+    """True at real tokens of `sequences`."""
     cur_len: Int[Array, " B"]
     """Columns in use, prompt included."""
     start_len: Int[Array, ""]
     """Columns of the prompt."""
     done: Bool[Array, " B"]
-    """The row has ended."""
+    """True if the row has ended."""
     keys: Key[Array, " B"]
-    """A random key a row; draws depend on it and on the position of the token alone."""
+    """One random key per row; draws depend only on it and on the position of the token."""
     step: Int[Array, ""]
     """Rounds so far."""
     first_nonfinite_step: Int[Array, " B"]
     """The first new token without finite logits, or -1."""
     cache: Cache
-    """The model's: every column but that of the newest token."""
+    """The model's cache: all tokens of each row but the newest."""
     draft: Any
     """The draft's own state (`Draft.init`)."""
     counts: AssistedCounts
@@ -62,8 +62,8 @@ class AssistedState:
 
 
 def each_column(buffer: TokenBuffer, width: int) -> TokenBuffer:
-    """The sequences repeated for each of the `width` columns from `cur_len` on, each ending before
-    its column: [B * width, L]."""
+    """Repeats each sequence for `width` columns from `cur_len` on; a copy ends before its column:
+    [B * width, L]."""
     columns = buffer.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)
     return TokenBuffer(
         jnp.repeat(buffer.sequences, width, axis=0),
@@ -79,7 +79,7 @@ def process(
     prompt_len: Int[Array, ""],
     settings: DecodeSettings,
 ) -> Float[Array, "B T V"]:
-    """Scores of T columns side by side, each processed with the tokens before it."""
+    """Processed scores of T adjacent columns, each with the tokens before it as its history."""
     batch, width, vocabulary = logits.shape
     before = each_column(buffer, width)
     if unconditional is not None:
@@ -99,7 +99,7 @@ def process(
 def stopped(
     buffer: TokenBuffer, scores: Float[Array, "B T V"], settings: DecodeSettings
 ) -> Bool[Array, "B T"]:
-    """Which of T new columns, written from `cur_len` on, a stopping criterion ends."""
+    """True where a stopping criterion ends a row, for T new columns written from `cur_len` on."""
     batch, width, vocabulary = scores.shape
     before = each_column(buffer, width)
     ends = settings.stops(
@@ -122,7 +122,7 @@ def accept(
     """Writes each row's first `usable` tokens, up to an end token, and pads over the others.
 
     Returns:
-        The state, and how many tokens each row got.
+        The state, and the number of tokens that each row got.
     """
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     usable_here = columns < usable[:, None]

@@ -1,10 +1,10 @@
-"""The KV cache of beams: the prompt once, and then a slot for each beam and step.
+"""KV cache of beams: the prompt once, then one slot for each beam and step.
 
 The beams of a row are decoded as columns of one row, not as rows of a batch. A beam attends to the
-prompt and to its own ancestors. Choosing beams therefore gathers one row of booleans a beam: keys
-and values are never copied, and those of the encoder are shared by all beams of a row. In return,
-attention over the generated columns computes scores for the slots of all beams; a batch of separate
-beams would read as many slots, and the prompt once a beam besides.
+prompt and to its own ancestors. Selecting beams therefore gathers one row of booleans per beam:
+keys and values are never copied, and those of the encoder are shared by all beams of a row. The
+cost is that a beam computes attention scores for the generated slots of all beams. With beams as
+batch rows as many slots would be read, and the prompt once per beam.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from jaxllm.models.outputs import DecodeOutput
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BeamCache:
-    """A cache with the prompt once and a slot for each beam and step; a value, like `Cache`."""
+    """KV cache with the prompt once and one slot per beam and step; immutable, like `Cache`."""
 
     cache: Cache
     seen: Bool[Array, "B N S"]
-    """The slots that each beam attends to: the prompt and its ancestors."""
+    """True at the slots that each beam attends to: the prompt and its ancestors."""
     prompt_slots: Int[Array, ""] | Int[Array, " B"]
-    """Slots of the prompt."""
+    """Number of slots of the prompt."""
     prompt_len: Int[Array, ""] | Int[Array, " B"]
-    """Columns of the prompt: as many as `prompt_slots`, or in rows of a continued conversation
-    fewer."""
+    """Columns of the prompt: `prompt_slots`, or fewer in rows of a continued conversation."""
 
     @staticmethod
     def init(cache: Cache, batch: int, beams: int) -> BeamCache:
-        """Beams at the end of a prompt, which `cache` holds (with guidance in 2 * batch rows)."""
+        """Cache of beams after the prompt in `cache` (2 * batch rows with guidance)."""
         aligned = cache.aligned()
         seen = jnp.arange(cache.capacity) < aligned.length[..., None, None]
         seen = jnp.broadcast_to(seen, (batch, beams, cache.capacity))
@@ -55,7 +54,7 @@ class BeamCache:
     def decode(
         self, model: Any, tokens: Int[Array, "B N"], **options: Any
     ) -> tuple[DecodeOutput, BeamCache]:
-        """Runs the newest token of every beam through the model, in slots of their own."""
+        """Runs the model on the newest token of every beam, each in a slot of its own."""
         own = jnp.arange(self.cache.capacity) == (
             self.cache.length[..., None, None] + jnp.arange(tokens.shape[1])[:, None]
         )
@@ -66,14 +65,14 @@ class BeamCache:
         return out, dataclasses.replace(self, cache=out.cache, seen=branches.seen)
 
     def select(self, parents: Int[Array, "B N"]) -> BeamCache:
-        """The next beams: beam n continues parents[:, n]."""
+        """Selects the next beams: beam n continues parents[:, n]."""
         return dataclasses.replace(self, seen=take(self.seen, parents))
 
     def sequence_cache(self, beam_indices: Int[Array, "B R T"]) -> Cache:
-        """A plain cache with a row for each of R sequences a row, without the other beams.
+        """Plain cache with one row for each of a row's R sequences, without the other beams.
 
         The beam that a token was chosen from (`Hypotheses.beam_indices`) is the beam of the token
-        before it, and so tells its slot. The last token of a sequence is not in the cache.
+        before it, and so gives that token's slot. A sequence's last token is not in the cache.
         """
         batch, count, new_token_bucket = beam_indices.shape
         beams, slots = self.seen.shape[1], jnp.arange(self.cache.capacity)
@@ -84,7 +83,7 @@ class BeamCache:
             & (step >= 0)
             & (step < new_token_bucket)
         )
-        cache = self.cache.first(batch)  # the rows after it are unconditional contexts
+        cache = self.cache.first(batch)  # later rows are unconditional contexts
         in_prompt = (cache.mask & (slots < self.prompt_slots))[:, None]
         mask = (in_prompt | own).reshape(batch * count, -1)
         cache = cache.repeat(count)

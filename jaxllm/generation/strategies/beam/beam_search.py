@@ -40,7 +40,7 @@ class BeamSearchState(BeamState):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearch(BeamStrategy[BeamSearchState]):
-    """Beam search, or with `sampling` beam sampling."""
+    """Beam search; with `sampling`, beam sampling."""
 
     sampling: bool = dataclasses.field(metadata={"static": True})
 
@@ -113,7 +113,7 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
     def pool(
         self, state: BeamSearchState, found: Candidates
     ) -> tuple[Hypotheses, Bool[Array, "B N"]]:
-        """The pool with the candidates that end now; only the N best candidates may enter.
+        """Adds candidates that end now to the pool; only the N best candidates may enter.
 
         Returns:
             The pool, and which of its entries hold a finished sequence.
@@ -130,7 +130,7 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         return finished, take(jnp.concatenate([state.is_finished, ended], axis=1), which)
 
     def can_improve(self, state: BeamSearchState, settings: DecodeSettings) -> Bool[Array, " B"]:
-        """Whether the best running beam could still beat the worst sequence of a full pool.
+        """True while the pool is not full or the best running beam could beat its worst sequence.
 
         A sum of log-probabilities only falls, but the length penalty may raise the score.
         `early_stopping=False` assumes the present length, "never" the most favourable one.

@@ -1,4 +1,4 @@
-"""The base of the beam strategies: state, candidates for the next beams, and the result."""
+"""Base class of the beam strategies: state, candidates for the next beams, and the result."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ class BeamState:
     """
 
     running: Hypotheses
-    """The beams. Scores are sums of log-probabilities."""
+    """Running beams. Scores are sums of log-probabilities."""
     finished: Hypotheses
-    """The pool: the best finished sequences, in order. Scores include the length penalty."""
+    """The pool: the best finished sequences, best first. Scores include the length penalty."""
     mask: Bool[Array, "B L"]
-    """Real columns of the sequences, the same for all beams of a row."""
+    """True at real columns of the sequences, the same for all beams of a row."""
     start_len: Count
     """Columns of the prompt."""
     cur_len: Count
     """Columns in use, prompt included."""
     step: Count
-    """New tokens so far."""
+    """Number of new tokens so far."""
     keys: Key[Array, " B"]
-    """A random key a row; step t draws with fold_in(key, t)."""
+    """One random key per row; step t draws with fold_in(key, t)."""
     first_nonfinite_step: Int[Array, " B"]
     """The first step without finite logits, or -1."""
     beam_cache: BeamCache
@@ -72,7 +72,7 @@ class BeamState:
     )
     """Raw logits of every step and beam (`output_logits`)."""
     records: Records | None = dataclasses.field(default=None, metadata=axes(None, "rows"))
-    """Hidden states and attentions, each running beam a row."""
+    """Hidden states and attentions, one row for each running beam."""
 
     @property
     def cache(self) -> Cache:
@@ -87,17 +87,17 @@ S = TypeVar("S", bound=BeamState)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamStrategy(Strategy[S]):
-    """Base of the beam strategies, which define `choose`; their open rows are those whose pool may
+    """Base class of the beam strategies, which define `choose`. Open rows are those whose pool may
     still change."""
 
     length_penalty: Float[Array, ""] | Float[Array, " B"]
-    """Exponent of the length by which scores are divided; one number a row in batch slots."""
+    """Scores are divided by length ** length_penalty; one number per row in batch slots."""
     num_beams: int = dataclasses.field(metadata={"static": True})
     num_return_sequences: int = dataclasses.field(metadata={"static": True})
-    """Finished sequences a row that are returned, at most `num_beams`."""
+    """Number of sequences returned per row, at most `num_beams`."""
     early_stopping: bool | str = dataclasses.field(metadata={"static": True})
-    """When a full pool is final: True at once, False if no beam of the present length can enter it,
-    "never" if no beam of any length can."""
+    """Condition for a full pool to be final. True: at once; False: no beam of the present length
+    can enter it; "never": no beam of any length can."""
 
     can_stream: ClassVar[bool] = False
 
@@ -114,8 +114,8 @@ class BeamStrategy(Strategy[S]):
         """Chooses the next beams and updates the pool.
 
         Args:
-            logits: of all beams.
-            unconditional: of their unconditional contexts, with guidance.
+            logits: raw logits of all beams.
+            unconditional: logits of their unconditional contexts; None without guidance.
         """
         raise NotImplementedError
 
@@ -125,7 +125,7 @@ class BeamStrategy(Strategy[S]):
         """The fields of a state before the first choice.
 
         Args:
-            cache: holds the prompt.
+            cache: the cache after prefill.
             firsts: beams that the first choice is made from. All beams hold the same sequence so
                 far, and equal beams would give equal continuations.
         """
@@ -171,7 +171,7 @@ class BeamStrategy(Strategy[S]):
         return self.choose(state.replace(beam_cache=beam_cache), logits, other, settings)
 
     def ranked(self, state: S) -> Hypotheses:
-        """Finished sequences, and unfinished ones that count as such, the best first."""
+        """Finished sequences, and unfinished ones that may be returned, best first."""
         return state.finished
 
     def best(self, state: S) -> Hypotheses:
@@ -213,7 +213,7 @@ def record_step(
     scores: Float[Array, "BN V"],
     settings: DecodeSettings,
 ) -> Any:
-    """Writes scores and logits of this step, and the step at rows without finite logits."""
+    """Records scores and logits of this step, and `first_nonfinite_step`."""
     first_nonfinite_step = state.first_nonfinite_step
     if not settings.allow_nonfinite:
         rows = (live.shape[0], -1)
@@ -228,7 +228,7 @@ def record_step(
 
 
 def advance(state: Any, running: Hypotheses, parents: Int[Array, "B N"], **changes: Any) -> Any:
-    """The state one column later, with `running` as its beams, which continue `parents`."""
+    """The state one column later, with the beams `running`, which continue `parents`."""
     return state.replace(
         running=running,
         beam_cache=state.beam_cache.select(parents),
@@ -254,9 +254,9 @@ class Candidates:
     """The beam that is continued."""
     token: Int[Array, "B K"]
     ends: Bool[Array, "B K"]
-    """The token is an end token."""
+    """True if the candidate ends its sequence."""
     unused: Bool[Array, " K"] | Bool[Array, "B K"]
-    """Beyond the number of candidates that the end tokens in force ask for."""
+    """True beyond the number of candidates that the actual end tokens require."""
 
 
 def candidates(
@@ -266,13 +266,13 @@ def candidates(
     *,
     sampling: bool = False,
 ) -> Candidates:
-    """The best continuations of all beams of each row, or a draw among them.
+    """The best continuations of each row's beams, or with `sampling` a draw among them.
 
-    There are enough for N that do not end, even if every beam ends with every end token. The number
-    is a static bound, from the size of the end-token table; those beyond the need are `unused`.
+    They include N that do not end, even if every beam ends with every end token. Their number is
+    static, from the size of the end-token table; those that are not needed are `unused`.
 
     Args:
-        total: sums of log-probabilities, of each beam and next token.
+        total: sum of log-probabilities for each beam and next token.
     """
     batch, beams, vocab = total.shape
     flat = total.reshape(batch, -1)

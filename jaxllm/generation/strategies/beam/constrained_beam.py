@@ -1,13 +1,13 @@
-"""Constrained beam search (force_words_ids), as transformers 4.56 has it.
+"""Constrained beam search (force_words_ids), as in transformers 4.56.
 
-Beside the best continuations, each step considers every token that advances a beam in its
+Besides the best continuations, each step considers every token that advances a beam in its
 constraints. The candidates are sorted into banks by their progress, and the next beams are taken
 from the banks in turn, so that a less likely sequence that fulfils more is kept (as in Post and
 Vilar 2018, arXiv:1804.06609).
 
-Three faults of transformers are not copied: the words of a disjunction in progress share one list,
-so that the second is judged wrongly; the first end token replaces the one that was chosen; the
-prompt's padding counts as tokens.
+Three bugs of transformers are not reproduced: the words of a disjunction in progress share one
+list, so that the second is judged wrongly; the first end token replaces the one that was chosen;
+the prompt's padding counts as tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ConstrainedState(BeamState):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NextBeams:
-    """Continuations of a row's beams, M of them."""
+    """M continuations of a row's beams."""
 
     value: Float[Array, "B M"]
     """Sums of log-probabilities."""
@@ -64,7 +64,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
     """Beam search for sequences that contain given phrases."""
 
     tries: Tries
-    """The phrases."""
+    """Tries of the phrases."""
 
     def init(self, model, prompt, out, settings, new_token_bucket):
         state = ConstrainedState(
@@ -139,7 +139,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         """The next beams, from the best continuations and those that advance a constraint.
 
         Args:
-            total: sums of log-probabilities, of each beam and next token.
+            total: sums of log-probabilities, for each beam and next token.
             best: the best continuations that do not end; their `progress` is not read.
         """
         (batch, beams, _), tries = total.shape, self.tries
@@ -183,8 +183,8 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         token: Int[Array, "B N E"],
         vocab_size: int,
     ) -> Bool[Array, "B N E"]:
-        """Edges that advance a beam to a sequence that nothing else proposes: neither an edge or an
-        equal beam before it, nor the best continuations."""
+        """True at edges that advance a beam to a new sequence, which neither an earlier edge, an
+        equal earlier beam nor the best continuations propose."""
         batch, beams, edges = edge.shape
         is_open = state.progress.edges(self.tries) & ~state.progress.complete[..., None]
         rank = state.progress.queue(self.tries) * edges + edge
@@ -201,7 +201,11 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         return is_open & ~in_best.any(axis=-1)
 
     def ranked(self, state):
-        """Running sequences count if they fulfil all constraints; others only if too few do."""
+        """Finished and running sequences, best first.
+
+        Running ones count if they fulfil all constraints; the others only if fewer than
+        `num_return_sequences` do.
+        """
         complete = state.progress.complete
         few = jnp.sum(complete, axis=1, keepdims=True) < self.num_return_sequences
         counts = (complete | few) & ~state.done[:, None]

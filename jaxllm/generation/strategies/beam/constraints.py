@@ -1,9 +1,9 @@
-"""Phrases that a sequence must contain, as an automaton in arrays that a compiled loop can carry.
+"""Constraints: phrases that a sequence must contain, as an automaton in arrays for compiled loops.
 
-Each constraint is a trie: one word (a phrase) or several of which one suffices (a disjunction).
-Progress through a list of constraints follows transformers' ConstraintListState (4.56): one
-constraint is in progress at a time; a token that does not continue it puts it at the end of the
-queue, and is not tried as the start of a phrase.
+Each constraint is a trie of one word (a phrase), or of several of which one suffices (a
+disjunction). Progress through a list of constraints follows transformers' ConstraintListState
+(4.56): one constraint is in progress at a time; a token that does not continue it moves it to the
+end of the queue, and is not tried as the start of a phrase.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NONE = -1
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PhrasalConstraint:
-    """The tokens of one phrase, in order and without a gap.
+    """Requires the tokens of one phrase, in order and without gaps.
 
     >>> PhrasalConstraint([5, 6]).words
     ((5, 6),)
@@ -41,7 +41,7 @@ class PhrasalConstraint:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class DisjunctiveConstraint:
-    """One of several phrases, none of which may begin with another.
+    """Requires one of several phrases, none of which may be a prefix of another.
 
     >>> DisjunctiveConstraint([[5], [6, 7]]).words
     ((5,), (6, 7))
@@ -71,7 +71,7 @@ def _words(owner: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def force_words(value: Any) -> tuple[Constraint, ...]:
-    """`force_words_ids`: a list whose items are phrases, or lists of phrases of which one suffices.
+    """Constraints of `force_words_ids`: a list of phrases, or of lists with one phrase to fulfil.
 
     >>> force_words([[5, 6], [[7], [8, 9]]])[1].words
     ((7,), (8, 9))
@@ -94,7 +94,7 @@ def _forced(item: Any) -> Constraint:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tries:
-    """The edges of all tries in tables, and the sizes of the constraints. Traced, in buckets."""
+    """Edge tables of all tries, and sizes of the constraints. Traced, and padded to buckets."""
 
     source: Int[Array, " E"]
     """Node at the beginning of an edge; -2 in padding of the table."""
@@ -105,9 +105,9 @@ class Tries:
     owner: Int[Array, " E"]
     """Constraint of an edge."""
     from_root: Bool[Array, " E"]
-    """The edge is the first of a word."""
+    """True if the edge is the first of a word."""
     to_leaf: Bool[Array, " E"]
-    """The edge completes a word."""
+    """True if the edge completes a word."""
     depth: Int[Array, " E"]
     """Tokens matched after the edge."""
     height: Int[Array, " C"]
@@ -196,15 +196,15 @@ class Progress:
         return jnp.take(self.turn, tries.owner, axis=-1)
 
     def bank(self, tries: Tries) -> Int[Array, " *rows"]:
-        """The bank of each beam: tokens of completed constraints, each counted as the longest, and
-        matched tokens of the one in progress."""
+        """The bank of each beam: h for each completed constraint, and h less the missing tokens for
+        the one in progress, where h is the height of the tallest constraint."""
         longest = jnp.max(jnp.where(tries.real, tries.height, 0))
         left = jnp.take(tries.height, self.owner) - self.depth
         partial = jnp.where(self.node != NONE, longest - left, 0)
         return jnp.sum(self.met & tries.real, axis=-1) * longest + partial
 
     def take_edge(self, tries: Tries, edge: Int[Array, " *rows"]) -> Progress:
-        """Progress after each beam has taken an edge that is open to it."""
+        """Progress after each beam takes an edge, one of its `edges`."""
         owner, leaf = tries.owner[edge], tries.to_leaf[edge]
         mine = jnp.arange(self.met.shape[-1]) == owner[..., None]
         return Progress(

@@ -1,9 +1,9 @@
-"""Diverse beam search (Vijayakumar et al. 2016, arXiv:1610.02424), as transformers 4.56 has it.
+"""Diverse beam search (Vijayakumar et al. 2016, arXiv:1610.02424), as in transformers 4.56.
 
 In each step the groups of a row search one after the other; a group's scores are lowered at the
 tokens that earlier groups have just chosen. Each group has its own pool and ends on its own. Two
 things differ from transformers: a sequence that ends with the second of several end tokens keeps it
-(there the first one replaces it), and beam indices count all beams of the batch.
+(transformers replaces it by the first), and beam indices are numbered over the whole batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxllm.generation.strategies.strategy import DecodeSettings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupBeamState(BeamState):
-    """State of diverse beam search. Beams and pool are those of all groups, side by side."""
+    """State of diverse beam search. Beams and pool of all groups are adjacent."""
 
     done: Bool[Array, "B G"]
     """The group has ended; its beams get pads."""
@@ -102,7 +102,7 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         """One step of one group.
 
         Args:
-            tokens: int32 [B, N], the choices of the groups before it in this step.
+            tokens: int32 [B, N], tokens chosen by earlier groups in this step.
         """
         batch, beams, done = logits.shape[0], self.group_slice(group), state.done[:, group, None]
         running, finished = (
@@ -157,7 +157,7 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         return ~state.done.all(axis=1)
 
     def ranked(self, state):
-        """The best sequences of all groups; the beams of a group that has not ended count, too."""
+        """Sequences of all groups, best first, with the beams of groups that have not ended."""
         length = state.cur_len - state.start_len
         scores = penalised(state.running.scores, length, self.length_penalty)
         done = jnp.repeat(state.done, self.group_size, axis=1)

@@ -12,7 +12,7 @@ from jaxllm.generation.strategies.strategy import Prompt
 from jaxllm.parallel.sharding import context_mesh, partition
 
 Count = Int[Array, ""] | Int[Array, " B"]
-"""int32. One number for all rows, or one a row."""
+"""int32. One number for all rows, or one per row."""
 WORST = -1e9
 """Score in place of minus infinity, as in transformers: sums stay finite."""
 
@@ -20,14 +20,14 @@ WORST = -1e9
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Hypotheses:
-    """N sequences a row, running or finished."""
+    """N sequences per row, running or finished."""
 
     sequences: Int[Array, "B N L"]
     """int32. Prompt and new tokens."""
     beam_indices: Int[Array, "B N T"]
     """int32. The beam from which each new token was chosen; -1 after the end."""
     scores: Float[Array, "B N"]
-    """float32. See `BeamState` for what they are of running and of finished sequences."""
+    """float32. Sums of log-probabilities; in the pool with the length penalty applied."""
 
     def take(self, which: Int[Array, "B M"]) -> Hypotheses:
         return jax.tree.map(lambda x: take(x, which), self)
@@ -41,7 +41,7 @@ class Hypotheses:
         step: Count,
         offset: int = 0,
     ) -> Hypotheses:
-        """M continuations, each of a beam by a token in column `cur_len`.
+        """M continuations, each of one beam with one token in column `cur_len`.
 
         Args:
             step: new tokens before this one.
@@ -65,7 +65,7 @@ class Hypotheses:
     def init(
         prompt: Prompt, beams: int, new_token_bucket: int, scores: Float[Array, " N"]
     ) -> Hypotheses:
-        """The prompt alone, `beams` times."""
+        """The prompt without new tokens, repeated for `beams` beams."""
         batch, length = prompt.sequences.shape
         sequences = jnp.asarray(prompt.sequences)[:, None]
         return Hypotheses(
@@ -85,7 +85,7 @@ def largest(
 ) -> tuple[Float[Array, "B count"], Int[Array, "B count"]]:
     """The `count` highest scores of each row, in order, and their indices.
 
-    On a mesh every device computes its own rows: XLA alone would all-gather the rows first.
+    On a mesh every device computes its own rows: by default XLA all-gathers the rows first.
     """
 
     def largest_of(scores: Float[Array, "b M"]):
@@ -136,12 +136,12 @@ def full_pool_is_final(
     length_penalty: Float[Array, ""],
     early_stopping: bool | str,
 ) -> Bool[Array, " B"]:
-    """Whether a row's pool is full and no beam can enter it any more, as transformers'
-    `BeamHypotheses.is_done` decides it.
+    """True for rows whose pool is full and can take no further beam, as in transformers'
+    `BeamHypotheses.is_done`.
 
     Args:
         best: the sum of log-probabilities of the best candidate of this step.
-        length: its new tokens.
+        length: number of new tokens of that candidate.
     """
     worst = pool.scores[:, -1]
     full = worst > WORST
