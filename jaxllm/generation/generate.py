@@ -84,12 +84,11 @@ def generate(
               its id.
             - `return_past_key_values=True` returns the KV cache. A later call takes it as
               `past_key_values`, with the whole conversation as `input_ids` (encoder-decoders:
-              `decoder_input_ids`, without the encoder's input), and computes only the new
-              part.
+              `decoder_input_ids`, without the encoder's input), and computes only the new part.
 
     Returns:
-        GenerateOutput with `.sequences`, int32 [B * n, L]: numpy arrays, or traced
-        arrays inside jax.jit. The n results of a row are adjacent.
+        GenerateOutput with `.sequences`, int32 [B * n, L]: numpy arrays, or traced arrays inside
+        jax.jit. The n results of a row are adjacent.
 
     Raises:
         InputError: ids outside the vocabulary, shapes that do not fit each other, more columns than
@@ -193,7 +192,7 @@ def run(model: GenerativeModel, request: Request, streamer: Any) -> GenerateOutp
 
 
 def run_by_token(model: Decoder, request: Request, streamer: Any) -> tuple[Result, Any]:
-    """Runs a call token by token, for a streamer or a time limit: the result and the last state.
+    """Runs a call token by token, for a streamer or a time limit. Returns the result and the state.
 
     As in transformers, the streamer's `put` gets the prompt [B, T], then every step's tokens [B],
     and its `end()` is called last.

@@ -230,7 +230,7 @@ def for_all_rows(x: Shaped[Array, " B"], cache: Cache) -> Shaped[Array, " R"]:
 
 
 def put_slot(slot: Int[Array, ""]) -> Callable[[Array, Array], Array]:
-    """Returns a function that writes a column of keys or values to `slot`, for all rows and heads."""
+    """Returns a function that writes one column of keys or values to a slot of all heads."""
     return lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=x.ndim - 2)
 
 

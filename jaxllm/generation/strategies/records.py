@@ -132,7 +132,7 @@ def first_records(
 
     Args:
         out: the output of prefill.
-        samples: results a row.
+        samples: results per row.
         new_token_bucket: the limit of new tokens, rounded up.
         output_hidden_states, output_attentions: whether they are kept.
         width: columns of the attention weights; None: as many as the cache has slots.
@@ -180,7 +180,7 @@ class RecordColumns:
     """Columns of the prompt."""
     first_new: Int[np.ndarray, ""] | Int[np.ndarray, " B"]
     """The column of the first new token: beyond `prompt_len` if a negative prompt is longer; with
-    `past_key_values` after the real tokens of each row."""
+    `past_key_values` it follows the real tokens of each row."""
     encoder_len: int | None = None
     """Columns of the encoder's input; None for decoder-only models."""
     prompt_mask: Bool[np.ndarray, "B T"] | None = None

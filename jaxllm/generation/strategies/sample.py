@@ -43,7 +43,7 @@ class SampleState:
     token: Int[Array, " B"]
     """The newest token of each row; not in the cache yet."""
     done: Bool[Array, " B"]
-    """The row has ended, by an end token or a stopping criterion."""
+    """True if the row has ended, by an end token or a stopping criterion."""
     keys: Key[Array, " B"] | UInt32[Array, "B 2"]
     """One key per row, as raw data in batch slots. Step t draws with fold_in(key, t), so a row's
     draws do not depend on the batch."""
@@ -87,7 +87,7 @@ class Sample(Strategy[SampleState]):
     """Greedy search and sampling: the best token, or one drawn from the processed scores."""
 
     sampling: bool = dataclasses.field(metadata={"static": True})
-    """Some rows sample; False: greedy search."""
+    """True if some rows sample; False: greedy search."""
     num_return_sequences: int = dataclasses.field(default=1, metadata={"static": True})
     """Results per prompt, which is prefilled once for all of them."""
     sampled: Bool[Array, " B"] | None = None
