@@ -53,9 +53,9 @@ class Contrastive(Strategy[ContrastiveState]):
     Contrastive Framework for Neural Text Generation", https://arxiv.org/abs/2202.06417.
 
     The model runs the k best tokens in one call, as alternatives at the next position, or one by
-    one (`low_memory`). A candidate's score is ``(1 - alpha) * p - alpha * s``, with s
-    the largest cosine between its last hidden state and those of the context. The model's output
-    for the chosen candidate is kept, so that a token costs one call of width k, or k calls.
+    one (`low_memory`). A candidate's score is ``(1 - alpha) * p - alpha * s``, with s the largest
+    cosine between its last hidden state and those of the context. The model's output for the chosen
+    candidate is kept, so that a token costs one call of width k, or k calls.
     """
 
     alpha: Float[Array, ""]
@@ -230,7 +230,7 @@ def for_all_rows(x: Shaped[Array, " B"], cache: Cache) -> Shaped[Array, " R"]:
 
 
 def put_slot(slot: Int[Array, ""]) -> Callable[[Array, Array], Array]:
-    """Returns a function that writes one column of keys or values to a slot of all heads."""
+    """Returns a function that writes a column of keys or values to a slot of all rows and heads."""
     return lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=x.ndim - 2)
 
 

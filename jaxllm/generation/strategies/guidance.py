@@ -49,7 +49,7 @@ class Negative:
         return Negative(prompt.ids, prompt.mask, last_token_columns(prompt.mask))
 
     def padded(self, width: int) -> Negative:
-        """Padded on the right to `width` columns."""
+        """The prompts padded on the right to `width` columns."""
         extra = max(width - self.mask.shape[1], 0)
         return Negative(
             pad_right(self.tokens, extra, 0), pad_right(self.mask, extra, False), self.last_column

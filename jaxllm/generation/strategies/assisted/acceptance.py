@@ -1,9 +1,9 @@
 """Acceptance of drafted tokens, and the token after the accepted ones.
 
 There are two rules. `match` accepts drafted tokens while they equal the model's own choices.
-`speculative` accepts them at random, such that tokens are distributed as the model's, whatever
-drafted them (Leviathan et al. 2022, arXiv:2211.17192, algorithm 1; Chen et al. 2023,
-arXiv:2302.01318). B is the batch, G the columns of a draft, C = G + 1, V the vocabulary.
+`speculative` accepts them at random, such that tokens have the model's distribution with any
+draft (Leviathan et al. 2022, arXiv:2211.17192, algorithm 1; Chen et al. 2023, arXiv:2302.01318).
+B: batch size. G: columns of a draft. C = G + 1. V: vocabulary size.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ class Candidates:
     """The beam that is continued."""
     token: Int[Array, "B K"]
     ends: Bool[Array, "B K"]
-    """True if the candidate ends its sequence."""
+    """True at end tokens; beam search adds full and stopped sequences."""
     unused: Bool[Array, " K"] | Bool[Array, "B K"]
     """True beyond the number of candidates that the actual end tokens require."""
 

@@ -71,7 +71,7 @@ def _words(owner: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def force_words(value: Any) -> tuple[Constraint, ...]:
-    """Constraints of `force_words_ids`: a list of phrases, or of lists with one phrase to fulfil.
+    """Constraints of `force_words_ids`; for an item that is a list of phrases one of them suffices.
 
     >>> force_words([[5, 6], [[7], [8, 9]]])[1].words
     ((7,), (8, 9))

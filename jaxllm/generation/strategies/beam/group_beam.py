@@ -34,7 +34,7 @@ from jaxllm.generation.strategies.strategy import DecodeSettings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupBeamState(BeamState):
-    """State of diverse beam search. Beams and pool of all groups are adjacent."""
+    """State of diverse beam search, with the beams and pools of all groups concatenated."""
 
     done: Bool[Array, "B G"]
     """The group has ended; its beams get pads."""
