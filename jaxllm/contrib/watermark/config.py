@@ -39,7 +39,7 @@ class _Config:
 
 @dataclass(frozen=True)
 class WatermarkingConfig(_Config):
-    """Green-list settings (Kirchenbauer et al. 2023); see :class:`WatermarkLogitsProcessor`.
+    """Green-list config (Kirchenbauer et al. 2023); see :class:`WatermarkLogitsProcessor`.
 
     >>> WatermarkingConfig.from_dict({"bias": 2.5, "seeding_scheme": "selfhash"}).context_width
     1
@@ -60,7 +60,7 @@ class WatermarkingConfig(_Config):
 
 @dataclass(frozen=True)
 class SynthIDTextWatermarkingConfig(_Config):
-    """SynthID settings (Dathathri et al. 2024); :class:`SynthIDTextWatermarkLogitsProcessor`."""
+    """SynthID config (Dathathri et al. 2024); see :class:`SynthIDTextWatermarkLogitsProcessor`."""
 
     ngram_len: int
     keys: tuple[int, ...]

@@ -38,7 +38,7 @@ _CANDIDATES = 40  # for selfhash; the number used by the original implementation
 
 @logits_processor(static=("vocab_size", "greenlist_size", "seeding_scheme", "context_width"))
 class WatermarkLogitsProcessor(LogitsProcessor):
-    """Adds ``bias`` to the scores of green tokens, a list determined by the last tokens.
+    """Adds ``bias`` to the scores of the green tokens, which depend on the last tokens.
 
     ``lefthash``: the last token seeds a permutation of the vocabulary, whose first
     ``greenlist_ratio`` is green. ``selfhash``: each of the 40 best tokens, with the tokens before
