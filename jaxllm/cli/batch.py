@@ -1,4 +1,4 @@
-"""``generate.py --input rows.jsonl --output out.jsonl``: all rows of a file, through the engine."""
+"""``generate.py --input rows.jsonl --output out.jsonl``: generates for all rows of a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BATCH = ("output", "resume", "slots", "memory")
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--input`` and what belongs to it."""
+    """Adds ``--input`` and the other batch options."""
     group = parser.add_argument_group("many prompts")
     group.add_argument(
         "--input",
@@ -42,7 +42,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_flags(arguments: argparse.Namespace) -> None:
-    """Raises where options of one prompt and of many are mixed."""
+    """Raises InputError if options of single prompts and of batches are mixed."""
     if arguments.input is None:
         for name in _BATCH:
             if getattr(arguments, name) is not None:
@@ -59,10 +59,10 @@ def check_flags(arguments: argparse.Namespace) -> None:
 
 
 def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
-    """The command; the exit code is 0 although some rows may have errors, which are reported.
+    """Runs the batch command. The exit code is 0 even if some rows have errors; they are reported.
 
-    Several processes share the rows. What may fail in one of them before it answers any is done
-    `together`, so that none waits for it.
+    Several processes share the rows. Steps that may fail in one process before the first row run
+    under `together`, so that the others fail as well instead of waiting.
     """
     mesh = together(lambda: own_mesh(arguments), RunError)
     path = bundled.smollm2() if arguments.model is None else arguments.model
@@ -110,7 +110,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
             **fields,
         )
 
-    source, finished = together(check, RunError)  # now, not after minutes of loading
+    source, finished = together(check, RunError)  # before loading, which takes minutes
     if finished:
         reporter.say(f"{output} is finished; there is nothing to resume")
         return 0

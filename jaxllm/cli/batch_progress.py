@@ -1,4 +1,4 @@
-"""How far a batch is: rows, tokens a second, compile time apart, and the time that is left."""
+"""Progress of a batch: rows, tokens per second, compilation time, and remaining time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxllm.cli.progress import Reporter
 from jaxllm.common.compile_clock import CompileClock
 
 PLAIN_SECONDS = 30.0
-"""Between two lines where there is no terminal."""
+"""Time between two lines if stderr is not a terminal."""
 
 
 class BatchProgress:
-    """A moving line on a terminal, a plain line now and then elsewhere; a context manager."""
+    """Shows a progress bar on a terminal, occasional plain lines elsewhere; a context manager."""
 
     def __init__(self, reporter: Reporter, job: Job, clock: CompileClock) -> None:
         self._reporter, self._job, self._clock = reporter, job, clock
@@ -42,7 +42,7 @@ class BatchProgress:
         self._bar.stop()
 
     def update(self) -> None:
-        """A row is over."""
+        """Updates the progress after a finished row."""
         done = self._job.resumed + self._job.engine.counts.rows
         total = self._job.resumed + self._job.share
         self._bar.update(self._task, completed=done, total=total, description=self.line())
@@ -54,7 +54,7 @@ class BatchProgress:
             self._reporter.say(f"{done} of {total} rows{self._whose}, {self.line()}")
 
     def line(self) -> str:
-        """Speeds, and the time that is left."""
+        """Speeds and remaining time, compilation excluded."""
         counts = self._job.engine.counts
         compiling = self._clock.seconds - self._compiled
         seconds = max(time.monotonic() - self._start - compiling, 1e-9)
@@ -66,7 +66,7 @@ class BatchProgress:
 
 
 def left(seconds: float, answered: int, asked: int) -> str:
-    """The time that is left, as long as rows end as early before their limits as they did so far.
+    """Estimates the remaining time, assuming that rows end as early before their limits as so far.
 
     >>> left(60.0, 100, 400), left(60.0, 0, 400)
     ('3:00', '?')

@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache, so that a command's second start compiles nothing."""
+"""Enables JAX's persistent compilation cache, so that a command's second start compiles nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 
 def default_folder() -> Path:
-    """``$JAXLLM_CACHE_DIR``, else ``jaxllm/xla`` under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """``$JAXLLM_CACHE_DIR``, or else ``jaxllm/xla`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if own := os.environ.get("JAXLLM_CACHE_DIR"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -20,15 +20,14 @@ def default_folder() -> Path:
 def enable(folder: Path) -> str | None:
     """Turns on JAX's persistent compilation cache, for all programs.
 
-    A folder that the user gave to JAX (``JAX_COMPILATION_CACHE_DIR``) is kept.
+    A folder that the user set (``JAX_COMPILATION_CACHE_DIR``) is kept.
 
     Returns:
-        None, or one line that says why there is no cache: a folder that cannot be written is not
-        an error.
+        None, or a line that explains why there is no cache; an unwritable folder is no error.
     """
     if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            # Compiled programs are code: nobody else may write there.
+            # Compiled programs are code: no other user may write there.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass

@@ -70,10 +70,10 @@ def mesh_sizes(text: str) -> dict[str, int]:
 def join_processes(arguments: argparse.Namespace) -> None:
     """Initialises `jax.distributed` if the command line asks for several processes.
 
-    Must run before anything that counts devices.
+    Must run before JAX's devices are used.
 
     Raises:
-        InputError: The options contradict each other, or there is no cluster.
+        InputError: the options contradict each other, or there is no cluster.
     """
     options = {
         "--coordinator": arguments.coordinator,
@@ -110,8 +110,8 @@ def join_processes(arguments: argparse.Namespace) -> None:
 
 
 def _exit_at_once(error_type: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Ends a crashed process at once, for a supervisor to see. JAX would wait minutes for the other
-    processes, which may wait for this one."""
+    """Ends a crashed process at once, so that a supervisor notices. JAX would wait minutes for the
+    other processes, which may be waiting for this one."""
     sys.__excepthook__(error_type, error, trace)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -119,9 +119,9 @@ def _exit_at_once(error_type: type[BaseException], error: BaseException, trace: 
 
 
 def mesh_of_arguments(arguments: argparse.Namespace) -> Mesh | None:
-    """The mesh of ``--mesh``; without it, for several processes: all devices on ``data``.
+    """Mesh of ``--mesh``; by default all devices on ``data`` for several processes, else None.
 
-    Axes that are not named have size 1, and ``data`` takes the remaining devices.
+    Unnamed axes have size 1, except that ``data`` takes the remaining devices.
     """
     if arguments.mesh is None:
         return make_mesh() if jax.process_count() > 1 else None
@@ -129,7 +129,7 @@ def mesh_of_arguments(arguments: argparse.Namespace) -> Mesh | None:
 
 
 def own_mesh(arguments: argparse.Namespace) -> Mesh | None:
-    """As `mesh_of_arguments`, but over this process's devices only, all of them."""
+    """Mesh over all devices of this process only; otherwise like `mesh_of_arguments`."""
     devices = jax.local_devices()
     if arguments.mesh is None:
         return make_mesh(devices=devices) if len(devices) > 1 else None
@@ -144,5 +144,5 @@ def own_mesh(arguments: argparse.Namespace) -> Mesh | None:
 
 
 def leads() -> bool:
-    """Whether this is process 0, which prints and writes results."""
+    """True in process 0, which prints and writes results."""
     return jax.process_index() == 0

@@ -1,4 +1,4 @@
-"""Exit codes and error lines: exit code 2 and one line on stderr for an error."""
+"""Exit codes and error messages: an error gives exit code 2 and one line on stderr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 class Parser(argparse.ArgumentParser):
     """An argparse parser with one-line errors and without abbreviated options.
 
-    Abbreviations could change their meaning when an option is added.
+    The meaning of an abbreviation could change when an option is added.
     """
 
     def __init__(self, **kwargs) -> None:
@@ -40,9 +40,9 @@ def guard(
 ) -> int:
     """Runs a command on its arguments and returns the exit code.
 
-    A :class:`~jaxllm.JaxLLMError` prints one line, with ``--debug`` also the traceback, and exits
-    with 2. Any other exception is a bug and keeps its traceback. Ctrl-C exits with 130 and a closed
-    pipe (``| head``) with 141, without a message.
+    A :class:`~jaxllm.JaxLLMError` prints one line (with ``--debug`` also the traceback) and gives
+    2. Any other exception is a bug and keeps its traceback. Ctrl-C gives 130 and a closed
+    pipe (``| head``) 141, without a message.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -66,7 +66,7 @@ def guard(
 
 
 def one_line(message: str) -> str:
-    r"""A message on one line, with control characters (from a file, say) escaped.
+    r"""Puts a message on one line and escapes control characters, which may come from a file.
 
     >>> one_line("a.gguf: bad name\n'\x1b[2J'")
     "a.gguf: bad name '\\x1b[2J'"

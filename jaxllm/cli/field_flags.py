@@ -1,4 +1,4 @@
-"""Command line options: one for every field of a generation config."""
+"""Command-line options for all fields of a generation config."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxllm.generation.settings.fields import Field
 
 
 def add_field_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--max-new-tokens`` and all others; yes-or-no fields also get ``--no-...``.
+    """Adds an option for each generation field; boolean fields also get ``--no-...``.
 
-    Values are only parsed here: the library checks them. Fields that jaxllm does not implement are
-    accepted, so that the library's error names them, but ``--help`` does not list them.
+    Values are only parsed here; the library checks them. Fields that jaxllm does not implement are
+    accepted, so that the library's error names them, but hidden from ``--help``.
     """
     group = parser.add_argument_group(
         "generation fields",
@@ -27,7 +27,7 @@ def add_field_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def given_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The generation fields that the command line sets."""
+    """Generation fields set on the command line."""
     return {name: value for name, value in vars(arguments).items() if name in FIELDS}
 
 
@@ -46,7 +46,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """A value from its text: JSON, comma separated integers, ``none``, or else a string.
+    """Parses a value: JSON, comma-separated integers, ``none``, or else a string.
 
     >>> [parse_value(text) for text in ("0.7", "2,32000", "[[5, 6]]", "none", "never")]
     [0.7, [2, 32000], [[5, 6]], None, 'never']
@@ -64,7 +64,7 @@ def parse_value(text: str) -> Any:
 
 
 def int_list(text: str) -> list[int]:
-    """Comma separated integers, with or without spaces and brackets around them.
+    """Parses comma-separated integers, with optional spaces and brackets.
 
     >>> int_list("[1, 2]"), int_list("7")
     ([1, 2], [7])

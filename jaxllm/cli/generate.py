@@ -1,6 +1,6 @@
 """``generate.py`` and ``jaxllm generate``: generates text with a checkpoint, streamed to stdout.
 
-stdout gets the text only; progress and speed go to stderr.
+Only the text goes to stdout; progress and speed go to stderr.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _load(
     arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
 ) -> tuple[Any, Tokenizer | None, Any]:
-    """Model, tokenizer and assistant model."""
+    """Loads model, tokenizer and assistant model."""
     path = bundled.smollm2() if arguments.model is None else arguments.model
     options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}
     with reporter.phase(f"loading {Path(path).resolve().name}") as update:
@@ -211,7 +211,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
         text = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError as failure:
         raise InputError(f"stdin is not UTF-8 (byte {failure.start})") from failure
-    return text.removesuffix("\n")  # as shells do in command substitution
+    return text.removesuffix("\n")  # as in a shell's command substitution
 
 
 def _ids(
@@ -242,7 +242,7 @@ def _healed(model: Any, tokenizer: Tokenizer | None, ids: list[int]) -> list[int
 
 
 def _with_length(fields: GenerationConfig, model: Any, prompt_length: int) -> GenerationConfig:
-    """Sets 256 new tokens (fewer if the context is shorter), unless a length is given."""
+    """Sets max_new_tokens to 256 (less if the context is shorter) unless a length is given."""
     if {"max_length", "max_new_tokens"} & model.generation_config.merge(fields).to_dict().keys():
         return fields
     limit = DEFAULT_NEW_TOKENS
@@ -254,9 +254,9 @@ def _with_length(fields: GenerationConfig, model: Any, prompt_length: int) -> Ge
 def _effective(
     fields: GenerationConfig, model: Any, assistant: Any
 ) -> tuple[GenerationConfig, tuple[int, ...]]:
-    """The merged generation config, and the end tokens.
+    """Returns the merged generation config and the EOS token ids.
 
-    A field without effect is an error here, not a warning as in the library.
+    A field without effect is an error here; in the library it is a warning.
     """
     try:
         with warnings.catch_warnings():

@@ -20,7 +20,7 @@ class Update(Protocol):
 
 
 class Reporter:
-    """Prints phases with their seconds: a spinner on a terminal, one plain line each elsewhere."""
+    """Prints phases and their durations: a spinner on a terminal, one plain line each elsewhere."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
@@ -42,7 +42,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def phase(self, label: str) -> Iterator[Update]:
-        """Shows a running phase, and prints its seconds when it succeeds."""
+        """Shows a running phase, and prints its duration if it succeeds."""
         start = time.perf_counter()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
         spinner = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)

@@ -1,4 +1,4 @@
-"""Generates for one prompt: token ids in, new token ids out, whole or streamed."""
+"""Generates for one prompt: token ids in, new token ids out, complete or streamed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm import GenerationConfig, generate, stream
 
 
 class TextDecoder(Protocol):
-    """Turns streamed ids into text; a tokenizer's ``StreamDecoder`` is one."""
+    """Converts streamed ids to text; implemented by a tokenizer's ``StreamDecoder``."""
 
     def put(self, ids: Any, /) -> str: ...
 
@@ -20,7 +20,7 @@ class TextDecoder(Protocol):
 
 
 class IdDecoder:
-    """Text of a model without a tokenizer: the ids, comma separated.
+    """Text decoder of a model without a tokenizer: comma-separated ids.
 
     >>> decoder = IdDecoder()
     >>> decoder.put([5, 6]) + decoder.put([7]) + decoder.end()
@@ -44,12 +44,12 @@ class Request:
     """A prompt with its generation settings.
 
     Args:
-        model: A model that generates.
-        input_ids: The prompt (of the encoder, for an encoder-decoder).
-        fields: Generation fields of this call, which override the model's own.
-        key: Key for sampling.
-        eos_ids: End tokens.
-        arguments: More arguments of ``generate``.
+        model: a model that generates.
+        input_ids: prompt ids (of the encoder, for an encoder-decoder).
+        fields: generation fields of this call, which override the model's own.
+        key: random key for sampling.
+        eos_ids: EOS token ids.
+        arguments: further arguments of ``generate``.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Request:
         self._eos_ids = frozenset(eos_ids)
 
     def stream(self) -> Iterator[list[int]]:
-        """New ids of the sequence, a few at a time, up to and including its end token."""
+        """Yields new ids of the sequence in chunks, up to and including EOS."""
         for chunk in stream(self._model, **self._arguments):
             ids = self._until_end(chunk[0].tolist())
             yield ids
@@ -80,7 +80,7 @@ class Request:
                 return
 
     def generate(self) -> list[list[int]]:
-        """New ids of every sequence, each up to and including its end token."""
+        """Returns the new ids of every sequence, up to and including EOS."""
         sequences = np.asarray(generate(self._model, **self._arguments).sequences)
         return [self._until_end(row) for row in sequences[:, self._start :].tolist()]
 

@@ -1,6 +1,6 @@
 """``jaxllm supervise --processes 2 -- COMMAND ...``: restarts a command's processes after a crash.
 
-If one process dies, the others would wait for it forever; so all are killed and started again with
+If one process dies, the others would wait for it forever. So all are killed and restarted with
 ``--resume``, which continues from the files on disk.
 """
 
@@ -20,7 +20,7 @@ from jaxllm.common.errors import InputError
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FINAL = (USAGE_ERROR, INTERRUPTED, BROKEN_PIPE, 128 + signal.SIGTERM)
-"""Exit codes after which nothing is restarted: user errors and interrupts."""
+"""Exit codes that are not restarted: user errors and interrupts."""
 PROCESS_FLAGS = ("--coordinator", "--num-processes", "--process-id")
 POLL_SECONDS = 0.1
 
@@ -67,7 +67,7 @@ def run(argv: list[str], program: str) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before and after the first ``--``.
+    """Splits arguments at the first ``--``.
 
     >>> split(["--processes", "2", "--", "train.py", "a.yaml"])
     (['--processes', '2'], ['train.py', 'a.yaml'])
@@ -94,10 +94,10 @@ def recorded_signals() -> Iterator[list[int]]:
 def supervise(
     command: list[str], count: int, restarts: int, received: list[int], program: str
 ) -> int:
-    """Runs the command, and restarts it until it succeeds or has had all restarts; its exit code.
+    """Runs the command, restarting it until success or the last restart; returns its exit code.
 
     Args:
-        received: Signals so far. They are forwarded, and nothing is restarted after one.
+        received: signals so far. They are forwarded; after a signal nothing is restarted.
     """
     restarted = 0
     while True:
@@ -119,12 +119,12 @@ def supervise(
 
 
 def start(command: Sequence[str], count: int) -> list[subprocess.Popen]:
-    """Starts the processes, with a free port of this host as the coordinator's.
+    """Starts the processes, with the coordinator on a free port of this host.
 
-    Each has its own session, so that Ctrl-C reaches it once, from here, and not from the terminal.
+    Each has its own session, so that it gets Ctrl-C only once, forwarded from here.
 
     Raises:
-        InputError: There is no such command.
+        InputError: the command cannot be started.
     """
     address = f"127.0.0.1:{free_port()}"
     processes: list[subprocess.Popen] = []
@@ -145,10 +145,10 @@ def start(command: Sequence[str], count: int) -> list[subprocess.Popen]:
 
 
 def watch(processes: Sequence[subprocess.Popen], received: list[int]) -> list[int | None]:
-    """Waits until all processes have exited, or one has failed, and then kills the others.
+    """Waits until all processes have exited; if one fails, kills the others.
 
     Returns:
-        Their exit codes; None for those killed here.
+        Exit codes; None for processes killed here.
     """
     forwarded = 0
     while True:
@@ -159,7 +159,7 @@ def watch(processes: Sequence[subprocess.Popen], received: list[int]) -> list[in
         codes = [process.poll() for process in processes]
         if None not in codes:
             return codes
-        # After a signal each process exits by itself, as it does without a supervisor.
+        # After a signal each process exits by itself, as without a supervisor.
         if any(codes) and not received:
             kill(processes)
             return codes
@@ -167,7 +167,7 @@ def watch(processes: Sequence[subprocess.Popen], received: list[int]) -> list[in
 
 
 def kill(processes: Sequence[subprocess.Popen]) -> None:
-    """Kills running processes with their children; files on disk are written atomically."""
+    """Kills running processes and their children; safe, since files are written atomically."""
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -187,7 +187,7 @@ def describe_exit(code: int) -> str:
 
 
 def free_port() -> int:
-    """A free TCP port of this host."""
+    """Finds a free TCP port on this host."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

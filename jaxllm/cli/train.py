@@ -1,4 +1,4 @@
-"""``python train.py RECIPE [--field value ...]``: fine-tunes by a recipe, and resumes."""
+"""``python train.py RECIPE [--field value ...]``: fine-tunes with a recipe; can resume."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from jaxllm.common.errors import InputError
 STOPS = (signal.SIGTERM, signal.SIGINT)
 SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help", "--distributed")
 VALUED = ("--coordinator", "--num-processes", "--process-id")
-"""Options that are not fields of the recipe, without and with a value."""
+"""Options that are not recipe fields: `SWITCHES` without a value, `VALUED` with one."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> int:
-    """Entry point; returns the exit code: 143 or 130 for a run that a signal ended, saved."""
+    """Entry point; returns the exit code: 143 or 130 for a run that a signal ended (it is
+    saved)."""
     return guard(lambda arguments: run(arguments, program), program, argv)
 
 
@@ -49,12 +50,12 @@ def run(argv: list[str], program: str) -> int:
     """Runs the command; raises JaxLLMError for errors that the user can correct."""
     own, overrides = split(argv)
     options = parser(program).parse_args(own)
-    # These imports take seconds; errors in options come before them.
+    # Imported after option errors, since these imports take seconds.
     from jaxllm.training.run import read_recipe, train
     from jaxllm.training.run.recipe_file import parse_value
 
     values = {name: parse_value(text) for name, text in overrides.items()}
-    # Orbax logs the failure of a save before it raises it.
+    # Orbax also logs the failed saves that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     recipe = read_recipe(Path(options.recipe), values)
     join_processes(options)
@@ -70,7 +71,7 @@ def run(argv: list[str], program: str) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Splits off the options that are fields of the recipe: (other arguments, their values).
+    """Separates recipe fields from other arguments; returns (other arguments, fields).
 
     >>> split(["--max-steps", "6", "a.yaml", "--optimizer.name=lion", "--resume"])
     (['a.yaml', '--resume'], {'max_steps': '6', 'optimizer.name': 'lion'})
@@ -98,10 +99,10 @@ def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 @contextmanager
 def stopping(*, quiet: bool = False) -> Iterator[Callable[[], int | None]]:
-    """Makes Ctrl-C and SIGTERM end the run after its step, saved; a second one ends it at once.
+    """Makes Ctrl-C and SIGTERM save and end the run after its step; a second one ends it at once.
 
-    Yields the `stop` of `train`. Signals act as usual until its first call: before that there is
-    nothing to save.
+    Yields the `stop` argument of `train`. Signals act as usual until its first call, since there
+    is nothing to save before.
     """
     received: list[int] = []
     before: dict[int, Any] = {}

@@ -1,8 +1,7 @@
 """``jaxllm verify MODEL``: compares the logits of a checkpoint with those of transformers.
 
 Both load the same files and run the same prompts, one at a time: jaxllm in float32, transformers in
-float64, so that our rounding is measured and not its. Only this command needs torch and
-transformers.
+float64, so that only jaxllm's rounding is measured. Only this command needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Distance:
-    """Distance of our outputs from the reference's.
+    """Difference between our outputs and the reference's.
 
     Attributes:
-        positions: Number of positions compared.
-        max_abs: Largest absolute difference.
-        relative: The same, divided by the standard deviation of the reference's outputs over all
+        positions: number of positions compared.
+        max_abs: largest absolute difference.
+        relative: `max_abs` divided by the standard deviation of the reference's outputs over all
             prompts.
-        kl_mean, kl_max: KL divergence, reference to ours, of the next-token distributions.
-        top1: Share of positions where both have the same most likely token.
+        kl_mean, kl_max: KL divergence of the next-token distributions, reference to ours.
+        top1: share of positions where both have the same most likely token.
     """
 
     positions: int
@@ -133,13 +132,13 @@ def _run(arguments: argparse.Namespace) -> int:
         calls = [_inputs(ids, model) for ids in prompts]
         ours = [_outputs(model(**call)) for call in calls]
         theirs = [_theirs(reference, call, torch, precision) for call in calls]
-    # Over all prompts: a classifier gives a single number for a one-label prompt.
+    # Over all prompts, since a classifier with one label gives a single number per prompt.
     std = float(np.concatenate(theirs).astype(np.float64).std())
     distances = [distance(*pair, std) for pair in zip(ours, theirs, strict=True)]
     print("prompt  tokens    max |d|      / std    KL mean     KL max    top-1")
     for number, (ids, row) in enumerate(zip(prompts, distances, strict=True), start=1):
         print(f"{number:>6}  {len(ids):>6}  {_columns(row, model)}")
-    worst = np.max([row.relative for row in distances])  # NaN if one is, unlike Python's max
+    worst = np.max([row.relative for row in distances])  # NaN if any is NaN, unlike Python's max
     good = worst <= arguments.tolerance
     print(
         f"{'OK' if good else 'BEYOND THE TOLERANCE'}: max |d| / std is {worst:.2e}, "
@@ -151,7 +150,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _known_difference(model: Model, version: str) -> str | None:
-    """A known error of the reference, if it applies to this model."""
+    """Describes a known error of the reference, if it applies to this model."""
     own_head = not getattr(model.config, "tie_word_embeddings", True)
     if getattr(model.config, "bias_per_layer", False) and own_head and int(version[0]) >= 5:
         return (
@@ -183,7 +182,7 @@ def _import_reference() -> tuple[Any, Any]:
 
 
 def _load_reference(path: Path, class_name: str, transformers: Any) -> Any:
-    """The same checkpoint as a torch module, in the dtype that transformers chooses."""
+    """Loads the same checkpoint as a torch module, in the dtype that transformers chooses."""
     endings = {
         "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
         "EncoderModel": "AutoModelForTextEncoding",
@@ -193,14 +192,14 @@ def _load_reference(path: Path, class_name: str, transformers: Any) -> Any:
     auto = next(classes, "AutoModelForCausalLM")
     source = {"pretrained_model_name_or_path": str(path)}
     if path.is_dir() and not (path / "config.json").exists():
-        path = next(path.glob("*.gguf"))  # the only one, else jaxllm.load refuses the folder
+        path = next(path.glob("*.gguf"))  # the only one, or jaxllm.load would have raised
     if path.suffix == ".gguf":
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     return getattr(transformers, auto).from_pretrained(**source, attn_implementation="eager")
 
 
 def _prompts(texts: list[str] | None, model: Model, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the user's prompts, or of ours, or random ids if there is no tokenizer.
+    """Token ids of the user's prompts or the default ones; random ids without a tokenizer.
 
     Sorted by length: transformers' dynamic RoPE keeps the frequencies of the longest prompt so far.
     """
@@ -216,7 +215,7 @@ def _prompts(texts: list[str] | None, model: Model, tokenizer: Any) -> list[list
 
 
 def _inputs(ids: list[int], model: Model) -> dict[str, np.ndarray]:
-    """Arguments of a forward call, whose names both libraries share."""
+    """Arguments of a forward call, with the names that both libraries share."""
     inputs = {"input_ids": np.asarray([ids]), "attention_mask": np.ones((1, len(ids)), int)}
     if model.is_encoder_decoder:
         start = model.config.decoder_start_token_id

@@ -13,7 +13,7 @@ from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 def place_added_tokens(
     pieces: Sequence[str], known: Mapping[int, AddedToken], settings: TokenizerSettings, source: str
 ) -> dict[int, AddedToken]:
-    """Added tokens by id; special tokens without an id get the next free ones."""
+    """Assigns ids to added tokens: special tokens without an id get the next free ones."""
     added = dict(sorted(known.items()))
     ids = {piece: index for index, piece in enumerate(pieces)}
     ids |= {token.content: index for index, token in added.items()}
@@ -34,7 +34,7 @@ def place_added_tokens(
 
 
 def token_pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that matches any of the texts, the longest first."""
+    """Compiles a pattern that matches any of the texts, longest first."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -42,12 +42,12 @@ def token_pattern(texts: Iterable[str]) -> re.Pattern[str]:
 def split_added_tokens(
     parts: Sequence[str | AddedToken], tokens: Mapping[str, AddedToken], pattern: re.Pattern[str]
 ) -> list[str | AddedToken]:
-    """Splits text at added tokens, which may strip the white space beside them.
+    """Splits text at added tokens, which may strip adjacent white space.
 
     Args:
-        parts: Strings, and tokens that were found already.
-        tokens: Added tokens by their text.
-        pattern: Matches the tokens to look for; see :func:`token_pattern`.
+        parts: strings, and tokens found before.
+        tokens: added tokens by text.
+        pattern: matches the tokens to split at; see :func:`token_pattern`.
     """
     items: list[str | AddedToken] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Pads lists of token ids to one batch, with a padding mask."""
+"""Pads lists of token ids to a batch with a padding mask."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Bucket = int | Literal["power_of_two"] | None
 class BatchEncoding:
     """A batch of prompts, padded to one length.
 
-    ``attention_mask`` is 1 at real tokens and 0 at padding. Only the mask tells them apart, since
-    the pad id may also be a real token.
+    ``attention_mask`` is 1 at real tokens and 0 at padding. Only the mask marks padding, since the
+    pad id may also be a real token.
     """
 
     input_ids: Int32[np.ndarray, "B T"]
@@ -30,7 +30,7 @@ class BatchEncoding:
 def pad_rows(
     rows: Sequence[Sequence[int]], pad: int, side: PaddingSide, bucket: Bucket
 ) -> BatchEncoding:
-    """Pads one or more rows to the bucket of the longest.
+    """Pads one or more rows to the bucket of the longest row.
 
     >>> batch = pad_rows([[5, 6, 7], [8]], 0, "left", 4)
     >>> batch.input_ids.tolist(), batch.attention_mask.tolist()

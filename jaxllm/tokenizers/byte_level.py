@@ -1,4 +1,4 @@
-"""A tokenizer that needs no files: token ids are bytes."""
+"""Byte tokenizer, which needs no files: token ids are bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 
 
 def byte_tokenizer() -> FastTokenizer:
-    """Ids 0 to 255 are bytes, 256 is ``<|endoftext|>`` (BOS and EOS), 257 is ``<|pad|>``.
+    """Makes a byte tokenizer, with ids 0 to 255 for bytes.
 
-    It is GPT-2's byte-level BPE without merges, and saves a tokenizer.json that jaxllm and
-    transformers load.
+    Id 256 is ``<|endoftext|>`` (BOS and EOS), 257 is ``<|pad|>``. It
+    is GPT-2's byte-level BPE without merges; its saved tokenizer.json loads in jaxllm and
+    transformers.
 
     >>> tokenizer = byte_tokenizer()
     >>> tokenizer.encode("né"), tokenizer.decode([110, 195, 169]), len(tokenizer)
@@ -36,5 +37,5 @@ def byte_tokenizer() -> FastTokenizer:
 
 
 def ids_are_bytes(tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer's ids 0 to 255 are the bytes 0 to 255."""
+    """True if a tokenizer's ids 0 to 255 are the bytes 0 to 255."""
     return tokenizer.token_bytes()[:256] == tuple(bytes([byte]) for byte in range(256))

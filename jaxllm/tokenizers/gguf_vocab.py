@@ -1,4 +1,4 @@
-"""Builds tokenizers from the metadata of a GGUF file, which is not trusted.
+"""Builds tokenizers from the untrusted metadata of a GGUF file.
 
 The keys are llama.cpp's (gguf-py's ``constants.py``). Three types of vocabulary are supported:
 "gpt2" (byte-level BPE with merges), "llama" (sentencepiece BPE with scores) and "t5" (Unigram). The
@@ -26,7 +26,7 @@ _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]")
 
 _GPT2 = [{**BYTE_LEVEL, "use_regex": True}]
-# Digits are split off one by one before words are.
+# Split digits one by one before splitting words.
 _DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2]
 
 
@@ -65,16 +65,16 @@ class _Vocabulary:
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Builds the tokenizer that the ``tokenizer.*`` keys of a GGUF file describe.
+    """Builds the tokenizer from the ``tokenizer.*`` keys of a GGUF file.
 
     ``tokenizer.save`` writes files that transformers loads.
 
     Args:
-        metadata: The file's keys and values; arrays are lists or numpy arrays.
+        metadata: keys and values of the file; arrays are lists or numpy arrays.
 
     Raises:
-        TokenizerError: A key is missing, or contradicts another one.
-        UnsupportedError: An unknown type of vocabulary or pre-tokenizer, by name.
+        TokenizerError: a key is missing, or contradicts another one.
+        UnsupportedError: an unknown type of vocabulary or pre-tokenizer, by name.
     """
     model = _value(metadata, "tokenizer.ggml.model", str)
     builders = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}
@@ -219,7 +219,7 @@ def _settings(
     options |= {
         "add_bos_token": add_bos and "bos_token" in named,
         "add_eos_token": add_eos and "eos_token" in named,
-        # Null, unlike a missing key, prevents a default token.
+        # Unlike a missing key, null prevents a default token.
         **{f"{name}_token": None for name in _NAMED if f"{name}_token" not in named},
     }
     templates = {}
@@ -240,7 +240,7 @@ def _config_file(tokenizer_class: str, settings: TokenizerSettings) -> dict[str,
     config: dict[str, Any] = {
         "tokenizer_class": tokenizer_class,
         "clean_up_tokenization_spaces": False,
-        # Without it transformers 4 passes token types, which these models reject.
+        # Without this field transformers 4 passes token types, which these models reject.
         "model_input_names": ["input_ids", "attention_mask"],
         **settings.options,
         **{name: token.content for name, token in settings.named.items()},

@@ -18,14 +18,14 @@ def load_tokenizer(folder: str | PathLike[str]) -> Tokenizer | None:
     """Loads the tokenizer of a Hugging Face folder; None if it has no tokenizer files.
 
     ``tokenizer_class`` in tokenizer_config.json decides. ``LlamaTokenizer`` and ``T5Tokenizer`` are
-    read from their sentencepiece model if it is there, since it defines their ids; all others, and
+    read from their sentencepiece model if present, since it defines their ids; all others, and
     these two without a model, from tokenizer.json. Without a class, the first of these files that
-    the folder has decides.
+    is present decides.
 
     Raises:
-        MissingFileError: There is no such folder.
-        TokenizerError: A file is malformed.
-        UnsupportedError: Another type of tokenizer.
+        MissingFileError: the folder does not exist.
+        TokenizerError: a file is malformed.
+        UnsupportedError: another type of tokenizer.
     """
     files = TokenizerFiles(Path(folder))
     present = [name for name in _VOCABULARIES if name in files]

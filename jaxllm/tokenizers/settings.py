@@ -1,8 +1,8 @@
 """Reads a tokenizer's settings: special tokens, flags, chat templates.
 
-They come from ``tokenizer_config.json``, ``special_tokens_map.json``,
-``added_tokens.json`` and ``chat_template.jinja``; the precedence here is that of transformers
-4.57's ``PreTrainedTokenizerBase._from_pretrained``.
+The files are ``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json`` and
+``chat_template.jinja``; precedence is as in transformers 4.57's
+``PreTrainedTokenizerBase._from_pretrained``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that text is split at before the model of the vocabulary runs.
+    """A token at which text is split before the vocabulary's model runs.
 
     ``lstrip`` and ``rstrip`` strip the white space on its left and right; ``single_word`` prevents
     matches inside a word; ``normalized`` matches in the normalised text.
@@ -61,9 +61,10 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """The special tokens and flags of one tokenizer.
+    """Special tokens, flags and chat templates of a tokenizer.
 
-    ``named`` maps ``bos_token``, ``eos_token``, ... to tokens; ``extra`` are further special ones;
+    ``named`` maps ``bos_token``, ``eos_token``, ... to tokens; ``extra`` are further special
+    tokens;
     ``added`` maps ids to tokens; ``options`` is the content of tokenizer_config.json.
     """
 
@@ -75,7 +76,7 @@ class TokenizerSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A boolean option; missing or null means ``default``."""
+        """Returns a boolean option; ``default`` if it is missing or null."""
         value = self.options.get(name)
         if value is None:
             return default
@@ -84,7 +85,7 @@ class TokenizerSettings:
         return value
 
     def with_defaults(self, **named: str | None) -> TokenizerSettings:
-        """Sets the named tokens that no file mentions; one that is null in a file stays unset."""
+        """Sets the named tokens that no file mentions; those that are null in a file stay unset."""
         tokens = {
             name: AddedToken(content)
             for name, content in named.items()
@@ -95,7 +96,7 @@ class TokenizerSettings:
 
 
 class TokenizerFiles:
-    """The tokenizer files of a folder, kept byte for byte for ``save``."""
+    """Tokenizer files of a folder, kept byte for byte for ``save``."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -121,7 +122,7 @@ class TokenizerFiles:
         return name in self.contents
 
     def json_object(self, name: str) -> dict[str, Any]:
-        """The file ``name`` as a JSON object; a missing file is an empty object."""
+        """Reads the file ``name`` as a JSON object; empty if it is missing."""
         if name not in self.contents:
             return {}
         source = str(self.folder / name)
@@ -138,10 +139,10 @@ class TokenizerFiles:
 
 
 def read_settings(files: TokenizerFiles) -> TokenizerSettings:
-    """Reads all tokenizer files but the vocabulary.
+    """Reads all tokenizer files except the vocabulary.
 
     Raises:
-        TokenizerError: A file is malformed; the message names file and field.
+        TokenizerError: a file is malformed; the message names file and field.
     """
     options = files.json_object("tokenizer_config.json")
     source = str(files.folder / "tokenizer_config.json")
@@ -187,7 +188,7 @@ def read_settings(files: TokenizerFiles) -> TokenizerSettings:
 
 
 def added_tokens_of_json(files: TokenizerFiles) -> dict[int, AddedToken]:
-    """The ``added_tokens`` of tokenizer.json, by id."""
+    """Reads the ``added_tokens`` of tokenizer.json, by id."""
     source = str(files.folder / "tokenizer.json")
     entries = files.json_object("tokenizer.json").get("added_tokens") or []
     if not isinstance(entries, list):
@@ -222,7 +223,7 @@ def parse_added_token(value: Any, source: str, *, special: bool = True) -> Added
 
 
 def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
-    """The tokens of a list, or of an object (some ``extra_special_tokens`` are)."""
+    """Reads the tokens of a list, or of an object (some ``extra_special_tokens`` are one)."""
     value = options.get(name)
     if value is None:
         return []

@@ -1,9 +1,9 @@
 """Decodes token ids to text, incrementally.
 
-A chain of stages transforms the strings of tokens. Each stage holds back what a later token can
+A chain of stages transforms token strings. Each stage holds back text that a later token can
 change: an unfinished UTF-8 character, a run of byte tokens, a space before a full stop. ``decode``
-runs the same chain to its end, so that streamed pieces always concatenate to its result, at a cost
-per token that does not grow with the text.
+runs the same chain to its end, so that streamed pieces concatenate to its result. The cost per
+token does not grow with the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Stage:
-    """One step of decoding; it may hold strings back until ``end``."""
+    """One decoding stage; it may hold strings back until ``end``."""
 
     def put(self, tokens: list[str]) -> list[str]:
         raise NotImplementedError
@@ -30,9 +30,9 @@ class Stage:
         return []
 
     def inside(self, token: str) -> str | bytes:
-        """The text of a token inside a sequence, independent of its neighbours.
+        """Text of a token inside a sequence, independent of its neighbours.
 
-        Bytes, possibly a part of a character, are final: no further stage runs on them.
+        A bytes result, possibly part of a character, is final: no further stage runs on it.
         """
         return token
 
@@ -49,7 +49,7 @@ class StreamDecoder:
         self._stages = stages
 
     def put(self, ids: int | Iterable[int]) -> str:
-        """Takes one or more ids, and returns the text that is final so far, possibly ``""``."""
+        """Adds one or more ids; returns the text that has become final, possibly ``""``."""
         tokens = []
         for index in (ids,) if isinstance(ids, int | np.integer) else ids:
             if index < 0:
@@ -62,7 +62,7 @@ class StreamDecoder:
         return "".join(tokens)
 
     def end(self) -> str:
-        """Returns the text held back. The decoder must not be used afterwards."""
+        """Returns the remaining text. The decoder must not be used afterwards."""
         tokens: list[str] = []
         for stage in self._stages:
             tokens = stage.put(tokens) + stage.end()
@@ -144,8 +144,8 @@ class Replace(Stage):
 class ByteFallback(Stage):
     """Decodes runs of ``<0xHH>`` tokens as UTF-8; an invalid run becomes one U+FFFD per byte.
 
-    As in the tokenizers library one invalid byte makes the whole run invalid, so a run is held back
-    to its end.
+    As in the tokenizers library, one invalid byte makes the whole run invalid, so a run is held
+    back to its end.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class StripTextStart(Stage):
 
 
 class JoinWithSpaces(Stage):
-    """Joins tokens with spaces: the default of a tokenizer.json without a decoder."""
+    """Joins tokens with spaces; used for a tokenizer.json without a decoder."""
 
     def __init__(self) -> None:
         self._first = True
@@ -234,8 +234,8 @@ class JoinWithSpaces(Stage):
 class CleanUp(Stage):
     """transformers' ``clean_up_tokenization_spaces``: no space before punctuation.
 
-    Inside every pattern, one of the last three characters is a space, and replacements only remove
-    spaces: so text can be cut after three characters that are not spaces.
+    Inside a pattern one of the last three characters is always a space, and replacements only
+    remove spaces. So text can be cut after three characters that are not spaces.
     """
 
     _PATTERNS = (
@@ -272,10 +272,10 @@ class CleanUp(Stage):
 
 
 def decoder_stages(decoder: Mapping[str, Any] | None) -> list[Stage]:
-    """The stages for the ``decoder`` of a checked tokenizer.json.
+    """Makes the stages for the ``decoder`` of a checked tokenizer.json.
 
     Raises:
-        UnsupportedError: A combination that cannot be streamed; no known model has one.
+        UnsupportedError: a combination that cannot be streamed; no known model has one.
     """
     if decoder is None:
         return [JoinWithSpaces()]

@@ -1,4 +1,4 @@
-"""Base class of tokenizers: encode, pad batches, decode, apply chat templates, save."""
+"""Base class of tokenizers: encodes, pads batches, decodes, applies chat templates, saves."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Tokenizer(ABC):
     """Converts text to token ids and back, with Hugging Face's names and ids.
 
     Attributes:
-        vocab_size: Size of the vocabulary without added tokens; ``len(tokenizer)`` includes them.
-        bos_token_id, eos_token_id, pad_token_id, unk_token_id: Ids, or None.
-        special_ids: Ids that ``decode(..., skip_special_tokens=True)`` skips.
-        padding_side: Default of ``__call__``: "left" or "right".
+        vocab_size: size of the vocabulary without added tokens; ``len(tokenizer)`` includes them.
+        bos_token_id, eos_token_id, pad_token_id, unk_token_id: ids, or None.
+        special_ids: ids that ``decode(..., skip_special_tokens=True)`` skips.
+        padding_side: default of ``__call__``: "left" or "right".
     """
 
     vocab_size: int
@@ -55,39 +55,39 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of ids: the largest id plus one."""
+        """Number of ids: the largest id plus one."""
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token of the vocabulary; None if there is no such token."""
+        """Id of a token of the vocabulary; None if it does not exist."""
 
     @abstractmethod
     def id_to_token(self, index: int) -> str | None:
-        """The token of an id, as in the vocabulary; None beyond the vocabulary."""
+        """Token of an id, as in the vocabulary; None beyond the vocabulary."""
 
     @abstractmethod
     def _encode_text(self, text: str) -> list[int]:
-        """Encodes a text, parsing special tokens in it, without adding any."""
+        """Encodes a text, parsing special tokens in it; adds none."""
 
     @abstractmethod
     def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
-        """Encodes a text whose special tokens are already split off, without adding any.
+        """Encodes a text whose special tokens are already split off; adds none.
 
         If ``_encode_text`` would parse the same special tokens, the ids are the same.
         """
 
     @abstractmethod
     def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
-        """Adds BOS, EOS and the like to one or two lists of ids."""
+        """Adds BOS, EOS and similar tokens to one or two lists of ids."""
 
     @abstractmethod
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
-        """New stages that decode tokens to text."""
+        """Makes new stages that decode tokens to text."""
 
     @property
     @abstractmethod
     def special_tokens(self) -> Mapping[str, AddedToken]:
-        """The special tokens by their text."""
+        """Special tokens by text."""
 
     def _named_id(self, name: str) -> int | None:
         token = self.settings.named.get(name)
@@ -111,7 +111,7 @@ class Tokenizer(ABC):
 
     @property
     def chat_template(self) -> str | None:
-        """The default chat template, in Jinja, or None."""
+        """Default chat template (Jinja source), or None."""
         return self.settings.chat_templates.get("default")
 
     def encode(
@@ -126,15 +126,15 @@ class Tokenizer(ABC):
         """Encodes a text, or a pair of texts.
 
         Args:
-            text: The text.
-            pair: A second text; Llama gives ``BOS text BOS pair``, T5 ``text </s> pair </s>``.
-            add_special_tokens: Whether to add BOS and EOS as the model's tokenizer does.
-            split_special_tokens: Whether to treat a special token in the text, such as ``</s>``,
-                as plain text. Off by default, as in transformers; turn it on for untrusted text.
-            max_bytes: Maximum length of a text, in bytes of UTF-8.
+            text: the text.
+            pair: a second text; Llama gives ``BOS text BOS pair``, T5 ``text </s> pair </s>``.
+            add_special_tokens: add BOS and EOS as the model's tokenizer does.
+            split_special_tokens: treat a special token in the text, such as ``</s>``, as plain
+                text. Off by default, as in transformers; turn it on for untrusted text.
+            max_bytes: maximum length of a text, in bytes of UTF-8.
 
         Raises:
-            InputError: A text is not a ``str``, too long, or has unpaired surrogates.
+            InputError: a text is not a ``str``, is too long, or has unpaired surrogates.
         """
         if split_special_tokens is None:
             split_special_tokens = self.settings.flag("split_special_tokens", False)
@@ -148,7 +148,7 @@ class Tokenizer(ABC):
         return self._add_special_tokens(encoded[0], encoded[1] if pair is not None else None)
 
     def encode_user(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
-        """Encodes untrusted text: special tokens in it are plain text, and none is added."""
+        """Encodes untrusted text: special tokens in it are plain text; adds none."""
         return self.encode(
             text, add_special_tokens=False, split_special_tokens=True, max_bytes=max_bytes
         )
@@ -157,13 +157,13 @@ class Tokenizer(ABC):
         """Decodes ids. Ids beyond the vocabulary (of a padded embedding) are skipped.
 
         Raises:
-            InputError: An id is negative.
+            InputError: an id is negative.
         """
         stream = self.stream_decoder(skip_special_tokens)
         return stream.put(ids) + stream.end()
 
     def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """A decoder for ids as they are generated; see :class:`StreamDecoder`."""
+        """Makes an incremental decoder for generated ids; see :class:`StreamDecoder`."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
 
         def id_to_token(index: int) -> str | None:
@@ -172,9 +172,9 @@ class Tokenizer(ABC):
         return StreamDecoder(id_to_token, self._decode_stages(skip_special_tokens))
 
     def token_bytes(self) -> tuple[bytes | None, ...]:
-        """The UTF-8 bytes of each id inside a text; None for an id without a token.
+        """UTF-8 bytes of each id inside a text; None for an id without a token.
 
-        A byte-level or byte token may be a part of a character. A special token is its own text.
+        A byte-level or byte token may be part of a character. A special token is its own text.
         Spaces that ``decode`` removes or adds between tokens are ignored, as in transformers.
         """
         return self._token_bytes
@@ -208,15 +208,15 @@ class Tokenizer(ABC):
         """Encodes and pads a batch of prompts.
 
         Args:
-            texts: One prompt or several. An empty one becomes BOS if the tokenizer has a BOS.
+            texts: one or more prompts. An empty prompt becomes BOS if the tokenizer has one.
             padding_side: "left" or "right"; the tokenizer's own by default.
             bucket: None pads to the longest prompt. An int rounds that length up to a multiple of
                 it, ``"power_of_two"`` to a power of two, so that few lengths are compiled.
-            add_special_tokens, split_special_tokens, max_bytes: As for :meth:`encode`.
-            max_length: Maximum tokens of a prompt; a longer one is an error.
+            add_special_tokens, split_special_tokens, max_bytes: as for :meth:`encode`.
+            max_length: maximum tokens of a prompt; a longer one is an error.
 
         Raises:
-            InputError: No prompt, an empty one without BOS, or one that is too long.
+            InputError: no prompt, an empty one without BOS, or one that is too long.
         """
         side = checked_side(padding_side or self.padding_side, InputError)
         rows = [
@@ -272,21 +272,21 @@ class Tokenizer(ABC):
     ) -> list[int] | str:
         """Applies the chat template to a conversation; returns ids or text.
 
-        The ids are those of transformers, with one difference: a special token in a message or a
-        tool is plain text here. No special tokens are added to the template's own.
+        The ids are those of transformers, except that a special token in a message or tool is plain
+        text. No special tokens are added to the template's own.
 
         Args:
             messages: ``{"role": ..., "content": ...}``, and other keys that the template reads.
-            add_generation_prompt: Whether to append the start of the assistant's turn.
-            tokenize: Whether to return ids; the text otherwise.
+            add_generation_prompt: append the start of the assistant's turn.
+            tokenize: return ids; if False, the text.
             tools: JSON schemas of functions, for templates with tools.
-            chat_template: A template, or the name of one of the tokenizer's.
-            **kwargs: Further variables for the template.
+            chat_template: a template, or the name of one of the tokenizer's.
+            **kwargs: further variables for the template.
 
         Raises:
-            TemplateError: There is no template, it is too large, too slow, or it failed.
-            InputError: The messages have a value that JSON cannot express.
-            UnsupportedError: An option of transformers that is not a template variable.
+            TemplateError: there is no template, or it is too large, too slow, or failed.
+            InputError: the messages have a value that is not a JSON value.
+            UnsupportedError: an option of transformers that is not a template variable.
         """
         unsupported = _UNSUPPORTED_CHAT_OPTIONS.intersection(kwargs)
         if unsupported:

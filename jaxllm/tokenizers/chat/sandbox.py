@@ -1,8 +1,8 @@
-"""Renders Jinja templates in a child process that the operating system limits.
+"""Renders Jinja templates in a child process with CPU and memory limits.
 
-Within the calling process a template could not be stopped, neither in a nested loop nor in
-``10**10**8``, which is a single step of the interpreter. The child starts at the first use (0.1 s)
-and is kept, so that rendering takes about a millisecond. It is restarted after a crash.
+In the calling process a template could not be stopped, neither in a nested loop nor in
+``10**10**8``, a single step of the interpreter. The child starts at the first use (0.1 s) and is
+kept, so that rendering takes about a millisecond. It is restarted after a crash.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class _Worker:
-    """The child process and its pipes. Only the process that started it may use it."""
+    """Child process and its pipes. Only the process that started it may use it."""
 
     def __init__(self) -> None:
         try:
@@ -73,7 +73,7 @@ class _Worker:
         """Ends the child; returns its exit status, or minus the signal's number."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it may be gone already
+        with contextlib.suppress(BrokenPipeError):  # the child may have exited
             self._process.stdin.close()
         self._process.stdout.close()
         try:
@@ -91,12 +91,12 @@ def render(template: str, variables: Mapping[str, Any], now: float) -> str:
     """Renders a template.
 
     Args:
-        template: Jinja, at most 64 KiB.
-        variables: Values that JSON can express.
-        now: The time for ``strftime_now``, in seconds since 1970.
+        template: Jinja source, at most 64 KiB.
+        variables: JSON values.
+        now: time for ``strftime_now``, in seconds since 1970.
 
     Raises:
-        TemplateError: The template is too large, malformed, too expensive, or raised an error.
+        TemplateError: the template is too large, malformed, too expensive, or raised an error.
     """
     global _worker
     size = len(template.encode("utf-8", "surrogatepass"))

@@ -1,9 +1,9 @@
-"""Renders chat templates: a program of its own, which ``sandbox.py`` runs.
+"""Worker program that renders chat templates; run by ``sandbox.py``.
 
 It reads one JSON request per line on stdin and writes one JSON answer per line on stdout. Templates
-are not trusted: Jinja's sandbox prevents access to Python objects, but not endless loops or filling
-the memory. So the operating system enforces limits: beyond the CPU time a signal kills the process,
-beyond the memory limit it gets MemoryError.
+are untrusted: Jinja's sandbox prevents access to Python objects, but not endless loops or memory
+exhaustion. So the operating system enforces limits: a signal kills the process at the CPU limit,
+and allocations beyond the memory limit raise MemoryError.
 
 The environment is that of transformers' ``apply_chat_template``. Only the standard library and
 Jinja are imported here, to start fast.
@@ -29,7 +29,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])  # SIGPROF kills when it rings
+        signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])  # SIGPROF kills the process
         try:
             request = json.loads(line)
             now = datetime.fromtimestamp(request["now"])
@@ -69,7 +69,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Replaces Jinja's filter of this name, which also escapes HTML."""
+    """Replaces Jinja's ``tojson`` filter, which also escapes HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -80,7 +80,7 @@ def tojson(
 
 
 def namespace_class() -> Any:
-    """Jinja's ``namespace``, without names of Python's own such as ``__class__``."""
+    """Makes Jinja's ``namespace`` class, but rejecting names such as ``__class__``."""
     import jinja2
     from jinja2.utils import Namespace
 
@@ -104,7 +104,7 @@ def namespace_class() -> Any:
 
 
 def environment() -> Any:
-    """The Jinja environment in which transformers renders chat templates."""
+    """Makes the Jinja environment in which transformers renders chat templates."""
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

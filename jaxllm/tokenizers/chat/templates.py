@@ -1,14 +1,14 @@
 """Renders chat templates so that messages cannot inject special tokens.
 
 A template writes ``<|im_end|>`` to end a turn; a user who types the same characters must not end
-it. To tell the two apart, the conversation is rendered twice: as it is, and with one character of
-every special token (``<``, for most) replaced by a placeholder in all user input. Special tokens in
+it. To distinguish them, the conversation is rendered twice: unchanged, and with one character of
+every special token (``<`` for most) replaced by a placeholder in all user input. Special tokens in
 the second text are the template's own. Placeholders are single characters, so that trimming,
-slicing and measuring give the same result. Both texts must be equal once the placeholders are
+slicing and length tests give the same result. Both texts must be equal after the placeholders are
 replaced back; if not (the template tests for that character), another character is tried.
 
-The text itself is not changed: for messages without special tokens the ids are exactly those of the
-whole text, as in transformers.
+The text itself is unchanged: for messages without special tokens the ids are those of the whole
+text, as in transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxllm.tokenizers.added_tokens import token_pattern
 from jaxllm.tokenizers.chat.sandbox import render as _render
 from jaxllm.tokenizers.settings import AddedToken
 
-_PLACEHOLDERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode: never characters
+_PLACEHOLDERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters
 _ATTEMPTS = 6
 
 
@@ -32,8 +32,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     """Renders a chat template.
 
     Raises:
-        TemplateError: The template is too large, too expensive, or failed.
-        InputError: JSON cannot express a variable.
+        TemplateError: the template is too large, too expensive, or failed.
+        InputError: a variable is not a JSON value.
     """
     return _checked(_render(template, _plain(variables, {}), time.time()))
 
@@ -44,21 +44,21 @@ def render_parts(
     variables: Mapping[str, Any],
     special: Mapping[str, AddedToken],
 ) -> str | list[str | AddedToken]:
-    """Renders, and separates the template's special tokens from those in user input.
+    """Renders a template, separating its special tokens from those in user input.
 
     Args:
-        template: The chat template.
-        untrusted: User input: the messages, tools and documents.
-        variables: All other variables.
-        special: The special tokens by their text.
+        template: the chat template.
+        untrusted: user input: messages, tools and documents.
+        variables: all other variables.
+        special: special tokens by text.
 
     Returns:
-        The text, if every special token in it is the template's. Otherwise its parts: the
-        template's special tokens, and the texts between them, which are plain text.
+        The text, if all special tokens in it are the template's. Otherwise its parts: the
+        template's special tokens, and the plain texts between them.
 
     Raises:
-        TemplateError, InputError: As :func:`render`; also if a message has a special token and it
-            cannot be separated from the template's.
+        TemplateError, InputError: as :func:`render`; also if a special token in a message cannot be
+            separated from the template's.
     """
     now = time.time()
     trusted = _plain(variables, {})
@@ -95,9 +95,9 @@ def render_parts(
 
 
 def _plain(value: Any, placeholders: Mapping[int, str]) -> Any:
-    """Converts a value to JSON types, with characters of its strings replaced.
+    """Converts a value to JSON types, replacing characters in its strings.
 
-    Names that templates look up are kept: keys ("content"), and the role of a message.
+    Names that templates look up are unchanged: keys ("content"), and the role of a message.
     """
     if value is None or isinstance(value, bool | int | float):
         return value
@@ -130,9 +130,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _hitting_sets(special: Mapping[str, AddedToken]) -> Iterator[set[str]]:
-    """Sets of characters, at least one of each special token; disjoint where possible.
+    """Yields sets of characters that hit every special token; disjoint where possible.
 
-    Letters come in both cases, so that a template that changes case cannot make a token.
+    Letters are included in both cases, so that a template that changes case cannot make a token.
 
     >>> list(_hitting_sets({"<s>": AddedToken("<s>"), "<|a|>": AddedToken("<|a|>")}))[:2]
     [{'<'}, {'>'}]
@@ -140,7 +140,7 @@ def _hitting_sets(special: Mapping[str, AddedToken]) -> Iterator[set[str]]:
     used: set[str] = set()
     for _ in range(_ATTEMPTS):
         chosen: set[str] = set()
-        # A token whose characters are all used takes part with all of them again.
+        # A token whose characters are all used may use any of them again.
         left = [set(token) - used or set(token) for token in special]
         while left:
             counts = Counter(character for characters in left for character in characters)
@@ -152,7 +152,7 @@ def _hitting_sets(special: Mapping[str, AddedToken]) -> Iterator[set[str]]:
 
 
 def _choose_placeholders(characters: set[str], text: str) -> dict[str, str] | None:
-    """A placeholder for each character that is not in the text, not even as a JSON escape."""
+    """Chooses a placeholder for each character, absent from the text even as a JSON escape."""
     folded = text.lower()
     free = [s for s in _PLACEHOLDERS if s not in text and _json_escape(s) not in folded]
     if len(free) < len(characters):

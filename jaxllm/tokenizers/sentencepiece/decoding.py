@@ -1,6 +1,6 @@
 """Decodes sentencepiece pieces to text, as transformers 4.57's slow tokenizers do.
 
-Three layers, from the outside in: added tokens are joined to the text around them with spaces;
+Three layers, from outer to inner: added tokens are joined to the surrounding text with spaces;
 special tokens split the text into chunks; each chunk is decoded as by sentencepiece's ``Decode``.
 """
 
@@ -19,19 +19,19 @@ class DecodeRules:
     """Decoding options of a tokenizer.
 
     Attributes:
-        fixed_text: Maps a piece to its text where ``▁`` is not a space: "" for a control piece,
-            the piece itself if it is not in the vocabulary; else None.
-        is_byte: Whether a piece is a byte token.
-        strip_chunk_start: Whether to remove a chunk's leading space.
-        strip_all_chunk_starts: Whether to remove all its leading spaces.
-        special: Special tokens.
-        separate: Added tokens that are joined to the text around them with spaces.
-        add_prefix_space: Whether to remove the first piece's ``▁``, which encoding added.
+        fixed_text: maps a piece whose ``▁`` is not a space to its text: "" for a control piece,
+            the piece itself if it is not in the vocabulary; None for all other pieces.
+        is_byte: True for byte tokens.
+        strip_chunk_start: remove a chunk's leading space.
+        strip_all_chunk_starts: remove all leading spaces of a chunk.
+        special: special tokens.
+        separate: added tokens that are joined to the surrounding text with spaces.
+        add_prefix_space: remove the first piece's ``▁``, which encoding added.
         space_before_chunk: "never", "always", or "inner": not if the text begins with a special
             token. The space precedes the chunk that a special token *ends*, so the chunk is held
             back until that token.
-        space_after_first_special: Whether a first special token is followed by a space.
-        strip_text: Whether to strip white space around the text between separate tokens.
+        space_after_first_special: put a space after a special token at the start.
+        strip_text: strip white space around the text between separate tokens.
     """
 
     fixed_text: Callable[[str], str | None]
@@ -53,8 +53,8 @@ class PiecesToText(Stage):
         self._rules = rules
         self._skip = skip_special_tokens
         self._run: _Run | None = None
-        self._begun = False  # whether there is text before the current run
-        self._run_begun = False  # whether the current run has text
+        self._begun = False  # True if there is text before the current run
+        self._run_begun = False  # True if the current run has text
 
     def put(self, tokens: list[str]) -> list[str]:
         result = []

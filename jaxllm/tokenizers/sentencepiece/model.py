@@ -1,4 +1,4 @@
-"""Loads an untrusted sentencepiece model; its errors are TokenizerErrors."""
+"""Loads an untrusted sentencepiece model; errors are raised as TokenizerError."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 class SentencePieceModel:
-    """A sentencepiece model: its pieces, and splitting text into them.
+    """A sentencepiece model: holds its pieces, and splits text into them.
 
     Attributes:
-        pieces: All pieces, by id.
-        unk_piece: The unknown piece.
-        unk_text: The text that it is decoded to.
-        control: Control pieces, such as ``<s>``.
-        bytes: Byte pieces.
-        flags: The normaliser's options for spaces.
+        pieces: all pieces, by id.
+        unk_piece: the unknown piece.
+        unk_text: decoded text of the unknown piece.
+        control: control pieces, such as ``<s>``.
+        bytes: byte pieces.
+        flags: options of the normaliser for spaces.
 
     Raises:
-        TokenizerError: The bytes are not a usable model.
+        TokenizerError: the bytes are not a usable model.
     """
 
     def __init__(self, model: bytes, source: str) -> None:

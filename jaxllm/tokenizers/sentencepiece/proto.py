@@ -1,7 +1,7 @@
 """Reads and writes the needed fields of sentencepiece's ModelProto, without the protobuf library.
 
 Field numbers are those of sentencepiece's ``sentencepiece_model.proto``. Protobuf readers merge
-repeated messages, later fields over earlier ones; so bytes appended to a model change its options.
+repeated messages, and later fields override earlier ones, so appended bytes change options.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_normalizer_flags(model: bytes, source: str) -> NormalizerFlags:
     """Reads the normalizer flags of a serialised ModelProto.
 
     Raises:
-        TokenizerError: The bytes are not a protobuf message.
+        TokenizerError: the bytes are not a protobuf message.
     """
     add_dummy_prefix = remove_extra_whitespaces = True
     try:
@@ -57,7 +57,7 @@ def write_model(
     byte_fallback: bool,
     charsmap: bytes = b"",
 ) -> bytes:
-    """A serialised ModelProto of ``(piece, score, type)`` triples, in the order of their ids."""
+    """Serialises a ModelProto from ``(piece, score, type)`` triples in id order."""
     trainer = (
         _number(3, model_type)
         + _number(4, len(pieces))
@@ -95,7 +95,7 @@ def _bytes(field: int, value: bytes) -> bytes:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Field numbers and values of a message; fixed-width numbers as bytes."""
+    """Yields field numbers and values of a message; fixed-width numbers as bytes."""
     position = 0
     while position < len(data):
         key, position = _read_varint(data, position)

@@ -1,8 +1,8 @@
-"""Llama's and T5's tokenizers over a sentencepiece model.
+"""Tokenizers of Llama and T5, based on a sentencepiece model.
 
 The reference is transformers 4.57's slow ``LlamaTokenizer`` and ``T5Tokenizer``. With ``legacy``,
 text after a special token is treated as the start of a text and gets a prefix space; otherwise it
-is encoded as it is (transformers pull request 24565).
+is encoded unchanged (transformers pull request 24565).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from jaxllm.tokenizers.tokenizer import Tokenizer
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Base class of both: added tokens, the prefix space, pieces to ids.
+    """Base class: handles added tokens, the prefix space, and the conversion of pieces to ids.
 
     Args:
-        model: A serialised sentencepiece model.
-        settings: Special tokens, flags and chat templates.
-        files: Contents of the files that ``save`` writes.
-        source: Name of the model's file, for messages.
+        model: a serialised sentencepiece model.
+        settings: special tokens, flags and chat templates.
+        files: contents of the files that ``save`` writes.
+        source: name of the model's file, for messages.
 
     Raises:
-        TokenizerError: The model is malformed, or the settings contradict it.
+        TokenizerError: the model is malformed, or the settings contradict it.
     """
 
     default_side: PaddingSide
@@ -81,7 +81,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._unk_length = len(self._model.encode(self._unk_text))
 
     def _known_added(self) -> dict[int, AddedToken]:
-        """Added tokens with their ids, from the settings and from the class."""
+        """Added tokens by id, from the settings and from the class."""
         return dict(self.settings.added)
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._encode(parts, self._plain_added)
 
     def _prefixed(self, parts: Sequence[str | AddedToken]) -> list[str | AddedToken]:
-        """Non-legacy: adds the prefix space once, at the start of the text."""
+        """Adds the prefix space once, at the start of the text (non-legacy)."""
         if self.legacy or not any(part != "" for part in parts):
             return list(parts)
         texts = [p.replace(SPACE, " ") if isinstance(p, str) else p for p in parts]
@@ -139,8 +139,8 @@ class SentencePieceTokenizer(Tokenizer):
     def _tokenize(self, text: str) -> list[str]:
         """Splits text without added tokens into pieces.
 
-        Without its dummy prefix sentencepiece strips the leading space of a text; an unknown token
-        before the text, whose pieces are removed again, preserves the space.
+        Without its dummy prefix sentencepiece strips the leading space of a text. To keep the
+        space, an unknown token is prepended and its pieces are removed again.
         """
         if self.legacy or not text.startswith((SPACE, " ")):
             return self._model.encode(text)

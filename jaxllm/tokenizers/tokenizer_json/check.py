@@ -1,8 +1,8 @@
 """Checks a tokenizer.json before the Rust library parses it.
 
 On malicious files that library panics, aborts the process (a padding length of 2**40) or hangs. So
-every component must be in a table of known ones, the vocabulary must have the ids 0..V-1, each
-once, and merges must be inside it.
+every component must be in a table of known ones, the vocabulary must have each of the ids 0..V-1
+once, and merges must be within it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def check_tokenizer_json(spec: Any, source: str) -> dict[str, Any]:
     """Checks a tokenizer.json; returns it without padding and truncation, which callers control.
 
     Args:
-        spec: The parsed JSON.
-        source: Name of the file, for messages.
+        spec: the parsed JSON.
+        source: name of the file, for messages.
 
     Raises:
-        TokenizerError: The file contradicts itself, or is not a tokenizer.json.
-        UnsupportedError: A component that no supported tokenizer has.
+        TokenizerError: the file is inconsistent, or is not a tokenizer.json.
+        UnsupportedError: a component that no supported tokenizer has.
     """
     if not isinstance(spec, dict):
         raise TokenizerError(f"{source}: holds {type(spec).__name__}, not an object")
@@ -79,7 +79,7 @@ def check_tokenizer_json(spec: Any, source: str) -> dict[str, Any]:
 
 
 def _check_model(model: dict[str, Any], source: str) -> dict[str, int]:
-    """Checks the model; returns its vocabulary, from token to id."""
+    """Checks the model; returns its vocabulary (ids by token)."""
     # Files from before 2020 have no type; as in the library, the fields decide.
     kind = model.get("type", "BPE" if "merges" in model else "Unigram")
     if not isinstance(kind, str) or kind not in _MODEL_FIELDS:

@@ -1,6 +1,6 @@
 """Checks the components of a tokenizer.json: normalizer, pre-tokenizer, post-processor, decoder.
 
-A component that is not in the table is refused: the library accepts it, but its behaviour on
+Components that are not in the table are rejected: the library accepts them, but their behaviour on
 malicious files has not been reviewed.
 """
 
@@ -70,13 +70,13 @@ _OPTIONAL = {
 
 
 def check_component(kind: str, value: Any, source: str, size: int) -> None:
-    """Raises unless ``value`` is an allowed component.
+    """Checks a component; raises unless it is allowed.
 
     Args:
         kind: "normalizer", "pre_tokenizer", "post_processor" or "decoder".
-        value: The component's JSON.
-        source: File and field, for messages.
-        size: The number of ids, the limit for ids in a post-processor.
+        value: JSON of the component.
+        source: file and field, for messages.
+        size: number of ids, the limit for ids in a post-processor.
     """
     component = as_object(value, source)
     name = component.get("type")
@@ -148,7 +148,7 @@ def _check_pattern(value: Any, source: str, *, regex_allowed: bool) -> None:
 
 
 def _is_charsmap(value: Any) -> bool:
-    """Whether ``value`` is sentencepiece's normalisation table: size in bytes, trie, strings."""
+    """True for a sentencepiece normalisation table: size in bytes, trie, strings."""
     try:
         blob = base64.b64decode(value, validate=True)
     except (binascii.Error, TypeError, ValueError):
@@ -192,5 +192,5 @@ def as_object(value: Any, source: str) -> dict[str, Any]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether ``value`` is an int in the range of ids, lengths and types."""
+    """True for an int in the range of ids, lengths and types."""
     return type(value) is int and 0 <= value < 2**31

@@ -1,4 +1,4 @@
-"""Special tokens that a tokenizer.json adds around one or two sequences."""
+"""Post-processor of a tokenizer.json: special tokens around one or two sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm.tokenizers.settings import TokenizerSettings
 def choose_post_processor(
     spec: Mapping[str, Any], settings: TokenizerSettings
 ) -> dict[str, Any] | None:
-    """The post-processor: the file's, unless the settings say whether to add BOS and EOS."""
+    """Chooses the post-processor: the file's, unless the settings have flags for BOS and EOS."""
     flags = [settings.options.get("add_bos_token"), settings.options.get("add_eos_token")]
     if flags == [None, None]:
         return spec["post_processor"]
@@ -38,7 +38,7 @@ def choose_post_processor(
 def read_template(
     processor: Mapping[str, Any] | None,
 ) -> tuple[list[str | list[int]], list[str | list[int]]]:
-    """The templates for one and two sequences: lists of ids, and "A" and "B" for the sequences."""
+    """Reads the templates for one and two sequences: lists of ids, "A" and "B" for sequences."""
     steps = [] if processor is None else processor.get("processors", [processor])
     templates = [step for step in steps if step["type"] == "TemplateProcessing"]
     if not templates:

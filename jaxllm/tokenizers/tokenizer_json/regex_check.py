@@ -1,4 +1,4 @@
-"""Refuses regular expressions that can take exponential time.
+"""Rejects regular expressions that can take exponential time.
 
 The pattern that splits text into words is part of the tokenizer and runs in a backtracking engine.
 Nested unbounded repetitions, like ``(a+)+``, and back references can take exponential time in the
@@ -19,7 +19,7 @@ _GROUP_START = re.compile(r"\((?:\?(?:[imsx]*-?[imsx]*:|=|!))?")
 
 
 def check_regex(pattern: str, source: str) -> None:
-    """Raises unless ``pattern`` is free of nested repetition, back references and the like.
+    """Checks a pattern; raises on nested repetition, back references and unsupported syntax.
 
     >>> check_regex(r"'s| ?[\\p{L}]+|\\s+(?!\\S)|\\s+", "example")
     >>> check_regex("(a+)+b", "example")
@@ -28,7 +28,7 @@ def check_regex(pattern: str, source: str) -> None:
 repetition
 
     Raises:
-        UnsupportedError: The pattern is longer than 4096 characters, or has anything but
+        UnsupportedError: the pattern is longer than 4096 characters, or has anything but
             characters, classes, groups, look-ahead, alternatives and non-nested repetitions.
     """
 
@@ -37,8 +37,8 @@ repetition
 
     if len(pattern) > _MAX_LENGTH:
         raise refuse(f"has more than {_MAX_LENGTH} characters")
-    open_groups = [False]  # per open group: whether it contains a repetition
-    item_repeats = False  # whether the last item contains one
+    open_groups = [False]  # per open group: True if it contains a repetition
+    item_repeats = False  # True if the last item contains one
     position = 0
     while position < len(pattern):
         character = pattern[position]
@@ -73,7 +73,7 @@ repetition
 
 
 def _quantifier(pattern: str, position: int) -> tuple[bool, int]:
-    """Whether a quantifier repeats, and the position after it; -1 if it is refused."""
+    """Parses a quantifier; returns (it repeats, position after it); -1 if it is rejected."""
     if pattern[position] == "{":
         bounds = _BOUNDS.match(pattern, position)
         if bounds is None or not (bounds[1] or bounds[3]):
@@ -90,7 +90,7 @@ def _quantifier(pattern: str, position: int) -> tuple[bool, int]:
 
 
 def _skip_character(pattern: str, position: int) -> int:
-    """The position after one character, escape or class; -1 if it is refused."""
+    """Position after one character, escape or class; -1 if it is rejected."""
     if pattern[position] == "\\":
         match = _ESCAPE.match(pattern, position)
         return match.end() if match else -1

@@ -1,7 +1,7 @@
-"""Tokenizers described by a tokenizer.json: byte-level BPE (GPT-2, Llama 3, SmolLM2) and Unigram.
+"""Tokenizers from a tokenizer.json: byte-level BPE (GPT-2, Llama 3, SmolLM2) and Unigram.
 
-The tokenizers library splits text into tokens, after the file has been checked. Special tokens are
-added here, by the file's ``post_processor``, and its ``decoder`` is implemented here too.
+The tokenizers library splits text into tokens, after the file has been checked. The file's
+``post_processor``, which adds special tokens, and its ``decoder`` are implemented in jaxllm.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class FastTokenizer(Tokenizer):
     """A tokenizer from a tokenizer.json, with the ids of transformers 5.23's ``TokenizersBackend``.
 
     Args:
-        spec: The object in tokenizer.json.
-        settings: Special tokens, flags and chat templates.
-        files: Contents of the files that ``save`` writes. None: from ``spec`` and ``settings``.
-        source: Name of the file, for messages.
-        padding_side: Default, if the settings have none.
+        spec: the object in tokenizer.json.
+        settings: special tokens, flags and chat templates.
+        files: contents of the files that ``save`` writes. None: from ``spec`` and ``settings``.
+        source: name of the file, for messages.
+        padding_side: default if the settings have none.
 
     Raises:
         TokenizerError: ``spec`` or the settings are malformed.
@@ -86,10 +86,10 @@ class FastTokenizer(Tokenizer):
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> FastTokenizer:
-        """Loads a folder with tokenizer.json, with the defaults of the class that it names.
+        """Loads a folder with tokenizer.json, with the defaults of its ``tokenizer_class``.
 
-        As in transformers, ``add_bos_token`` and ``add_eos_token`` apply to Llama's class only:
-        for others the file's post-processor decides.
+        As in transformers, ``add_bos_token`` and ``add_eos_token`` apply only to Llama's class; for
+        others the file's post-processor decides.
         """
         source = str(files.folder / "tokenizer.json")
         spec = parse_json(files.contents["tokenizer.json"], source=source, error=TokenizerError)
@@ -134,9 +134,9 @@ class FastTokenizer(Tokenizer):
 
     @cached_property
     def _backend_for_parts(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-        """A copy with the same ids, whose special tokens have names that cannot occur in text.
+        """Copy with the same ids, whose special tokens have names that cannot occur in text.
 
-        Nor can its model produce them from text: Unigram would find ``</s>`` in its vocabulary.
+        The model's vocabulary is renamed as well: otherwise Unigram would find ``</s>`` in it.
         """
         spec = json.loads(self._backend.to_str())
         nonce = secrets.token_hex(16)
@@ -171,14 +171,14 @@ class FastTokenizer(Tokenizer):
 
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
         stages = decoder_stages(self._decoder)
-        # As in transformers 5, not for BPE, where the clean-up would remove real spaces.
+        # As in transformers 5; not for BPE, where the clean-up would remove real spaces.
         if self.settings.flag("clean_up_tokenization_spaces", False) and not self._is_bpe:
             stages.append(CleanUp())
         return stages
 
 
 def _guard(action: Callable[[], T], source: str) -> T:
-    """Calls the Rust library; its panics are not ``Exception``s."""
+    """Calls the Rust library and converts its errors; its panics are not ``Exception``s."""
     try:
         return action()
     except Exception as failure:
@@ -205,7 +205,7 @@ def _build(spec: Mapping[str, Any], source: str) -> tokenizers.Tokenizer:
 def _all_added_tokens(
     spec: Mapping[str, Any], settings: TokenizerSettings, source: str
 ) -> list[dict[str, Any]]:
-    """The added tokens of tokenizer.json and of the settings, merged as in transformers."""
+    """Merges the added tokens of tokenizer.json and of the settings as in transformers."""
     vocab = spec["model"]["vocab"]
     ids = dict(vocab) if isinstance(vocab, dict) else {p: i for i, (p, _) in enumerate(vocab)}
     entries: dict[str, dict[str, Any]] = {}
@@ -234,7 +234,7 @@ def _all_added_tokens(
 
 
 def _written_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json for transformers 4.57 and 5."""
+    """Contents of tokenizer.json and tokenizer_config.json, for transformers 4.57 and 5."""
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -251,7 +251,7 @@ def _written_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -
 
 
 def read_merges(text: str) -> list[str]:
-    """The merges of a merges.txt, without its version line and empty lines."""
+    """Reads the merges of a merges.txt, without its version line and empty lines."""
     lines = re.split(r"\r?\n", text)
     if lines[0].startswith("#version"):
         lines = lines[1:]

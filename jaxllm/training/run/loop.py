@@ -1,4 +1,4 @@
-"""Training loop. Metrics are fetched one step late, so that the device never waits for the host."""
+"""Training loop. Metrics are read one step late, so that the device never waits for the host."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class Loop:
             )
 
     def evaluate(self, state: TrainState, stop: Stop) -> Row:
-        """Evaluates on the full set; returns fields for the step's line, empty if a signal ended
+        """Evaluates on the full set; returns fields of the step's line, empty if a signal ended
         it."""
         setup = self.setup
         assert setup.eval_batches is not None
