@@ -13,9 +13,8 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 def byte_tokenizer() -> FastTokenizer:
     """Makes a byte tokenizer, with ids 0 to 255 for bytes.
 
-    Id 256 is ``<|endoftext|>`` (BOS and EOS), 257 is ``<|pad|>``. It
-    is GPT-2's byte-level BPE without merges; its saved tokenizer.json loads in jaxllm and
-    transformers.
+    Id 256 is ``<|endoftext|>`` (BOS and EOS), 257 is ``<|pad|>``. It is GPT-2's byte-level BPE
+    without merges; its saved tokenizer.json loads in jaxllm and transformers.
 
     >>> tokenizer = byte_tokenizer()
     >>> tokenizer.encode("né"), tokenizer.decode([110, 195, 169]), len(tokenizer)

@@ -63,9 +63,8 @@ class AddedToken:
 class TokenizerSettings:
     """Special tokens, flags and chat templates of a tokenizer.
 
-    ``named`` maps ``bos_token``, ``eos_token``, ... to tokens; ``extra`` are further special
-    tokens;
-    ``added`` maps ids to tokens; ``options`` is the content of tokenizer_config.json.
+    ``named`` maps ``bos_token``, ``eos_token``, ... to tokens; ``extra`` lists further special
+    tokens; ``added`` maps ids to tokens; ``options`` is the content of tokenizer_config.json.
     """
 
     tokenizer_class: str | None = None

@@ -208,8 +208,7 @@ class Loop:
             )
 
     def evaluate(self, state: TrainState, stop: Stop) -> Row:
-        """Evaluates on the full set; returns fields of the step's line, empty if a signal ended
-        it."""
+        """Evaluates on the full set; returns fields of the step's line, empty if interrupted."""
         setup = self.setup
         assert setup.eval_batches is not None
         model = state.model if state.ema is None else state.averaged_model
