@@ -18,7 +18,7 @@ from jaxllm.training.state import Params, global_norm
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer and schedule. A field that the named optimizer or schedule lacks raises.
+    """Optimizer and schedule. A field that the chosen optimizer or schedule lacks is an error.
 
     Args:
         name: adamw, adafactor, lion, sgd or muon.
@@ -33,10 +33,10 @@ class OptimizerConfig:
             None: optax's defaults.
         momentum: momentum of sgd (Nesterov) and adafactor; None: no momentum.
         weight_decay: decoupled weight decay, times the learning rate; None: none. With muon it
-            acts on the parameters that Muon itself trains.
+            applies only to the parameters that Muon itself trains.
         no_decay: regexes of parameter paths without weight decay. Vectors (norms, biases) never
             have any.
-        clip_norm: largest global norm of the gradient; longer ones are scaled down. None: no
+        clip_norm: maximum global norm of the gradient; larger gradients are scaled down. None: no
             clipping.
     """
 

@@ -56,22 +56,23 @@ class DataConfig:
             folder that `save_to_disk` wrote (``pip install 'jaxllm[datasets]'``).
         format: how a row becomes an example; see docs/finetuning-data.md.
         text_field, prompt_field, completion_field, messages_field, source_field, target_field,
-            label_field: names of a row's fields.
+            label_field: field names in the rows.
         source_prefix: prepended to every source, such as ``"summarize: "``.
         chat_template: Jinja source, or the name of one of the tokenizer's templates; None: the
             tokenizer's default.
-        train_on: learn every message of the assistant, or the last one of each conversation.
-        label_names: names of the classes in the order of their numbers.
-        max_length: most tokens of an example (of the source, for seq2seq), and the length of packed
+        train_on: compute the loss on all assistant messages, or on the last one of each
+            conversation.
+        label_names: class names in the order of class numbers.
+        max_length: maximum tokens of an example (of the source, for seq2seq), and length of packed
             rows. None: the model's context length.
-        max_target_length: most tokens of a seq2seq target. None: `max_length`.
-        on_too_long: a longer example is an error that names its row; or it is truncated at its end,
-            dropped, or (`text` only) split into several. All are counted in `Counts`.
+        max_target_length: maximum tokens of a seq2seq target. None: `max_length`.
+        on_too_long: handling of longer examples: an error that names the row, or they are truncated
+            at the end, dropped, or (`text` only) split into several. All are counted in `Counts`.
         packing: put several examples into a row; they do not attend to each other.
-        bucket: lengths of unpacked batches are rounded up to a power of two, or to a multiple of
-            this; None pads every batch to `max_length`. Each length is compiled once.
-        shuffle: a new order in every epoch; false: the order of the files.
-        seed: seed of that order; None: the seed of the run.
+        bucket: round the lengths of unpacked batches up to a power of two, or to a multiple of
+            this number; None pads every batch to `max_length`. Each length is compiled once.
+        shuffle: use a new order in every epoch; false: the order of the files.
+        seed: seed of the shuffling; None: the seed of the run.
 
     Raises:
         ConfigError: a field has a wrong type or value, or no effect with the other fields.
@@ -160,11 +161,11 @@ class ModelInfo:
 
     Args:
         kind: causal, seq2seq or classification.
-        vocab_size: token ids must be less.
-        context_length: most tokens of an example; None: no limit.
-        eos_token_ids: the first one ends an answer where the tokenizer has no EOS.
-        pad_token_id: fills rows; None: 0, which the masks hide.
-        num_labels, problem_type: those of a classifier, as in config.json.
+        vocab_size: token ids must be below this.
+        context_length: maximum tokens of an example; None: no limit.
+        eos_token_ids: the first one ends an answer if the tokenizer has no EOS.
+        pad_token_id: id of padding; None: 0, which the masks hide.
+        num_labels, problem_type: settings of a classifier, as in config.json.
     """
 
     kind: ModelKind

@@ -32,16 +32,16 @@ class ModelSource:
     Args:
         path: a Hugging Face folder, a .gguf file, a Hub id, or "smollm2" (the bundled model).
         config: fields of config.json, in place of `path`: a new model with random weights.
-        architecture: a class name in place of the one in the config.
-        num_labels: make a classifier with this many outputs of the language model at `path`.
+        architecture: class name that replaces the one in the config.
+        num_labels: make a classifier with this many outputs from the language model at `path`.
         problem_type: problem type of that classifier; None: single label, or regression for one
             output.
         overrides: fields of the checkpoint's config to change, such as dropout rates.
         tokenizer: a folder or Hub id, "smollm2", or "bytes" (ids are bytes; for new models). None:
             the model's tokenizer.
-        dtype: dtype of the computation; None: as `jaxllm.load` chooses. Trained parameters are
+        dtype: compute dtype; None: as `jaxllm.load` chooses. Trained parameters are
             float32.
-        remat: recompute the activations of each block in the backward pass: less memory.
+        remat: recompute the activations of each block in the backward pass, to save memory.
         attn_implementation: eager, xla or cudnn.
     """
 
@@ -75,11 +75,11 @@ class Evaluation:
     """Evaluation on all of `eval_data`.
 
     Args:
-        every: steps between evaluations. The last step is always evaluated; None: only that one.
-        at_start: evaluate before the first step as well; metrics.jsonl has it as step 0.
-        batch_size: rows of a batch; None: those of a micro-batch of training.
+        every: steps between evaluations. The last step is always evaluated; None: only the last.
+        at_start: also evaluate before the first step; logged in metrics.jsonl as step 0.
+        batch_size: rows per batch; None: as in a training micro-batch.
         metrics: metrics of generated answers (exact_match, normalized_exact_match, rouge, bleu,
-            chrf); none: nothing is generated.
+            chrf); empty: nothing is generated.
         rows: number of rows to generate for; None: all.
         samples: number of answers in the report, before and after training.
         fields: generation settings of `jaxllm.generate`, such as ``{max_new_tokens: 64}``.
@@ -103,13 +103,13 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """When checkpoints are saved, and which are kept.
+    """Checkpoint settings: how often to save, and which to keep.
 
     Args:
         every: steps between checkpoints. The last step and the best evaluation are saved as well.
-        keep: number of last checkpoints to keep, beside the best one.
-        metric: metric of the evaluation that decides which checkpoint is the best.
-        mode: whether the smallest or the largest value is the best.
+        keep: number of latest checkpoints to keep, in addition to the best one.
+        metric: evaluation metric that selects the best checkpoint.
+        mode: min or max: the smallest or the largest value is the best.
     """
 
     every: int = 500
@@ -123,7 +123,8 @@ class Checkpoints:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """Number of devices along each mesh axis; `data` -1: all that remain. See docs/devices.md."""
+    """Number of devices along each mesh axis; `data` -1: all remaining
+    devices. See docs/devices.md."""
 
     data: int = -1
     fsdp: int = 1
@@ -136,18 +137,18 @@ class Recipe:
 
     Args:
         model, data, optimizer, lora, evaluation, checkpoints, mesh: see their classes.
-        eval_data: data of the evaluations. None: no evaluation.
+        eval_data: evaluation data. None: no evaluation.
         output_dir: folder of the run.
         max_steps: last step. The length of the schedule is `optimizer.schedule_steps`.
         batch_size: rows of one optimizer step, over all devices and micro-batches.
-        accumulation: number of micro-batches of a step, computed one after the other.
-        seed: seed of random weights, of the order of the data, and of dropout.
-        trainable: regexes of the paths of the parameters to train; none: all parameters.
+        accumulation: number of micro-batches of a step, computed sequentially.
+        seed: seed of random weights, data order and dropout.
+        trainable: regexes of the paths of the parameters to train; empty: all parameters.
         label_smoothing, z_loss: see `jaxllm.training.losses.TokenLoss`.
         ema_decay: decay of a moving average of the weights, which is evaluated and exported. None:
             no average.
-        skip_limit: number of batches in a row without a finite gradient that stops the run.
-        log_every: steps between progress lines where there is no terminal; at least one line every
+        skip_limit: number of consecutive batches without a finite gradient that stops the run.
+        log_every: steps between progress lines without a terminal; there is at least one line every
             half minute.
         tensorboard: write event files; needs the extra `tensorboard`.
         wandb: project on Weights & Biases to log to; needs the extra `wandb`.
