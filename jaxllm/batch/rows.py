@@ -228,7 +228,8 @@ class Reader:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             config, eos = merged_config(self._model, None, {**self._fields, **own})
-        # An unused field is an error only if the row itself sets it.
+        # An unused field is an error only if the row itself sets it. The warning starts with the
+        # field's name.
         for warning in caught:
             text = str(warning.message)
             if any(text.startswith(f"`{name}`") for name in own):

@@ -170,7 +170,7 @@ def _where(live: Bool[Array, " B"], new: Any, old: Any) -> Any:
     those of rows that are not live are never read."""
 
     def one(names, new, old):
-        if "heads" in names:
+        if "heads" in names:  # keys or values of the cache
             return new
         return jnp.where(live.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 

@@ -1,8 +1,9 @@
 """Arrays of the batch engine: slots, their input rows and their output sequences.
 
 A row starts at position 0 of its slot, without left padding, and has its own length, random key and
-settings, so its result does not depend on other rows. The first axis of every array is slots (in
-the KV cache slots and heads merged, unless a mesh shards them). `SlotStrategy` decodes them.
+settings, so its result does not depend on other rows. The first axis of every array is slots; in
+the KV cache, slots and heads share one axis unless a mesh shards heads. `SlotStrategy` decodes
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RowSettings:
     """Maximum sequence length, prompt included."""
     sampled: Bool[Array, " B"]
     watched: Bool[Array, "B M"]
-    """True for the row's lists of stop strings among the M of the program."""
+    """True for those of the program's M lists of stop strings that apply to the row."""
     length_penalty: Float[Array, " B"]
     """Length penalty of beam scores."""
 
@@ -97,7 +98,7 @@ class SlotOutputs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Slot state, which both programs update in place."""
+    """State of all slots; `admit` and `decode` in programs.py update it in place."""
 
     state: Any
     """The strategy's state, one row per slot. Random keys are stored as raw key data."""

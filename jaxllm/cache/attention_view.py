@@ -32,7 +32,8 @@ class AttentionView:
     used: Int[Array, ""] | None = None
     """Only the first `used` cache slots hold tokens; None: any slot may."""
     query_index: Int[Array, "B T"] | None = None
-    """Index of each query among the real tokens of its row; None if no layer has a window."""
+    """Index of each query among the real tokens of its row, which is its position unless the caller
+    gave `position_ids`; None if no layer has a window."""
     key_index: Int[Array, "B S"] | None = None
     """Index of each key among the real tokens of its row."""
 

@@ -1,5 +1,7 @@
 """KV cache: an immutable value of fixed shape, preallocated with zeros.
 
+Shapes: B rows, K key/value heads, S cache slots, H head size.
+
 Cache slots are columns of the sequence: slot ``j`` has the keys of column ``j`` of ``sequences``
 (but see ``Branches``). Only ``mask`` says which slots hold real tokens, so left pads, right pads
 and finished rows need no special case elsewhere. Keys of one layer are stored as ``[B*K, S, H]``:
@@ -152,8 +154,8 @@ class Cache:
     mask: Bool[Array, "B S"]
     """Padding mask: True where a slot holds a real token."""
     length: Int[Array, ""] | Int[Array, " R"]
-    """Next free slot, of all rows or of each. R is B, or half of it where the rows of unconditional
-    contexts follow those that they belong to (guidance)."""
+    """Next free slot, of all rows or of each. R is B; with guidance R is B/2, since the cache holds
+    the conditional rows and then their unconditional rows."""
     next_position: Int[Array, " B"]
     """Position of each row's next real token: the number of real tokens so far."""
     cross: tuple[KV, ...] | None = None
@@ -259,7 +261,8 @@ class Cache:
         return self.replace(mask=kept, length=length, next_position=known)
 
     def aligned(self) -> Self:
-        """The cache with the largest `length` for all rows: writes are then one slice update."""
+        """The cache with the largest `length` for all rows: writes are then one slice update.
+        Shorter rows get a gap, which the mask hides."""
         return self.replace(length=jnp.max(self.length))
 
     def make_view(

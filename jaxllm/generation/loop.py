@@ -26,7 +26,8 @@ def prefill(
     capacity: int,
     new_token_bucket: int,
 ) -> Any:
-    """Runs the prompt, or its new part after a past cache, and initialises the strategy's state.
+    """Runs the prompt, or the tokens that `past_key_values` does not hold yet, and initialises the
+    strategy's state.
 
     Args:
         capacity: number of cache slots.
@@ -51,7 +52,7 @@ def prefill(
         out = out.replace(
             encoder_hidden_states=encoded.hidden_states, encoder_attentions=encoded.attentions
         )
-    # New tokens overwrite the columns of bucket padding.
+    # `length` becomes that of the unpadded prompt: new tokens overwrite the bucket's padding.
     out = out.replace(cache=out.cache.replace(length=prompt.cache_len))
     return settled(strategy.init(model, prompt, out, settings, new_token_bucket))
 
@@ -95,7 +96,7 @@ def settled(state: Any) -> Any:
 
 
 def finish(strategy: Strategy[Any], state: Any, settings: DecodeSettings) -> Result:
-    """The result of a state, which need not be the last."""
+    """Builds the result of the last state, or of an intermediate one (streaming)."""
     over = ~strategy.alive(state, settings.max_length)
     # Replicated on a mesh: each process reads the whole result.
     return constrain(dataclasses.replace(strategy.finish(state, settings), over=over))

@@ -2,7 +2,8 @@
 
 `init_cache` allocates the KV cache; an encoder-decoder also runs its encoder there, once, and
 computes the cross-attention keys and values. `decode` runs new columns after the cached ones.
-Strategies use nothing else of a model, and models do not depend on strategies.
+Most strategies use nothing else of a model; DoLa, guidance and early exit use the other members.
+Models do not depend on strategies.
 """
 
 from __future__ import annotations

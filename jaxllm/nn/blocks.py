@@ -156,7 +156,7 @@ class Block(nnx.Module):
         return BlockOutput(x, cache, weights, cross_weights)
 
     def _add(self, x, y, key):
-        # All-reduce of tensor-parallel partial sums.
+        # With this constraint XLA all-reduces the partial sums of tensor parallelism.
         x = constrain(x + dropout(y, self.dropout_rate, key), "rows")
         return x if self.limit is None else self.limit(x)
 
@@ -315,6 +315,7 @@ class Stack(nnx.Module):
         biases = [bias(view.query_slots, view.key_slots) for bias in self.position_bias]
         contexts = []
         for i, block in enumerate(self.blocks):
+            # T5 has one bias for all blocks, umT5 one per block.
             bias = biases[min(i, len(biases) - 1)] if biases else context.bias
             of_block = dataclasses.replace(context, view=views[block.attn.window], bias=bias)
             contexts.append(of_block)

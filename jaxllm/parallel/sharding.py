@@ -31,8 +31,9 @@ MESH_AXIS = {
     "mlp": TENSOR,
     "embed": FSDP,
 }
-"""Logical axis -> mesh axis. `tensor` shards a layer's computation: a pair of matrix products needs
-one all-reduce. `fsdp` shards the remaining dimension, all-gathered before use."""
+"""Logical axis -> mesh axis. `tensor` shards a layer's computation: q, k and v followed by o, and
+gate and up followed by down, need one all-reduce each (Megatron). `fsdp` shards the remaining
+dimension, all-gathered before use."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(embed|shared|lm_head)\.weight", ("vocab", "embed")),
@@ -223,8 +224,8 @@ def heads_apart() -> bool:
 def constrain(x: T, *axes: str | None, batch: int | None = None) -> T:
     """Constrains the sharding of an array: ``constrain(q, "rows", None, "heads", None)``.
 
-    Does nothing without a mesh in use (`use`). Axes that are omitted or None, and sizes that do not
-    divide, are replicated.
+    Does nothing without a mesh in use (`use`). "rows" stands for `data` and `fsdp` together. Axes
+    that are omitted or None, and sizes that do not divide, are replicated.
 
     Args:
         batch: number of rows, if the first axis is rows and heads merged.

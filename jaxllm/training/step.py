@@ -35,8 +35,9 @@ def make_train_step(
     into micro-batches. A batch whose loss or gradient is not finite changes only the counters.
 
     Args:
-        optimizer: the optimizer with which the state was created. If it takes extra arguments, it
-            must accept unknown ones, as optax requires (see `optimizers.clip_by_norm`).
+        optimizer: the optimizer with which the state was created. If it takes extra arguments, its
+            `update` gets `measured=(gradients, norm)` and must accept unknown ones, as optax
+            requires (see `optimizers.clip_by_norm`).
         loss: for example `loss_for(model)`; a batch is a dict of arrays [B, ...].
         accumulation: number of micro-batches, computed sequentially; must divide B.
         ema_decay: decay of the moving average, for a state that keeps one.
@@ -91,6 +92,7 @@ def _update(
         return sums.loss, sums
 
     grads, sums = accumulate(jax.grad(micro_loss, has_aux=True), state.params, batch, keys)
+    # Labels of all micro-batches; 1 where there are none, instead of 0 / 0.
     count = jnp.maximum(sums.count, 1.0)
     norm = global_norm(grads) / count
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)

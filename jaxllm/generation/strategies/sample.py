@@ -76,7 +76,7 @@ class Prediction(NamedTuple):
     logits: Float[Array, "B V"]
     """Raw logits."""
     basis: Float[Array, "B V"]
-    """Input of the logits processors."""
+    """Input of the logits processors: `logits`, unless a subclass changes them (DoLa)."""
     unconditional: Float[Array, "B V"] | None
     """Logits after the negative prompt (guidance)."""
 
@@ -134,7 +134,7 @@ class Sample(Strategy[SampleState]):
         at: Int[Array, " B"] | None,
         live: Bool[Array, " B"],
     ) -> Prediction:
-        """Logits of the newest column, or of column `at` of the prompt."""
+        """Logits of the one column in `out`. Subclasses also use the other arguments."""
         logits = out.logits[:, 0]
         return Prediction(logits, logits, unconditional(out))
 

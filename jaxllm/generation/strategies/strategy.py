@@ -47,7 +47,7 @@ class Prompt:
     """int32. Columns of `sequences` that the prompt fills; one number per row in batch slots."""
     cache_len: Int[Array, ""] | Int[Array, " B"]
     """int32. Columns of the cache that the prompt fills, without bucket padding, which new tokens
-    overwrite. More than `start_len` for embeddings alone."""
+    overwrite. More than `start_len` if only `inputs_embeds` were given, which have no token ids."""
     last_column: Int[Array, " B"]
     """int32. The column of `decoder_inputs` that holds each row's last real token."""
     keys: Key[Array, " Bn"]
@@ -118,13 +118,13 @@ class Result:
     sequences: Int[Array, "R L"]
     """int32. Prompt and new tokens, then pads."""
     length: Int[Array, ""]
-    """Columns of the longest row; in a partial result, columns that every live row has."""
+    """Columns of the longest row; in a partial result, columns that are final in every live row."""
     steps: Int[Array, ""]
     """New tokens of the longest row: entries in `scores`, `logits` and `records`."""
     first_nonfinite_step: Int[Array, " B"]
     """The first step at which a live row had no finite logits or no token left, or -1."""
     longest: Int[Array, ""] | None = None
-    """Columns of the longest row so far, in strategies whose rows do not advance together."""
+    """Maximum number of columns over rows, in strategies whose rows do not advance together."""
     over: Bool[Array, ""] | None = None
     """True if every row has ended or has `max_length` columns. Set in `loop.finish`."""
     scores: Float[Array, "N Bn V"] | None = None
