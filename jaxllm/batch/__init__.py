@@ -1,6 +1,14 @@
-"""Batch engine: generates from many prompts with continuous batching in a fixed set of slots."""
+"""Batches: many prompts through one model, in slots that are refilled.
 
+`BatchGenerator` generates from rows (prompts with settings of their own); each row's output is that
+of `jaxllm.generate` on it alone. A job (`jaxllm.batch.job`) answers a file of rows and can be
+resumed. Slots step through the strategies of `jaxllm.generation`; rows of strategies that slots do
+not hold run in batches of `jaxllm.generate`.
+"""
+
+from jaxllm.batch.counts import Counts
 from jaxllm.batch.generator import BatchGenerator
+from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput
 
-__all__ = ["BatchGenerator", "BatchOutput"]
+__all__ = ["BatchGenerator", "BatchOutput", "Counts", "Prediction"]

@@ -1,4 +1,4 @@
-"""Counters of a batch run."""
+"""Counters of a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxllm.batch.queue import Task
 from jaxllm.batch.rows import BatchOutput
 
 if TYPE_CHECKING:
-    from jaxllm.batch.row_settings import Group
+    from jaxllm.batch.row_groups import Group
     from jaxllm.batch.sizes import Sizes
 
 
@@ -20,19 +20,20 @@ class Counts:
     """Counters of one run, all of them exact."""
 
     asked: int = 0
-    """Maximum number of new tokens, summed over the rows that can run."""
+    """Sum of the new-token limits of all rows that can run."""
     answered: int = 0
     """The same sum over finished rows."""
     rows: int = 0
-    """Finished rows, failed ones included."""
+    """Finished rows, those with errors included."""
     texts: int = 0
+    """Finished sequences."""
     prompt_tokens: int = 0
-    """Prompt tokens of rows that finished without an error."""
+    """Prompt tokens of finished rows."""
     new_tokens: int = 0
     read_tokens: int = 0
-    """Prompt tokens in prefill; a row's prompt counts once for each of its samples."""
+    """Prefilled tokens; a sample's prompt counts once for each sample."""
     read_columns: int = 0
-    """Prompt positions in prefill, padding included."""
+    """Prefilled columns, the padding of buckets included."""
     decode_steps: int = 0
     slot_steps: int = 0
     """Decode steps times slots. All beams of a row are one slot."""
@@ -58,11 +59,11 @@ class Counts:
 
     @property
     def utilisation(self) -> float:
-        """Share of slot-steps occupied by a live row."""
+        """The share of slot-steps occupied by a live row."""
         return self.busy_steps / self.slot_steps if self.slot_steps else 0.0
 
     def admitted(self, tasks: Sequence[Task], sizes: Sizes, group: Group) -> None:
-        """Counts one prefill call."""
+        """Counts a prefill."""
         self.read_tokens += sum(len(task.row.ids) for task in tasks)
         self.read_columns += sizes.arrivals * tasks[0].width
         self._used(f"read {sizes.arrivals} x {tasks[0].width} into", sizes, group)
@@ -71,7 +72,7 @@ class Counts:
         self._used("decode", sizes, group)
 
     def decoded(self, steps: int, busy: int, slots: int) -> None:
-        """Counts decode steps."""
+        """Counts the steps of a decode call."""
         self.decode_steps += steps
         self.busy_steps += busy
         self.slot_steps += steps * slots
@@ -105,5 +106,5 @@ class Counts:
         self.buckets[bucket] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """The counters as JSON values."""
+        """The counters as a JSON object."""
         return {**vars(self), "utilisation": self.utilisation}

@@ -1,4 +1,4 @@
-"""`BatchGenerator`: generates from many prompts with continuous batching."""
+"""`BatchGenerator`: generates from many prompts, in slots that are refilled."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import jax
 from jaxllm.batch.counts import Counts
 from jaxllm.batch.memory import Prediction, budget
 from jaxllm.batch.plan import Plan, plans, ran_out, too_large
-from jaxllm.batch.results import Done
-from jaxllm.batch.row_settings import Group, check_processors, fits_slots, groups
-from jaxllm.batch.rows import BatchOutput, Given, Reader, Row, failed, row_id
+from jaxllm.batch.queue import Finished
+from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
+from jaxllm.batch.rows import BatchOutput, RawRow, Row, RowReader, failed, row_id
 from jaxllm.batch.slot_pool import Pool
 from jaxllm.batch.static_batches import batches, run_batch
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards
 
 DEFAULT_SLOTS = {"cpu": 16}
-MOST_SLOTS = 128
-"""Default number of slots on other backends."""
+DEFAULT_ACCELERATOR_SLOTS = 128
+"""Slots on other devices."""
 
 
 class BatchGenerator:
@@ -38,22 +39,22 @@ class BatchGenerator:
     All beams of a row are one slot.
 
     Args:
-        model: a causal or encoder-decoder language model. If it is on a mesh, so are the slots:
-            sharded over `data` and `fsdp`, the heads of their KV cache over `tensor`.
-        tokenizer: the model's own. None: rows must have `input_ids`, and results have no text.
-        slots: maximum number of rows decoded at once; on a mesh rounded up to a multiple of
-            data * fsdp. None: data * fsdp times 16 on a CPU and 128 elsewhere. Fewer are used if
-            memory does not suffice.
-        memory: bytes to use on each device, or a string such as "12GB". None: 90% of the device's
-            memory, or half of the machine's if the backend does not report it.
-        seed: seed of rows without a `seed`. Row i then samples as
-            `jaxllm.generate(..., key=seed, row_ids=[i])` does; a row with its own seed as
-            `jaxllm.generate(..., key=its_seed)`.
-        default_new_tokens: maximum number of new tokens of rows without a length setting, limited
-            by the model's context length. None: 20, as `generate`.
-        chat: put a row's `prompt` into the model's chat template as a user message, after `system`.
-        announce: called with the predicted memory of each pool of slots before the pool runs.
-        fields: generation fields of all rows; a row's own fields override them.
+        model: a causal or encoder-decoder language model. Where it lies on a mesh, so do the slots:
+            over `data` and `fsdp`, and the heads of their caches over `tensor`.
+        tokenizer: the model's own. None: rows have `input_ids`, and outputs no `texts`.
+        slots: rows that are decoded side by side, at most; on a mesh rounded up to a multiple of
+            data * fsdp. None: 16 on a CPU and 128 elsewhere, for each of data * fsdp. Fewer are
+            used where memory does not allow so many.
+        memory: bytes to use on each device, or a string such as "12GB". None: nine tenths of the
+            device's memory, or half of the machine's where the backend does not report it.
+        seed: of the rows that name none. Row number i then samples what
+            `jaxllm.generate(..., key=seed, row_ids=[i])` does; one with a seed of its own, what
+            `jaxllm.generate(..., key=its_seed)` does.
+        default_new_tokens: most new tokens of rows for which nobody states a length, as far as the
+            model reaches. None: as `generate`, 20.
+        chat: a row's `prompt` is what a user says, in the model's chat template, after `system`.
+        announce: called with the memory that each pool of slots will take, before it runs.
+        fields: generation fields of all rows; a row's own win over them.
 
     Raises:
         InputError, UnsupportedError: a field of all rows is wrong. Errors of a single row are
@@ -62,7 +63,7 @@ class BatchGenerator:
 
     def __init__(
         self,
-        model: Any,
+        model: GenerativeModel,
         tokenizer: Any = None,
         *,
         slots: int | None = None,
@@ -87,11 +88,11 @@ class BatchGenerator:
         GenerationConfig(**fields)
         self.model, self.tokenizer = model, tokenizer
         self._bare = without_metadata(model)
-        self._reader = Reader(
+        self._reader = RowReader(
             model, tokenizer, fields, seed, default_new_tokens, chat=chat, system=system
         )
-        each = DEFAULT_SLOTS.get(jax.default_backend(), MOST_SLOTS)
-        self._slots = slots or each * row_shards(self.mesh)
+        per_shard = DEFAULT_SLOTS.get(jax.default_backend(), DEFAULT_ACCELERATOR_SLOTS)
+        self._slots = slots or per_shard * row_shards(self.mesh)
         self._budget = budget(memory, 1 if self.mesh is None else self.mesh.size)
         self._announce = announce
         self.counts = Counts()
@@ -104,17 +105,17 @@ class BatchGenerator:
         return sorted(self.stream(rows), key=lambda output: output.index)
 
     def stream(self, rows: Iterable[Any]) -> Iterator[BatchOutput]:
-        """Yields outputs in the order in which rows finish."""
-        return self.answer(Given(index, index, raw) for index, raw in enumerate(rows))
+        """Outputs in the order in which rows end."""
+        return self.answer(RawRow(index, index, raw) for index, raw in enumerate(rows))
 
-    def answer(self, rows: Iterable[Given]) -> Iterator[BatchOutput]:
-        """Like `stream`, for rows of a larger job; each `Given` carries its number in the job."""
+    def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
+        """Streams outputs of some rows of a larger job, which keep their numbers there."""
         self.counts, self.memory = Counts(), []
         for output in self._answer(rows):
             self.counts.finished(output)
             yield output
 
-    def _answer(self, rows: Iterable[Given]) -> Iterator[BatchOutput]:
+    def _answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
         read: list[Row] = []
         checked: set[GenerationConfig] = set()
         for given in rows:
@@ -128,21 +129,21 @@ class BatchGenerator:
                 read.append(row)
             except JaxLLMError as error:
                 yield failed(given.index, name, error)
-        self.counts.asked = sum(row.new * row.samples for row in read)
-        parts: dict[int, list[Done]] = {}
-        for done in self._texts(read):
+        self.counts.asked = sum(row.max_new_tokens * row.samples for row in read)
+        parts: dict[int, list[Finished]] = {}
+        for done in self._sequences(read):
             row = done.task.row
             found = parts.setdefault(row.index, [])
             found.append(done)
             if len(found) == row.samples:
-                self.counts.answered += row.new * row.samples
+                self.counts.answered += row.max_new_tokens * row.samples
                 yield self._output(row, parts.pop(row.index))
 
-    def _texts(self, rows: Sequence[Row]) -> Iterator[Done]:
-        """Generates the sequences of all rows: first those that fit slots, then static batches."""
+    def _sequences(self, rows: Sequence[Row]) -> Iterator[Finished]:
+        """The sequences of all rows: those that run in slots first."""
         for group in groups(filter(fits_slots, rows), self.model.config.vocab_size):
-            where = (self._bare, self.tokenizer, group)
-            for plan in plans(*where, group.tasks(), self._slots, self._budget, self.mesh):
+            common = (self._bare, self.tokenizer, group)
+            for plan in plans(*common, group.tasks(), self._slots, self._budget, self.mesh):
                 self.memory.append(plan.memory)
                 if self._announce is not None:
                     self._announce(plan.memory)
@@ -151,18 +152,18 @@ class BatchGenerator:
         for batch in batches(self._bare, others, self._slots, row_shards(self.mesh)):
             yield from run_batch(self._bare, self.tokenizer, batch, self.counts)
 
-    def _run_plan(self, group: Group, plan: Plan) -> Iterator[Done]:
-        """Yields finished sequences. If memory runs out, retries the rest with half the slots."""
+    def _run_plan(self, group: Group, plan: Plan) -> Iterator[Finished]:
+        """Sequences as they end. Where memory runs out, half the slots go on."""
         tasks, sizes = plan.tasks, plan.sizes
         while tasks:
             if not plan.memory.fits and sizes.slots == sizes.shards:
                 for task in tasks:
-                    yield from Done.failed(task, too_large(task, plan))
+                    yield from Finished.failed(task, too_large(task, plan))
                 return
             pool = None
             try:
-                where = (self._bare, self.tokenizer, group)
-                pool = Pool(*where, tasks, sizes, self.counts, self.mesh)
+                common = (self._bare, self.tokenizer, group)
+                pool = Pool(*common, tasks, sizes, self.counts, self.mesh)
                 yield from pool.run()
                 return
             except jax.errors.JaxRuntimeError as error:
@@ -174,12 +175,12 @@ class BatchGenerator:
             del pool
             if sizes.slots == sizes.shards:
                 for task in tasks:
-                    yield from Done.failed(task, ran_out(task, sizes))
+                    yield from Finished.failed(task, ran_out(task, sizes))
                 return
             sizes = sizes.with_slots(sizes.slots // 2)
             self.counts.halved()
 
-    def _output(self, row: Row, found: Sequence[Done]) -> BatchOutput:
+    def _output(self, row: Row, found: Sequence[Finished]) -> BatchOutput:
         found = sorted(found, key=lambda done: done.task.sample)
         errors = [done.error for done in found if done.error is not None]
         if errors:

@@ -16,7 +16,7 @@ from jaxllm.generation.inputs.values import is_integer
 
 SHARE_OF_DEVICE = 0.9
 SHARE_OF_HOST = 0.5
-"""Share of the machine's memory to use if the backend reports no limit."""
+"""Share of the machine's memory, where the model computes on its processor."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -67,9 +67,9 @@ def budget(memory: int | str | None, devices: int = 1) -> int:
     """Bytes that a batch may use on each device, weights included.
 
     Args:
-        memory: a number, or a string such as "12GB". None: 90% of the device's limit, or half of
-            the machine's memory if the backend reports no limit.
-        devices: number of devices that share the machine's memory in that case.
+        memory: a number, or a string such as "12GB". None: nine tenths of what the device has, or
+            half of the machine's memory where the backend does not say.
+        devices: of this machine that share its memory in that case.
     """
     if memory is None:
         stats = jax.local_devices()[0].memory_stats() or {}
@@ -85,7 +85,7 @@ def budget(memory: int | str | None, devices: int = 1) -> int:
         except ValueError:
             memory = 0
     if not is_integer(memory) or memory < 1:
-        raise InputError('memory: expected a number of bytes or a text such as "12GB"')
+        raise InputError('memory: expected a number of bytes or a string such as "12GB"')
     return int(memory)
 
 
@@ -100,21 +100,20 @@ def nbytes(tree: Any) -> int:
     return sum(map(one, jax.tree.leaves(tree)))
 
 
-def most_slots(predict: Callable[[int], Prediction], wanted: int, shards: int) -> Prediction:
-    """Prediction for the most slots that fit, up to `wanted`; for `shards` slots if none fit.
+def fitting_slots(predict: Callable[[int], Prediction], slots: int, shards: int) -> Prediction:
+    """The prediction for as many slots as fit, up to `slots`; for the fewest if none do.
 
     Args:
         predict: maps a number of slots to its prediction. It may compile, so it is called rarely.
         shards: the number of slots is a multiple of this.
     """
-    slots = wanted
     while True:
         found = predict(slots)
         if found.fits or slots == shards:
             return found
-        each = (found.total - found.weights) / slots
-        # Activations shrink more slowly than the slots: reduce by at least 1/8 each time.
-        fewer = min(int((found.budget - found.weights) / each), slots * 7 // 8)
+        per_slot = (found.total - found.weights) / slots
+        # Activations do not shrink as fast as the slots: so at least by a little each time.
+        fewer = min(int((found.budget - found.weights) / per_slot), slots * 7 // 8)
         slots = max(1, fewer // shards) * shards
 
 
@@ -126,6 +125,6 @@ def working_memory(compiled: jax.stages.Compiled, state: int) -> int:
         state: bytes of the state.
     """
     memory = compiled.memory_analysis()
-    if memory is None:  # not reported by this backend
+    if memory is None:  # a backend that does not report it
         return 0
     return memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - state)

@@ -1,4 +1,4 @@
-"""Plans pools of slots: groups tasks so that each pool fits in memory."""
+"""Plans pools of slots that fit the memory."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.batch.arrivals import lay_out
-from jaxllm.batch.memory import Prediction, most_slots, nbytes, size, working_memory
+from jaxllm.batch.memory import Prediction, fitting_slots, nbytes, size, working_memory
 from jaxllm.batch.programs import admit_program, decode_program
 from jaxllm.batch.queue import Task
-from jaxllm.batch.row_settings import Group
+from jaxllm.batch.row_groups import Group, lay_out
 from jaxllm.batch.rows import Row
-from jaxllm.batch.sizes import Sizes, size_of
+from jaxllm.batch.sizes import Sizes, sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
 from jaxllm.common.errors import InputError
+from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.sharding import row_shards, use
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Tasks that run in one pool."""
+    """Tasks of one pool of slots."""
 
     tasks: list[Task]
     sizes: Sizes
     memory: Prediction
     fitting: Sizes | None
-    """`sizes` if they fit, otherwise the largest shorter sizes that fit; None if none do."""
+    """`sizes`, or those of shorter sequences that would fit, or None."""
 
 
 def plans(
-    model: Any,
+    model: Decoder,
     tokenizer: Any,
     group: Group,
     tasks: Sequence[Task],
@@ -42,28 +42,28 @@ def plans(
     budget: int,
     mesh: Mesh | None,
 ) -> Iterator[Plan]:
-    """Yields one plan for all tasks if memory allows `slots` slots of the largest size. Otherwise
-    the tasks of the largest size get their own pool with fewer slots; the rest is planned likewise.
+    """One pool for all tasks if memory allows `slots` slots of the longest; else the longest have a
+    pool of their own, with fewer slots, and so on with the rest.
 
     If even the fewest slots do not fit, the plan's `memory.fits` is False.
     """
     shards = row_shards(mesh)
-    how = (model.is_encoder_decoder, shards, group.strategy.beams)
+    options = (model.is_encoder_decoder, shards, group.strategy.beams)
     predicted = partial(predict, model, tokenizer, group, budget, mesh)
     # Largest slots first.
     classes: dict[tuple[int, int], list[Task]] = {}
     for task in tasks:
-        alone = size_of([task], 1, *how)
+        alone = sizes_for([task], 1, *options)
         classes.setdefault((alone.capacity, alone.source or 0), []).append(task)
     waiting = [classes[key] for key in sorted(classes, reverse=True)]
     while waiting:
         rest = [task for part in waiting for task in part]
-        whole = size_of(rest, slots, *how)
-        memory = most_slots(partial(predicted, rest, whole), whole.slots, shards)
+        whole = sizes_for(rest, slots, *options)
+        memory = fitting_slots(partial(predicted, rest, whole), whole.slots, shards)
         if memory.slots < whole.slots and len(waiting) > 1:
             rest = waiting.pop(0)
-            whole = size_of(rest, slots, *how)
-            memory = most_slots(partial(predicted, rest, whole), whole.slots, shards)
+            whole = sizes_for(rest, slots, *options)
+            memory = fitting_slots(partial(predicted, rest, whole), whole.slots, shards)
         else:
             waiting = []
         if not memory.fits:  # the error of its rows states all bytes
@@ -82,7 +82,7 @@ def _shorter_that_fit(predicted: Any, tasks: Sequence[Task], sizes: Sizes) -> Si
 
 
 def predict(
-    model: Any,
+    model: Decoder,
     tokenizer: Any,
     group: Group,
     budget: int,
@@ -127,7 +127,7 @@ def predict(
 
 
 def too_large(task: Task, plan: Plan) -> InputError:
-    """Error of a task that does not fit in memory; names the setting to change."""
+    """The error of a task that cannot run, with the number to change."""
     memory, row = plan.memory, task.row
     if memory.weights >= memory.budget:
         return InputError(
@@ -138,14 +138,14 @@ def too_large(task: Task, plan: Plan) -> InputError:
         f"one slot of {memory.capacity} columns ({_lengths(row)}) takes {size(memory.total)}, but "
         f"the budget is {size(memory.budget)}"
     )
-    new = 0 if plan.fitting is None else plan.fitting.most_new(len(row.start))
+    new = 0 if plan.fitting is None else plan.fitting.max_new_tokens(len(row.start))
     if new < 1:
         return InputError(f"memory: {needed}; shorten the prompt, or raise memory")
     return InputError(f"max_new_tokens: {needed}; ask for at most {new}, or raise memory")
 
 
 def ran_out(task: Task, sizes: Sizes) -> InputError:
-    """Error of a task that ran out of device memory although it was predicted to fit."""
+    """The error of a task for which memory ran out although it was predicted to fit."""
     return InputError(
         f"max_new_tokens: the device ran out of memory with a single slot of {sizes.capacity} "
         f"columns ({_lengths(task.row)}); ask for fewer"
@@ -154,4 +154,4 @@ def ran_out(task: Task, sizes: Sizes) -> InputError:
 
 def _lengths(row: Row) -> str:
     beams = f" for each of {row.config.num_beams} beams" if row.config.num_beams > 1 else ""
-    return f"a prompt of {len(row.ids)} tokens, {row.new} new ones{beams}"
+    return f"a prompt of {len(row.ids)} tokens, {row.max_new_tokens} new ones{beams}"

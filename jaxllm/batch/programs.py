@@ -1,23 +1,25 @@
-"""The two compiled programs: `admit` (prefill into slots) and `decode` (steps of all slots)."""
+"""The two compiled programs: one prefills prompts into slots, the other decodes all slots."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slot_placement import put, settled
+from jaxllm.batch.slot_placement import put
 from jaxllm.batch.slot_strategies import SlotStrategy
 from jaxllm.batch.slots import Arrivals, SlotCache, SlotOutputs, Slots
 from jaxllm.generation.stopping import StoppingCriteriaList
+from jaxllm.models.decoder import Decoder
+from jaxllm.parallel.field_axes import constrain_fields
 from jaxllm.parallel.sharding import constrain
 
 
-class Seen(NamedTuple):
-    """Outputs of a decode call that are copied to the host."""
+class DecodeProgress(NamedTuple):
+    """Results of some decode steps, for the host."""
 
     outputs: SlotOutputs
     live: Bool[Array, " B"]
@@ -29,7 +31,7 @@ class Seen(NamedTuple):
 
 
 def admit(
-    model: Any,
+    model: Decoder,
     slots: Slots,
     arrivals: Arrivals,
     at: Int[Array, " R"],
@@ -38,10 +40,10 @@ def admit(
     strategy: SlotStrategy,
     sizes: Sizes,
 ) -> Slots:
-    """Prefills R prompts of one bucket, chooses their first tokens and writes them into slots.
+    """Prefills R prompts of one bucket, chooses their first tokens, and puts them into slots.
 
     Args:
-        at: slot of each prompt; a number beyond the last slot drops it (padding of the batch).
+        at: the slot of each prompt; the number of slots marks prompts that only fill up.
     """
     arrivals = constrain(arrivals, "rows")
     rows, width = arrivals.tokens.shape
@@ -56,35 +58,35 @@ def admit(
 
 
 def decode(
-    model: Any,
+    model: Decoder,
     slots: Slots,
     stops: StoppingCriteriaList,
-    wanted: Int[Array, ""],
-    most: Int[Array, ""],
+    free_slots: Int[Array, ""],
+    max_steps: Int[Array, ""],
     *,
     strategy: SlotStrategy,
-) -> tuple[Slots, Seen]:
-    """Decodes until `wanted` slots are free, no row is live, or `most` steps are done.
+) -> tuple[Slots, DecodeProgress]:
+    """Decodes until `free_slots` slots are free, no row is live, or `max_steps` steps are done.
 
-    `Seen` is a copy of the outputs, since the next call overwrites the slots and need not wait for
-    the host.
+    The host reads a copy: the slots themselves are overwritten by the next call, which need not
+    wait for the host.
     """
 
-    def going(carry):
+    def unfinished(carry):
         slots, steps, _ = carry
         live = jnp.sum(slots.live)
-        return (live > 0) & (slots.count - live < wanted) & (steps < most)
+        return (live > 0) & (slots.count - live < free_slots) & (steps < max_steps)
 
     def step(carry):
         slots, steps, busy = carry
         busy += jnp.sum(slots.live, dtype=jnp.int32)
         return strategy.step(model, slots, stops), steps + 1, busy
 
-    slots, steps, busy = jax.lax.while_loop(going, step, (slots, jnp.int32(0), jnp.int32(0)))
-    slots = settled(slots)
-    return slots, Seen(strategy.outputs(slots), slots.live, steps, busy)
+    slots, steps, busy = jax.lax.while_loop(unfinished, step, (slots, jnp.int32(0), jnp.int32(0)))
+    slots = constrain_fields(slots, batch=slots.count)
+    return slots, DecodeProgress(strategy.outputs(slots), slots.live, steps, busy)
 
 
-# The slots are donated: KV cache and sequences are updated in place.
+# The slots are donated: cache and sequences are updated in place.
 admit_program = jax.jit(admit, static_argnames=("strategy", "sizes"), donate_argnames=("slots",))
 decode_program = jax.jit(decode, static_argnames=("strategy",), donate_argnames=("slots",))

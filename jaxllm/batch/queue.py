@@ -1,4 +1,4 @@
-"""Queue of tasks, in buckets of power-of-two prompt lengths, longest results first."""
+"""Tasks of a batch: a queue of those that wait for a slot, and the sequences that they end with."""
 
 from __future__ import annotations
 
@@ -7,50 +7,78 @@ from collections import deque
 from collections.abc import Iterable
 
 from jaxllm.batch.rows import Row
+from jaxllm.common.errors import JaxLLMError, NonFiniteError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """Work for one slot: one sample of a row, or all beams of a row."""
+    """A row, or one of its samples, that takes a slot."""
 
     row: Row
     sample: int
     returns: int = 1
-    """Number of sequences it returns; more than 1 only with beams."""
+    """Sequences that it ends with: more than one of beams."""
 
     @property
-    def texts(self) -> list[Task]:
-        """One task for each returned sequence."""
+    def sequences(self) -> list[Task]:
+        """A task for each sequence that it ends with."""
         if self.returns == 1:
             return [self]
         return [Task(self.row, sample) for sample in range(self.returns)]
 
     @property
     def width(self) -> int:
-        """Length of the bucket in which its prompt is prefilled."""
+        """Columns of its prompt's bucket."""
         return bucket(len(self.row.ids), SMALLEST_BUCKET)
 
     def columns(self, encoder_decoder: bool) -> int:
-        """Maximum sequence length, rounded up to a power of two.
+        """Columns of its longest sequence, rounded up to a power of two.
 
         For an encoder-decoder the prompt does not count: it is in the encoder part of the slot.
         """
-        least = self.row.most if encoder_decoder else max(self.row.most, self.width)
-        return bucket(least, SMALLEST_BUCKET)
+        longest = self.row.max_length
+        return bucket(longest if encoder_decoder else max(longest, self.width), SMALLEST_BUCKET)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A sequence that has ended."""
+
+    task: Task
+    tokens: list[int]
+    """New tokens."""
+    reason: str
+    error: JaxLLMError | None = None
+    """Why there are no tokens."""
+
+    @staticmethod
+    def failed(task: Task, error: JaxLLMError) -> list[Finished]:
+        """All sequences of a task that failed."""
+        return [Finished(part, [], "", error) for part in task.sequences]
+
+
+def not_finite(step: int) -> NonFiniteError:
+    """The error of a row whose logits were not finite at a new token."""
+    return NonFiniteError(
+        f"at new token {step} the model's logits are NaN or infinite, or the settings forbid every "
+        "token; check the weights and the settings, or compute in float32 (dtype='float32')"
+    )
 
 
 class Queue:
-    """Tasks that wait for a slot.
+    """Tasks that wait for a slot, in buckets of power-of-two prompt lengths.
 
-    Tasks with the most new tokens come first: a long sequence that starts last would be decoded
-    alone while all other slots are free.
+    Those with the most new tokens come first: a long sequence that starts last would be decoded
+    alone, while all other slots are free.
     """
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self._buckets: dict[int, deque[Task]] = {}
-        for task in sorted(tasks, key=lambda task: (-task.row.new, task.row.index, task.sample)):
+        for task in sorted(
+            tasks, key=lambda task: (-task.row.max_new_tokens, task.row.index, task.sample)
+        ):
             self._buckets.setdefault(task.width, deque()).append(task)
 
     def __len__(self) -> int:
@@ -58,7 +86,7 @@ class Queue:
 
     @property
     def widths(self) -> list[int]:
-        """Lengths of the non-empty buckets."""
+        """The buckets in which tasks wait."""
         return sorted(width for width, waiting in self._buckets.items() if waiting)
 
     def take(self, count: int) -> list[Task]:
@@ -66,11 +94,11 @@ class Queue:
         waiting = [tasks for tasks in self._buckets.values() if tasks]
         if not waiting:
             return []
-        tasks = max(waiting, key=lambda tasks: (tasks[0].row.new, tasks[0].width))
+        tasks = max(waiting, key=lambda tasks: (tasks[0].row.max_new_tokens, tasks[0].width))
         return [tasks.popleft() for _ in range(min(count, len(tasks)))]
 
     def take_all(self) -> list[Task]:
-        """Removes all tasks."""
+        """All tasks that wait."""
         taken = [task for tasks in self._buckets.values() for task in tasks]
         self._buckets.clear()
         return taken

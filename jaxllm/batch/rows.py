@@ -1,4 +1,4 @@
-"""Input rows and their outputs: reads and checks rows one by one."""
+"""Rows of a batch, read and checked one by one, and their outputs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.generation.settings.mode import generation_mode
 from jaxllm.generation.settings.special_tokens import checked_pad
 from jaxllm.generation.stopping import StopStringCriteria
+from jaxllm.models.decoder import GenerativeModel
 
 INPUTS = ("prompt", "messages", "input_ids")
 OWN = frozenset({"id", "seed", *INPUTS})
 """Keys of a row that are not generation fields."""
-MOST_SEED = 2**32 - 1
-MOST_TEXTS = 2**20
-"""Most sequences per row, so that a mistyped number does not exhaust the memory."""
+MAX_SEED = 2**32 - 1
+MAX_SEQUENCES = 2**20
+"""Most sequences of one row, so that a wrong number does not take the memory of all others."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,47 +37,47 @@ class Row:
     """A checked row, ready to run."""
 
     index: int
-    """Number of the row in the input, from 0."""
+    """Its place among all rows."""
     id: str | int
     ids: Int[np.ndarray, " T"]
     """Prompt ids; for an encoder-decoder, the encoder's input ids."""
     start: Int[np.ndarray, " C"]
-    """Decoder prompt: the prompt, or an encoder-decoder's start tokens."""
+    """The decoder's prompt: `ids`, or an encoder-decoder's start token."""
     config: GenerationConfig
     eos: tuple[int, ...]
-    new: int
-    """Maximum number of new tokens."""
+    max_new_tokens: int
+    """Most new tokens of a sequence."""
     seed: int
-    draw: int
-    """Row id for the random key: `generate(..., key=seed, row_ids=[draw])` samples the same."""
+    row_number: int
+    """`generate(..., key=seed, row_ids=[row_number])` samples the same."""
     mode: str
-    """Name of the strategy, from `generation_mode`."""
+    """Generation mode, as `generation_mode` names it."""
 
     @property
     def samples(self) -> int:
         return self.config.num_return_sequences
 
     @property
-    def most(self) -> int:
-        """Maximum sequence length, prompt included."""
-        return len(self.start) + self.new
+    def max_length(self) -> int:
+        """Columns of the longest sequence."""
+        return len(self.start) + self.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchOutput:
-    """Result of one row: `num_return_sequences` generated texts, or an error."""
+    """The result of one row: `num_return_sequences` generated sequences, or an error."""
 
     index: int
     id: str | int
     output_ids: tuple[list[int], ...] = ()
-    """New tokens of each text, EOS included."""
+    """New tokens of each sequence, the end token included."""
     texts: tuple[str, ...] | None = None
-    """Generated texts without special tokens; None without a tokenizer."""
+    """Decoded `output_ids`, without special tokens; None where there is no tokenizer."""
     finish_reasons: tuple[str, ...] = ()
-    """Finish reason of each text: "eos", "length", or "stop" (a stop string)."""
+    """Why each sequence ended: "eos", "length", or "stop" (a stop string)."""
     prompt_tokens: int = 0
     error: str | None = None
-    """Error message; None if the row succeeded."""
+    """Error message of a row that cannot be answered."""
     error_kind: str | None = None
     """Class name of the error, such as "InputError"."""
 
@@ -86,7 +87,7 @@ class BatchOutput:
         return self.texts[0] if self.texts else None
 
     def to_dict(self) -> dict[str, Any]:
-        """A line of an output file; values are lists if the row has several texts.
+        """The result as a line of an output file: lists where the row asked for several sequences.
 
         >>> BatchOutput(0, "a", ([5, 2],), ("Hi",), ("eos",), 3).to_dict()
         {'id': 'a', 'text': 'Hi', 'output_ids': [5, 2], 'finish_reason': 'eos'}
@@ -104,15 +105,15 @@ class BatchOutput:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
-    """A row as given, before it is checked."""
+class RawRow:
+    """A row before it is read."""
 
     index: int
     """Number of the row in the job, from 0; its samples depend on it if it has no seed."""
     id: str | int
-    """Default `id`."""
+    """Default of its `id`."""
     raw: Any
-    """A mapping, a prompt or token ids; or the error from reading it."""
+    """A mapping, a prompt or token ids; or the error of the line that it should be on."""
 
 
 def failed(index: int, row_id: str | int, error: BaseException) -> BatchOutput:
@@ -122,28 +123,27 @@ def failed(index: int, row_id: str | int, error: BaseException) -> BatchOutput:
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """Checked settings, cached for all rows with the same generation fields."""
+    """Settings that rows with the same generation fields share."""
 
     config: GenerationConfig
     eos: tuple[int, ...]
     mode: str
 
 
-class Reader:
-    """Reads and checks rows.
+class RowReader:
+    """Reads rows: mappings, prompts or token ids.
 
     Args:
-        fields: generation fields of all rows; a row's own fields override them.
-        seed: seed of rows without a `seed`.
-        default_new_tokens: maximum number of new tokens of rows without a length setting; None: as
-            `generate`.
-        chat: put a row's `prompt` into the model's chat template as a user message.
-        system: system message before it.
+        fields: generation fields of all rows; a row's own win over them.
+        seed: of the rows that name none.
+        default_new_tokens: of rows for which nobody states a length; None: as `generate`.
+        chat: a row's `prompt` is what a user says, in the model's chat template.
+        system: system message of that chat.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: GenerativeModel,
         tokenizer: Any,
         fields: Mapping[str, Any],
         seed: int,
@@ -157,13 +157,13 @@ class Reader:
         self._settings: dict[str, _Settings] = {}
         self._lengthened: dict[tuple[GenerationConfig, int], GenerationConfig] = {}
 
-    def read(self, given: Given, name: str | int) -> Row:
-        """Reads a row from a mapping, a prompt or token ids.
+    def read(self, row: RawRow, name: str | int) -> Row:
+        """Reads and checks a row.
 
         Raises:
-            JaxLLMError: the row is invalid.
+            JaxLLMError: the row is wrong.
         """
-        raw = given.raw
+        raw = row.raw
         if isinstance(raw, JaxLLMError):
             raise raw
         if isinstance(raw, str):
@@ -183,35 +183,35 @@ class Reader:
             start = ids
         config = self._with_length(config, len(start))
         columns = PaddedBatch(start[None], np.ones((1, len(start)), bool))
-        config, until = checked_lengths(self._model, config, columns)
-        if config.num_return_sequences > MOST_TEXTS:
+        config, max_length = checked_lengths(self._model, config, columns)
+        if config.num_return_sequences > MAX_SEQUENCES:
             raise InputError(
-                f"num_return_sequences: {config.num_return_sequences} texts of one row, of at most "
-                f"{MOST_TEXTS}; give the prompt in several rows"
+                f"num_return_sequences: {config.num_return_sequences} is more than a row may have, "
+                f"{MAX_SEQUENCES}; give the prompt in several rows"
             )
         seed = raw.get("seed")
         return Row(
-            index=given.index,
+            index=row.index,
             id=name,
             ids=ids,
             start=start,
             config=config,
             eos=settings.eos,
-            new=until - len(start),
+            max_new_tokens=max_length - len(start),
             seed=self._seed if seed is None else checked_seed(seed),
-            draw=given.index if seed is None else 0,
+            row_number=row.index if seed is None else 0,
             mode=settings.mode,
         )
 
     def _with_length(self, config: GenerationConfig, start: int) -> GenerationConfig:
         if self._default is None or {"max_length", "max_new_tokens"} & config.to_dict().keys():
             return config
-        most, reach = self._default, self._model.config.context_length
-        if not self._model.is_encoder_decoder and reach is not None:
-            most = max(1, min(most, reach - start))
-        known = self._lengthened.get((config, most))
-        if known is None:  # one object for all rows with the same settings
-            known = self._lengthened[config, most] = config.replace(max_new_tokens=most)
+        limit, context = self._default, self._model.config.context_length
+        if not self._model.is_encoder_decoder and context is not None:
+            limit = max(1, min(limit, context - start))
+        known = self._lengthened.get((config, limit))
+        if known is None:  # many rows share their settings, which then are one object
+            known = self._lengthened[config, limit] = config.replace(max_new_tokens=limit)
         return known
 
     def _read_settings(self, own: Mapping[str, Any]) -> _Settings:
@@ -258,7 +258,7 @@ class Reader:
             raise InputError(f"{name}: this model has no tokenizer; give input_ids")
         if name == "prompt":
             if not isinstance(value, str):
-                raise InputError(f"prompt: expected a text, found {value!r:.60}")
+                raise InputError(f"prompt: expected a string, found {value!r:.60}")
             ids = self._asked(value) if self._chat else self._tokenizer([value]).input_ids
         else:
             if not isinstance(value, list) or not value:
@@ -273,7 +273,7 @@ class Reader:
 
 
 def _listed(ids: Any) -> Shaped[np.ndarray, " T"]:
-    """Converts a list of token ids to an array; raises InputError if it is not a flat list."""
+    """A list that should be token ids, as an array."""
     found = np.zeros(0)
     if isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str):
         with contextlib.suppress(ValueError):  # ragged nested lists
@@ -284,7 +284,7 @@ def _listed(ids: Any) -> Shaped[np.ndarray, " T"]:
 
 
 def row_id(raw: Any, default: str | int) -> str | int:
-    """The `id` of a row, or `default` if it has none.
+    """The `id` of a row, or the default.
 
     Raises:
         InputError: the id is neither a string nor an integer.
@@ -298,6 +298,6 @@ def row_id(raw: Any, default: str | int) -> str | int:
 
 
 def checked_seed(seed: Any) -> int:
-    if not is_integer(seed) or not 0 <= seed <= MOST_SEED:
+    if not is_integer(seed) or not 0 <= seed <= MAX_SEED:
         raise InputError(f"seed: expected an integer from 0 to 2**32 - 1, found {seed!r}")
     return int(seed)

@@ -1,5 +1,7 @@
-"""Placement of slots on a mesh: slots are sharded over `data` and `fsdp`, the heads of the KV
-cache over `tensor`. Without a mesh there is no sharding."""
+"""Arrays of slots: their shapes, empty ones, and new rows written into them.
+
+On a mesh their first axis is sharded over `data` and `fsdp`, the heads of the cache over `tensor`.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,15 @@ from jaxtyping import Array, Int, Shaped
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_strategies import SlotStrategy
 from jaxllm.batch.slots import Arrivals, RowSettings, SlotCache, Slots
-from jaxllm.parallel.field_axes import constrain_fields, map_with_axes
+from jaxllm.models.decoder import Decoder
+from jaxllm.parallel.field_axes import map_with_axes
 from jaxllm.parallel.sharding import ROWS, context_mesh, partition, use
 
 T = TypeVar("T")
 
 
-def settled(slots: Slots) -> Slots:
-    """Constrains slots to their input sharding, so that one compiled program serves all calls."""
-    return constrain_fields(slots, batch=slots.count)
-
-
-def with_places(shapes: T, mesh: Mesh | None) -> T:
-    """Adds shardings to the shapes of slots."""
+def with_shardings(shapes: T, mesh: Mesh | None) -> T:
+    """Shapes of slots with their shardings."""
     if mesh is None:
         # Not weakly typed: programs are compiled for the arrays that `empty_slots` makes of these.
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
@@ -42,7 +40,7 @@ def with_places(shapes: T, mesh: Mesh | None) -> T:
 
 
 def place(x: Any, sharding: Any = None) -> jax.Array:
-    """Copies an array to the device or sharding, never aliasing the host's buffer."""
+    """Copies an array to the devices; by default to the default device."""
     return jax.device_put(x, sharding, may_alias=False)
 
 
@@ -80,7 +78,7 @@ def set_rows(
 
 
 def put(old: T, new: T, at: Int[Array, " R"]) -> T:
-    """Writes new rows into the slots `at`; numbers beyond the last slot are dropped.
+    """Writes new rows into the slots `at`; one beyond the last slot is left out.
 
     Other axes of the new rows may be shorter than those of the slots; the rest is zero-filled.
     Masked keys and values are zeroed as well, since a NaN left there by the previous row would pass
@@ -96,7 +94,7 @@ def put(old: T, new: T, at: Int[Array, " R"]) -> T:
 def put_rows(
     old: Shaped[Array, "B ..."], new: Any, at: Int[Array, " R"], axes: tuple[str, ...] = ("rows",)
 ) -> Shaped[Array, "B ..."]:
-    """Replaces rows of `old`, zero-padding the new rows to its shape. `axes`: as in `set_rows`."""
+    """Replaces rows of `old`, padded with zeros to its columns; `axes` as in `set_rows`."""
     rest = [(0, have - got) for have, got in zip(old.shape[1:], new.shape[1:], strict=True)]
     return set_rows(old, jnp.pad(jnp.asarray(new, old.dtype), [(0, 0), *rest]), at, axes)
 
@@ -104,7 +102,7 @@ def put_rows(
 def put_layer(
     old: Shaped[Array, "*BK S H"], new: Shaped[Array, "*RK P H"], at: Int[Array, " R"]
 ) -> Shaped[Array, "*BK S H"]:
-    """Replaces the keys or values of rows `at`."""
+    """Replaces keys or values of some rows."""
     if old.ndim == 4:
         return put_rows(old, new, at, ("rows", "heads"))
     heads = new.shape[0] // at.shape[0]
@@ -112,13 +110,13 @@ def put_layer(
 
 
 def slot_shapes(
-    model: Any,
+    model: Decoder,
     strategy: SlotStrategy,
     sizes: Sizes,
     settings: RowSettings,
     mesh: Mesh | None = None,
 ) -> Slots:
-    """Shapes, dtypes and shardings of slots.
+    """The shapes, dtypes and shardings of slots.
 
     Args:
         settings: settings of any rows of the group, as host arrays.
@@ -132,21 +130,21 @@ def slot_shapes(
     repeated = jax.tree.map(lambda x: np.repeat(x[:1], count, axis=0), settings)
     arrivals = Arrivals(**arrays, settings=repeated, encoder={})
 
-    def blank(model: Any, arrivals: Arrivals) -> Slots:
+    def before(model: Decoder, arrivals: Arrivals) -> Slots:
         cache = start_cache(model, count, sizes.capacity, sizes.source)
         return strategy.before(arrivals, cache, sizes)
 
     with use(mesh):
-        shapes = jax.eval_shape(blank, model, arrivals)
-    return with_places(shapes, mesh)
+        shapes = jax.eval_shape(before, model, arrivals)
+    return with_shardings(shapes, mesh)
 
 
 def empty_slots(shapes: Any, settings: RowSettings) -> Any:
-    """Empty slots, built on the host without compiling a program.
+    """Slots without rows, made without compiling a program.
 
     Args:
-        settings: settings of any row, [1], as placeholder in all slots. (Zeros would select the
-            slow path of a filter.)
+        settings: of some row, [1]: those of a slot before its first row. (With zeros a filter would
+            take its slow branch.)
     """
 
     def zeros(shape: Any) -> jax.Array:
@@ -160,8 +158,8 @@ def empty_slots(shapes: Any, settings: RowSettings) -> Any:
     return dataclasses.replace(rest, settings=stated)
 
 
-def start_cache(model: Any, count: int, capacity: int, source: int | None) -> SlotCache:
-    """Empty KV cache of `count` slots. Traced only for its shapes."""
+def start_cache(model: Decoder, count: int, capacity: int, source: int | None) -> SlotCache:
+    """The cache of `count` slots; traced for its shapes alone."""
     encoder = {}
     if source is not None:
         shape = (count, source)

@@ -22,6 +22,7 @@ from jaxllm.generation.stopping.base import for_rows
 from jaxllm.generation.strategies.beam.beam_search import BeamSearch, BeamSearchState
 from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.strategy import NEVER, DecodeSettings, Prompt
+from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import map_with_axes
 
@@ -48,14 +49,14 @@ class SlotStrategy:
         raise NotImplementedError
 
     def before(self, arrivals: Arrivals, cache: Cache, sizes: Sizes) -> Slots:
-        """Slots before their first token; traced only for their shapes."""
-        settings = arrivals.settings
-        state = self.strategy(settings).initial_state(_prompt(arrivals, sizes), cache, sizes.room)
+        """Slots of rows whose prompts are in the cache, before anything is chosen."""
+        settings, prompt = arrivals.settings, _prompt(arrivals, sizes)
+        state = self.strategy(settings).initial_state(prompt, cache, sizes.new_token_bucket)
         return self._slots(state, settings, jnp.ones(arrivals.start.shape, bool))
 
     def first(
         self,
-        model: Any,
+        model: Decoder,
         arrivals: Arrivals,
         out: DecodeOutput,
         stops: StoppingCriteriaList,
@@ -64,11 +65,11 @@ class SlotStrategy:
         """Slots after the first token, from the model's output for the prompts."""
         rows, prompt = arrivals.settings, _prompt(arrivals, sizes)
         settings = self._decode_settings(rows, stops)
-        state = self.strategy(rows).init(model, prompt, out, settings, sizes.room)
+        state = self.strategy(rows).init(model, prompt, out, settings, sizes.new_token_bucket)
         return self._slots(state, rows, jnp.ones(arrivals.start.shape, bool))
 
-    def step(self, model: Any, slots: Slots, stops: StoppingCriteriaList) -> Slots:
-        """One decode step of every live row."""
+    def step(self, model: Decoder, slots: Slots, stops: StoppingCriteriaList) -> Slots:
+        """One more token for every live row."""
         rows, before = slots.settings, slots.state
         before = before.replace(keys=jax.random.wrap_key_data(before.keys))
         after = self.strategy(rows).step(model, before, self._decode_settings(rows, stops))

@@ -22,7 +22,7 @@ from jaxllm.generation.processors import LogitsProcessorList
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSettings:
-    """Per-row settings of B rows."""
+    """Settings of B rows."""
 
     processors: LogitsProcessorList
     """Logits processors whose leaves have a leading row axis (`stacked`)."""
@@ -32,15 +32,15 @@ class RowSettings:
     """Maximum sequence length, prompt included."""
     sampled: Bool[Array, " B"]
     watched: Bool[Array, "B M"]
-    """True for those of the program's M lists of stop strings that apply to the row."""
+    """The program's lists of stop strings that are the row's."""
     length_penalty: Float[Array, " B"]
-    """Length penalty of beam scores."""
+    """Beam search only."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotCache(Cache):
-    """KV cache with a length per row; length-dependent RoPE uses the row's own length."""
+    """KV cache of independent rows: RoPE that depends on a length takes the row's own."""
 
     @classmethod
     def of(cls, cache: Cache) -> Self:
@@ -59,20 +59,20 @@ class SlotCache(Cache):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arrivals:
-    """Input rows of a prefill call."""
+    """Prompts to prefill and put into slots."""
 
     tokens: Int[Array, "R P"]
     """Decoder prompts, padded to their bucket."""
     start: Int[Array, " R"]
     """Length of each decoder prompt."""
     draws: UInt32[Array, "R 3"]
-    """Seed, row id and sample number, from which the random key is made."""
+    """Seed, number of the row and number of the sample, which make the row's random key."""
     settings: RowSettings
     encoder: dict[str, Any]
-    """Encoder arguments of `model.init_cache`; empty for a decoder-only model."""
+    """Encoder inputs of `model.init_cache`, of an encoder-decoder."""
 
     def keys(self) -> Any:
-        """Random keys, the same as for the samples of `generate(..., key=seed, row_ids=[row])`."""
+        """The keys that `generate(..., key=seed, row_ids=[row])` gives its samples."""
 
         def one(seed, row, sample):
             return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), sample)
@@ -84,7 +84,7 @@ class SlotOutputs(NamedTuple):
     """The M sequences of each slot, finished or not."""
 
     tokens: Int[Array, "B M L"]
-    """Prompt and new tokens; undefined beyond `length`."""
+    """Prompt and new tokens; columns beyond `length` have no meaning."""
     start: Int[Array, " B"]
     """Length of the decoder prompt."""
     length: Int[Array, "B M"]

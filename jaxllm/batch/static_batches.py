@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.batch.counts import Counts
-from jaxllm.batch.queue import Task
-from jaxllm.batch.results import Done
+from jaxllm.batch.queue import Finished, Task
 from jaxllm.batch.rows import Row
 from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.generation.generate import generate
@@ -25,6 +24,7 @@ from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.special_tokens import checked_pad
+from jaxllm.models.decoder import GenerativeModel
 
 _INDEPENDENT = ("beam_search", "group_beam_search", "beam_sample")
 """Strategies whose rows do not depend on the other rows of a batch."""
@@ -41,8 +41,8 @@ class Batch:
     """Maximum number of rows per call."""
 
 
-def batches(model: Any, rows: Iterable[Row], slots: int, shards: int) -> list[Batch]:
-    """Groups rows into batches that share settings and prompt bucket, longest results first.
+def batches(model: GenerativeModel, rows: Iterable[Row], slots: int, shards: int) -> list[Batch]:
+    """Groups rows by all that rows of one batch must have in common, the longest results first.
 
     Args:
         slots: maximum number of beams of a batch, over all its rows.
@@ -55,19 +55,22 @@ def batches(model: Any, rows: Iterable[Row], slots: int, shards: int) -> list[Ba
         apart = rope_type in _DEPEND_ON_LENGTH or row.mode not in _INDEPENDENT
         apart |= config.forced_bos_token_id is not None
         apart |= config.stop_strings is not None or config.max_time is not None
-        key = (config, row.eos, row.new, _least(row), width, row.seed, row.index if apart else None)
-        if config.do_sample and row.draw != row.index:  # a seed of its own
+        lengths = (row.max_new_tokens, _min_new_tokens(row), width)
+        key = (config, row.eos, lengths, row.seed, row.index if apart else None)
+        if config.do_sample and row.row_number != row.index:  # a seed of its own
             key = (*key, row.index)
         found.setdefault(key, []).append(row)
-    ordered = sorted(found.values(), key=lambda rows: (-rows[0].new, rows[0].index))
+    ordered = sorted(found.values(), key=lambda rows: (-rows[0].max_new_tokens, rows[0].index))
     sizes = [max(1, slots // rows[0].config.num_beams) for rows in ordered]
     return [
         Batch(rows, size - size % shards or size) for rows, size in zip(ordered, sizes, strict=True)
     ]
 
 
-def run_batch(model: Any, tokenizer: Any, batch: Batch, counts: Counts) -> Iterator[Done]:
-    """Yields the sequences of a batch. After an error, rows run one by one to find its row."""
+def run_batch(
+    model: GenerativeModel, tokenizer: Any, batch: Batch, counts: Counts
+) -> Iterator[Finished]:
+    """The finished sequences of a batch. An error is that of the row which has it alone."""
     largest = min(batch.batch_size, bucket(len(batch.rows), 1))
 
     def run(rows: list[Row]) -> Sequence[np.ndarray | JaxLLMError]:
@@ -80,7 +83,7 @@ def run_batch(model: Any, tokenizer: Any, batch: Batch, counts: Counts) -> Itera
         except jax.errors.JaxRuntimeError as error:
             if len(rows) > 1 or not is_exhausted(error):
                 raise
-            found = f"the device ran out of memory ({rows[0].new} new tokens)"
+            found = f"the device ran out of memory ({rows[0].max_new_tokens} new tokens)"
             return [InputError(f"num_beams, max_new_tokens: {found}; lower one of the two")]
         counts.called(f"{rows[0].mode} of {len(rows)} x {_width(rows)}")
         return np.split(sequences, len(rows))
@@ -93,13 +96,15 @@ def run_batch(model: Any, tokenizer: Any, batch: Batch, counts: Counts) -> Itera
         for sample in range(row.samples):
             task = Task(row, sample)
             if isinstance(found, JaxLLMError):
-                yield from Done.failed(task, found)
+                yield from Finished.failed(task, found)
             else:
                 yield _done(model, task, found[sample])
 
 
-def _generate(model: Any, tokenizer: Any, rows: Sequence[Row]) -> Int[np.ndarray, "Bn N"]:
-    """New tokens of all samples of the rows, padded after their end."""
+def _generate(
+    model: GenerativeModel, tokenizer: Any, rows: Sequence[Row]
+) -> Int[np.ndarray, "Bn N"]:
+    """New tokens of all samples of some rows, and pads after their end."""
     width = max(len(row.ids) for row in rows)
     ids: Any = np.zeros((len(rows), width), np.int32)
     mask: Any = np.zeros((len(rows), width), bool)
@@ -112,7 +117,7 @@ def _generate(model: Any, tokenizer: Any, rows: Sequence[Row]) -> Int[np.ndarray
         mask,
         _config(rows[0]),
         key=rows[0].seed,
-        row_ids=np.array([row.draw for row in rows], np.uint32),
+        row_ids=np.array([row.row_number for row in rows], np.uint32),
         tokenizer=tokenizer,
     )
     start = len(rows[0].start) if model.is_encoder_decoder else width
@@ -125,29 +130,29 @@ def _config(row: Row) -> GenerationConfig:
     for name in ("max_length", "min_length", "max_new_tokens", "min_new_tokens"):
         values.pop(name, None)
     config = GenerationConfig.from_dict(values).replace(
-        max_new_tokens=row.new, eos_token_id=list(row.eos) or None
+        max_new_tokens=row.max_new_tokens, eos_token_id=list(row.eos) or None
     )
-    least = _least(row)
-    return config.replace(min_new_tokens=least) if least else config
+    minimum = _min_new_tokens(row)
+    return config.replace(min_new_tokens=minimum) if minimum else config
 
 
-def _least(row: Row) -> int:
-    least = row.config.min_new_tokens
-    return max(row.config.min_length - len(row.start), 0) if least is None else least
+def _min_new_tokens(row: Row) -> int:
+    minimum = row.config.min_new_tokens
+    return max(row.config.min_length - len(row.start), 0) if minimum is None else minimum
 
 
 def _width(rows: Sequence[Row]) -> int:
     return bucket(max(len(row.ids) for row in rows), SMALLEST_BUCKET)
 
 
-def _done(model: Any, task: Task, columns: np.ndarray) -> Done:
-    """Result of a sequence, without the padding after its end."""
+def _done(model: GenerativeModel, task: Task, columns: np.ndarray) -> Finished:
+    """A finished sequence, without the pads after its end."""
     row, tokens = task.row, columns.tolist()
     for count, token in enumerate(tokens, start=1):
         if token in row.eos:
-            return Done(task, tokens[:count], "eos")
+            return Finished(task, tokens[:count], "eos")
     pad = checked_pad(model, row.config, row.eos) or 0
     if row.config.stop_strings is not None or row.config.max_time is not None:
         while len(tokens) > 1 and tokens[-1] == pad:
             tokens.pop()
-    return Done(task, tokens, "length" if len(tokens) == row.new else "stop")
+    return Finished(task, tokens, "length" if len(tokens) == row.max_new_tokens else "stop")

@@ -1,10 +1,13 @@
-"""``generate.py --input rows.jsonl --output out.jsonl``: generates for all rows of a file."""
+"""``generate.py --input rows.jsonl --output out.jsonl``: answers all rows of a file."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
 
 from jaxllm import load
 from jaxllm.batch import BatchGenerator
@@ -25,7 +28,7 @@ _BATCH = ("output", "resume", "slots", "memory")
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--input`` and the other batch options."""
+    """Adds ``--input`` and the other options of batches."""
     group = parser.add_argument_group("many prompts")
     group.add_argument(
         "--input",
@@ -42,7 +45,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_flags(arguments: argparse.Namespace) -> None:
-    """Raises InputError if options of single prompts and of batches are mixed."""
+    """Raises InputError where options of one prompt and of many are mixed."""
     if arguments.input is None:
         for name in _BATCH:
             if getattr(arguments, name) is not None:
@@ -59,25 +62,14 @@ def check_flags(arguments: argparse.Namespace) -> None:
 
 
 def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
-    """Runs the batch command. The exit code is 0 even if some rows have errors; they are reported.
+    """Runs the command; the exit code is 0 although some rows may have errors, which are reported.
 
-    Several processes share the rows. Steps that may fail in one process before the first row run
-    under `together`, so that the others fail as well instead of waiting.
+    Several processes share the rows. Steps that may fail in one of them before it answers any are
+    done `together`, so that none waits for it.
     """
     mesh = together(lambda: own_mesh(arguments), RunError)
-    path = bundled.smollm2() if arguments.model is None else arguments.model
-    seed = 0 if arguments.seed is None else arguments.seed
-    fields, resume = given_fields(arguments), bool(arguments.resume)
-    output = arguments.output
-    settings = {
-        "--model": str(Path(path).resolve() if Path(path).exists() else path),
-        "--dtype": arguments.dtype,
-        "--param-dtype": arguments.param_dtype,
-        "--seed": seed,
-        "--chat": arguments.chat,
-        "--system": arguments.system,
-        **{"--" + name.replace("_", "-"): value for name, value in sorted(fields.items())},
-    }
+    output, resume = arguments.output, bool(arguments.resume)
+    settings = job_settings(arguments)
 
     def check() -> tuple[Input, bool]:
         source = Input.read(arguments.input)
@@ -85,37 +77,12 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
             raise InputError(f"{arguments.input}: has no rows")
         return source, is_finished(output, {**settings, **source.settings}, resume=resume)
 
-    def load_engine() -> BatchGenerator:
-        with reporter.phase(f"loading {Path(path).resolve().name}") as update:
-            model, tokenizer = load(
-                path,
-                dtype=arguments.dtype,
-                param_dtype=arguments.param_dtype,
-                allow_nonfinite=arguments.allow_nonfinite,
-                mesh=mesh,
-                progress=update,
-            )
-        if not hasattr(model, "decode"):
-            raise UnsupportedError(f"{path}: a {type(model).__name__} generates no text")
-        return BatchGenerator(
-            model,
-            tokenizer,
-            slots=arguments.slots,
-            memory=arguments.memory,
-            seed=seed,
-            chat=arguments.chat,
-            system=arguments.system,
-            default_new_tokens=DEFAULT_NEW_TOKENS,
-            announce=lambda prediction: reporter.say(str(prediction)),
-            **fields,
-        )
-
-    source, finished = together(check, RunError)  # before loading, which takes minutes
+    source, finished = together(check, RunError)  # now, not after minutes of loading
     if finished:
         reporter.say(f"{output} is finished; there is nothing to resume")
         return 0
     with contextlib.closing(CompileClock()) as clock:
-        engine = together(load_engine, RunError)
+        engine = together(lambda: load_engine(arguments, mesh, reporter), RunError)
         job = Job(engine, source, output, settings, resume=resume)
         try:
             with BatchProgress(reporter, job, clock) as progress:
@@ -128,3 +95,53 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         reporter.table(job.report.table())
         reporter.say(f"{output}, {job.report_path}")
     return 0
+
+
+def job_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All options that results depend on; a resumed job must have the same."""
+    path = model_path(arguments)
+    fields = sorted(given_fields(arguments).items())
+    return {
+        "--model": str(Path(path).resolve() if Path(path).exists() else path),
+        "--dtype": arguments.dtype,
+        "--param-dtype": arguments.param_dtype,
+        "--seed": arguments.seed or 0,
+        "--chat": arguments.chat,
+        "--system": arguments.system,
+        **{"--" + name.replace("_", "-"): value for name, value in fields},
+    }
+
+
+def load_engine(
+    arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
+) -> BatchGenerator:
+    """Loads the model and makes its engine."""
+    path = model_path(arguments)
+    with reporter.phase(f"loading {Path(path).resolve().name}") as update:
+        model, tokenizer = load(
+            path,
+            dtype=arguments.dtype,
+            param_dtype=arguments.param_dtype,
+            allow_nonfinite=arguments.allow_nonfinite,
+            mesh=mesh,
+            progress=update,
+        )
+    if not hasattr(model, "decode"):
+        raise UnsupportedError(f"{path}: a {type(model).__name__} generates no text")
+    return BatchGenerator(
+        model,
+        tokenizer,
+        slots=arguments.slots,
+        memory=arguments.memory,
+        seed=arguments.seed or 0,
+        chat=arguments.chat,
+        system=arguments.system,
+        default_new_tokens=DEFAULT_NEW_TOKENS,
+        announce=lambda prediction: reporter.say(str(prediction)),
+        **given_fields(arguments),
+    )
+
+
+def model_path(arguments: argparse.Namespace) -> str | Path:
+    """The model that was named, or the bundled one."""
+    return bundled.smollm2() if arguments.model is None else arguments.model

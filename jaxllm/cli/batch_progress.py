@@ -1,4 +1,4 @@
-"""Progress of a batch: rows, tokens per second, compilation time, and remaining time."""
+"""Progress of a batch: rows, tokens a second without compile time, and the time that is left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm.cli.progress import Reporter
 from jaxllm.common.compile_clock import CompileClock
 
 PLAIN_SECONDS = 30.0
-"""Time between two lines if stderr is not a terminal."""
+"""Seconds between two lines where there is no terminal."""
 
 
 class BatchProgress:
@@ -42,7 +42,7 @@ class BatchProgress:
         self._bar.stop()
 
     def update(self) -> None:
-        """Updates the progress after a finished row."""
+        """Shows a finished row."""
         done = self._job.resumed + self._job.engine.counts.rows
         total = self._job.resumed + self._job.share
         self._bar.update(self._task, completed=done, total=total, description=self.line())

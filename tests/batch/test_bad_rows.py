@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from jaxllm import BatchGenerator
-from jaxllm.batch.rows import Given, Reader
+from jaxllm.batch.rows import RawRow, RowReader
 
 MODEL = tiny.make("llama", num_hidden_layers=1)
 HUGE = 10**400
@@ -41,13 +41,13 @@ def test_settings_are_told_apart_by_all_their_values():
     """Rows share what was read of equal fields. Of a long array, numpy's `repr` shows the ends."""
     first, second = np.full((2, 2000), 3)
     second[1000] = 4
-    reader = Reader(MODEL, None, {}, 0)
+    reader = RowReader(MODEL, None, {}, 0)
     rows = [
-        reader.read(Given(0, 0, {"input_ids": [5], "suppress_tokens": tokens}), 0)
+        reader.read(RawRow(0, 0, {"input_ids": [5], "suppress_tokens": tokens}), 0)
         for tokens in (first, second)
     ]
     assert [set(row.config.suppress_tokens) for row in rows] == [{3}, {3, 4}]
-    row = reader.read(Given(0, 0, {"input_ids": [5], "sequence_bias": {(5,): 2.0}}), 0)
+    row = reader.read(RawRow(0, 0, {"input_ids": [5], "sequence_bias": {(5,): 2.0}}), 0)
     assert row.config.sequence_bias == (((5,), 2.0),)
 
 

@@ -12,8 +12,8 @@ from batch_tools import differences
 
 from jaxllm import BatchGenerator
 from jaxllm.batch import static_batches as rooms
-from jaxllm.batch.row_settings import fits_slots
-from jaxllm.batch.rows import Given
+from jaxllm.batch.row_groups import fits_slots
+from jaxllm.batch.rows import RawRow
 from jaxllm.common.errors import InputError
 from jaxllm.generation.settings.config import FIELDS
 
@@ -99,10 +99,10 @@ def test_what_goes_to_slots():
     for fields in [*rows, DIVERSE, {"num_beams": 2, "force_words_ids": [[7]]}]:
         assert fields.keys() <= FIELDS.keys()
         raw = {"input_ids": [5], "max_new_tokens": 3, **fields}
-        assert not fits_slots(reader.read(Given(0, 0, raw), 0))
+        assert not fits_slots(reader.read(RawRow(0, 0, raw), 0))
     for fields in ({"length_penalty": 1.0, "use_cache": True}, {"num_beams": 2, "top_k": 50}):
         raw = {"input_ids": [5], "max_new_tokens": 3, **fields}
-        assert fits_slots(reader.read(Given(0, 0, raw), 0))
+        assert fits_slots(reader.read(RawRow(0, 0, raw), 0))
 
 
 def test_fields_of_all_rows_are_checked_at_once():

@@ -1,4 +1,4 @@
-"""Batch job: reads a JSON-lines file of rows and writes a JSON-lines file of results, resumably."""
+"""A job answers a file of rows into a file of outputs, and can be resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm.batch.generator import BatchGenerator
 from jaxllm.batch.job import process_notes as notes
 from jaxllm.batch.job.journal import Journal, journal_folder, report_file
 from jaxllm.batch.job.report import Report, Run, lengths
-from jaxllm.batch.rows import BatchOutput, Given
+from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.common.atomic_file import write_whole
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import DataError, JaxLLMError, MissingFileError, RunError
@@ -29,7 +29,7 @@ class Input(NamedTuple):
 
     path: Path
     lines: list[tuple[int, bytes]]
-    """Non-blank lines with their line numbers, counted from 1."""
+    """Lines that are not blank, with their numbers from 1 on."""
     sha256: str
 
     @staticmethod
@@ -51,11 +51,11 @@ class Input(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Properties of the input that must be unchanged when a job resumes."""
+        """Settings that a resumed job compares."""
         return {"input": self.sha256, "rows": len(self.lines)}
 
-    def given(self, index: int) -> Given:
-        """Row `index`, counted from 0; holds an error if its line is not a JSON object."""
+    def row(self, index: int) -> RawRow:
+        """Row number `index`, from 0 on; an error in its place if its line is not an object."""
         number, line = self.lines[index]
         try:
             raw = parse_json(line, source=f"line {number}", error=DataError)
@@ -63,23 +63,23 @@ class Input(NamedTuple):
                 raise DataError(f"line {number}: is {type(raw).__name__}, not an object")
         except JaxLLMError as error:
             raw = error
-        return Given(index, number, raw)
+        return RawRow(index, number, raw)
 
 
 class Job:
-    """Generates for all rows of a file and writes the results in the order of the input.
+    """Answers all rows of a file; the output has their order.
 
-    Finished rows are kept in a `Journal`, so a killed job can resume. A row with an error becomes
-    a line with an `error` and its line number; other rows are unaffected.
+    Rows are kept in a `Journal` as they end, so that a job that was killed goes on where it was. A
+    row that cannot be answered is a line with an `error` (and the number of its line).
 
     With several JAX processes, each has a `Job` and generates its share of the rows that are not
     done; process 0 merges. The processes synchronise only when the journal is opened and at the
     end.
 
     Args:
-        engine: its settings must be those in `settings`.
-        settings: everything that results depend on, except the input itself.
-        resume: continue a stopped job.
+        engine: its settings are those that `settings` says.
+        settings: all settings that outputs depend on, besides the input itself.
+        resume: go on with a job that was stopped.
 
     Raises:
         RunError: raised by `run`, see `Journal`; or another process failed.
@@ -99,7 +99,7 @@ class Job:
         self._resume = resume
         self.process, self.processes = jax.process_index(), jax.process_count()
         self.resumed = 0
-        """Rows finished by earlier runs."""
+        """Rows that earlier runs answered."""
         self.share = len(source.lines)
         """Number of rows of this process; set when `run` starts."""
 
@@ -152,7 +152,7 @@ class Job:
         self.share = len(mine)
         start, compiled = time.monotonic(), clock.seconds
         programs, cached = clock.programs, clock.cached
-        for output in self.engine.answer(map(self.source.given, mine)):
+        for output in self.engine.answer(map(self.source.row, mine)):
             journal.add(output.index, self._line(output), output.prompt_tokens)
             yield output
         return Run(

@@ -1,4 +1,4 @@
-"""Journal of finished rows: append-only files, valid after a kill at any time.
+"""Journal of a job: finished rows on disk, in files that only grow and survive a kill.
 
 The journal of an output `out.jsonl` is the folder `out.jsonl.parts`: `job.json` holds the
 settings, and each process appends to its own `part-N.jsonl`. When all rows are finished they are
@@ -23,15 +23,15 @@ from jaxllm.common.run_lock import RunLock
 from jaxllm.common.strict_json import parse_json, read_json
 
 SECONDS = 1.0
-"""Maximum time between a row's append and its fsync."""
+"""Seconds until added rows are forced onto the disk, at most."""
 ROWS = 256
-"""Maximum number of rows between two fsyncs."""
+"""Number of added rows that are forced onto the disk at once."""
 _MAX_SETTINGS_BYTES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Location of a finished row in a part file."""
+    """Position of a finished row in the journal's files."""
 
     file: Path
     offset: int
@@ -76,10 +76,10 @@ class Journal:
         self._written = -SECONDS  # so that the first row is on the disk at once
 
     def read_parts(self, *, repair: bool = False) -> None:
-        """Reads the finished rows of all processes into `done`.
+        """Reads the rows that all processes have finished.
 
         Args:
-            repair: truncate an incomplete last line in this process's own part.
+            repair: cut off an incomplete last line of this process's own part.
         """
         for part in sorted(self.folder.glob("part-*.jsonl")):
             self.done.update(whole_lines(part, repair=repair and part == self._part))
@@ -103,7 +103,7 @@ class Journal:
             self.commit()
 
     def commit(self) -> None:
-        """Flushes and fsyncs the appended rows."""
+        """Forces added rows onto the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self.done.update(self._unsafe)
@@ -111,7 +111,7 @@ class Journal:
         self._written = time.monotonic()
 
     def records(self, count: int) -> Iterator[dict[str, Any]]:
-        """Yields the records of rows 0 to count - 1, in order.
+        """Records of rows 0 to count - 1, in order.
 
         Raises:
             RunError: a row is missing.
@@ -197,12 +197,12 @@ def journal_folder(output: Path) -> Path:
 
 
 def started_file(folder: Path) -> Path:
-    """File that exists while a job is unfinished."""
+    """The file that exists while a job is unfinished."""
     return folder / "job.json"
 
 
 def whole_lines(part: Path, *, repair: bool) -> dict[int, Place]:
-    """Reads the rows of a part. Ignores an incomplete last line; truncates it if `repair`.
+    """The rows of a part. An incomplete last line does not count; `repair` cuts it off.
 
     Raises:
         DataError: another line is damaged.

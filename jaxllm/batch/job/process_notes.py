@@ -1,7 +1,7 @@
-"""Synchronises the processes of a job through files in the job's folder.
+"""Notes that the processes of one job exchange: files in the job's folder.
 
-Each process generates for its rows independently. At its end it writes a note with its statistics
-or its error. Process 0 waits for all notes, and the others wait until it has merged the parts.
+Each process answers its rows independently. At its end it writes a note with its counters or its
+error; process 0 waits for all notes, and the others until it has merged the parts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def leave(folder: Path, process: int, note: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def failure_left(folder: Path, process: int) -> Iterator[None]:
-    """Writes an exception raised inside as this process's note, and re-raises it."""
+    """Writes a failure inside as this process's note."""
     try:
         yield
     except BaseException as failure:

@@ -1,4 +1,4 @@
-"""Report of a finished job, as JSON and as a table."""
+"""Report of a finished job: as JSON, and as a table for people."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from jaxllm.batch.memory import Prediction
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Statistics of one run of a job, without earlier runs."""
+    """Counters and times of one run of a job, without earlier runs."""
 
     counts: Counts
     memory: Sequence[Prediction]
     seconds: float
-    """Wall time, compilation included."""
+    """Seconds that the run took, compiling included."""
     compile_seconds: float
     programs: int
     programs_from_cache: int
 
     def to_note(self) -> dict[str, Any]:
-        """The statistics as JSON values, for process 0 to sum."""
+        """The counts as JSON, for process 0, which sums them."""
         memory = [dataclasses.asdict(prediction) for prediction in self.memory]
         return {**vars(self), "counts": vars(self.counts), "memory": memory}
 
     @staticmethod
     def total(notes: Sequence[Mapping[str, Any]]) -> Run:
-        """Sums the notes of several processes. Times are those of the slowest process."""
+        """The sum over several processes; the time is that of the longest."""
         longest = max(notes, key=lambda note: note["seconds"])
         return Run(
             counts=Counts.total(note["counts"] for note in notes),
@@ -73,18 +73,18 @@ class Report:
     rows: int
     texts: int
     resumed: int
-    """Rows finished before the last run."""
+    """Rows that runs before the last one answered."""
     processes: int
-    """Number of processes of the last run."""
+    """Processes of the last run."""
     errors: Mapping[str, int]
-    """Number of failed rows by error class."""
+    """Errors by class."""
     finish_reasons: Mapping[str, int]
     prompt_lengths: Mapping[str, float]
     new_lengths: Mapping[str, float]
     run: Run
 
     def to_json(self) -> bytes:
-        """The content of the report file."""
+        """Contents of the file beside the output."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["run"] = self.run.to_dict()
         return json.dumps(fields, indent=2).encode()

@@ -18,6 +18,7 @@ from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import any_traced, bucket, is_integer, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.token_choice import choose_greedy
+from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of, put_rows
 from jaxllm.parallel.sharding import constrain, use
@@ -42,7 +43,7 @@ class ScoreOutput:
 
 
 def score(
-    model: Any,
+    model: GenerativeModel,
     prompts: Rows,
     completions: Rows,
     *,
@@ -126,7 +127,11 @@ class Pair:
 
 
 def read_pairs(
-    model: Any, prompts: Rows, completions: Rows, attention_mask: Any, completion_mask: Any
+    model: GenerativeModel,
+    prompts: Rows,
+    completions: Rows,
+    attention_mask: Any,
+    completion_mask: Any,
 ) -> list[Pair]:
     """Checks the arguments of `score` and builds the pairs."""
     vocab_size = model.config.vocab_size
@@ -137,8 +142,8 @@ def read_pairs(
     return [make_pair(model, i, *pair) for i, pair in enumerate(zip(before, after, strict=True))]
 
 
-def make_pair(model: Any, i: int, prompt: np.ndarray, completion: np.ndarray) -> Pair:
-    """Builds one pair. The completion's last token is a target only, not an input."""
+def make_pair(model: GenerativeModel, i: int, prompt: np.ndarray, completion: np.ndarray) -> Pair:
+    """The columns of one pair. The last token predicts nothing, and is not read."""
     if completion.size == 0:
         raise InputError(f"completions[{i}]: empty; it must have one token or more")
     if model.is_encoder_decoder:
@@ -185,7 +190,7 @@ def padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def _score_batch(
-    model: Any,
+    model: Decoder,
     encoder: dict[str, Any],
     tokens: Int[Array, "B T"],
     mask: Bool[Array, "B T"],

@@ -68,7 +68,7 @@ def test_bad_rows_are_records_and_the_others_go_on(tmp_path):
         "unknown generation field": {"prompt": "x", "temprature": 1.0},
         "not in the vocabulary": {"input_ids": [10**6]},
         "a list of token ids": {"input_ids": []},
-        "a text": {"prompt": 5},
+        "prompt: expected a string": {"prompt": 5},
         "a list of messages": {"messages": "hello"},
         "no effect without `do_sample`": {"prompt": "x", "temperature": 0.3},
         "`max_new_tokens` must be": {"prompt": "x", "max_new_tokens": 0},

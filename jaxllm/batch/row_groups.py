@@ -1,4 +1,4 @@
-"""Groups rows that can share one compiled program, and packs their settings into arrays."""
+"""Groups of rows that share programs, and the arrays of their prompts and settings."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
 
 from jaxllm.batch.queue import Task
 from jaxllm.batch.rows import Row
+from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import place
 from jaxllm.batch.slot_strategies import BeamSlots, SampleSlots, SlotStrategy
-from jaxllm.batch.slots import RowSettings
+from jaxllm.batch.slots import Arrivals, RowSettings
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessorList
@@ -35,8 +37,8 @@ _NO_SLOTS = frozenset(name for name, field in FIELDS.items() if not field.slots)
 """Fields that need a static batch; rows in slots must have neutral or default values."""
 _SINGLE, _BEAMS = ("greedy_search", "sample"), ("beam_search", "beam_sample")
 _CACHES = (None, "static", "dynamic")
-MOST_STOPS = 8
-"""Most lists of stop strings in one program, since each list is matched against every row."""
+MAX_STOP_LISTS = 8
+"""Lists of stop strings in one program: each is looked for in every row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Group:
                 watched[i, self.stop_lists.index(row.config.stop_strings)] = True
         arrays = {
             "eos": eos,
-            "max_length": np.array([row.most for row in rows], np.int32),
+            "max_length": np.array([row.max_length for row in rows], np.int32),
             "sampled": np.array([bool(row.config.do_sample) for row in rows]),
             "watched": watched,
             "length_penalty": np.array([row.config.length_penalty for row in rows], np.float32),
@@ -101,9 +103,10 @@ def check_processors(row: Row, vocab_size: int) -> None:
 
 
 def _beams_fit(row: Row) -> bool:
-    """True if the beams fit in a slot. Invalid settings do not, so that `generate` rejects them."""
-    room = bucket(row.new, SMALLEST_BUCKET)
-    columns = bucket(row.most, SMALLEST_BUCKET) + (row.config.num_beams - 1) * room
+    """Whether the row's beams fit the slots; `generate` raises for those that do not."""
+    new_token_bucket = bucket(row.max_new_tokens, SMALLEST_BUCKET)
+    columns = bucket(row.max_length, SMALLEST_BUCKET)
+    columns += (row.config.num_beams - 1) * new_token_bucket
     return columns <= MOST_COLUMNS and not row.config.low_memory
 
 
@@ -122,7 +125,7 @@ def groups(rows: Iterable[Row], vocab_size: int) -> list[Group]:
         shared, sampling = _shared(members)
         strategy = dataclasses.replace(strategy, sampling=sampling)
         for alike in _by_processors(members, shared, vocab_size):
-            parts.extend((strategy, shared, part) for part in _by_stops(alike))
+            parts.extend((strategy, shared, part) for part in _by_stop_lists(alike))
     return [_group(number, *part) for number, part in enumerate(parts)]
 
 
@@ -167,10 +170,10 @@ def _group(
     )
 
 
-def _by_stops(rows: Sequence[Row]) -> list[list[Row]]:
-    """Splits rows into parts with at most `MOST_STOPS` different lists of stop strings."""
+def _by_stop_lists(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows, in parts of no more than `MAX_STOP_LISTS` different lists of stop strings."""
     lists = sorted({row.config.stop_strings or () for row in rows})
-    part = {stops: i // MOST_STOPS for i, stops in enumerate(lists)}
+    part = {stops: i // MAX_STOP_LISTS for i, stops in enumerate(lists)}
     parts: dict[int, list[Row]] = {}
     for row in rows:
         parts.setdefault(part[row.config.stop_strings or ()], []).append(row)
@@ -218,7 +221,37 @@ def processors_of(row: Row, shared: tuple[str, ...], vocab_size: int) -> LogitsP
     return build_processors(
         config,
         prompt_len=len(row.start),
-        max_length=row.most,
+        max_length=row.max_length,
         eos_token_id=row.eos,
         vocab_size=vocab_size,
     )
+
+
+def lay_out(tasks: Sequence[Task], group: Group, sizes: Sizes, vocab_size: int) -> Arrivals:
+    """The arrays of some tasks of one bucket; the first task fills up missing ones."""
+    count = sizes.arrivals
+    filled = [*tasks, *[tasks[0]] * (count - len(tasks))]
+    rows = [task.row for task in filled]
+    width, encoder = tasks[0].width, {}
+    if sizes.source is not None:
+        mask = np.arange(width) < np.array([[len(row.ids)] for row in rows])
+        encoder = {"input_ids": padded([row.ids for row in rows], width), "attention_mask": mask}
+        width = 1
+    arrays: dict[str, Any] = {
+        "tokens": padded([row.start for row in rows], width),
+        "start": np.array([len(row.start) for row in rows], np.int32),
+        "draws": np.array([(t.row.seed, t.row.row_number, t.sample) for t in filled], np.uint32),
+    }
+    return Arrivals(**arrays, settings=group.settings(rows, vocab_size), encoder=encoder)
+
+
+def padded(rows: Sequence[Int[np.ndarray, " T"]], width: int) -> Int[np.ndarray, "R W"]:
+    """Rows padded on the right with 0.
+
+    >>> padded([np.array([5, 6]), np.array([7])], 3).tolist()
+    [[5, 6, 0], [7, 0, 0]]
+    """
+    ids = np.zeros((len(rows), width), np.int32)
+    for line, row in zip(ids, rows, strict=True):
+        line[: len(row)] = row
+    return ids
