@@ -24,7 +24,7 @@ def check_regex(pattern: str, source: str) -> None:
     >>> check_regex(r"'s| ?[\\p{L}]+|\\s+(?!\\S)|\\s+", "example")
     >>> check_regex("(a+)+b", "example")
     Traceback (most recent call last):
-    jaxllm.common.errors.UnsupportedError: example: the regular expression '(a+)+b' repeats a \\
+    jaxllm.common.errors.UnsupportedError: example: the regular expression '(a+)+b' repeats a \
 repetition
 
     Raises:
