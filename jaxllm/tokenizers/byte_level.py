@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
-from jaxllm.tokenizers.stream_decoder import byte_to_unicode
 from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.tokenizer_json.decoder import byte_to_unicode
 from jaxllm.tokenizers.tokenizer_json.tokenizer import BYTE_LEVEL, FastTokenizer
 
 END, PAD = "<|endoftext|>", "<|pad|>"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
-from jaxllm.tokenizers.sentencepiece import proto
+from jaxllm.tokenizers.sentencepiece.model import BPE, UNIGRAM, PieceType, write_model
 from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -58,10 +58,10 @@ _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 @dataclass(frozen=True)
 class _Vocabulary:
     tokens: list[str]
-    types: list[int]
+    types: list[int]  # PieceType of each token
 
-    def control(self) -> list[int]:
-        return [i for i, piece_type in enumerate(self.types) if piece_type == proto.CONTROL]
+    def ids_of(self, piece_type: PieceType) -> list[int]:
+        return [i for i, each in enumerate(self.types) if each == piece_type]
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -85,10 +85,10 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens = _array(metadata, "tokenizer.ggml.tokens", str)
     if not 0 < len(tokens) <= MAX_TOKENS:
         raise TokenizerError(f"GGUF: tokenizer.ggml.tokens has {len(tokens)} entries")
-    types = [proto.NORMAL] * len(tokens)
+    types = [PieceType.NORMAL] * len(tokens)
     if "tokenizer.ggml.token_type" in metadata:
         types = _array(metadata, "tokenizer.ggml.token_type", int, len(tokens))
-        if not set(types) <= set(range(1, 7)):
+        if not set(types) <= set(PieceType):
             raise TokenizerError("GGUF: tokenizer.ggml.token_type holds types other than 1 to 6")
     return builders[model](metadata, _Vocabulary(tokens, types))
 
@@ -106,11 +106,13 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokeniz
         {
             "id": index,
             "content": token,
-            "special": kind == proto.CONTROL,
+            "special": piece_type == PieceType.CONTROL,
             **dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False),
         }
-        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-        if kind in (proto.CONTROL, proto.USER_DEFINED) and token
+        for index, (token, piece_type) in enumerate(
+            zip(vocabulary.tokens, vocabulary.types, strict=True)
+        )
+        if piece_type in (PieceType.CONTROL, PieceType.USER_DEFINED) and token
     ]
     spec = {
         "added_tokens": added,
@@ -129,13 +131,13 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokeniz
 
 def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
     add_space = _value(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
-    model = proto.write_model(
+    model = write_model(
         _pieces(metadata, vocabulary),
-        model_type=proto.BPE,
+        model_type=BPE,
         unk_id=_unknown_id(vocabulary),
         add_dummy_prefix=add_space,
         remove_extra_whitespaces=False,
-        byte_fallback=proto.BYTE in vocabulary.types,
+        byte_fallback=PieceType.BYTE in vocabulary.types,
     )
     # Legacy: as in llama.cpp, text after a special token gets a prefix space.
     options = {"legacy": True, "add_prefix_space": add_space}
@@ -154,15 +156,15 @@ def _unigram(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Tokenizer:
     sentinels = min(100, len(tokens) - size)
     vocabulary = _Vocabulary(tokens[:size], types[:size])
     charsmap = bytes(_array(metadata, "tokenizer.ggml.precompiled_charsmap", int, default=[]))
-    model = proto.write_model(
+    model = write_model(
         _pieces(metadata, vocabulary),
-        model_type=proto.UNIGRAM,
+        model_type=UNIGRAM,
         unk_id=_unknown_id(vocabulary),
         add_dummy_prefix=_value(metadata, "tokenizer.ggml.add_space_prefix", bool, True),
         remove_extra_whitespaces=_value(
             metadata, "tokenizer.ggml.remove_extra_whitespaces", bool, True
         ),
-        byte_fallback=proto.BYTE in vocabulary.types,
+        byte_fallback=PieceType.BYTE in vocabulary.types,
         charsmap=charsmap,
     )
     options = {"legacy": True, "extra_ids": sentinels}
@@ -188,7 +190,7 @@ def _pieces(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> list[tuple[
 
 
 def _unknown_id(vocabulary: _Vocabulary) -> int:
-    unknown = [i for i, kind in enumerate(vocabulary.types) if kind == proto.UNKNOWN]
+    unknown = vocabulary.ids_of(PieceType.UNKNOWN)
     if len(unknown) != 1:
         raise TokenizerError(
             f"GGUF: tokenizer.ggml.token_type marks {len(unknown)} tokens as unknown, not one"
@@ -230,7 +232,7 @@ def _settings(
             templates[key.removeprefix("tokenizer.chat_template.")] = _value(metadata, key, str)
     return TokenizerSettings(
         named=named,
-        added={i: AddedToken(tokens[i]) for i in vocabulary.control() if tokens[i]},
+        added={i: AddedToken(tokens[i]) for i in vocabulary.ids_of(PieceType.CONTROL) if tokens[i]},
         chat_templates=templates,
         options=options,
     )
@@ -258,15 +260,15 @@ def _config_file(tokenizer_class: str, settings: TokenizerSettings) -> dict[str,
     return {"tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode()}
 
 
-def _value(metadata: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+def _value(metadata: Mapping[str, Any], key: str, value_type: type, default: Any = None) -> Any:
     value = metadata.get(key, default)
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if value is None:
         raise TokenizerError(f"GGUF: the key {key} is missing")
-    if type(value) is not kind:
-        raise TokenizerError(f"GGUF: {key} is {str(value)[:80]!r}, not {kind.__name__}")
-    if kind is str:
+    if type(value) is not value_type:
+        raise TokenizerError(f"GGUF: {key} is {str(value)[:80]!r}, not {value_type.__name__}")
+    if value_type is str:
         _check_unicode(value, key)
     return value
 
@@ -274,7 +276,7 @@ def _value(metadata: Mapping[str, Any], key: str, kind: type, default: Any = Non
 def _array(
     metadata: Mapping[str, Any],
     key: str,
-    kind: type,
+    value_type: type,
     length: int | None = None,
     default: list[Any] | None = None,
 ) -> list[Any]:
@@ -284,10 +286,10 @@ def _array(
         raise TokenizerError(f"GGUF: {key} is missing or no array")
     if length is not None and len(values) != length:
         raise TokenizerError(f"GGUF: {key} has {len(values)} entries for {length} tokens")
-    wrong = next((v for v in values if type(v) is not kind), None)
+    wrong = next((v for v in values if type(v) is not value_type), None)
     if wrong is not None:
-        raise TokenizerError(f"GGUF: {key} holds {str(wrong)[:80]!r}, not {kind.__name__}")
-    if kind is str:
+        raise TokenizerError(f"GGUF: {key} holds {str(wrong)[:80]!r}, not {value_type.__name__}")
+    if value_type is str:
         _check_unicode("".join(values), key)
     return list(values)
 

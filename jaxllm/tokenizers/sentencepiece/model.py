@@ -1,16 +1,48 @@
-"""Loads an untrusted sentencepiece model; errors are raised as TokenizerError."""
+"""Sentencepiece models: loads untrusted ones, and writes new ones.
+
+The few fields of sentencepiece's ModelProto that are needed beside its library are read and written
+without the protobuf library. Field numbers are those of ``sentencepiece_model.proto``. Protobuf
+readers merge repeated messages, and later fields override earlier ones, so appended bytes change
+options.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import TypeVar
 
 import sentencepiece
 
 from jaxllm.common.errors import TokenizerError
-from jaxllm.tokenizers.sentencepiece.proto import read_normalizer_flags
 
 T = TypeVar("T")
+
+UNIGRAM = 1
+BPE = 2
+# normalizer_spec (field 3) with add_dummy_prefix (field 3) false
+WITHOUT_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
+
+class PieceType(IntEnum):
+    """Types of pieces, with sentencepiece's numbers."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class NormalizerFlags:
+    """Sentencepiece's options for spaces, with protobuf's defaults."""
+
+    add_dummy_prefix: bool = True
+    remove_extra_whitespaces: bool = True
 
 
 class SentencePieceModel:
@@ -32,20 +64,22 @@ class SentencePieceModel:
         self._source = source
         self.flags = read_normalizer_flags(model, source)
         self._processor = processor = sentencepiece.SentencePieceProcessor()
-        self._guard(lambda: processor.LoadFromSerializedProto(model))
+        self._convert_errors(lambda: processor.LoadFromSerializedProto(model))
         ids = range(processor.get_piece_size())
         if processor.unk_id() not in ids:
             raise TokenizerError(f"{source}: the model has no unknown piece")
-        self.pieces: list[str] = self._guard(lambda: [processor.id_to_piece(i) for i in ids])
+        self.pieces: list[str] = self._convert_errors(
+            lambda: [processor.id_to_piece(i) for i in ids]
+        )
         self.vocabulary = frozenset(self.pieces)
         self.unk_piece = self.pieces[processor.unk_id()]
-        self.unk_text: str = self._guard(lambda: processor.decode_pieces([self.unk_piece]))
+        self.unk_text: str = self._convert_errors(lambda: processor.decode_pieces([self.unk_piece]))
         self.control = frozenset(self.pieces[i] for i in ids if processor.is_control(i))
         self.bytes = frozenset(self.pieces[i] for i in ids if processor.is_byte(i))
 
     def encode(self, text: str) -> list[str]:
         """Splits text into pieces; a run of unknown characters is a piece without an id."""
-        return self._guard(lambda: self._processor.encode(text, out_type=str))
+        return self._convert_errors(lambda: self._processor.encode(text, out_type=str))
 
     def piece_to_id(self, piece: str) -> int:
         """The id of a piece; the unknown piece's id for any other string."""
@@ -59,10 +93,115 @@ class SentencePieceModel:
             return self.unk_text
         return None if piece in self.vocabulary else piece
 
-    def _guard(self, action: Callable[[], T]) -> T:
+    def _convert_errors(self, action: Callable[[], T]) -> T:
+        """Calls the sentencepiece library; its errors become TokenizerErrors."""
         try:
             return action()
         except (RuntimeError, OSError, ValueError, TypeError) as failure:  # including invalid UTF-8
             raise TokenizerError(
                 f"{self._source}: not a sentencepiece model ({failure})"
             ) from failure
+
+
+def read_normalizer_flags(model: bytes, source: str) -> NormalizerFlags:
+    """Reads the normalizer flags of a serialised ModelProto.
+
+    Raises:
+        TokenizerError: the bytes are not a protobuf message.
+    """
+    add_dummy_prefix = remove_extra_whitespaces = True
+    try:
+        for field, message in _fields(model):
+            if field == 3 and isinstance(message, bytes):
+                for inner, value in _fields(message):
+                    if inner == 3:
+                        add_dummy_prefix = bool(value)
+                    elif inner == 4:
+                        remove_extra_whitespaces = bool(value)
+    except (IndexError, ValueError) as failure:
+        raise TokenizerError(f"{source}: not a sentencepiece model") from failure
+    return NormalizerFlags(add_dummy_prefix, remove_extra_whitespaces)
+
+
+def write_model(
+    pieces: Sequence[tuple[str, float, int]],
+    *,
+    model_type: int,
+    unk_id: int,
+    add_dummy_prefix: bool,
+    remove_extra_whitespaces: bool,
+    byte_fallback: bool,
+    charsmap: bytes = b"",
+) -> bytes:
+    """Serialises a ModelProto from ``(piece, score, type)`` triples in id order."""
+    trainer = (
+        _number(3, model_type)
+        + _number(4, len(pieces))
+        + _number(35, byte_fallback)
+        + _number(40, unk_id)
+    )
+    normalizer = (
+        _bytes(2, charsmap)
+        + _number(3, add_dummy_prefix)
+        + _number(4, remove_extra_whitespaces)
+        + _number(5, True)  # spaces are written as ▁
+    )
+    body = b"".join(_bytes(1, _piece(*piece)) for piece in pieces)
+    return body + _bytes(2, trainer) + _bytes(3, normalizer)
+
+
+def _piece(text: str, score: float, piece_type: int) -> bytes:
+    score_field = b"\x15" + struct.pack("<f", score)  # field 2, a 32-bit float
+    return _bytes(1, text.encode()) + score_field + _number(3, piece_type)
+
+
+def _varint(value: int) -> bytes:
+    result = bytearray()
+    while value > 0x7F:
+        result.append(value & 0x7F | 0x80)
+        value >>= 7
+    result.append(value)
+    return bytes(result)
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(int(value))
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yields field numbers and values of a message; fixed-width numbers as bytes."""
+    position = 0
+    while position < len(data):
+        key, position = _read_varint(data, position)
+        match key & 7:
+            case 0:
+                value, position = _read_varint(data, position)
+                yield key >> 3, value
+                continue
+            case 1:
+                size = 8
+            case 2:
+                size, position = _read_varint(data, position)
+            case 5:
+                size = 4
+            case wire_type:
+                raise ValueError(f"wire type {wire_type}")
+        if size > len(data) - position:
+            raise ValueError("a field reaches past the end")
+        yield key >> 3, data[position : position + size]
+        position += size
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise ValueError("a number of more than 64 bits")

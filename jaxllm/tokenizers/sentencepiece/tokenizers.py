@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar, Self
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers.added_tokens import (
@@ -19,8 +20,7 @@ from jaxllm.tokenizers.added_tokens import (
 )
 from jaxllm.tokenizers.batch import PaddingSide
 from jaxllm.tokenizers.sentencepiece.decoding import SPACE, DecodeRules, PiecesToText
-from jaxllm.tokenizers.sentencepiece.model import SentencePieceModel
-from jaxllm.tokenizers.sentencepiece.proto import WITHOUT_DUMMY_PREFIX
+from jaxllm.tokenizers.sentencepiece.model import WITHOUT_DUMMY_PREFIX, SentencePieceModel
 from jaxllm.tokenizers.settings import (
     LLAMA_TOKENS,
     T5_TOKENS,
@@ -40,13 +40,20 @@ class SentencePieceTokenizer(Tokenizer):
         model: a serialised sentencepiece model.
         settings: special tokens, flags and chat templates.
         files: contents of the files that ``save`` writes.
-        source: name of the model's file, for messages.
+        source: name of the model's file, for messages; ``model_file`` by default.
+
+    Attributes:
+        model_file: name of the model's file in a folder.
+        default_tokens: named tokens of transformers' class, used where no file names others.
+        default_side: padding side, used where no file names one.
 
     Raises:
         TokenizerError: the model is malformed, or the settings contradict it.
     """
 
-    default_side: PaddingSide
+    model_file: ClassVar[str]
+    default_tokens: ClassVar[Mapping[str, str]]
+    default_side: ClassVar[PaddingSide]
 
     def __init__(
         self,
@@ -54,8 +61,10 @@ class SentencePieceTokenizer(Tokenizer):
         settings: TokenizerSettings,
         files: Mapping[str, bytes],
         *,
-        source: str = "tokenizer.model",
+        source: str | None = None,
     ) -> None:
+        source = source or self.model_file
+        settings = settings.with_defaults(**self.default_tokens)
         super().__init__(settings, files, self.default_side)
         _refuse_options(settings)
         self.legacy = settings.flag("legacy", True)
@@ -79,6 +88,15 @@ class SentencePieceTokenizer(Tokenizer):
         unk = settings.named.get("unk_token")
         self._unk_text = self._model.unk_piece if unk is None else unk.content
         self._unk_length = len(self._model.encode(self._unk_text))
+
+    @classmethod
+    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
+        """Loads a folder that has the file ``model_file``."""
+        source = str(files.folder / cls.model_file)
+        # tokenizer.json lists the added tokens if no other file does.
+        if "added_tokens_decoder" not in settings.options and "tokenizer.json" in files:
+            settings = replace(settings, added={**settings.added, **added_tokens_of_json(files)})
+        return cls(files.contents[cls.model_file], settings, files.contents, source=source)
 
     def _known_added(self) -> dict[int, AddedToken]:
         """Added tokens by id, from the settings and from the class."""
@@ -179,6 +197,8 @@ class LlamaTokenizer(SentencePieceTokenizer):
     (true), ``add_prefix_space`` (true).
     """
 
+    model_file = "tokenizer.model"
+    default_tokens = LLAMA_TOKENS
     default_side = "left"
 
     def __init__(
@@ -187,18 +207,11 @@ class LlamaTokenizer(SentencePieceTokenizer):
         settings: TokenizerSettings,
         files: Mapping[str, bytes],
         *,
-        source: str = "tokenizer.model",
+        source: str | None = None,
     ) -> None:
-        super().__init__(model, settings.with_defaults(**LLAMA_TOKENS), files, source=source)
+        super().__init__(model, settings, files, source=source)
         self._prefix = self._marker("bos", default=True)
         self._suffix = self._marker("eos", default=False)
-
-    @classmethod
-    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> LlamaTokenizer:
-        """Loads a folder with tokenizer.model."""
-        source = str(files.folder / "tokenizer.model")
-        settings = _with_tokens_of_json(files, settings)
-        return cls(files.contents["tokenizer.model"], settings, files.contents, source=source)
 
     def _marker(self, name: str, default: bool) -> list[int]:
         if not self.settings.flag(f"add_{name}_token", default):
@@ -220,6 +233,8 @@ class T5Tokenizer(SentencePieceTokenizer):
     (true). Sentinel n has the id ``len(tokenizer) - 1 - n`` and strips the white space around it.
     """
 
+    model_file = "spiece.model"
+    default_tokens = T5_TOKENS
     default_side = "right"
 
     def __init__(
@@ -228,19 +243,11 @@ class T5Tokenizer(SentencePieceTokenizer):
         settings: TokenizerSettings,
         files: Mapping[str, bytes],
         *,
-        source: str = "spiece.model",
+        source: str | None = None,
     ) -> None:
-        settings = _with_sentinels(settings.with_defaults(**T5_TOKENS))
-        super().__init__(model, settings, files, source=source)
+        super().__init__(model, _with_sentinels(settings), files, source=source)
         if self.eos_token_id is None:
             raise TokenizerError("tokenizer_config.json: T5 needs an eos_token")
-
-    @classmethod
-    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> T5Tokenizer:
-        """Loads a folder with spiece.model."""
-        source = str(files.folder / "spiece.model")
-        settings = _with_tokens_of_json(files, settings)
-        return cls(files.contents["spiece.model"], settings, files.contents, source=source)
 
     def _known_added(self) -> dict[int, AddedToken]:
         sentinels = sum("<extra_id_" in token.content for token in self.settings.extra)
@@ -274,13 +281,6 @@ def _refuse_options(settings: TokenizerSettings) -> None:
         raise UnsupportedError("tokenizer_config.json: sp_model_kwargs: sampling is not supported")
     if settings.flag("do_lower_case", False):
         raise UnsupportedError("tokenizer_config.json: do_lower_case is not supported")
-
-
-def _with_tokens_of_json(files: TokenizerFiles, settings: TokenizerSettings) -> TokenizerSettings:
-    """Adds the added tokens of a tokenizer.json in the same folder, if no other file lists them."""
-    if "added_tokens_decoder" in settings.options or "tokenizer.json" not in files:
-        return settings
-    return replace(settings, added={**settings.added, **added_tokens_of_json(files)})
 
 
 def _extra_ids(settings: TokenizerSettings) -> int:

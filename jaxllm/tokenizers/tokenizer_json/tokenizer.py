@@ -29,9 +29,10 @@ from jaxllm.tokenizers.settings import (
     TokenizerSettings,
     parse_added_token,
 )
-from jaxllm.tokenizers.stream_decoder import CleanUp, Stage, decoder_stages
+from jaxllm.tokenizers.stream_decoder import CleanUp, Stage
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json.check import check_tokenizer_json
+from jaxllm.tokenizers.tokenizer_json.decoder import decoder_stages
 from jaxllm.tokenizers.tokenizer_json.post_processor import choose_post_processor, read_template
 
 T = TypeVar("T")
