@@ -15,8 +15,8 @@ from jaxllm.batch.job.job import Input, Job
 from jaxllm.batch.job.journal import is_finished
 from jaxllm.checkpoint import bundled
 from jaxllm.cli.batch_progress import BatchProgress
-from jaxllm.cli.devices import leads, own_mesh
-from jaxllm.cli.field_flags import given_fields
+from jaxllm.cli.devices import is_main_process, local_mesh
+from jaxllm.cli.field_flags import generation_fields
 from jaxllm.cli.progress import Reporter
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError, RunError, UnsupportedError
@@ -67,7 +67,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     Several processes share the rows. Steps that may fail in one of them before it answers any are
     done `together`, so that none waits for it.
     """
-    mesh = together(lambda: own_mesh(arguments), RunError)
+    mesh = together(lambda: local_mesh(arguments), RunError)
     output, resume = arguments.output, bool(arguments.resume)
     settings = job_settings(arguments)
 
@@ -91,7 +91,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         except KeyboardInterrupt:
             reporter.say(f"stopped; go on with --resume (finished rows are in {job.journal_path})")
             raise
-    if leads():
+    if is_main_process():
         reporter.table(job.report.table())
         reporter.say(f"{output}, {job.report_path}")
     return 0
@@ -100,7 +100,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
 def job_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """All options that results depend on; a resumed job must have the same."""
     path = model_path(arguments)
-    fields = sorted(given_fields(arguments).items())
+    fields = sorted(generation_fields(arguments).items())
     return {
         "--model": str(Path(path).resolve() if Path(path).exists() else path),
         "--dtype": arguments.dtype,
@@ -138,7 +138,7 @@ def load_engine(
         system=arguments.system,
         default_new_tokens=DEFAULT_NEW_TOKENS,
         announce=lambda prediction: reporter.say(str(prediction)),
-        **given_fields(arguments),
+        **generation_fields(arguments),
     )
 
 

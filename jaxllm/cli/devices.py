@@ -118,7 +118,7 @@ def _exit_at_once(error_type: type[BaseException], error: BaseException, trace: 
     os._exit(1)
 
 
-def mesh_of_arguments(arguments: argparse.Namespace) -> Mesh | None:
+def mesh_from_arguments(arguments: argparse.Namespace) -> Mesh | None:
     """Mesh of ``--mesh``; by default all devices on ``data`` for several processes, else None.
 
     Unnamed axes have size 1, except that ``data`` takes the remaining devices.
@@ -128,8 +128,8 @@ def mesh_of_arguments(arguments: argparse.Namespace) -> Mesh | None:
     return make_mesh(**arguments.mesh)
 
 
-def own_mesh(arguments: argparse.Namespace) -> Mesh | None:
-    """Mesh over all devices of this process only; otherwise like `mesh_of_arguments`."""
+def local_mesh(arguments: argparse.Namespace) -> Mesh | None:
+    """Mesh over all devices of this process only; otherwise like `mesh_from_arguments`."""
     devices = jax.local_devices()
     if arguments.mesh is None:
         return make_mesh(devices=devices) if len(devices) > 1 else None
@@ -143,6 +143,6 @@ def own_mesh(arguments: argparse.Namespace) -> Mesh | None:
         ) from None
 
 
-def leads() -> bool:
+def is_main_process() -> bool:
     """True in process 0, which prints and writes results."""
     return jax.process_index() == 0

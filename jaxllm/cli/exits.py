@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(USAGE_ERROR)
 
 
-def guard(
+def run_command(
     command: Callable[[list[str]], int], program: str, argv: Sequence[str] | None = None
 ) -> int:
     """Runs a command on its arguments and returns the exit code.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxllm.cli.exits import Parser, guard
+from jaxllm.cli.exits import Parser, run_command
 from jaxllm.common.errors import InputError
 
 WHICH = ("best", "last")
@@ -13,7 +13,7 @@ WHICH = ("best", "last")
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm export") -> int:
     """Entry point; returns the exit code."""
-    return guard(lambda arguments: run(arguments, program), program, argv)
+    return run_command(lambda arguments: run(arguments, program), program, argv)
 
 
 def parser(program: str) -> Parser:

@@ -26,7 +26,7 @@ def add_field_flags(parser: argparse.ArgumentParser) -> None:
             _add_flag(group, field)
 
 
-def given_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+def generation_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Generation fields set on the command line."""
     return {name: value for name, value in vars(arguments).items() if name in FIELDS}
 

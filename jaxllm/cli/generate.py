@@ -23,9 +23,14 @@ from jaxllm import load
 from jaxllm.checkpoint import bundled
 from jaxllm.cli import compile_cache
 from jaxllm.cli.batch import DEFAULT_NEW_TOKENS, add_batch_flags, check_flags, run_batch
-from jaxllm.cli.devices import add_device_flags, join_processes, leads, mesh_of_arguments
-from jaxllm.cli.exits import Parser, guard
-from jaxllm.cli.field_flags import add_field_flags, given_fields, int_list
+from jaxllm.cli.devices import (
+    add_device_flags,
+    is_main_process,
+    join_processes,
+    mesh_from_arguments,
+)
+from jaxllm.cli.exits import Parser, run_command
+from jaxllm.cli.field_flags import add_field_flags, generation_fields, int_list
 from jaxllm.cli.progress import Reporter
 from jaxllm.cli.request import IdDecoder, Request, TextDecoder
 from jaxllm.common.compile_clock import CompileClock
@@ -49,7 +54,9 @@ examples:
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm generate") -> int:
     """Entry point; returns the exit code."""
-    return guard(lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv)
+    return run_command(
+        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
+    )
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -112,12 +119,12 @@ def _token_ids(text: str) -> list[int]:
 
 def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    fields = GenerationConfig(**given_fields(arguments))
+    fields = GenerationConfig(**generation_fields(arguments))
     check_supported(fields)  # before loading, which takes minutes
     join_processes(arguments)
     has_text_prompt = arguments.input is None and arguments.input_ids is None
     prompt = _prompt(arguments) if has_text_prompt else None
-    reporter = Reporter(quiet=arguments.quiet or not leads())
+    reporter = Reporter(quiet=arguments.quiet or not is_main_process())
     if arguments.keep_compiled:
         folder = arguments.compile_cache or compile_cache.default_folder()
         problem = compile_cache.enable(folder)
@@ -126,7 +133,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.input is not None:
         return run_batch(arguments, reporter)
 
-    mesh = mesh_of_arguments(arguments)
+    mesh = mesh_from_arguments(arguments)
     with contextlib.closing(CompileClock()) as clock:
         model, tokenizer, assistant = _load(arguments, mesh, reporter)
         ids = _ids(arguments, prompt, model, tokenizer)
@@ -308,6 +315,6 @@ def _print_whole(
 
 
 def _write(text: str) -> None:
-    if leads():
+    if is_main_process():
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from jaxllm.cli.exits import BROKEN_PIPE, INTERRUPTED, USAGE_ERROR, Parser, guard
+from jaxllm.cli.exits import BROKEN_PIPE, INTERRUPTED, USAGE_ERROR, Parser, run_command
 from jaxllm.common.errors import InputError
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -27,7 +27,7 @@ POLL_SECONDS = 0.1
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm supervise") -> int:
     """Entry point; returns the command's exit code."""
-    return guard(lambda arguments: run(arguments, program), program, argv)
+    return run_command(lambda arguments: run(arguments, program), program, argv)
 
 
 def parser(program: str) -> Parser:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.cli import compile_cache
-from jaxllm.cli.devices import add_process_flags, join_processes, leads
-from jaxllm.cli.exits import Parser, guard, one_line
+from jaxllm.cli.devices import add_process_flags, is_main_process, join_processes
+from jaxllm.cli.exits import Parser, one_line, run_command
 from jaxllm.common.errors import InputError
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -25,7 +25,7 @@ VALUED = ("--coordinator", "--num-processes", "--process-id")
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> int:
     """Entry point; returns the exit code: 143 or 130 for a run that a signal ended (it is
     saved)."""
-    return guard(lambda arguments: run(arguments, program), program, argv)
+    return run_command(lambda arguments: run(arguments, program), program, argv)
 
 
 def parser(program: str) -> Parser:
@@ -61,11 +61,11 @@ def run(argv: list[str], program: str) -> int:
     join_processes(options)
     if not options.no_compile_cache:
         warning = compile_cache.enable(compile_cache.default_folder())
-        if warning is not None and not options.quiet and leads():
+        if warning is not None and not options.quiet and is_main_process():
             print(f"{program}: {one_line(warning)}", file=sys.stderr)
-    with stopping(quiet=options.quiet or not leads()) as stop:
+    with stopping(quiet=options.quiet or not is_main_process()) as stop:
         result = train(recipe, resume=options.resume, quiet=options.quiet, stop=stop)
-    if not options.quiet and leads():
+    if not options.quiet and is_main_process():
         print(f"{result.folder}: step {result.step}")
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 

@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jaxllm import load
 from jaxllm.checkpoint.hub import resolve
-from jaxllm.cli.exits import Parser, guard
+from jaxllm.cli.exits import Parser, run_command
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5EncoderModel
@@ -87,7 +87,9 @@ def _log_softmax(x: Float[np.ndarray, "T V"]) -> Float[np.ndarray, "T V"]:
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm verify") -> int:
     """Entry point; returns 0 within the tolerance, 1 beyond it, 2 for an error."""
-    return guard(lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv)
+    return run_command(
+        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
+    )
 
 
 def _parser(program: str) -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 @dataclass(frozen=True)
 class _Vocabulary:
     tokens: list[str]
-    types: list[int]  # PieceType of each token
+    types: Sequence[int]  # PieceType of each token
 
     def ids_of(self, piece_type: PieceType) -> list[int]:
         return [i for i, each in enumerate(self.types) if each == piece_type]

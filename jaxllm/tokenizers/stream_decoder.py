@@ -25,7 +25,7 @@ class Stage:
     def end(self) -> list[str]:
         return []
 
-    def inside(self, token: str) -> str | bytes:
+    def token_text(self, token: str) -> str | bytes:
         """Text of a token inside a sequence, independent of its neighbours.
 
         A bytes result, possibly part of a character, is final: no further stage runs on it.
@@ -84,20 +84,20 @@ class CleanUp(Stage):
         (" 've", "'ve"),
         (" 're", "'re"),
     )
-    _LAST_CUT = re.compile(r".*[^ ]{3}", re.DOTALL)
+    _SAFE_SPLIT = re.compile(r".*[^ ]{3}", re.DOTALL)
 
     def __init__(self) -> None:
-        self._held = ""
+        self._pending = ""
 
     def put(self, tokens: list[str]) -> list[str]:
-        text = self._held + "".join(tokens)
-        match = self._LAST_CUT.match(text)
-        cut = match.end() if match else 0
-        self._held = text[cut:]
-        return [self._clean(text[:cut])]
+        text = self._pending + "".join(tokens)
+        match = self._SAFE_SPLIT.match(text)
+        split = match.end() if match else 0
+        self._pending = text[split:]
+        return [self._clean(text[:split])]
 
     def end(self) -> list[str]:
-        return [self._clean(self._held)]
+        return [self._clean(self._pending)]
 
     def _clean(self, text: str) -> str:
         for pattern, replacement in self._PATTERNS:

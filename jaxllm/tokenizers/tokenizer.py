@@ -183,16 +183,16 @@ class Tokenizer(ABC):
     def _token_bytes(self) -> tuple[bytes | None, ...]:
         stages = self._decode_stages(skip_special_tokens=False)
 
-        def inside(token: str) -> bytes:
+        def encode_token(token: str) -> bytes:
             for stage in stages:
-                text = stage.inside(token)
+                text = stage.token_text(token)
                 if isinstance(text, bytes):
                     return text
                 token = text
             return token.encode("utf-8")
 
         tokens = map(self.id_to_token, range(len(self)))
-        return tuple(None if token is None else inside(token) for token in tokens)
+        return tuple(None if token is None else encode_token(token) for token in tokens)
 
     def __call__(
         self,
@@ -242,7 +242,7 @@ class Tokenizer(ABC):
         side = checked_side(padding_side or self.padding_side, InputError)
         if len(rows) == 0:
             raise InputError("the batch is empty: give at least one prompt")
-        rows = [self._filled(row, number) for number, row in enumerate(rows)]
+        rows = [self._bos_if_empty(row, number) for number, row in enumerate(rows)]
         for number, row in enumerate(rows):
             if max_length is not None and len(row) > max_length:
                 raise InputError(
@@ -251,7 +251,7 @@ class Tokenizer(ABC):
         pad = self.pad_token_id if self.pad_token_id is not None else self.eos_token_id
         return pad_rows(rows, 0 if pad is None else pad, side, bucket)
 
-    def _filled(self, row: Sequence[int], number: int) -> Sequence[int]:
+    def _bos_if_empty(self, row: Sequence[int], number: int) -> Sequence[int]:
         if len(row) > 0:
             return row
         if self.bos_token_id is None:

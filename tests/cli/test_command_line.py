@@ -9,8 +9,8 @@ import pytest
 
 import jaxllm
 from jaxllm.cli.compile_cache import default_folder
-from jaxllm.cli.exits import guard
-from jaxllm.cli.field_flags import add_field_flags, given_fields
+from jaxllm.cli.exits import run_command
+from jaxllm.cli.field_flags import add_field_flags, generation_fields
 from jaxllm.cli.main import COMMANDS, main
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.field_checks import boolean
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def test_no_fields_by_default(parser: argparse.ArgumentParser) -> None:
-    assert given_fields(parser.parse_args([])) == {}
+    assert generation_fields(parser.parse_args([])) == {}
 
 
 @pytest.mark.parametrize("name", [n for n, f in FIELDS.items() if not f.metadata])
@@ -55,7 +55,7 @@ def test_every_field_is_an_option(parser: argparse.ArgumentParser, name: str) ->
     flag = "--" + name.replace("_", "-")
     words = [flag] if FIELDS[name].check is boolean else [flag, "none"]
     expected = True if FIELDS[name].check is boolean else None
-    assert given_fields(parser.parse_args(words)) == {name: expected}
+    assert generation_fields(parser.parse_args(words)) == {name: expected}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_every_field_is_an_option(parser: argparse.ArgumentParser, name: str) ->
 def test_values_reach_the_config(
     parser: argparse.ArgumentParser, words: list[str], value: object
 ) -> None:
-    fields = given_fields(parser.parse_args(words))
+    fields = generation_fields(parser.parse_args(words))
     (name,) = fields
     assert getattr(GenerationConfig(**fields), name) == value
 
@@ -96,4 +96,4 @@ def test_a_bug_keeps_its_traceback() -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        guard(command, "test", [])
+        run_command(command, "test", [])

@@ -14,9 +14,9 @@ from paths import ROOT
 from jaxllm.cli.devices import (
     add_device_flags,
     join_processes,
-    mesh_of_arguments,
+    local_mesh,
+    mesh_from_arguments,
     mesh_sizes,
-    own_mesh,
 )
 from jaxllm.common.errors import InputError
 
@@ -32,8 +32,8 @@ def parsed(*flags: str) -> argparse.Namespace:
 def test_defaults():
     arguments = parsed()
     join_processes(arguments)
-    assert mesh_of_arguments(arguments) is None
-    assert (own_mesh(arguments) is None) == (jax.local_device_count() == 1)
+    assert mesh_from_arguments(arguments) is None
+    assert (local_mesh(arguments) is None) == (jax.local_device_count() == 1)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_invalid_mesh_sizes(text):
 def test_mesh_sizes():
     assert mesh_sizes("data=2, tensor=-1") == {"data": 2, "tensor": -1}
     count = jax.device_count()
-    assert mesh_of_arguments(parsed("--mesh", "data=-1")).shape["data"] == count
-    for make in (mesh_of_arguments, own_mesh):
+    assert mesh_from_arguments(parsed("--mesh", "data=-1")).shape["data"] == count
+    for make in (mesh_from_arguments, local_mesh):
         with pytest.raises(InputError, match="tensor=1000"):
             make(parsed("--mesh", "tensor=1000"))
 

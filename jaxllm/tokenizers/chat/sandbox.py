@@ -3,6 +3,8 @@
 In the calling process a template could not be stopped, neither in a nested loop nor in
 ``10**10**8``, a single step of the interpreter. The child starts at the first use (0.1 s) and is
 kept, so that rendering takes about a millisecond. It is restarted after a crash.
+
+Only the child is handled here; which text is rendered is decided in ``templates.py``.
 """
 
 from __future__ import annotations

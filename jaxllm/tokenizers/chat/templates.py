@@ -35,7 +35,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         TemplateError: the template is too large, too expensive, or failed.
         InputError: a variable is not a JSON value.
     """
-    return _checked(_render(template, _plain(variables, {}), time.time()))
+    return _check_unicode(_render(template, _json_values(variables, {}), time.time()))
 
 
 def render_parts(
@@ -61,40 +61,40 @@ def render_parts(
             separated from the template's.
     """
     now = time.time()
-    trusted = _plain(variables, {})
-    plain = _plain(untrusted, {})
-    text = _checked(_render(template, {**plain, **trusted}, now))
+    trusted = _json_values(variables, {})
+    plain = _json_values(untrusted, {})
+    text = _check_unicode(_render(template, {**plain, **trusted}, now))
     pattern = token_pattern(special)
-    found = pattern.findall(text)
-    if not found:
+    special_tokens = pattern.findall(text)
+    if not special_tokens:
         return text
-    written = "\0".join(_strings(plain))
+    user_text = "\0".join(_strings(plain))
     for characters in _hitting_sets(special):
-        if not any(character in written for character in characters):
+        if not any(character in user_text for character in characters):
             return text
-        placeholders = _choose_placeholders(characters, written + template)
+        placeholders = _choose_placeholders(characters, user_text + template)
         if placeholders is None:
             continue
-        marked = {**_plain(untrusted, str.maketrans(placeholders)), **trusted}
+        marked = {**_json_values(untrusted, str.maketrans(placeholders)), **trusted}
         try:
-            marked_text = _checked(_render(template, marked, now))
+            marked_text = _check_unicode(_render(template, marked, now))
         except TemplateError:
             continue  # the template checks for the character that was replaced
         if _restore(marked_text, placeholders) != text:
             continue
-        if pattern.findall(marked_text) == found:
+        if pattern.findall(marked_text) == special_tokens:
             return text
         return _split(marked_text, pattern, special, placeholders)
-    spelt = re.search(pattern.pattern, written, re.IGNORECASE)
-    if spelt is None:
+    match = re.search(pattern.pattern, user_text, re.IGNORECASE)
+    if match is None:
         return text
     raise TemplateError(
-        f"a message spells a special token ({spelt[0]!r}), and this chat template rewrites"
+        f"a message spells a special token ({match[0]!r}), and this chat template rewrites"
         " messages in a way that hides who wrote it: remove the token's text"
     )
 
 
-def _plain(value: Any, placeholders: Mapping[int, str]) -> Any:
+def _json_values(value: Any, placeholders: Mapping[int, str]) -> Any:
     """Converts a value to JSON types, replacing characters in its strings.
 
     Names that templates look up are unchanged: keys ("content"), and the role of a message.
@@ -107,11 +107,11 @@ def _plain(value: Any, placeholders: Mapping[int, str]) -> Any:
         result = {}
         for key, item in value.items():
             is_role = key == "role" and str(item).isidentifier()
-            name = _plain(key, {} if str(key).isidentifier() else placeholders)
-            result[name] = _plain(item, {} if is_role else placeholders)
+            name = _json_values(key, {} if str(key).isidentifier() else placeholders)
+            result[name] = _json_values(item, {} if is_role else placeholders)
         return result
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_plain(item, placeholders) for item in value]
+        return [_json_values(item, placeholders) for item in value]
     raise InputError(
         f"chat templates take strings, numbers, lists and dicts, not {type(value).__name__}"
     )
@@ -141,12 +141,12 @@ def _hitting_sets(special: Mapping[str, AddedToken]) -> Iterator[set[str]]:
     for _ in range(_ATTEMPTS):
         chosen: set[str] = set()
         # A token whose characters are all used may use any of them again.
-        left = [set(token) - used or set(token) for token in special]
-        while left:
-            counts = Counter(character for characters in left for character in characters)
+        remaining = [set(token) - used or set(token) for token in special]
+        while remaining:
+            counts = Counter(character for characters in remaining for character in characters)
             best = max(counts, key=lambda character: (counts[character], -ord(character)))
             chosen.add(best)
-            left = [characters for characters in left if best not in characters]
+            remaining = [characters for characters in remaining if best not in characters]
         used |= chosen
         yield {variant for c in chosen for variant in (c, *c.lower(), *c.upper())}
 
@@ -185,7 +185,7 @@ def _split(
     return [part for part in parts if part != ""]
 
 
-def _checked(text: str) -> str:
+def _check_unicode(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as failure:

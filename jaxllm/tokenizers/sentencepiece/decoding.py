@@ -2,6 +2,7 @@
 
 Three layers, from outer to inner: added tokens are joined to the surrounding text with spaces;
 special tokens split the text into chunks; each chunk is decoded as by sentencepiece's ``Decode``.
+Encoding, in ``tokenizers.py``, shares no code with this.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ class PiecesToText(Stage):
         self._rules = rules
         self._skip = skip_special_tokens
         self._run: _Run | None = None
-        self._begun = False  # True if there is text before the current run
-        self._run_begun = False  # True if the current run has text
+        self._has_text = False  # True if there is text before the current run
+        self._run_has_text = False  # True if the current run has text
 
     def put(self, tokens: list[str]) -> list[str]:
         result = []
         for token in tokens:
             if token in self._rules.separate:
-                result += [self._end_run(), f" {token}" if self._begun else token]
-                self._begun = True
+                result += [self._end_run(), f" {token}" if self._has_text else token]
+                self._has_text = True
             else:
                 if self._run is None:
-                    self._run = _Run(self._rules, holds_chunks=not self._skip)
-                    self._run_begun = False
+                    self._run = _Run(self._rules, hold_chunks=not self._skip)
+                    self._run_has_text = False
                 result.append(self._joined(self._run.put(token)))
         return result
 
@@ -74,9 +75,9 @@ class PiecesToText(Stage):
             return []
         text = self._joined(self._run.end())
         # An empty last run is still joined with a space.
-        return [text if self._run_begun or not self._begun else " "]
+        return [text if self._run_has_text or not self._has_text else " "]
 
-    def inside(self, token: str) -> str | bytes:
+    def token_text(self, token: str) -> str | bytes:
         rules = self._rules
         if token in rules.special or token in rules.separate:
             return token
@@ -89,35 +90,35 @@ class PiecesToText(Stage):
         if self._run is None:
             return ""
         text = self._joined(self._run.end())
-        self._begun = self._begun or self._run_begun
+        self._has_text = self._has_text or self._run_has_text
         self._run = None
         return text
 
     def _joined(self, text: str) -> str:
-        if not text or self._run_begun:
+        if not text or self._run_has_text:
             return text
-        self._run_begun = True
-        return f" {text}" if self._begun else text
+        self._run_has_text = True
+        return f" {text}" if self._has_text else text
 
 
 class _Run:
     """``convert_tokens_to_string`` for pieces and special tokens between two separate tokens."""
 
-    def __init__(self, rules: DecodeRules, holds_chunks: bool) -> None:
+    def __init__(self, rules: DecodeRules, hold_chunks: bool) -> None:
         self._rules = rules
-        self._holds = holds_chunks and rules.space_before_chunk != "never"
+        self._hold_chunks = hold_chunks and rules.space_before_chunk != "never"
         self._count = 0
         self._after_special = False
         self._chunk = _Chunk(rules)
-        self._held = ""
-        self._text_begun = False
+        self._pending = ""
+        self._started = False
         self._trailing = ""
 
     def put(self, token: str) -> str:
         return self._strip(self._put(token))
 
     def end(self) -> str:
-        return self._strip(self._held + self._chunk.end())
+        return self._strip(self._pending + self._chunk.end())
 
     def _put(self, token: str) -> str:
         rules = self._rules
@@ -128,27 +129,27 @@ class _Run:
             spaced = rules.space_before_chunk == "always" or (
                 rules.space_before_chunk == "inner" and index != 0
             )
-            lead = " " if spaced and not self._after_special else ""
-            text = lead + self._held + self._chunk.end() + token
-            self._held, self._chunk, self._after_special = "", _Chunk(rules), True
+            leading_space = " " if spaced and not self._after_special else ""
+            text = leading_space + self._pending + self._chunk.end() + token
+            self._pending, self._chunk, self._after_special = "", _Chunk(rules), True
             return text
-        lead = ""
+        leading_space = ""
         if self._after_special and index == 1 and rules.space_after_first_special:
-            lead = "" if token.startswith(SPACE) else " "
+            leading_space = "" if token.startswith(SPACE) else " "
         self._after_special = False
         text = self._chunk.put(token)
-        if self._holds:
-            self._held, text = self._held + text, ""
-        return lead + text
+        if self._hold_chunks:
+            self._pending, text = self._pending + text, ""
+        return leading_space + text
 
     def _strip(self, text: str) -> str:
         """Drops leading white space; holds back trailing white space until text follows."""
         if not self._rules.strip_text:
             return text
         text = self._trailing + text
-        if not self._text_begun:
+        if not self._started:
             text = text.lstrip()
-            self._text_begun = text != ""
+            self._started = text != ""
         kept = text.rstrip()
         self._trailing = text[len(kept) :]
         return kept

@@ -65,9 +65,9 @@ def check_tokenizer_json(spec: Any, source: str) -> dict[str, Any]:
     added = spec.get("added_tokens")
     added = [] if added is None else added
     size = _check_added_tokens(added, vocabulary, f"{source}: added_tokens")
-    for kind in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if spec.get(kind) is not None:
-            check_component(kind, spec[kind], f"{source}: {kind}", size)
+    for section in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if spec.get(section) is not None:
+            check_component(section, spec[section], f"{source}: {section}", size)
     return {
         "version": "1.0",
         "truncation": None,
@@ -81,11 +81,13 @@ def check_tokenizer_json(spec: Any, source: str) -> dict[str, Any]:
 def _check_model(model: dict[str, Any], source: str) -> dict[str, int]:
     """Checks the model; returns its vocabulary (ids by token)."""
     # Files from before 2020 have no type; as in the library, the fields decide.
-    kind = model.get("type", "BPE" if "merges" in model else "Unigram")
-    if not isinstance(kind, str) or kind not in _MODEL_FIELDS:
-        raise UnsupportedError(f"{source}: type is {kind!r}; supported are {sorted(_MODEL_FIELDS)}")
-    model["type"] = kind
-    unknown = set(model) - _MODEL_FIELDS[kind]
+    model_type = model.get("type", "BPE" if "merges" in model else "Unigram")
+    if not isinstance(model_type, str) or model_type not in _MODEL_FIELDS:
+        raise UnsupportedError(
+            f"{source}: type is {model_type!r}; supported are {sorted(_MODEL_FIELDS)}"
+        )
+    model["type"] = model_type
+    unknown = set(model) - _MODEL_FIELDS[model_type]
     if unknown:
         raise TokenizerError(f"{source}: unknown fields {sorted(unknown)}")
     for name in ("fuse_unk", "byte_fallback", "ignore_merges"):
@@ -94,7 +96,7 @@ def _check_model(model: dict[str, Any], source: str) -> dict[str, int]:
                 del model[name]
             elif not isinstance(model[name], bool):
                 raise TokenizerError(f"{source}: {name} is {model[name]!r}, not true or false")
-    return _check_bpe(model, source) if kind == "BPE" else _check_unigram(model, source)
+    return _check_bpe(model, source) if model_type == "BPE" else _check_unigram(model, source)
 
 
 def _check_bpe(model: dict[str, Any], source: str) -> dict[str, int]:

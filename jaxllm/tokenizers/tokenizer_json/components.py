@@ -1,7 +1,8 @@
 """Checks the components of a tokenizer.json: normalizer, pre-tokenizer, post-processor, decoder.
 
 Components that are not in the table are rejected: the library accepts them, but their behaviour on
-malicious files has not been reviewed.
+malicious files has not been reviewed. The rest of the file, its vocabulary, is checked in
+``check.py``.
 """
 
 from __future__ import annotations
@@ -69,22 +70,22 @@ _OPTIONAL = {
 }
 
 
-def check_component(kind: str, value: Any, source: str, size: int) -> None:
+def check_component(section: str, value: Any, source: str, size: int) -> None:
     """Checks a component; raises unless it is allowed.
 
     Args:
-        kind: "normalizer", "pre_tokenizer", "post_processor" or "decoder".
+        section: "normalizer", "pre_tokenizer", "post_processor" or "decoder".
         value: JSON of the component.
         source: file and field, for messages.
         size: number of ids, the limit for ids in a post-processor.
     """
     component = as_object(value, source)
     name = component.get("type")
-    if not isinstance(name, str) or name not in _COMPONENTS[kind]:
+    if not isinstance(name, str) or name not in _COMPONENTS[section]:
         raise UnsupportedError(
-            f"{source}: type is {name!r}; supported are {sorted(_COMPONENTS[kind])}"
+            f"{source}: type is {name!r}; supported are {sorted(_COMPONENTS[section])}"
         )
-    fields = _COMPONENTS[kind][name]
+    fields = _COMPONENTS[section][name]
     where = f"{source}: {name}"
     # Files from before 2023 repeat Metaspace's replacement.
     unknown = set(component) - {"type", *fields} - ({"str_rep"} if name == "Metaspace" else set())
@@ -99,20 +100,20 @@ def check_component(kind: str, value: Any, source: str, size: int) -> None:
         if field not in component:
             continue
         if rule == "list":
-            _check_list(kind, component[field], f"{where}.{field}", size)
+            _check_list(section, component[field], f"{where}.{field}", size)
         else:
             _check_field(rule, component[field], f"{where}.{field}")
     if name == "TemplateProcessing":
         _check_template_tokens(component, where, size)
 
 
-def _check_list(kind: str, value: Any, source: str, size: int) -> None:
+def _check_list(section: str, value: Any, source: str, size: int) -> None:
     if not isinstance(value, list) or len(value) > 64:
         raise TokenizerError(f"{source}: not a list of at most 64 components")
     for number, item in enumerate(value):
         if isinstance(item, dict) and item.get("type") == "Sequence":
             raise UnsupportedError(f"{source}[{number}]: a Sequence inside a Sequence")
-        check_component(kind, item, f"{source}[{number}]", size)
+        check_component(section, item, f"{source}[{number}]", size)
 
 
 def _check_field(rule: Any, value: Any, source: str) -> None:
@@ -138,10 +139,10 @@ def _check_field(rule: Any, value: Any, source: str) -> None:
 
 def _check_pattern(value: Any, source: str, *, regex_allowed: bool) -> None:
     pattern = as_object(value, source)
-    (kind, text), *others = pattern.items() or [(None, None)]
-    if others or kind not in ("String", "Regex") or not isinstance(text, str) or not text:
+    (pattern_type, text), *others = pattern.items() or [(None, None)]
+    if others or pattern_type not in ("String", "Regex") or not isinstance(text, str) or not text:
         raise TokenizerError(f'{source}: neither {{"String": ...}} nor {{"Regex": ...}}')
-    if kind == "Regex":
+    if pattern_type == "Regex":
         if not regex_allowed:
             raise UnsupportedError(f"{source}: a regular expression in a decoder")
         check_regex(text, source)
@@ -174,8 +175,10 @@ def _check_template_tokens(component: dict[str, Any], source: str, size: int) ->
     for field, sequences in (("single", {"A"}), ("pair", {"A", "B"})):
         for number, piece in enumerate(component[field]):
             where = f"{source}.{field}[{number}]"
-            (kind, value), *others = as_object(piece, where).items() or [(None, None)]
-            allowed = {"Sequence": sequences, "SpecialToken": set(tokens)}.get(str(kind), set())
+            (piece_type, value), *others = as_object(piece, where).items() or [(None, None)]
+            allowed = {"Sequence": sequences, "SpecialToken": set(tokens)}.get(
+                str(piece_type), set()
+            )
             value = as_object(value, where)
             name, type_id = value.get("id"), value.get("type_id")
             if others or not isinstance(name, str) or name not in allowed:

@@ -81,7 +81,7 @@ class ByteLevel(Stage):
     def end(self) -> list[str]:
         return [self._utf8.decode(b"", final=True)]
 
-    def inside(self, token: str) -> bytes:
+    def token_text(self, token: str) -> bytes:
         return self._bytes(token)
 
     @staticmethod
@@ -106,7 +106,7 @@ class Metaspace(Stage):
             self._drop = False
         return result
 
-    def inside(self, token: str) -> str:
+    def token_text(self, token: str) -> str:
         return token.replace(self._replacement, " ")
 
 
@@ -120,7 +120,7 @@ class Replace(Stage):
     def put(self, tokens: list[str]) -> list[str]:
         return [token.replace(self._pattern, self._content) for token in tokens]
 
-    def inside(self, token: str) -> str:
+    def token_text(self, token: str) -> str:
         return token.replace(self._pattern, self._content)
 
 
@@ -151,7 +151,7 @@ class ByteFallback(Stage):
         except UnicodeDecodeError:
             return ["\ufffd"] * len(run)
 
-    def inside(self, token: str) -> str | bytes:
+    def token_text(self, token: str) -> str | bytes:
         return bytes.fromhex(token[3:5]) if _BYTE_TOKEN.fullmatch(token) else token
 
 
@@ -166,7 +166,7 @@ class Strip(Stage):
     def put(self, tokens: list[str]) -> list[str]:
         return [self._strip(token) for token in tokens]
 
-    def inside(self, token: str) -> str:
+    def token_text(self, token: str) -> str:
         return self._strip(token)
 
     def _strip(self, token: str) -> str:
@@ -210,5 +210,5 @@ class JoinWithSpaces(Stage):
             self._first = False
         return result
 
-    def inside(self, token: str) -> str:
+    def token_text(self, token: str) -> str:
         return f" {token}"

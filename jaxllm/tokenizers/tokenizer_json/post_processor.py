@@ -1,4 +1,7 @@
-"""Post-processor of a tokenizer.json: special tokens around one or two sequences."""
+"""Post-processor of a tokenizer.json: special tokens around one or two sequences.
+
+Implemented here and not by the tokenizers library, because settings may replace the file's own.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The pattern that splits text into words is part of the tokenizer and runs in a backtracking engine.
 Nested unbounded repetitions, like ``(a+)+``, and back references can take exponential time in the
-length of the text. No tokenizer in use has either.
+length of the text. No tokenizer in use has either. The check is a small parser of its own, which
+knows nothing of tokenizers.
 """
 
 from __future__ import annotations
