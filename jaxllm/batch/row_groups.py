@@ -21,7 +21,7 @@ from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.build import build_processors
-from jaxllm.generation.processors.per_row import signature, stacked
+from jaxllm.generation.processors.per_row import signature, stack_lists
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.lengths import MOST_COLUMNS
 from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
@@ -81,7 +81,7 @@ class Group:
             "watched": watched,
             "length_penalty": np.array([row.config.length_penalty for row in rows], np.float32),
         }
-        return RowSettings(stacked(lists), **arrays)
+        return RowSettings(stack_lists(lists), **arrays)
 
 
 def fits_slots(row: Row) -> bool:

@@ -29,7 +29,7 @@ from jaxllm.generation.loop import (
     prefill,
     prefill_program,
 )
-from jaxllm.generation.processors.host.errors import reraised
+from jaxllm.generation.processors.host.errors import reraise_failures
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_size
@@ -183,7 +183,7 @@ def run(model: GenerativeModel, request: Request, streamer: Any) -> GenerateOutp
     if streamer is not None or request.clocks:
         result, state = run_by_token(bare, request, streamer)
     else:
-        with reraised():
+        with reraise_failures():
             state = run_prefill(bare, request, prefill_program)
             state = decode_program(strategy, bare, state, settings, np.int32(max_length))
             result = fetched(finish_program(strategy, state, settings))
@@ -226,7 +226,7 @@ def partial_results(model: Decoder, request: Request, chunk: int) -> Iterator[tu
     strategy, settings, beams = request.strategy, request.settings, not request.strategy.can_stream
     state, next_length = None, 0
     while True:
-        with use(request.mesh), reraised():
+        with use(request.mesh), reraise_failures():
             if state is None:
                 state = run_prefill(model, request, prefill_program)
             else:

@@ -40,7 +40,7 @@ def test_examples_run(unregistered) -> None:
         line = text.count("\n", 0, block.start(1))
         exec(compile("\n" * line + block[1], str(DOC), "exec"), namespace)
     config = GenerationConfig(top_n_sigma=2, do_sample=True)
-    assert (config.top_n_sigma, config.given) == (2.0, {"top_n_sigma", "do_sample"})
+    assert (config.top_n_sigma, config.explicit) == (2.0, {"top_n_sigma", "do_sample"})
     with pytest.raises(jaxllm.JaxLLMError, match="`top_n_sigma` must be a number"):
         GenerationConfig(top_n_sigma=0)
     generator = jaxllm.BatchGenerator(tiny.cached("llama"), do_sample=True, seed=0)

@@ -105,7 +105,7 @@ def _refuse_cache_settings(config: GenerationConfig) -> None:
     """Raises InputError if the call sets a cache kind, since `past_key_values` has one already. A
     kind from the model's own generation config was applied by the first call."""
     for option in ("cache_implementation", "cache_config"):
-        if option in config.given and getattr(config, option) is not None:
+        if option in config.explicit and getattr(config, option) is not None:
             raise InputError(f"{option}: past_key_values has a kind already; give one of the two")
 
 

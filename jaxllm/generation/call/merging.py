@@ -42,7 +42,7 @@ def merged_config(
     config = own.merge(explicit)
     check_supported(config)
     check_consistent(config, assistant_model)
-    if "decoder_start_token_id" in config.given and not model.is_encoder_decoder:
+    if "decoder_start_token_id" in config.explicit and not model.is_encoder_decoder:
         warnings.warn(
             "`decoder_start_token_id` has no effect: this model has a decoder only",
             UserWarning,

@@ -98,7 +98,7 @@ def continued_inputs(
         InputError: an input besides the conversation, or a cache of another model or batch size.
     """
     conversation = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-    others = inputs.given(*conversation, "token_type_ids")
+    others = inputs.present(*conversation, "token_type_ids")
     refuse(others, "not beside past_key_values, which holds all that was read before")
     if past.config != model.config:
         raise InputError("past_key_values: comes from a model of another config")

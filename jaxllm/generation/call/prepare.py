@@ -26,7 +26,7 @@ from jaxllm.generation.inputs.arguments import (
     CallArguments,
     ModelInputs,
     processor_list,
-    sorted_keywords,
+    split_keywords,
 )
 from jaxllm.generation.inputs.padded_batch import check_positions, checked_types
 from jaxllm.generation.inputs.values import any_traced, id_table
@@ -114,21 +114,17 @@ def prepare_call(
     """
     if not hasattr(model, "decode"):
         raise UnsupportedError(f"generate: {type(model).__name__} has no language-model head")
-    sorted_ = sorted_keywords(
-        {**keywords, "input_ids": input_ids, "attention_mask": attention_mask}
-    )
-    arguments, mesh = sorted_.arguments, mesh_of(model)
+    split = split_keywords({**keywords, "input_ids": input_ids, "attention_mask": attention_mask})
+    arguments, mesh = split.arguments, mesh_of(model)
     past = checked_past(arguments.past_key_values)
-    config, eos = merged_config(
-        model, generation_config, sorted_.settings, arguments.assistant_model
-    )
-    inputs = checked_inputs(model, sorted_.inputs, arguments, config, eos, past)
+    config, eos = merged_config(model, generation_config, split.settings, arguments.assistant_model)
+    inputs = checked_inputs(model, split.inputs, arguments, config, eos, past)
     prompt = inputs.prompt
     config, max_length = checked_lengths(model, config, prompt)
     call = Call(model, config, eos, prompt.rows, prompt.start_len, max_length, arguments)
     settings, clocks = decode_settings(call, inputs)
     strategy = choose_strategy(call)
-    check_lengths(call, inputs, sorted_.inputs)
+    check_lengths(call, inputs, split.inputs)
     check_past_support(strategy, inputs, past, arguments)
     leaves = (prompt, inputs.negative, inputs.encoder_input, settings, strategy)
     traced = any_traced(*leaves, jax.tree.leaves(model)[0])

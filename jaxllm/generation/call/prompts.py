@@ -92,7 +92,7 @@ def transformed_inputs(
         if not getattr(config, field):
             continue
         tokenizer = needed_tokenizer(arguments.tokenizer, field)
-        others = inputs.given("input_ids", "attention_mask")
+        others = inputs.present("input_ids", "attention_mask")
         others["past_key_values"] = arguments.past_key_values
         refuse(others, f"not together with {field}, which changes the prompt")
         ids, mask = transform(model, tokenizer, inputs.input_ids, inputs.attention_mask)

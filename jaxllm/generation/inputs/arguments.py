@@ -35,7 +35,7 @@ class ModelInputs:
     encoder_attention_mask: Any = None
     """bool or 0/1 [B, E]."""
 
-    def given(self, *but: str) -> dict[str, Any]:
+    def present(self, *but: str) -> dict[str, Any]:
         """Inputs that are not None, by name, except those named in `but`."""
         names = (field.name for field in dataclasses.fields(self))
         every = {name: getattr(self, name) for name in names if name not in but}
@@ -89,7 +89,7 @@ class Keywords:
     """All others: fields of `GenerationConfig`, which raises for unknown names."""
 
 
-def sorted_keywords(keywords: Mapping[str, Any]) -> Keywords:
+def split_keywords(keywords: Mapping[str, Any]) -> Keywords:
     """Splits the keyword arguments of a call into inputs, arguments and settings.
 
     Raises:

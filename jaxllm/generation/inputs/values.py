@@ -26,10 +26,10 @@ NO_TOKEN = -1
 _SMALLEST_ID_TABLE = 8
 
 
-def inside(interval: str, value: float) -> bool:
+def in_interval(interval: str, value: float) -> bool:
     """Returns whether ``value`` is in an interval such as "(0, 1]"; ``inf`` means no bound.
 
-    >>> inside("(0, 1]", 1.0), inside("(0, 1]", 0.0), inside("[0, inf)", 7)
+    >>> in_interval("(0, 1]", 1.0), in_interval("(0, 1]", 0.0), in_interval("[0, inf)", 7)
     (True, False, True)
     """
     low, high = (float(end) for end in interval[1:-1].split(","))
@@ -43,7 +43,7 @@ def any_traced(*values: Any) -> bool:
     return any(is_traced(leaf) for leaf in jax.tree.leaves(values))
 
 
-def plain(value: Any) -> Any:
+def to_scalar(value: Any) -> Any:
     """Converts NumPy scalars and concrete 0-d arrays to Python numbers; leaves others unchanged."""
     one_element = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0
     return value.item() if one_element and not is_traced(value) else value
@@ -62,9 +62,9 @@ def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Arr
     """
     if is_traced(value):
         return jnp.asarray(value, jnp.float32)
-    number = plain(value)
+    number = to_scalar(value)
     real = is_integer(number) or isinstance(number, float)
-    if not real or not inside(interval, number):
+    if not real or not in_interval(interval, number):
         raise InputError(f"{owner}: `{name}` must be a number in {interval}, but is {value!r}")
     return np.float32(number)  # pyright: ignore[reportReturnType]  (a leaf like any other)
 
@@ -77,7 +77,7 @@ def int_leaf(owner: str, name: str, value: Any, *, least: int = 0) -> Int[Array,
     """
     if is_traced(value):
         return jnp.asarray(value, jnp.int32)
-    number = plain(value)
+    number = to_scalar(value)
     if isinstance(number, np.ndarray | jax.Array):
         numbers = np.asarray(number)
         good = numbers.ndim == 1 and numbers.dtype.kind in "iu" and (numbers >= least).all()
@@ -95,7 +95,7 @@ def id_list(value: TokenIds) -> list[int] | Array:
     """Flattens one id or several to a list; a traced value becomes a 1-d array."""
     if is_traced(value):
         return jnp.ravel(jnp.asarray(value))
-    return [plain(item) for item in np.ravel(np.asarray(value, dtype=object))]
+    return [to_scalar(item) for item in np.ravel(np.asarray(value, dtype=object))]
 
 
 def id_table(owner: str, name: str, value: TokenIds) -> Int[Array, " E"]:

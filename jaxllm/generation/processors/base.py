@@ -53,7 +53,7 @@ class History(NamedTuple):
         tokens, size = ids, column
         if mask is not None:
             real &= jnp.asarray(mask, bool)
-            tokens, size = moved_left(ids, real)
+            tokens, size = align_left(ids, real)
         counted = column if length is None else jnp.asarray(length, jnp.int32).reshape(-1, 1)
         return cls(ids, real, tokens, size, counted)
 
@@ -71,7 +71,7 @@ class History(NamedTuple):
         return tokens, columns >= 0
 
 
-def moved_left(
+def align_left(
     ids: Int[Array, "B L"], real: Bool[Array, "B L"]
 ) -> tuple[Int[Array, "B L"], Int[Array, "B 1"]]:
     """Shifts each row's real tokens to the left, in order; returns ids and their number.
@@ -203,12 +203,12 @@ class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
         """float32 ``[B, V]``; the arguments are those of :class:`LogitsProcessor`."""
         scores = jnp.asarray(scores, jnp.float32)
         for processor in self:
-            found = processor(input_ids, scores, cur_len, **accepted(processor, kwargs))
+            found = processor(input_ids, scores, cur_len, **accepted_arguments(processor, kwargs))
             scores = checked_scores(processor, found, scores.shape)
         return scores
 
 
-def accepted(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Filters ``kwargs`` to the keyword arguments that a function accepts."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -239,7 +239,7 @@ def token_set(
     return empty.at[rows, jnp.where(inside, ids, vocab_size)].set(True, mode="drop")
 
 
-def listed(ids: Int[Array, " E"], vocab_size: int) -> Bool[Array, " V"]:
+def id_mask(ids: Int[Array, " E"], vocab_size: int) -> Bool[Array, " V"]:
     """Mask of the tokens in a table of ids (see ``values.id_table``)."""
     return token_set(ids[None], jnp.ones((1, ids.shape[0]), bool), vocab_size)[0]
 

@@ -184,9 +184,9 @@ def build_processors(
 ) -> LogitsProcessorList:
     """Builds the processors that the settings enable, in transformers' order.
 
-    A processor is in the list if its field has an effect or was given in code (``config.given``),
-    so setting a given number to its neutral value does not change the program. Temperature,
-    top-k and top-p are always in the list when sampling.
+    A processor is in the list if its field has an effect or was set in code (``config.explicit``),
+    so a field set to its neutral value does not change the program. Temperature, top-k and top-p
+    are always in the list when sampling.
 
     Args:
         config: The settings.
@@ -239,7 +239,7 @@ def _active(config: GenerationConfig, name: str) -> bool:
     value, field = getattr(config, name), FIELDS[name]
     if value is None:
         return False
-    return field.always or name in config.given or is_traced(value) or value != field.neutral
+    return field.always or name in config.explicit or is_traced(value) or value != field.neutral
 
 
 def _merged(

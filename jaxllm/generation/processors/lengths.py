@@ -15,7 +15,7 @@ from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
     Scores,
-    listed,
+    id_mask,
     logits_processor,
     store,
 )
@@ -47,7 +47,7 @@ class MinLengthLogitsProcessor(LogitsProcessor):
 
     def process(self, history: History, scores: Scores) -> Scores:
         early = history.length < jnp.reshape(self.min_length, (-1, 1))
-        return jnp.where(early & listed(self.eos_token_id, scores.shape[1]), -jnp.inf, scores)
+        return jnp.where(early & id_mask(self.eos_token_id, scores.shape[1]), -jnp.inf, scores)
 
 
 @logits_processor()
@@ -75,7 +75,7 @@ class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
     def process(self, history: History, scores: Scores) -> Scores:
         new = history.length - jnp.reshape(self.prompt_length_to_skip, (-1, 1))
         early = new < jnp.reshape(self.min_new_tokens, (-1, 1))
-        return jnp.where(early & listed(self.eos_token_id, scores.shape[1]), -jnp.inf, scores)
+        return jnp.where(early & id_mask(self.eos_token_id, scores.shape[1]), -jnp.inf, scores)
 
 
 @logits_processor()
@@ -117,5 +117,5 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
         excess = history.length - jnp.reshape(self.regulation_start, (-1, 1))
         growth = jnp.power(self.regulation_factor, excess.astype(jnp.float32)) - 1
         raised = scores + jnp.abs(scores) * jnp.minimum(growth, _HUGE)
-        applies = (excess > 0) & listed(self.eos_token_id, scores.shape[1]) & jnp.isfinite(scores)
+        applies = (excess > 0) & id_mask(self.eos_token_id, scores.shape[1]) & jnp.isfinite(scores)
         return jnp.where(applies, jnp.minimum(raised, _HUGE), scores)

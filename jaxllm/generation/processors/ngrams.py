@@ -12,8 +12,8 @@ from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
     Scores,
+    align_left,
     logits_processor,
-    moved_left,
     store,
     token_set,
 )
@@ -65,7 +65,7 @@ class EncoderNoRepeatNGramLogitsProcessor(LogitsProcessor):
         store(self, ngram_size=size, encoder=encoder)
 
     def process(self, history: History, scores: Scores) -> Scores:
-        tokens, size = moved_left(*self.encoder.rows(scores.shape[0]))
+        tokens, size = align_left(*self.encoder.rows(scores.shape[0]))
         last = _completing(history, tokens, size, self.ngram_size)
         return jnp.where(token_set(tokens, last, scores.shape[1]), -jnp.inf, scores)
 

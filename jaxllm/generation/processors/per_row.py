@@ -29,18 +29,18 @@ def signature(processors: LogitsProcessorList) -> Any:
     return structure, tuple((np.shape(leaf), np.result_type(leaf).name) for leaf in leaves)
 
 
-def stacked(lists: Sequence[LogitsProcessorList]) -> LogitsProcessorList:
+def stack_lists(lists: Sequence[LogitsProcessorList]) -> LogitsProcessorList:
     """Stacks the leaves of lists with equal `signature` along a first row axis, on the host.
 
     >>> a, b = (LogitsProcessorList([TemperatureLogitsWarper(t)]) for t in (0.5, 2.0))
-    >>> stacked([a, b])[0].temperature.tolist()
+    >>> stack_lists([a, b])[0].temperature.tolist()
     [0.5, 2.0]
     """
     return jax.tree.map(lambda *leaves: np.stack(leaves), *lists)
 
 
 def row_by_row(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Wraps the result of `stacked` so that each row uses its own parameters when called."""
+    """Wraps the result of `stack_lists` so that each row uses its own parameters when called."""
     return LogitsProcessorList(map(RowProcessor, processors))
 
 

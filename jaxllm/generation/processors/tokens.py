@@ -11,7 +11,7 @@ from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
     Scores,
-    listed,
+    id_mask,
     logits_processor,
     store,
 )
@@ -33,7 +33,7 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
         store(self, bos_token_id=id_table(type(self).__name__, "bos_token_id", bos_token_id))
 
     def process(self, history: History, scores: Scores) -> Scores:
-        forced = jnp.where(listed(self.bos_token_id, scores.shape[1]), 0.0, -jnp.inf)
+        forced = jnp.where(id_mask(self.bos_token_id, scores.shape[1]), 0.0, -jnp.inf)
         return jnp.where(history.length == 1, forced, scores)
 
 
@@ -53,7 +53,7 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
         )
 
     def process(self, history: History, scores: Scores) -> Scores:
-        forced = jnp.where(listed(self.eos_token_id, scores.shape[1]), 0.0, -jnp.inf)
+        forced = jnp.where(id_mask(self.eos_token_id, scores.shape[1]), 0.0, -jnp.inf)
         is_last = history.length == jnp.reshape(self.max_length, (-1, 1)) - 1
         return jnp.where(is_last, forced, scores)
 
@@ -69,7 +69,7 @@ class SuppressTokensLogitsProcessor(LogitsProcessor):
         store(self, suppress_tokens=table)
 
     def process(self, history: History, scores: Scores) -> Scores:
-        return jnp.where(listed(self.suppress_tokens, scores.shape[1]), -jnp.inf, scores)
+        return jnp.where(id_mask(self.suppress_tokens, scores.shape[1]), -jnp.inf, scores)
 
 
 @logits_processor()
@@ -89,7 +89,7 @@ class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
 
     def process(self, history: History, scores: Scores) -> Scores:
         first = history.length == jnp.reshape(self.begin_index, (-1, 1))
-        forbidden = listed(self.begin_suppress_tokens, scores.shape[1])
+        forbidden = id_mask(self.begin_suppress_tokens, scores.shape[1])
         return jnp.where(first & forbidden, -jnp.inf, scores)
 
 

@@ -5,7 +5,7 @@ A filter sets the scores of dropped tokens to ``filter_value`` (-inf) and keeps 
 except that a neutral value (``top_k=0``, ``top_p=1``, ``mass=1``, ``epsilon=0``) is accepted and
 costs nothing at run time, so that a disabled filter may stay in the program.
 
-A parameter is a scalar, or an array with one value per row (``processors.per_row.stacked``).
+A parameter is a scalar, or an array with one value per row (``processors.per_row.stack_lists``).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class GenerationConfig(Settings):
 
     >>> base = GenerationConfig.from_dict({"temperature": 0.6, "eos_token_id": 2})
     >>> config = base.merge(GenerationConfig(do_sample=True, top_p=0.9))
-    >>> config.temperature, config.top_p, config.top_k, sorted(config.given)
+    >>> config.temperature, config.top_p, config.top_k, sorted(config.explicit)
     (0.6, 0.9, 50, ['do_sample', 'top_p'])
     """
 

@@ -74,7 +74,7 @@ def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> N
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         "assistant_tokenizer": False,
     }
-    for name in sorted(config.given):
+    for name in sorted(config.explicit):
         field, value = FIELDS[name], getattr(config, name)
         unchanged = not is_traced(value) and value in (field.neutral, field.default)
         if field.needs and not active[field.needs] and not unchanged:

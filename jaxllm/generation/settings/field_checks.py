@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array
 
-from jaxllm.generation.inputs.values import Number, id_list, inside, is_integer, is_traced, plain
+from jaxllm.generation.inputs.values import (
+    Number,
+    id_list,
+    in_interval,
+    is_integer,
+    is_traced,
+    to_scalar,
+)
 
 
 class BadValueError(ValueError):
@@ -21,8 +28,8 @@ def number(interval: str) -> Callable[[Number | None], float]:
     def check(value: Any) -> Any:
         if is_traced(value):
             return value
-        value = plain(value)
-        if not (is_integer(value) or isinstance(value, float)) or not inside(interval, value):
+        value = to_scalar(value)
+        if not (is_integer(value) or isinstance(value, float)) or not in_interval(interval, value):
             raise BadValueError(f"a number in {interval}")
         try:
             return float(value)
@@ -38,7 +45,7 @@ def integer(least: int) -> Callable[[int | np.integer | Array | None], int]:
     def check(value: Any) -> Any:
         if is_traced(value):
             return value
-        value = plain(value)
+        value = to_scalar(value)
         if not is_integer(value) or not least <= value <= np.iinfo(np.int32).max:
             raise BadValueError(f"an integer of at least {least}")
         return int(value)
@@ -48,7 +55,7 @@ def integer(least: int) -> Callable[[int | np.integer | Array | None], int]:
 
 def boolean(value: Any) -> bool:
     """Checks for True or False. Refuses tracers: the value decides which program is built."""
-    value = plain(value)
+    value = to_scalar(value)
     if not isinstance(value, bool):
         raise BadValueError("true or false")
     return value
@@ -80,7 +87,7 @@ def token_id_or_ids(value: Any) -> Any:
     if is_traced(value):
         return value
     ids: Any = id_list(value) if isinstance(value, np.ndarray) else value
-    if isinstance(plain(ids), int):
+    if isinstance(to_scalar(ids), int):
         return integer(0)(ids)
     result = token_ids(ids)
     if not result:
@@ -145,7 +152,7 @@ def options(value: Any) -> dict[str, Any]:
     """Checks for a map from names to values, stored as a dict."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise BadValueError("a map from names to values")
-    return {name: plain(item) for name, item in value.items()}
+    return {name: to_scalar(item) for name, item in value.items()}
 
 
 def anything(value: Any) -> Any:

@@ -106,11 +106,11 @@ class Settings:
 
     Attributes:
         fields: Declared fields, by name.
-        given: Names of the fields set in code, not read from a file.
+        explicit: Names of the fields set in code, not read from a file.
     """
 
     fields: ClassVar[dict[str, Field]]
-    given: frozenset[str]
+    explicit: frozenset[str]
     _values: dict[str, Any]
 
     def __init_subclass__(cls) -> None:
@@ -126,21 +126,21 @@ class Settings:
                 values[name] = _checked(field, value, "generate()", InputError)
         self._store(values, frozenset(values))
 
-    def _store(self, values: dict[str, Any], given: frozenset[str]) -> None:
+    def _store(self, values: dict[str, Any], explicit: frozenset[str]) -> None:
         object.__setattr__(self, "_values", values)
-        object.__setattr__(self, "given", given)
+        object.__setattr__(self, "explicit", explicit)
 
     @classmethod
-    def _make(cls, values: dict[str, Any], given: frozenset[str]) -> Self:
+    def _make(cls, values: dict[str, Any], explicit: frozenset[str]) -> Self:
         config = object.__new__(cls)
-        config._store(values, given)
+        config._store(values, explicit)
         return config
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], where: str = "generation_config.json") -> Self:
         """Creates settings from the contents of a file.
 
-        null means unset, and so does -1 as a special token. ``given`` stays empty.
+        null means unset, and so does -1 as a special token. ``explicit`` stays empty.
 
         Raises:
             ConfigError: ``fields`` is no mapping, or a field is unknown or invalid; the message
@@ -166,13 +166,13 @@ class Settings:
         return cls.from_dict(read_json(path, max_bytes=_MAX_FILE_BYTES), where=str(path))
 
     def replace(self, **fields: Any) -> Self:
-        """Returns a copy with the given fields replaced; they are added to ``given``."""
+        """Returns a copy with the given fields replaced; they are added to ``explicit``."""
         return self.merge(type(self)(**fields))
 
     def merge(self, other: Self) -> Self:
         """Returns a copy in which all fields set in ``other``, in code or file, take its values."""
-        given = (self.given - other._values.keys()) | other.given
-        return self._make({**self._values, **other._values}, given)
+        explicit = (self.explicit - other._values.keys()) | other.explicit
+        return self._make({**self._values, **other._values}, explicit)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields that were set in code or read, as stored (lists as tuples)."""
@@ -196,7 +196,7 @@ class Settings:
         return f"{type(self).__name__}({fields})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._make, (self._values, self.given)
+        return self._make, (self._values, self.explicit)
 
     if not TYPE_CHECKING:  # type checkers would accept every name as a field
 

@@ -40,7 +40,7 @@ def resolve_lengths(
     """
     settings = config.to_dict()
     if config.max_new_tokens is not None:
-        if "max_length" in config.given:
+        if "max_length" in config.explicit:
             warnings.warn(
                 "`max_length` has no effect beside `max_new_tokens`", UserWarning, stacklevel=2
             )
@@ -51,7 +51,7 @@ def resolve_lengths(
         max_length = prompt_len + config.max_length
         max_length = max_length if max_positions is None else min(max_length, max_positions)
     if config.min_new_tokens is not None:
-        if "min_length" in config.given:
+        if "min_length" in config.explicit:
             warnings.warn(
                 "`min_length` has no effect beside `min_new_tokens`", UserWarning, stacklevel=2
             )
@@ -67,7 +67,7 @@ def resolve_lengths(
             )
         name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
         # A minimum from a checkpoint's file does not forbid a call with a smaller maximum.
-        if name in config.given and not is_traced(min_length) and min_length > max_length:
+        if name in config.explicit and not is_traced(min_length) and min_length > max_length:
             raise InputError(
                 f"`{name}` asks for at least {min_length} tokens in all, but the maximum is "
                 f"{max_length}: lower it, or raise `max_new_tokens`"

@@ -19,7 +19,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.generation.processors.base import (
     History,
     Scores,
-    accepted,
+    accepted_arguments,
     logits_processor,
     tuple_of_callables,
 )
@@ -98,7 +98,7 @@ class StoppingCriteriaList(tuple[Callable[..., Done], ...]):
         """bool ``[B]``; the arguments are those of :class:`StoppingCriteria`."""
         done = jnp.zeros(input_ids.shape[0], bool)
         for criterion in self:
-            found = criterion(input_ids, scores, cur_len, **accepted(criterion, kwargs))
+            found = criterion(input_ids, scores, cur_len, **accepted_arguments(criterion, kwargs))
             done |= checked_done(criterion, found, done.shape)
         return done
 

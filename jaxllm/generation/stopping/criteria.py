@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.generation.inputs.values import TokenIds, id_table, int_leaf, is_integer, plain
+from jaxllm.generation.inputs.values import TokenIds, id_table, int_leaf, is_integer, to_scalar
 from jaxllm.generation.processors.base import History, Scores, store
 from jaxllm.generation.processors.host.python_function import (
     HostFunction,
@@ -92,12 +92,12 @@ class HostCriteria(StoppingCriteria):
         mask: Bool[Array, "B L"] | None = None,
         **_: Any,
     ) -> Done:
-        going = None
+        unfinished = None
         if mask is not None and jnp.ndim(cur_len) == 1:
             newest = jnp.asarray(cur_len, jnp.int32)[:, None] - 1
-            going = jnp.take_along_axis(mask, newest, axis=1)[:, 0]
+            unfinished = jnp.take_along_axis(mask, newest, axis=1)[:, 0]
         none = jnp.zeros(input_ids.shape[:1], bool)
-        return call_on_host(self.fn, input_ids, scores, cur_len, none, going)
+        return call_on_host(self.fn, input_ids, scores, cur_len, none, unfinished)
 
 
 class MaxTimeCriteria:
@@ -131,7 +131,7 @@ class MaxTimeCriteria:
 
 
 def _seconds(name: str, value: Any) -> float:
-    value = plain(value)
+    value = to_scalar(value)
     if not (is_integer(value) or isinstance(value, float)) or math.isnan(value):
         raise InputError(f"MaxTimeCriteria: `{name}` must be a number, but is {value!r}")
     return float(value)

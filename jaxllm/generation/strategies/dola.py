@@ -43,7 +43,7 @@ class DoLa(Sample):
         early = jnp.stack([model.logits(x)[:, 0] for x in last])  # without the final norm, as in HF
         predicted = super().prediction(model, out, at, live)
         base = farthest(predicted.logits, early, live)
-        return predicted._replace(basis=contrast(predicted.logits, base))
+        return predicted._replace(processor_input=contrast(predicted.logits, base))
 
 
 def farthest(

@@ -75,7 +75,7 @@ class Prediction(NamedTuple):
 
     logits: Float[Array, "B V"]
     """Raw logits."""
-    basis: Float[Array, "B V"]
+    processor_input: Float[Array, "B V"]
     """Input of the logits processors: `logits`, unless a subclass changes them (DoLa)."""
     unconditional: Float[Array, "B V"] | None
     """Logits after the negative prompt (guidance)."""
@@ -144,7 +144,7 @@ class Sample(Strategy[SampleState]):
         """Processes the logits of a step, chooses its tokens and appends them."""
         scores = settings.processors(
             state.sequences,
-            predicted.basis,
+            predicted.processor_input,
             state.cur_len,
             mask=state.mask,
             prompt_len=state.cur_len - state.step,

@@ -27,7 +27,7 @@ def test_defaults_are_those_of_transformers_4_47():
     assert (config.do_sample, config.num_beams, config.num_return_sequences) == (False, 1, 1)
     assert (config.num_assistant_tokens, config.assistant_confidence_threshold) == (20, 0.4)
     assert config.eos_token_id is None
-    assert config.given == frozenset()
+    assert config.explicit == frozenset()
     for name, field in FIELDS.items():
         assert getattr(config, name) == field.default
         if field.default is not None:
@@ -36,15 +36,15 @@ def test_defaults_are_those_of_transformers_4_47():
 
 def test_code_and_file_are_told_apart():
     file = GenerationConfig.from_dict({"temperature": 0.6, "top_p": 0.9, "top_k": None})
-    assert file.given == frozenset()
+    assert file.explicit == frozenset()
     assert (file.temperature, file.top_k) == (0.6, 50)
     config = file.replace(top_p=0.5, do_sample=True)
-    assert config.given == {"top_p", "do_sample"}
+    assert config.explicit == {"top_p", "do_sample"}
     assert (config.temperature, config.top_p) == (0.6, 0.5)
     assert file.top_p == 0.9
     back = config.merge(GenerationConfig.from_dict({"top_p": 0.7}))
     assert back.top_p == 0.7
-    assert back.given == {"do_sample"}
+    assert back.explicit == {"do_sample"}
 
 
 def test_none_in_a_call_switches_off_what_a_file_holds():
@@ -103,7 +103,7 @@ def test_immutable_but_copied_and_pickled():
         config.topk  # noqa: B018
     for same in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert same == config
-        assert same.given == config.given
+        assert same.explicit == config.explicit
 
 
 def test_numpy_and_jax_scalars_become_python_numbers():

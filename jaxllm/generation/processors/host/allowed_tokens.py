@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.processors.base import History
-from jaxllm.generation.processors.host.errors import check_one_device, noted
+from jaxllm.generation.processors.host.errors import check_one_device, record_failures
 from jaxllm.models.input_checks import is_traced
 
 WORD = 32
@@ -47,7 +47,7 @@ Rule: TypeAlias = Callable[[list[HostRow], int], np.ndarray]
 """`(rows, V) -> uint32 [B, W]`: the allowed tokens of each row as bits (see `pack`)."""
 
 
-def number_of(rule: Rule, owner: object) -> Int[Array, ""]:
+def register_rule(rule: Rule, owner: object) -> Int[Array, ""]:
     """Registers a rule and returns its number, int32; it is removed when ``owner`` is freed."""
     number = next(_NUMBERS)
     _RULES[number] = rule
@@ -88,7 +88,7 @@ def allowed_tokens(
     return _unpack(bits, vocab_size)
 
 
-@noted
+@record_failures
 def _ask(
     vocab_size: int,
     number: Any,

@@ -49,8 +49,8 @@ def check_one_device() -> None:
         )
 
 
-def noted(function: Callable[P, T]) -> Callable[P, T]:
-    """Wraps a function so that its exceptions are stored for :func:`reraised`."""
+def record_failures(function: Callable[P, T]) -> Callable[P, T]:
+    """Wraps a function so that its exceptions are stored for :func:`reraise_failures`."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -67,8 +67,8 @@ def noted(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def reraised() -> Iterator[None]:
-    """Context in which a program raises the original exception of a :func:`noted` function.
+def reraise_failures() -> Iterator[None]:
+    """Context in which programs raise the exceptions stored by :func:`record_failures`.
 
     The program must finish inside the context, for example by fetching its result.
     """

@@ -31,7 +31,7 @@ from jaxllm.generation.processors.host.allowed_tokens import (
     WORD,
     HostRow,
     allowed_tokens,
-    number_of,
+    register_rule,
 )
 from jaxllm.generation.processors.host.grammar_matching import Grammar, llguidance, vocabulary
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         # The rule keeps the tokenizer alive, which llguidance may call.
         rule = partial(_allowed_rows, tuple(grammars), tokenizer)
         known = None if prompt_len is None else int_leaf(owner, "prompt_len", prompt_len)
-        store(self, rule=number_of(rule, owner=self), prompt_len=known)
+        store(self, rule=register_rule(rule, owner=self), prompt_len=known)
 
     def __call__(
         self,

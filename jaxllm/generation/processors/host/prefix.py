@@ -17,8 +17,8 @@ from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_pr
 from jaxllm.generation.processors.host.allowed_tokens import (
     HostRow,
     allowed_tokens,
-    number_of,
     pack,
+    register_rule,
 )
 
 AllowedTokens: TypeAlias = Callable[[int, np.ndarray], Iterable[int]]
@@ -65,7 +65,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         if not is_integer(num_beams) or num_beams < 1:
             raise InputError(f"{owner}: `num_beams` must be a positive integer, not {num_beams!r}")
         rule = partial(_ask_each, prefix_allowed_tokens_fn, int(num_beams))
-        store(self, rule=number_of(rule, owner=self), num_beams=int(num_beams))
+        store(self, rule=register_rule(rule, owner=self), num_beams=int(num_beams))
 
     def __call__(
         self,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_processor, store
-from jaxllm.generation.processors.host.errors import check_one_device, noted
+from jaxllm.generation.processors.host.errors import check_one_device, record_failures
 
 HostFunction = Callable[[np.ndarray, np.ndarray], Any]
 
@@ -49,12 +49,12 @@ class HostLogitsProcessor(LogitsProcessor):
         **_: Any,
     ) -> Scores:
         scores = jnp.asarray(scores, jnp.float32)
-        going = None
+        unfinished = None
         if mask is not None and prompt_len is not None:
             columns = jnp.arange(mask.shape[1])
             new = (columns >= prompt_len) & (columns < jnp.reshape(cur_len, (-1, 1)))
-            going = (mask | ~new).all(axis=1)
-        return call_on_host(self.fn, input_ids, scores, cur_len, scores, going)
+            unfinished = (mask | ~new).all(axis=1)
+        return call_on_host(self.fn, input_ids, scores, cur_len, scores, unfinished)
 
 
 def host_function(owner: str, fn: Any) -> HostFunction:
@@ -73,22 +73,22 @@ def call_on_host(
     input_ids: Int[Array, "B L"],
     scores: Float[Array, "B V"],
     cur_len: Int[Array, " ..."] | int,
-    otherwise: Shaped[Array, "B ..."],
-    going: Bool[Array, " B"] | None,
+    default: Shaped[Array, "B ..."],
+    unfinished: Bool[Array, " B"] | None,
 ) -> Shaped[Array, "B ..."]:
     """Calls ``fn(input_ids[:, :cur_len], scores)`` from a compiled program.
 
     If ``cur_len`` has one length per row, ``fn`` is called for each row separately, with
-    ``[1, cur_len]``, and not for rows where ``going`` is False (None: True for all); their result
-    is ``otherwise``.
+    ``[1, cur_len]``, and not for rows where ``unfinished`` is False (None: True for all), whose
+    result is ``default``.
 
     Raises:
-        InputError: The result does not have the shape and kind of dtype of ``otherwise`` (reraised
+        InputError: The result does not have the shape and kind of dtype of ``default`` (reraised
             from the program by :mod:`jaxllm.generation.processors.host.errors`).
     """
 
     check_one_device()
-    dtype = np.dtype(otherwise.dtype)
+    dtype = np.dtype(default.dtype)
 
     def checked(ids: np.ndarray, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         found = np.asarray(fn(ids, values))
@@ -99,7 +99,7 @@ def call_on_host(
             )
         return found.astype(dtype)
 
-    @noted
+    @record_failures
     def run(*arrays: Any) -> np.ndarray:
         ids, values, length, found, asked = map(np.asarray, arrays)
         if length.ndim == 0:
@@ -113,11 +113,11 @@ def call_on_host(
     rows = input_ids.shape[0]
     return jax.pure_callback(
         run,
-        jax.ShapeDtypeStruct(otherwise.shape, dtype),
+        jax.ShapeDtypeStruct(default.shape, dtype),
         input_ids,
         scores,
         cur_len,
-        otherwise,
-        jnp.ones((rows,), bool) if going is None else going,
+        default,
+        jnp.ones((rows,), bool) if unfinished is None else unfinished,
         vmap_method="sequential",
     )

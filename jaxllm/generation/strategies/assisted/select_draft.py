@@ -114,7 +114,7 @@ def assistant_settings(
     )
     if own is None:
         return config
-    theirs = {n: getattr(own, n) for n in names if n not in config.given}
+    theirs = {n: getattr(own, n) for n in names if n not in config.explicit}
     return config.replace(**theirs)
 
 

@@ -18,7 +18,7 @@ import jaxllm
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.processors.host import grammar, grammar_matching
-from jaxllm.generation.processors.host.errors import reraised
+from jaxllm.generation.processors.host.errors import reraise_failures
 from jaxllm.tokenizers import load_tokenizer, tokenizer_from_gguf
 
 SCHEMA = {
@@ -186,7 +186,7 @@ def test_a_grammar_for_each_prompt(tokenizers):
     processor = grammar.regex(["x", "y"], tokenizer)
     found = bits(processor, [[0, 0]] * 4, 2, len(tokenizer))  # two rows for each prompt
     assert found == [[x], [x], [y], [y]]
-    with pytest.raises(InputError, match="2 grammars for 3 rows"), reraised():
+    with pytest.raises(InputError, match="2 grammars for 3 rows"), reraise_failures():
         bits(processor, [[0, 0]] * 3, 2, len(tokenizer))
 
 
@@ -268,7 +268,7 @@ def test_end_tokens_are_checked(tokenizers):
         with pytest.raises(InputError, match="`eos_token_id`"):
             grammar.regex("a", tokenizer, eos_token_id=ends)
     processor = grammar.regex("a", tokenizer, eos_token_id=len(tokenizer) - 1)
-    with pytest.raises(InputError, match="another model's"), reraised():
+    with pytest.raises(InputError, match="another model's"), reraise_failures():
         bits(processor, [[0, 0]], 2, len(tokenizer) - 1)
     with pytest.raises(InputError, match="needs `prompt_len`"):
         processor(np.zeros((1, 3), np.int32), np.zeros((1, 4)), 3)
@@ -283,7 +283,7 @@ def test_what_a_vocabulary_cannot_write_is_named(tokenizers):
     a = tokenizer.token_to_id("a")
     processor = grammar.regex(r"[ab]{2}\}", tokenizer)
     assert a in bits(processor, [[9, 9, a]], 3, len(tokenizer))[0]
-    with pytest.raises(InputError, match="no tokens for '}'"), reraised():
+    with pytest.raises(InputError, match="no tokens for '}'"), reraise_failures():
         bits(processor, [[9, 9, a, a]], 4, len(tokenizer))
 
 

@@ -17,7 +17,7 @@ from compiling import program_count
 import jaxllm
 from jaxllm.common.errors import InputError
 from jaxllm.generation.processors.host.allowed_tokens import _RULES
-from jaxllm.generation.processors.host.errors import reraised
+from jaxllm.generation.processors.host.errors import reraise_failures
 from jaxllm.generation.processors.host.prefix import PrefixConstrainedLogitsProcessor
 
 DATA = paths.DATA / "conformance"
@@ -118,7 +118,7 @@ def test_a_processor_that_is_gone_is_named(run):
     leaves, tree = jax.tree.flatten(PrefixConstrainedLogitsProcessor(lambda i, ids: [1], 1))
     gc.collect()
     copy = jax.tree.unflatten(tree, leaves)
-    with reraised(), pytest.raises(InputError, match="no longer exists"), reraised():
+    with pytest.raises(InputError, match="no longer exists"), reraise_failures():
         jax.block_until_ready(run(copy, IDS, np.zeros((2, 4), np.float32), 3, {}))
 
 
@@ -171,7 +171,7 @@ def test_what_is_wrong_with_an_answer(run, caplog, answer, message):
     processor = PrefixConstrainedLogitsProcessor(lambda i, ids: [1] if i == 0 else answer, 1)
     arguments = (processor, IDS, np.zeros((2, 4), np.float32), 3, {})
     with caplog.at_level(logging.ERROR):
-        with pytest.raises(InputError, match=message), reraised():
+        with pytest.raises(InputError, match=message), reraise_failures():
             jax.block_until_ready(run(*arguments))
         assert caplog.text == ""
         # Without help the message still reaches the caller, as the end of JAX's.
@@ -190,7 +190,7 @@ def test_an_error_of_the_function_comes_out_of_generate(model):
         return [3]
 
     processors = [PrefixConstrainedLogitsProcessor(fails, 1)]
-    with pytest.raises(OwnError, match="after two tokens"), reraised():
+    with pytest.raises(OwnError, match="after two tokens"), reraise_failures():
         jaxllm.generate(model, IDS, max_new_tokens=5, logits_processor=processors)
     other = [PrefixConstrainedLogitsProcessor(lambda i, ids: [4], 1)]
     out = jaxllm.generate(model, IDS, max_new_tokens=2, logits_processor=other)
@@ -202,7 +202,7 @@ def test_other_errors_of_jax_pass_through():
         raise ZeroDivisionError
 
     shape = jax.ShapeDtypeStruct((), np.float32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="ZeroDivisionError"), reraised():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ZeroDivisionError"), reraise_failures():
         jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(fails, shape, x))(1.0))
 
 
