@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -17,7 +18,9 @@ from jaxllm.batch.row_groups import Group, lay_out
 from jaxllm.batch.rows import Row
 from jaxllm.batch.sizes import Sizes, sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
+from jaxllm.batch.slots import Arrivals, Slots
 from jaxllm.common.errors import InputError
+from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.sharding import row_shards, use
 
@@ -114,16 +117,33 @@ def predict(
     if not found.fits and not (whole and found.weights < budget):
         return found
     stops = group.criteria(tokenizer, mesh)
-    at, number = np.zeros(sizes.arrivals, np.int32), np.int32(1)
     with use(mesh):
-        programs = (
-            admit_program.lower(
-                model, shapes, arrivals, at, stops, strategy=group.strategy, sizes=sizes
-            ),
-            decode_program.lower(model, shapes, stops, number, number, strategy=group.strategy),
+        programs = traced_programs(model, shapes, arrivals, stops, group, sizes)
+        working = max(
+            working_memory(program.lower().compile(), found.cache) for program in programs
         )
-        working = max(working_memory(program.compile(), found.cache) for program in programs)
     return dataclasses.replace(found, activations=working)
+
+
+def traced_programs(
+    model: Decoder,
+    shapes: Slots,
+    arrivals: Arrivals,
+    stops: StoppingCriteriaList,
+    group: Group,
+    sizes: Sizes,
+) -> tuple[jax.stages.Traced, jax.stages.Traced]:
+    """The programs `admit` and `decode` of a pool, traced; runs in `use(mesh)`.
+
+    Args:
+        shapes: the slots, as `slot_shapes` returns them.
+    """
+    strategy = group.strategy
+    at, number = np.zeros(sizes.arrivals, np.int32), np.int32(1)
+    return (
+        admit_program.trace(model, shapes, arrivals, at, stops, strategy=strategy, sizes=sizes),
+        decode_program.trace(model, shapes, stops, number, number, strategy=strategy),
+    )
 
 
 def too_large(task: Task, plan: Plan) -> InputError:

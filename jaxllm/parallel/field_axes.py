@@ -18,8 +18,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
-from jaxllm.parallel.sharding import constrain, context_mesh
+from jaxllm.parallel.sharding import constrain, context_mesh, partition
 
 T = TypeVar("T")
 Axes = tuple[str | None, ...]
@@ -66,12 +67,26 @@ def constrain_fields(tree: T, *, batch: int) -> T:
         return tree
 
     def one(names: Axes, x: Any) -> Any:
-        merged = max(len(names) - x.ndim, 0)
-        if not merged:
-            return constrain(x, *names)
-        return constrain(x, names[0], *names[1 + merged :], batch=batch)
+        own, rows = _axes_of(x, names, batch)
+        return constrain(x, *own, batch=rows)
 
     return map_with_axes(one, tree)
+
+
+def field_shardings(tree: T, mesh: Mesh, *, batch: int) -> T:
+    """The shardings that `constrain_fields` gives the arrays, or shapes, of a tree."""
+
+    def one(names: Axes, x: Any) -> NamedSharding:
+        own, rows = _axes_of(x, names, batch)
+        return NamedSharding(mesh, partition(x.shape, own, mesh, rows))
+
+    return map_with_axes(one, tree)
+
+
+def _axes_of(x: Any, names: Axes, batch: int) -> tuple[Axes, int | None]:
+    """Axes of an array that may have merged leading axes, and then the number of rows."""
+    merged = max(len(names) - x.ndim, 0)
+    return ((names[0], *names[1 + merged :]), batch) if merged else (names, None)
 
 
 def _axes_at(tree: Any, path: tuple) -> Axes:

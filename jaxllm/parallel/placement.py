@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxllm.common.errors import InputError
 from jaxllm.parallel.sharding import DATA, FSDP, batch_sharding, row_shards, tree_shardings
@@ -94,8 +94,14 @@ def put_tree(tree: Any, mesh: Mesh, shardings: Any = None) -> Any:
     return jax.tree.map(put, tree, shardings)
 
 
-def put(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Places one array with a sharding; every process must hold the same values."""
+def put(x: Any, sharding: Sharding) -> Any:
+    """Places one array with a sharding; every process must hold the same values.
+
+    A shape (`jax.ShapeDtypeStruct`) gets the sharding, so that programs can be lowered for devices
+    that this machine does not have.
+    """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(sharding=sharding)
     if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

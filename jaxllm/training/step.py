@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,6 @@ from jaxllm.training.losses import Batch, Loss, LossSums
 from jaxllm.training.state import Params, TrainState, global_norm
 
 Metrics = dict[str, Array]
-Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def make_train_step(
@@ -44,7 +44,7 @@ def make_train_step(
         schedule: learning rate by optimizer step, only to report `lr`.
 
     Returns:
-        A function. Its metrics are float32 scalars on the device: `loss` and `accuracy` (means),
+        A `Step`; its metrics are float32 scalars on the device: `loss` and `accuracy` (means),
         `tokens` (counted labels), `real_tokens` (inputs without padding), `grad_norm` (before
         clipping), `skipped` (0 or 1), `skipped_in_a_row`, and `lr`.
     """
@@ -58,17 +58,32 @@ def make_train_step(
         ema_decay=ema_decay,
         schedule=schedule,
     )
-    compiled = jax.jit(update, donate_argnums=0)
+    return Step(jax.jit(update, donate_argnums=0), accumulation, keeps_ema=ema_decay is not None)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        if (state.ema is None) != (ema_decay is None):
-            raise InputError("ema_decay: a state keeps a moving average if and only if it is given")
-        check_batch(batch, accumulation)
-        # The frozen parameters are not donated.
-        updated, metrics = compiled(state.replace(frozen={}), state.frozen, dict(batch))
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A compiled ``step(state, batch) -> (state, metrics)`` that donates the state's buffers."""
+
+    program: Any
+    """`_update` under `jax.jit`: (state without frozen parameters, frozen parameters, batch)."""
+    accumulation: int
+    keeps_ema: bool
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        updated, metrics = self.program(*self._arguments(state, batch))
         return updated.replace(frozen=state.frozen), metrics
 
-    return step
+    def trace(self, state: TrainState, batch: Batch) -> jax.stages.Traced:
+        """Traces the program for a state and a batch, or for their shapes, without running it."""
+        return self.program.trace(*self._arguments(state, batch))
+
+    def _arguments(self, state: TrainState, batch: Batch) -> tuple[TrainState, Params, Batch]:
+        if (state.ema is None) == self.keeps_ema:
+            raise InputError("ema_decay: a state keeps a moving average if and only if it is given")
+        check_batch(batch, self.accumulation)
+        # The frozen parameters are not donated.
+        return state.replace(frozen={}), state.frozen, dict(batch)
 
 
 def _update(

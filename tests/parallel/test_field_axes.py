@@ -35,17 +35,21 @@ def test_keys_and_values_have_heads_and_everything_else_rows(quantized):
 
 FOUR_DEVICES = """
 import dataclasses, jax, jax.numpy as jnp, tiny
-from jaxllm.parallel.field_axes import constrain_fields
+from jaxllm.parallel.field_axes import constrain_fields, field_shardings
 from jaxllm.parallel.sharding import make_mesh, use
 
 cache = tiny.cached("llama").init_cache(4, 8)
-with use(make_mesh(data=2, tensor=2)):
+mesh = make_mesh(data=2, tensor=2)
+with use(mesh):
     for shape in ((4, 2, 8, 3), (8, 8, 3)):
         x = jnp.zeros(shape)
         layers = tuple(dataclasses.replace(kv, k=x, v=x) for kv in cache.layers)
         placed = jax.jit(lambda c: constrain_fields(c, batch=4))(cache.replace(layers=layers))
         k = placed.layers[0].k
         print(k.sharding.shard_shape(k.shape), placed.mask.sharding.shard_shape((4, 8)))
+        stated = field_shardings(cache.replace(layers=layers), mesh, batch=4)
+        same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), placed, stated)
+        assert jax.tree.all(same)
 """
 
 
