@@ -15,7 +15,8 @@ from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import Progress
 from jaxllm.checkpoint.orbax.model import load_weights, save_weights
-from jaxllm.checkpoint.save import MAX_SHARD_BYTES, save_model, write_json
+from jaxllm.checkpoint.save import MAX_SHARD_BYTES, save_model
+from jaxllm.common.atomic_file import write_json
 from jaxllm.common.errors import CheckpointError
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS

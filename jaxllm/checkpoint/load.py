@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load_parameters import Progress, load_parameters
 from jaxllm.checkpoint.safetensors.reader import open_safetensors
-from jaxllm.checkpoint.source import BFLOAT16, WeightSource
+from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_dtype
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,
@@ -27,15 +27,14 @@ from jaxllm.common.errors import (
     MissingFileError,
     UnsupportedError,
 )
+from jaxllm.common.messages import listed
 from jaxllm.common.strict_json import read_json
 from jaxllm.models.build_options import Options
 from jaxllm.models.model import Origin
 from jaxllm.models.registry import ModelSpec, model_spec
-from jaxllm.models.weights import Entry, Table, parameter_path, parameters
+from jaxllm.models.weights import Entry, Table, parameter_path
 from jaxllm.parallel.sharding import check_heads
 
-FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
-HALVES = (np.dtype(np.float16), BFLOAT16)
 MAX_JSON_BYTES = 16 * 2**20
 
 
@@ -80,8 +79,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def load_model(
     checkpoint: Checkpoint,
     *,
-    dtype: Any = None,
-    param_dtype: Any = None,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
     architecture: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     attn_implementation: str = "eager",
@@ -96,21 +95,25 @@ def load_model(
     See `jaxllm.load` for the arguments.
     """
     source = checkpoint.weights
-    spec = checkpoint_spec(checkpoint, architecture, overrides)
-    compute, keep = choose_dtypes(source, dtype, param_dtype)
+    spec = read_spec(checkpoint, architecture, overrides)
+    if mesh is not None:
+        check_heads(spec.config.head_counts, mesh)
+    compute_dtype, weight_dtype = choose_dtypes(source, dtype, param_dtype)
     options = Options(
-        dtype=compute, param_dtype=keep, attn_implementation=attn_implementation, remat=remat
+        dtype=compute_dtype,
+        param_dtype=weight_dtype,
+        attn_implementation=attn_implementation,
+        remat=remat,
     )
     shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     expected = {parameter_path(path): leaf for path, leaf in leaves}
-    table, names = spec.table, source.names()
-    stripped = is_stripped(table, names)
-    entries = [(tensor_name(e, table, stripped), e) for e in table.for_model(expected)]
-    copies = check_tensors(entries, expected, spec, source)
-
-    if mesh is not None:
-        check_heads(spec.config.head_counts, mesh)
+    stripped = lacks_prefix(spec.table, source.names())
+    entries = {
+        tensor_name(entry, spec.table, stripped): entry for entry in spec.table.for_model(expected)
+    }
+    copies = check_names(entries, expected, spec, source)
+    check_shapes(entries, expected, spec, source)
     arrays = load_parameters(
         entries,
         expected,
@@ -124,7 +127,7 @@ def load_model(
     config = dict(checkpoint.config)
     if architecture is not None:
         config["architectures"] = [spec.architecture]
-    dtypes = {name: source.info(name).dtype.name for name, _ in (*entries, *copies)}
+    dtypes = {name: source.info(name).dtype.name for name in (*entries, *dict(copies))}
     model.origin = Origin(
         config=json.dumps(config),
         dtypes=tuple(sorted(dtypes.items())),
@@ -136,7 +139,7 @@ def load_model(
     return model
 
 
-def checkpoint_spec(
+def read_spec(
     checkpoint: Checkpoint, architecture: str | None, overrides: Mapping[str, Any] | None
 ) -> ModelSpec:
     """Family, class and config of a checkpoint, from config.json and its tensors.
@@ -151,10 +154,10 @@ def checkpoint_spec(
     except JaxLLMError as error:
         raise type(error)(f"{where}: {error}") from None
     check_depth(spec, source, where)
-    return with_tying_of_file(spec, source)
+    return with_tied_head(spec, source)
 
 
-def with_tying_of_file(spec: ModelSpec, source: WeightSource) -> ModelSpec:
+def with_tied_head(spec: ModelSpec, source: WeightSource) -> ModelSpec:
     """Sets `tie_word_embeddings` according to the tensors.
 
     An LM head that differs from the embedding is used even if the config calls it tied:
@@ -164,11 +167,11 @@ def with_tying_of_file(spec: ModelSpec, source: WeightSource) -> ModelSpec:
     if "lm_head.weight".startswith(spec.unread):
         return spec
     if config.tie_word_embeddings and has_head:
-        embedding = spec.table.copied_from("lm_head.weight")
-        entry = next(e for e in spec.table.entries if e.ours == (embedding,))
-        shared = tensor_name(entry, spec.table, is_stripped(spec.table, source.names()))
-        tied = shared in source.names() and same_bits(
-            source.read("lm_head.weight"), source.read(shared)
+        path = spec.table.copied_from("lm_head.weight")
+        entry = next(entry for entry in spec.table.entries if entry.ours == (path,))
+        embedding = tensor_name(entry, spec.table, lacks_prefix(spec.table, source.names()))
+        tied = embedding in source.names() and same_bits(
+            source.read("lm_head.weight"), source.read(embedding)
         )
     else:
         tied = config.tie_word_embeddings or (spec.family.headless_means_tied and not has_head)
@@ -185,42 +188,23 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return bool((a.view(bits) == b.view(bits)).all())
 
 
-def choose_dtypes(source: WeightSource, dtype: Any, param_dtype: Any) -> tuple[Any, Any]:
-    """The compute and parameter dtypes. None: the file's dtype, but float32 on a CPU.
-
-    XLA converts half-precision weights on every use on a CPU, which is about five times slower.
-    """
-    infos = [source.info(name) for name in source.names()]
-    dtypes = [i.dtype for i in infos if i.dtype in FLOATS]
-    native = max(set(dtypes), key=dtypes.count) if dtypes else np.dtype(np.float32)
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = float_dtype("dtype", dtype) or (np.dtype(np.float32) if on_cpu else native)
-    widened = on_cpu and dtype == np.float32 and native in HALVES
-    return dtype, float_dtype("param_dtype", param_dtype) or (
-        np.dtype(np.float32) if widened else native
-    )
+def choose_dtypes(
+    source: WeightSource, dtype: DTypeLike | None, param_dtype: DTypeLike | None
+) -> tuple[np.dtype, np.dtype]:
+    """The compute and parameter dtypes; None: those of the file, but float32 on a CPU."""
+    dtypes = [source.info(name).dtype for name in source.names()]
+    dtypes = [dtype for dtype in dtypes if dtype in FLOATS] or [np.dtype(np.float32)]
+    compute_dtype = float_dtype("dtype", dtype) or default_dtype(dtypes)
+    weight_dtype = float_dtype("param_dtype", param_dtype)
+    if weight_dtype is None:
+        native = max(set(dtypes), key=dtypes.count)
+        weight_dtype = default_dtype(dtypes) if compute_dtype == np.float32 else native
+    return compute_dtype, weight_dtype
 
 
-def float_dtype(name: str, value: Any) -> Any:
-    """Converts a dtype argument to a numpy dtype; None stays None.
-
-    Raises:
-        UnsupportedError: It is not float32, bfloat16 or float16.
-    """
-    if value is None:
-        return None
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype not in FLOATS:
-        raise UnsupportedError(f"{name}: expected float32, bfloat16 or float16, found {value!r}")
-    return dtype
-
-
-def is_stripped(table: Table, names: list[str]) -> bool:
+def lacks_prefix(table: Table, names: list[str]) -> bool:
     """True if the file holds the base model only, so that tensor names lack the prefix."""
-    return bool(table.prefix) and not any(n.startswith(table.prefix) for n in names)
+    return bool(table.prefix) and not any(name.startswith(table.prefix) for name in names)
 
 
 def tensor_name(entry: Entry, table: Table, stripped: bool) -> str:
@@ -239,60 +223,78 @@ def check_depth(spec: ModelSpec, source: WeightSource, where: Path) -> None:
             )
 
 
-def check_tensors(
-    entries: list[tuple[str, Entry]],
+def check_names(
+    entries: Mapping[str, Entry],
     expected: Mapping[str, Any],
     spec: ModelSpec,
     source: WeightSource,
 ) -> tuple[tuple[str, str], ...]:
-    """Checks names, shapes and dtypes against the model; returns the known copies in the file."""
+    """Checks the tensors' names against the model.
+
+    Args:
+        entries: Entry of the weight table for each tensor that the model needs.
+        expected: The model's parameters by path.
+
+    Returns:
+        (tensor name, our path) of the tensors that duplicate another one.
+
+    Raises:
+        CheckpointError: Tensors are missing or unexpected, or a duplicate differs.
+    """
     names, table = source.names(), spec.table
     file = source.info(names[0]).file if names else spec.architecture
-    needed = {name for name, _ in entries}
+    tensor_of = {entry.ours[0]: name for name, entry in entries.items()}
     present = set(names)
-    missing = [name for name, _ in entries if name not in present]
+    missing = [name for name in entries if name not in present]
     copies, unexpected = [], []
     for name in names:
-        if name in needed or table.is_buffer(name) or name.startswith(spec.unread):
+        if name in entries or table.is_buffer(name) or name.startswith(spec.unread):
             continue
-        original = table.copied_from(name)
-        if original is not None and original in expected:
-            by_ours = {e.ours[0]: n for n, e in entries}
-            if not same_bits(source.read(name), source.read(by_ours[original])):
-                raise CheckpointError(
-                    f"{file}: {name} is a copy of {by_ours[original]} in this architecture, but "
-                    "they differ"
-                )
-            copies.append((name, original))
-        else:
+        path = table.copied_from(name)
+        if path is None or path not in expected:
             unexpected.append(name)
+        elif not same_bits(source.read(name), source.read(tensor_of[path])):
+            raise CheckpointError(
+                f"{file}: {name} is a copy of {tensor_of[path]} in this architecture, but "
+                "they differ"
+            )
+        else:
+            copies.append((name, path))
     if missing or unexpected:
         config = ", ".join(f"{f} {getattr(spec.config, f)!r}" for f in spec.family.structure)
         raise CheckpointError(
             f"{file}: the tensors do not fit a {spec.architecture} of this config.json ({config})"
-            + _listed("; missing", missing)
-            + _listed("; unexpected", unexpected)
+            + (f"; missing {listed(missing)}" if missing else "")
+            + (f"; unexpected {listed(unexpected)}" if unexpected else "")
         )
-    for name, entry in entries:
+    return tuple(copies)
+
+
+def check_shapes(
+    entries: Mapping[str, Entry],
+    expected: Mapping[str, Any],
+    spec: ModelSpec,
+    source: WeightSource,
+) -> None:
+    """Raises CheckpointError or UnsupportedError for a tensor of another shape or dtype."""
+    for name, entry in entries.items():
         info = source.info(name)
-        shape = list(expected[entry.ours[0]].shape)
-        shape[0] *= len(entry.ours)
-        expected_shape = tuple(reversed(shape)) if entry.transposed else tuple(shape)
-        if info.shape != expected_shape:
-            sizes = expected[entry.ours[0]].shape
-            fields = {f for size in sizes for f in fields_behind(spec.config, size)}
+        rows, *columns = expected[entry.ours[0]].shape
+        shape = (rows * len(entry.ours), *columns)
+        shape = shape[::-1] if entry.transposed else shape
+        if info.shape != shape:
+            fields = {f for size in (rows, *columns) for f in fields_of_size(spec.config, size)}
             raise CheckpointError(
                 f"{info.file}: {name} has shape {list(info.shape)}, but config.json implies "
-                f"{list(expected_shape)} (from {', '.join(sorted(fields))})"
+                f"{list(shape)} (from {', '.join(sorted(fields))})"
             )
         if info.dtype not in FLOATS:
             raise UnsupportedError(
                 f"{info.file}: {name} is {info.dtype}; weights must be float32, bfloat16 or float16"
             )
-    return tuple(copies)
 
 
-def fields_behind(config: Any, size: int) -> list[str]:
+def fields_of_size(config: Any, size: int) -> list[str]:
     """Config fields that explain a dimension: equal to it, or heads and head size as factors."""
     sizes = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     sizes = {k: v for k, v in sizes.items() if type(v) is int and not k.endswith("_id")}
@@ -301,13 +303,3 @@ def fields_behind(config: Any, size: int) -> list[str]:
     heads = [name for name in sizes if "head" in name or name == "d_kv"]
     pairs = [p for p in itertools.combinations(heads, 2) if sizes[p[0]] * sizes[p[1]] == size]
     return [name for name, value in sizes.items() if value == size] + [n for p in pairs for n in p]
-
-
-def _listed(label: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"{label} {', '.join(names[:10])}{more}"
-
-
-__all__ = ["Checkpoint", "load_model", "open_checkpoint", "parameters"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def load_parameters(
-    entries: Sequence[tuple[str, Entry]],
+    entries: Mapping[str, Entry],
     expected: Mapping[str, Any],
     source: WeightSource,
     *,
@@ -31,10 +31,10 @@ def load_parameters(
     progress: Progress | None,
     mesh: Mesh | None,
 ) -> dict[str, jax.Array]:
-    """Loads the parameters by path, from tensors that `check_tensors` has checked.
+    """Loads the parameters by path, from tensors whose names and shapes are checked.
 
     Args:
-        entries: (tensor name in the file, entry of the weight table).
+        entries: Entry of the weight table for each tensor of the file.
         expected: Shape and dtype of each parameter.
         param_dtype: None keeps the file's dtype, unless the model needs a wider one.
         mesh: Shards each parameter by `parameter_sharding`; None: one device. A process reads the
@@ -43,9 +43,9 @@ def load_parameters(
     Raises:
         NonFiniteError: A weight is NaN or infinite, or would become so.
     """
-    total = sum(source.info(name).nbytes for name, _ in entries)
+    total = sum(source.info(name).nbytes for name in entries)
     done, arrays = 0, {}
-    for name, entry in entries:
+    for name, entry in entries.items():
         info = source.info(name)
         tensor = _Tensor(source, name, entry, allow_nonfinite)
         whole = entry.split(tensor.read(())) if mesh is None else ()

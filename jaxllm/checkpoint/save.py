@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.checkpoint.host_arrays import HostArray
-from jaxllm.checkpoint.load import float_dtype, tensor_name
+from jaxllm.checkpoint.load import tensor_name
 from jaxllm.checkpoint.load_parameters import check_range
 from jaxllm.checkpoint.safetensors.writer import write_sharded
-from jaxllm.common.atomic_file import write_whole
+from jaxllm.checkpoint.source import float_dtype
+from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.errors import CheckpointError, InputError
 from jaxllm.models.config_export import config_to_json
 from jaxllm.models.model import Model, Origin
@@ -38,10 +39,7 @@ def save_model(
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        raise CheckpointError(f"{folder}: cannot be created ({failure.strerror})") from failure
+    make_folder(folder)
     tensors = dict(hf_tensors(model, arrays))
     original = original_dtypes(model, tensors)
     dtype = float_dtype("dtype", dtype)
@@ -125,15 +123,3 @@ def saved_config(model: Model, dtypes: dict[str, str]) -> dict[str, Any]:
         key = "dtype" if "dtype" in config else "torch_dtype"
         config[key] = max(set(names), key=names.count)
     return config
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file atomically."""
-    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    try:
-        write_whole(path, text.encode("utf-8"))
-    except OSError as failure:
-        raise CheckpointError(f"{path}: cannot be written ({failure.strerror})") from failure
-
-
-__all__ = ["hf_tensors", "save_model", "write_json"]

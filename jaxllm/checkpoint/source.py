@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
-from jaxllm.common.errors import CheckpointError, MissingFileError
+from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError, naming_file
+from jaxllm.common.messages import quoted
+
+T = TypeVar("T")
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+"""Dtypes that models compute in."""
 
 Index = tuple[slice, ...]
 """One slice per dimension, with step 1. Empty: the whole array."""
@@ -85,6 +94,14 @@ class WeightSource(Protocol):
         self.close()
 
 
+def find_tensor(tensors: Mapping[str, T], name: str, file: Path) -> T:
+    """The entry of a tensor; raises CheckpointError if the file has no tensor of this name."""
+    try:
+        return tensors[name]
+    except KeyError:
+        raise CheckpointError(f"{file}: no tensor is named {quoted(name)}") from None
+
+
 class MappedFile:
     """A file as a read-only memory map with numpy views."""
 
@@ -92,13 +109,10 @@ class MappedFile:
         self.path = path
         if not path.is_file():
             raise MissingFileError(f"{path}: no such file")
-        try:
-            with path.open("rb") as file:
-                if path.stat().st_size == 0:  # mmap refuses empty files
-                    raise CheckpointError(f"{path}: the file is empty")
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as failure:
-            raise CheckpointError(f"{path}: cannot be read ({failure.strerror})") from failure
+        with naming_file(path, CheckpointError, "read"), path.open("rb") as file:
+            if path.stat().st_size == 0:  # mmap refuses empty files
+                raise CheckpointError(f"{path}: the file is empty")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.size = len(mapped)
         self._map: mmap.mmap | None = mapped
 
@@ -170,6 +184,28 @@ def find_nonfinite(name: str, array: np.ndarray) -> str | None:
     return f"{name}: {count} of {flat.size} values are NaN or infinite, the first is {first}"
 
 
-def quoted(name: str) -> str:
-    """A name from a file, quoted and shortened for an error message."""
-    return repr(name if len(name) <= 120 else f"{name[:117]}...")
+def float_dtype(name: str, value: DTypeLike | None) -> np.dtype | None:
+    """Converts a dtype argument to a numpy dtype; None stays None.
+
+    Raises:
+        UnsupportedError: It is not float32, bfloat16 or float16.
+    """
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype not in FLOATS:
+        raise UnsupportedError(f"{name}: expected float32, bfloat16 or float16, found {value!r}")
+    return dtype
+
+
+def default_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
+    """Compute dtype for weights of these dtypes: the most common, but float32 on a CPU.
+
+    XLA converts half-precision weights on every use on a CPU, which is about five times slower.
+    """
+    if jax.default_backend() == "cpu":
+        return np.dtype(np.float32)
+    return max(set(dtypes), key=dtypes.count)

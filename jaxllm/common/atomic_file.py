@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from jaxllm.common.errors import CheckpointError, naming_file
 
 
 @contextmanager
@@ -34,6 +38,27 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     with replacing(path) as partial:
         partial.write_bytes(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file of a checkpoint atomically, with sorted keys.
+
+    Raises:
+        CheckpointError: The file cannot be written; `path` is unchanged.
+    """
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    with naming_file(path, CheckpointError, "written"):
+        write_whole(path, text.encode("utf-8"))
+
+
+def make_folder(path: Path) -> None:
+    """Creates the folder of a checkpoint, and those above it, unless it exists.
+
+    Raises:
+        CheckpointError: It cannot be created.
+    """
+    with naming_file(path, CheckpointError, "created"):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""All error classes. Messages name the file or field, what was found, and what to do.
+"""Error classes of jaxllm. Messages name the file or field, what was found, and what to do.
 
 Every class also derives from the built-in that a caller would expect to catch
 (``ValueError``, ``FileNotFoundError``, ...), so callers need not import them.
@@ -7,6 +7,11 @@ Command lines print the message on one line and exit with code 2.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
 
 
 class JaxLLMError(Exception):
@@ -55,3 +60,16 @@ class RunError(JaxLLMError, RuntimeError):
 
 class MissingExtraError(JaxLLMError, ImportError):
     """An optional package that a call needs is not installed; the message names its extra."""
+
+
+@contextmanager
+def naming_file(
+    path: Path, error: type[JaxLLMError], action: Literal["read", "written", "created"]
+) -> Iterator[None]:
+    """Turns an OSError within the block into `error`, with the file, the action and the reason."""
+    try:
+        yield
+    except JaxLLMError:  # MissingFileError is an OSError too
+        raise
+    except OSError as failure:
+        raise error(f"{path}: cannot be {action} ({failure.strerror or failure})") from failure

@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError
+from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError, naming_file
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -42,13 +42,11 @@ def read_json(
     path = Path(path)
     if not path.is_file():
         raise MissingFileError(f"{path}: no such file")
-    try:
+    with naming_file(path, error, "read"):
         size = path.stat().st_size
         if size > max_bytes:
             raise error(f"{path}: {size} bytes, but at most {max_bytes} are read")
         data = path.read_bytes()
-    except OSError as failure:
-        raise error(f"{path}: cannot be read ({failure.strerror})") from failure
     return parse_json(data, source=str(path), max_depth=max_depth, error=error)
 
 

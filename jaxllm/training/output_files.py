@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxllm.common import atomic_file as whole_file
-from jaxllm.common.errors import RunError
+from jaxllm.common.errors import RunError, naming_file
 
 
 @contextmanager
@@ -17,10 +17,8 @@ def writing(path: Path) -> Iterator[None]:
     Raises:
         RunError: the disk is full, the folder is read-only, ...
     """
-    try:
+    with naming_file(path, RunError, "written"):
         yield
-    except OSError as failure:
-        raise RunError(f"{path}: cannot be written ({failure.strerror or failure})") from failure
 
 
 @contextmanager

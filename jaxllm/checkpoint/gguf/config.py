@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint.gguf.fields import Fields, shown
-from jaxllm.checkpoint.source import TensorInfo, quoted
+from jaxllm.checkpoint.gguf.fields import Fields
+from jaxllm.checkpoint.source import TensorInfo
 from jaxllm.common.errors import CheckpointError, UnsupportedError
+from jaxllm.common.messages import quoted
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2", "t5", "t5encoder")
 """llama.cpp's architecture names. Its converter writes Mistral as "llama", without the window."""
@@ -186,7 +187,7 @@ def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
             "beta_slow": slow,
         }
     raise UnsupportedError(
-        f"{fields.source}: {fields.prefix}rope.scaling.type is {shown(rope_type)}; jaxllm reads "
+        f"{fields.source}: {fields.prefix}rope.scaling.type is {quoted(rope_type)}; jaxllm reads "
         "none, linear and yarn"
     )
 
@@ -289,7 +290,7 @@ def _token_ids(metadata: Mapping[str, Any], vocab_size: int, source: str) -> dic
             return None
         if type(value) is not int or not 0 <= value < vocab_size:
             raise CheckpointError(
-                f"{source}: {key} is {shown(value)}, not an id below {vocab_size}"
+                f"{source}: {key} is {quoted(value)}, not an id below {vocab_size}"
             )
         return value
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint.source import quoted
 from jaxllm.common.errors import CheckpointError, UnsupportedError
+from jaxllm.common.messages import listed, quoted
 
 
 class Fields:
@@ -31,7 +31,7 @@ class Fields:
         value = self._required(key, default)
         if type(value) is not int or not minimum <= value < 2**31:
             raise CheckpointError(
-                f"{self.source}: {self.prefix}{key} is {shown(value)}, not an integer of at least "
+                f"{self.source}: {self.prefix}{key} is {quoted(value)}, not an integer of at least "
                 f"{minimum}"
             )
         return value
@@ -41,7 +41,7 @@ class Fields:
         value = self._required(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise CheckpointError(
-                f"{self.source}: {self.prefix}{key} is {shown(value)}, not a positive number"
+                f"{self.source}: {self.prefix}{key} is {quoted(value)}, not a positive number"
             )
         return float(value)
 
@@ -61,7 +61,7 @@ class Fields:
         value = self.get(key, allowed[0])
         if value not in allowed:
             raise UnsupportedError(
-                f"{self.source}: {self.prefix}{key} is {shown(value)}; jaxllm implements "
+                f"{self.source}: {self.prefix}{key} is {quoted(value)}; jaxllm implements "
                 f"{' or '.join(map(str, allowed))} only"
             )
 
@@ -71,7 +71,7 @@ class Fields:
         if unused:
             raise UnsupportedError(
                 f"{self.source}: jaxllm does not implement "
-                + ", ".join(quoted(self.prefix + key) for key in unused[:10])
+                + listed([quoted(self.prefix + key) for key in unused])
             )
 
     def _required(self, key: str, default: Any) -> Any:
@@ -79,8 +79,3 @@ class Fields:
         if value is None:
             raise CheckpointError(f"{self.source}: the metadata lacks {self.prefix}{key}")
         return value
-
-
-def shown(value: Any) -> str:
-    """Formats a value for an error message."""
-    return quoted(value) if isinstance(value, str) else str(value)

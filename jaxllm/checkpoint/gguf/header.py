@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from jaxllm.checkpoint.source import quoted
 from jaxllm.common.errors import CheckpointError, UnsupportedError
+from jaxllm.common.messages import quoted
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -18,8 +18,9 @@ import numpy as np
 
 from jaxllm.checkpoint.gguf.config import ROPE_FACTORS, hf_config_from_gguf
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.source import Index, TensorInfo, WeightSource, quoted
+from jaxllm.checkpoint.source import Index, TensorInfo, WeightSource, find_tensor
 from jaxllm.common.errors import CheckpointError, UnsupportedError
+from jaxllm.common.messages import quoted
 
 _LLAMA = {
     "token_embd": "model.embed_tokens",
@@ -189,12 +190,12 @@ class HFView(WeightSource):
         return list(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
-        tensor = self._tensor(name)
+        tensor = find_tensor(self._tensors, name, self.file.path)
         info = self.file.info(tensor.gguf_name)
         return replace(info, shape=info.shape[::-1]) if tensor.transposed else info
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        tensor = self._tensor(name)
+        tensor = find_tensor(self._tensors, name, self.file.path)
         if tensor.transposed:
             return self.file.read(tensor.gguf_name, index[::-1]).T
         if tensor.heads is None:
@@ -208,13 +209,7 @@ class HFView(WeightSource):
         return unpermute(part, (stop - first) // size)
 
     def forget(self, name: str) -> None:
-        self.file.forget(self._tensor(name).gguf_name)
+        self.file.forget(find_tensor(self._tensors, name, self.file.path).gguf_name)
 
     def close(self) -> None:
         self.file.close()
-
-    def _tensor(self, name: str) -> _Tensor:
-        try:
-            return self._tensors[name]
-        except KeyError:
-            raise CheckpointError(f"{self.file.path}: no tensor is named {quoted(name)}") from None

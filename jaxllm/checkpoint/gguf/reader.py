@@ -16,9 +16,17 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jaxllm.checkpoint.gguf.header import MAX_HEADER_BYTES, Entry, parse_header
-from jaxllm.checkpoint.source import BFLOAT16, Index, MappedFile, TensorInfo, WeightSource, quoted
-from jaxllm.common.errors import CheckpointError, UnsupportedError
+from jaxllm.checkpoint.gguf.header import MAX_HEADER_BYTES, parse_header
+from jaxllm.checkpoint.source import (
+    BFLOAT16,
+    Index,
+    MappedFile,
+    TensorInfo,
+    WeightSource,
+    find_tensor,
+)
+from jaxllm.common.errors import UnsupportedError
+from jaxllm.common.messages import quoted
 
 _STORED: dict[GGMLQuantizationType, np.dtype[Any]] = {
     GGMLQuantizationType.F32: np.dtype("<f4"),
@@ -67,13 +75,13 @@ class GGUFFile(WeightSource):
         return list(self._entries)
 
     def info(self, name: str) -> TensorInfo:
-        entry = self._entry(name)
+        entry = find_tensor(self._entries, name, self.path)
         dtype = _STORED.get(entry.type, _FLOAT32)
         return TensorInfo(entry.shape, dtype, entry.end - entry.begin, self.path)
 
     def quantisation(self, name: str) -> str:
         """Name of a tensor's ggml type, such as ``"Q4_K"``."""
-        return self._entry(name).type.name
+        return find_tensor(self._entries, name, self.path).type.name
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Reads a tensor or a slice of it; see the class for its dtype.
@@ -85,7 +93,7 @@ class GGUFFile(WeightSource):
             CheckpointError: No tensor has this name, or the file is closed.
             UnsupportedError: The tensor has another quantised type.
         """
-        entry = self._entry(name)
+        entry = find_tensor(self._entries, name, self.path)
         size = entry.end - entry.begin
         stored = _STORED.get(entry.type)
         if stored is not None:
@@ -107,17 +115,11 @@ class GGUFFile(WeightSource):
         return part[(slice(None), *index[1:])]
 
     def forget(self, name: str) -> None:
-        entry = self._entry(name)
+        entry = find_tensor(self._entries, name, self.path)
         self._file.forget(entry.begin, entry.end)
 
     def close(self) -> None:
         self._file.close()
-
-    def _entry(self, name: str) -> Entry:
-        try:
-            return self._entries[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path}: no tensor is named {quoted(name)}") from None
 
 
 def _dequantise(

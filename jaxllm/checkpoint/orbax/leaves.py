@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.common.errors import CheckpointError
-
-MAX_NAMES = 10
+from jaxllm.common.messages import listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,22 +63,15 @@ def check_target(where: str, found: Mapping[str, Leaf], target: Mapping[str, Any
     unexpected = [name for name in found if name not in target]
     if missing or unexpected:
         raise CheckpointError(
-            f"{where}: the arrays do not fit{listed('missing', missing)}"
-            f"{listed('unexpected', unexpected)}"
+            f"{where}: the arrays do not fit"
+            + (f"; missing: {listed(missing)}" if missing else "")
+            + (f"; unexpected: {listed(unexpected)}" if unexpected else "")
         )
     for name, leaf in target.items():
         if (str(leaf.dtype), tuple(leaf.shape)) != (found[name].dtype, found[name].shape):
             raise CheckpointError(
                 f"{where}: {name} is {found[name]}, but {describe(leaf)} is expected"
             )
-
-
-def listed(label: str, names: list[str]) -> str:
-    """Text such as ``; missing: a, b and 3 more``; empty without names."""
-    if not names:
-        return ""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"; {label}: {', '.join(names[:MAX_NAMES])}{more}"
 
 
 def is_key(leaf: Any) -> bool:

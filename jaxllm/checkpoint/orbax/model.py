@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxllm.checkpoint.load import FLOATS, HALVES, float_dtype
 from jaxllm.checkpoint.orbax.run_checkpoints import RunCheckpoints
 from jaxllm.checkpoint.orbax.steps import Record
+from jaxllm.checkpoint.source import FLOATS, default_dtype, float_dtype
 from jaxllm.common.errors import CheckpointError
 from jaxllm.models.build_options import Options
 from jaxllm.models.config_export import config_to_json
@@ -88,13 +89,13 @@ def saved_dtype(record: Record, path: str, default: Any) -> Any:
     return default if leaf is None else jnp.dtype(leaf.dtype)
 
 
-def compute_dtype(record: Record) -> Any:
-    """The most common dtype; float32 on a CPU, where half precision is many times slower."""
+def compute_dtype(record: Record) -> np.dtype:
+    """The default compute dtype for the parameters of a step."""
     dtypes = [jnp.dtype(leaf.dtype) for leaf in record.leaves.values()]
     common = max(set(dtypes), key=dtypes.count)
     if common not in FLOATS:
         raise CheckpointError(f"parameters are {common}; expected float32, bfloat16 or float16")
-    return jnp.dtype(jnp.float32) if common in HALVES and jax.default_backend() == "cpu" else common
+    return default_dtype(dtypes)
 
 
 def origin_of(fields: dict[str, Any]) -> Origin:

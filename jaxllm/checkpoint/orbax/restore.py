@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxllm.checkpoint.orbax import files as orbax_files
 from jaxllm.checkpoint.orbax import steps as steps_on_disk
 from jaxllm.checkpoint.orbax.digest import digests
-from jaxllm.checkpoint.orbax.leaves import Leaf, bits_like, check_target, flatten, from_bits, listed
+from jaxllm.checkpoint.orbax.leaves import Leaf, bits_like, check_target, flatten, from_bits
 from jaxllm.checkpoint.orbax.steps import Record, read_record
 from jaxllm.common.errors import CheckpointError, MissingFileError, RunError
+from jaxllm.common.messages import listed
 from jaxllm.parallel.processes import together
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ def read_bits(path: Path, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
     """The arrays from disk; arrays without elements, which Orbax does not store, are created."""
     like = {name: bits_like(leaf) for name, leaf in targets.items()}
     stored = {name: x for name, x in like.items() if x.size}
-    bits = orbax_files.read_arrays(path, stored)
+    bits = steps_on_disk.read_arrays(path, stored)
     empty = {
         n: jnp.zeros(x.shape, x.dtype, device=x.sharding) for n, x in like.items() if not x.size
     }
@@ -151,7 +151,7 @@ def verify(bits: Mapping[str, jax.Array], leaves: Mapping[str, Leaf]) -> bool:
     """True, or raises CheckpointError with the names of arrays whose digests differ."""
     damaged = [name for name, found in digests(dict(bits)).items() if found != leaves[name].digest]
     if damaged:
-        raise CheckpointError(f"not what was saved{listed('arrays', damaged)}")
+        raise CheckpointError(f"not what was saved; arrays: {listed(damaged)}")
     return True
 
 

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import jax
 
-from jaxllm.checkpoint.orbax import files as orbax_files
 from jaxllm.checkpoint.orbax import steps as steps_on_disk
 from jaxllm.checkpoint.orbax.digest import digests
 from jaxllm.checkpoint.orbax.leaves import Leaf, bits_of, check_arrays, flatten
@@ -81,7 +80,7 @@ class RunCheckpoints:
         self._lock: RunLock | None = None
         if writable:
             together(self._lock_folder, RunError)
-            self._orbax = orbax_files.async_checkpointer()
+            self._orbax = steps_on_disk.async_checkpointer()
             self._worker = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
 
     def _lock_folder(self) -> None:
@@ -172,7 +171,7 @@ class RunCheckpoints:
         stored = {name: leaf for name, leaf in bits.items() if leaf.size}
         try:
             together(lambda: self._set_aside([step] if damaged else []), CheckpointError)
-            orbax_files.start_saving(self._orbax, path, stored, record)
+            steps_on_disk.start_saving(self._orbax, path, stored, record)
         except Exception as failure:
             raise self._not_saved(step, failure) from failure
         self._pending = step, self._worker.submit(self._finish, step, started)
@@ -205,7 +204,7 @@ class RunCheckpoints:
         # The old checkpointer would raise this failure again after later saves.
         with contextlib.suppress(Exception):
             self._orbax.close()
-        self._orbax = orbax_files.async_checkpointer()
+        self._orbax = steps_on_disk.async_checkpointer()
         if jax.process_index() == 0:
             steps_on_disk.clean(self.folder)
         return CheckpointError(

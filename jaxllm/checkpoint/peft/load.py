@@ -10,7 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.checkpoint.load import FLOATS
 from jaxllm.checkpoint.peft.config import CLASSIFIER_NAMES, PeftConfig, read_peft_config
 from jaxllm.checkpoint.peft.names import (
     CONFIG,
@@ -25,8 +24,9 @@ from jaxllm.checkpoint.peft.names import (
     weight_entries,
 )
 from jaxllm.checkpoint.safetensors.reader import USE_SAFETENSORS, SafetensorsFile
-from jaxllm.checkpoint.source import find_nonfinite, quoted
+from jaxllm.checkpoint.source import FLOATS, find_nonfinite
 from jaxllm.common.errors import CheckpointError, NonFiniteError, UnsupportedError
+from jaxllm.common.messages import listed, quoted
 from jaxllm.models.lora import base_entries, check_plain, module_at, with_lora
 from jaxllm.models.model import Model
 from jaxllm.models.weights import Entry, parameters, with_parameters
@@ -103,10 +103,7 @@ def with_adapter(model: Model, config: PeftConfig, tensors: Mapping[str, np.ndar
         more = (
             "; embeddings with LoRA are not implemented" if "embedding_" in " ".join(left) else ""
         )
-        raise CheckpointError(
-            f"unexpected: {', '.join(quoted(name) for name in list(left)[:10])}"
-            f" ({len(left)} in all){more}"
-        )
+        raise CheckpointError(f"unexpected: {listed([quoted(name) for name in left])}{more}")
     if not layers:
         raise CheckpointError("no tensor belongs to LoRA")
     check_tied(model, saved)

@@ -24,8 +24,8 @@ from jaxllm.checkpoint.peft.names import (
     weight_entries,
 )
 from jaxllm.checkpoint.safetensors.writer import write_safetensors
-from jaxllm.checkpoint.save import write_json
-from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
+from jaxllm.common.atomic_file import make_folder, write_json
+from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.models.lora import base_entries, lora_layers, module_at
 from jaxllm.models.model import Model
 from jaxllm.models.weights import Entry, parameters
@@ -94,10 +94,7 @@ def save_adapter(
         "modules_to_save": sorted({n.rpartition(".")[0] for n in saved}) or None,
         **adapter_fields(adapters, entries),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        raise CheckpointError(f"{folder}: cannot be created ({failure.strerror})") from failure
+    make_folder(folder)
     write_safetensors(folder / WEIGHTS, tensors)
     write_json(folder / CONFIG, config)
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint.source import BFLOAT16, quoted
+from jaxllm.checkpoint.source import BFLOAT16
 from jaxllm.common.errors import CheckpointError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.common.strict_json import parse_json
 
 # The reference accepts 100 MB. JSON grows up to 24-fold as Python objects, so 16 MiB keep a hostile
@@ -110,36 +111,31 @@ def _entry(name: str, fields: Any, source: str, data_bytes: int) -> HeaderEntry:
             raise UnsupportedError(
                 f"{where} has dtype {code}, which jaxllm does not read: convert it to BF16 first"
             )
-        raise CheckpointError(f"{where} has the unknown dtype {quoted(str(code))}")
+        raise CheckpointError(f"{where} has the unknown dtype {quoted(code)}")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
         raise CheckpointError(f"{where}: shape must be at most {_MAX_DIMS} non-negative integers")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{where}: data_offsets must be [begin, end] with begin <= end")
     if offsets[1] > data_bytes:
         raise CheckpointError(
-            f"{where} ends at byte {_short(offsets[1])} of the data, which has {data_bytes} "
+            f"{where} ends at byte {quoted(offsets[1])} of the data, which has {data_bytes} "
             "(an incomplete download?)"
         )
     dtype = DTYPES[code]
     begin, end = offsets
     if math.prod(shape) * dtype.itemsize != end - begin:
         raise CheckpointError(
-            f"{where}: {code} of shape {_short(shape)} does not take the {end - begin} bytes "
+            f"{where}: {code} of shape {quoted(shape)} does not take the {end - begin} bytes "
             "that data_offsets say"
         )
     # numpy multiplies the other dimensions of an empty array too, and must not overflow.
     if math.prod(size for size in shape if size) * dtype.itemsize >= 2**63:
-        raise CheckpointError(f"{where}: shape {_short(shape)} is too large")
+        raise CheckpointError(f"{where}: shape {quoted(shape)} is too large")
     return HeaderEntry(dtype, tuple(shape), begin, end)
 
 
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def layout(

@@ -11,9 +11,10 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 
-from jaxllm.checkpoint.safetensors.header import MAX_HEADER_BYTES, HeaderEntry, parse_header
-from jaxllm.checkpoint.source import Index, MappedFile, TensorInfo, WeightSource, quoted
+from jaxllm.checkpoint.safetensors.header import MAX_HEADER_BYTES, parse_header
+from jaxllm.checkpoint.source import Index, MappedFile, TensorInfo, WeightSource, find_tensor
 from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError
+from jaxllm.common.messages import listed, quoted
 from jaxllm.common.strict_json import read_json
 
 SINGLE = "model.safetensors"
@@ -65,11 +66,11 @@ class SafetensorsFile(WeightSource):
         return list(self._entries)
 
     def info(self, name: str) -> TensorInfo:
-        entry = self._entry(name)
+        entry = find_tensor(self._entries, name, self.path)
         return TensorInfo(entry.shape, entry.dtype, entry.end - entry.begin, self.path)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        entry = self._entry(name)
+        entry = find_tensor(self._entries, name, self.path)
         begin = self._start + entry.begin
         if entry.dtype == np.bool_:
             values = self._file.view(np.dtype(np.uint8), begin, entry.end - entry.begin)
@@ -80,17 +81,11 @@ class SafetensorsFile(WeightSource):
         return self._file.array(entry.dtype, begin, entry.shape, index)
 
     def forget(self, name: str) -> None:
-        entry = self._entry(name)
+        entry = find_tensor(self._entries, name, self.path)
         self._file.forget(self._start + entry.begin, self._start + entry.end)
 
     def close(self) -> None:
         self._file.close()
-
-    def _entry(self, name: str) -> HeaderEntry:
-        try:
-            return self._entries[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path}: no tensor is named {quoted(name)}") from None
 
 
 class ShardedSafetensors(WeightSource):
@@ -114,7 +109,7 @@ class ShardedSafetensors(WeightSource):
         for name, shard in weight_map.items():
             if not _is_plain_file_name(shard):
                 raise CheckpointError(
-                    f"{self.path}: weight_map[{quoted(name)}] is {quoted(str(shard))}, not the "
+                    f"{self.path}: weight_map[{quoted(name)}] is {quoted(shard)}, not the "
                     "plain name of a .safetensors file in the same folder"
                 )
         folder = self.path.parent
@@ -122,10 +117,10 @@ class ShardedSafetensors(WeightSource):
         if missing:
             raise MissingFileError(
                 f"{self.path}: {len(missing)} of the shards it lists are missing: "
-                + ", ".join(missing[:10])
+                + listed(missing)
             )
         shards = {s: SafetensorsFile(folder / s) for s in dict.fromkeys(weight_map.values())}
-        self._owner = {name: shards[shard] for name, shard in weight_map.items()}
+        self._shard_of = {name: shards[shard] for name, shard in weight_map.items()}
         self._shards = list(shards.values())
         self._check(weight_map, shards)
 
@@ -146,26 +141,20 @@ class ShardedSafetensors(WeightSource):
                 )
 
     def names(self) -> list[str]:
-        return list(self._owner)
+        return list(self._shard_of)
 
     def info(self, name: str) -> TensorInfo:
-        return self._file(name).info(name)
+        return find_tensor(self._shard_of, name, self.path).info(name)
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        return self._file(name).read(name, index)
+        return find_tensor(self._shard_of, name, self.path).read(name, index)
 
     def forget(self, name: str) -> None:
-        self._file(name).forget(name)
+        find_tensor(self._shard_of, name, self.path).forget(name)
 
     def close(self) -> None:
         for shard in self._shards:
             shard.close()
-
-    def _file(self, name: str) -> SafetensorsFile:
-        try:
-            return self._owner[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path}: no tensor is named {quoted(name)}") from None
 
 
 def _is_plain_file_name(name: object) -> bool:

@@ -7,7 +7,6 @@ is not used: its numpy version (0.8.0) writes wrong data for transposed, sliced 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -21,8 +20,8 @@ import numpy as np
 
 from jaxllm.checkpoint.safetensors.header import check_names, layout
 from jaxllm.checkpoint.safetensors.reader import INDEX, SINGLE, SafetensorsFile
-from jaxllm.common.atomic_file import sync_folder, write_whole
-from jaxllm.common.errors import CheckpointError, MissingFileError
+from jaxllm.common.atomic_file import sync_folder, write_json
+from jaxllm.common.errors import CheckpointError, MissingFileError, naming_file
 
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
@@ -55,15 +54,14 @@ def write_safetensors(
         raise MissingFileError(f"{path.parent}: no such folder to write {path.name} in")
     arrays = _as_dict(tensors)
     temporary = _temporary(path)
-    try:
-        _write(temporary, arrays, metadata)
-        _compare(temporary, arrays, path)
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except OSError as failure:
-        raise CheckpointError(f"{path}: cannot be written ({failure.strerror})") from failure
-    finally:
-        temporary.unlink(missing_ok=True)
+    with naming_file(path, CheckpointError, "written"):
+        try:
+            _write(temporary, arrays, metadata)
+            _compare(temporary, arrays, path)
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_sharded(
@@ -96,7 +94,7 @@ def write_sharded(
         weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
         total = sum(_nbytes(array) for array in arrays.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_index(folder / INDEX, index)
+        write_json(folder / INDEX, index)
     for old in folder.iterdir():
         if old.name not in keep and (old.name == INDEX or _WEIGHT_FILE.fullmatch(old.name)):
             old.unlink()
@@ -161,13 +159,6 @@ def _compare(temporary: Path, arrays: dict[str, Any], path: Path) -> None:
                 raise CheckpointError(
                     f"{path}: tensor {name!r} differs when read back; is the disk sound?"
                 )
-
-
-def _write_index(path: Path, index: Mapping[str, Any]) -> None:
-    try:
-        write_whole(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("utf-8"))
-    except OSError as failure:
-        raise CheckpointError(f"{path}: cannot be written ({failure.strerror})") from failure
 
 
 def _temporary(path: Path) -> Path:

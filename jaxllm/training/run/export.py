@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.checkpoint.peft import save_adapter
-from jaxllm.checkpoint.save import write_json
+from jaxllm.common.atomic_file import write_json
 from jaxllm.common.errors import ConfigError, MissingFileError, RunError
 from jaxllm.common.strict_json import read_json
 from jaxllm.loading import save_hf

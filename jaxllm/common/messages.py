@@ -1,0 +1,35 @@
+"""Parts of error messages: values and names from files, shortened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+MAX_CHARACTERS = 120
+MAX_NAMES = 10
+
+
+def quoted(value: Any) -> str:
+    """A value from a file, a string in quotes, shortened to about 120 characters.
+
+    >>> quoted("lm_head.weight"), quoted([1, 2])
+    ("'lm_head.weight'", '[1, 2]')
+    """
+    if isinstance(value, str):
+        return repr(shortened(value))
+    return shortened(str(value))
+
+
+def shortened(text: str) -> str:
+    """The text, or its first 117 characters and an ellipsis."""
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 3]}..."
+
+
+def listed(names: Sequence[str]) -> str:
+    """Up to ten names, and the number of the others.
+
+    >>> listed([f"layer{i}" for i in range(12)])
+    'layer0, layer1, layer2, layer3, layer4, layer5, layer6, layer7, layer8, layer9 and 2 more'
+    """
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
