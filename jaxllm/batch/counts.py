@@ -38,7 +38,7 @@ class Counts:
     slot_steps: int = 0
     """Decode steps times slots. All beams of a row are one slot."""
     busy_steps: int = 0
-    """Slot-steps occupied by a live row."""
+    """Slot-steps occupied by an unfinished row."""
     halvings: int = 0
     """Number of times that memory ran out and the slots were halved."""
     buckets: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -59,7 +59,7 @@ class Counts:
 
     @property
     def utilisation(self) -> float:
-        """The share of slot-steps occupied by a live row."""
+        """The share of slot-steps occupied by an unfinished row."""
         return self.busy_steps / self.slot_steps if self.slot_steps else 0.0
 
     def admitted(self, tasks: Sequence[Task], sizes: Sizes, group: Group) -> None:

@@ -22,12 +22,12 @@ class DecodeProgress(NamedTuple):
     """Results of some decode steps, for the host."""
 
     outputs: SlotOutputs
-    live: Bool[Array, " B"]
+    unfinished: Bool[Array, " B"]
     """True while the slot's row is not finished."""
     steps: Int[Array, ""]
     """Decode steps of this call."""
     busy: Int[Array, ""]
-    """Slot-steps occupied by a live row."""
+    """Slot-steps occupied by an unfinished row."""
 
 
 def admit(
@@ -66,25 +66,26 @@ def decode(
     *,
     strategy: SlotStrategy,
 ) -> tuple[Slots, DecodeProgress]:
-    """Decodes until `free_slots` slots are free, no row is live, or `max_steps` steps are done.
+    """Decodes until `free_slots` slots are free, all rows are finished, or for `max_steps` steps.
 
     The host reads a copy: the slots themselves are overwritten by the next call, which need not
     wait for the host.
     """
 
-    def unfinished(carry):
+    def continues(carry):
         slots, steps, _ = carry
-        live = jnp.sum(slots.live)
-        return (live > 0) & (slots.count - live < free_slots) & (steps < max_steps)
+        busy_slots = jnp.sum(slots.unfinished)
+        enough_busy = (busy_slots > 0) & (slots.count - busy_slots < free_slots)
+        return enough_busy & (steps < max_steps)
 
     def step(carry):
         slots, steps, busy = carry
-        busy += jnp.sum(slots.live, dtype=jnp.int32)
+        busy += jnp.sum(slots.unfinished, dtype=jnp.int32)
         return strategy.step(model, slots, stops), steps + 1, busy
 
-    slots, steps, busy = jax.lax.while_loop(unfinished, step, (slots, jnp.int32(0), jnp.int32(0)))
+    slots, steps, busy = jax.lax.while_loop(continues, step, (slots, jnp.int32(0), jnp.int32(0)))
     slots = constrain_fields(slots, batch=slots.count)
-    return slots, DecodeProgress(strategy.outputs(slots), slots.live, steps, busy)
+    return slots, DecodeProgress(strategy.outputs(slots), slots.unfinished, steps, busy)
 
 
 # The slots are donated: cache and sequences are updated in place.

@@ -129,7 +129,7 @@ class Pool:
     def _collect(self, progress: DecodeProgress) -> None:
         self._counts.decoded(int(progress.steps), int(progress.busy), self._sizes.slots)
         for slot, task in enumerate(self._running):
-            if task is None or progress.live[slot]:
+            if task is None or progress.unfinished[slot]:
                 continue
             self._running[slot] = None
             self._ended.extend(_results(task, progress.outputs, slot))

@@ -1,7 +1,7 @@
 """The decoding strategies of `generate`, run over slots.
 
-A slot is a row of the strategy's state, with its own length and step count. A slot that is no
-longer live keeps its final state.
+A slot is a row of the strategy's state, with its own length and step count. A slot whose row is
+finished keeps its final state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.generation.stopping.base import for_rows
 from jaxllm.generation.strategies.beam.beam_search import BeamSearch, BeamSearchState
 from jaxllm.generation.strategies.sample import Sample, SampleState
-from jaxllm.generation.strategies.strategy import NEVER, DecodeSettings, Prompt
+from jaxllm.generation.strategies.strategy import (
+    NEVER,
+    DecodeSettings,
+    Prompt,
+    unfinished_rows,
+)
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import map_with_axes
@@ -69,11 +74,11 @@ class SlotStrategy:
         return self._slots(state, rows, jnp.ones(arrivals.start.shape, bool))
 
     def step(self, model: Decoder, slots: Slots, stops: StoppingCriteriaList) -> Slots:
-        """One more token for every live row."""
+        """One more token for every unfinished row."""
         rows, before = slots.settings, slots.state
         before = before.replace(keys=jax.random.wrap_key_data(before.keys))
         after = self.strategy(rows).step(model, before, self._decode_settings(rows, stops))
-        return self._slots(_where(slots.live, after, before), rows, slots.live)
+        return self._slots(_where(slots.unfinished, after, before), rows, slots.unfinished)
 
     def _decode_settings(self, rows: RowSettings, stops: StoppingCriteriaList) -> DecodeSettings:
         return DecodeSettings(
@@ -85,19 +90,19 @@ class SlotStrategy:
             allow_nonfinite=self.allow_nonfinite,
         )
 
-    def _slots(self, state: Any, settings: RowSettings, live: Bool[Array, " B"]) -> Slots:
-        live &= self.strategy(settings).open_rows(state) & (state.cur_len < settings.max_length)
-        live &= state.first_nonfinite_step == NEVER
+    def _slots(self, state: Any, settings: RowSettings, unfinished: Bool[Array, " B"]) -> Slots:
+        unfinished &= unfinished_rows(state, settings.max_length)
+        unfinished &= state.first_nonfinite_step == NEVER
 
         def free(x: Any) -> Any:
             """Sets the cache length of free slots to 0, so that attention reads no further than
-            live rows need."""
+            unfinished rows need."""
             if not isinstance(x, Cache):
                 return x
-            return x.replace(length=jnp.where(live, x.length, 0))
+            return x.replace(length=jnp.where(unfinished, x.length, 0))
 
         state = jax.tree.map(free, state, is_leaf=lambda x: isinstance(x, Cache))
-        return Slots(state.replace(keys=jax.random.key_data(state.keys)), live, settings)
+        return Slots(state.replace(keys=jax.random.key_data(state.keys)), unfinished, settings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +118,7 @@ class SampleSlots(SlotStrategy):
             tokens=state.sequences[:, None],
             start=state.cur_len - state.step,
             length=state.cur_len[:, None],
-            stopped=state.done[:, None],
+            stopped=state.is_finished[:, None],
             first_nonfinite_step=state.first_nonfinite_step,
         )
 
@@ -166,13 +171,13 @@ def _prompt(arrivals: Arrivals, sizes: Sizes) -> Prompt:
     )
 
 
-def _where(live: Bool[Array, " B"], new: Any, old: Any) -> Any:
-    """Selects `new` for live rows and `old` for others. Keys and values are always `new`, since
-    those of rows that are not live are never read."""
+def _where(unfinished: Bool[Array, " B"], new: Any, old: Any) -> Any:
+    """Selects `new` for unfinished rows and `old` for the others. Keys and values are always `new`,
+    since those of finished rows are never read."""
 
     def one(names, new, old):
         if "heads" in names:  # keys or values of the cache
             return new
-        return jnp.where(live.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+        return jnp.where(unfinished.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
     return map_with_axes(one, new, old)

@@ -102,10 +102,10 @@ class Slots:
 
     state: Any
     """The strategy's state, one row per slot. Random keys are stored as raw key data."""
-    live: Bool[Array, " B"]
+    unfinished: Bool[Array, " B"]
     """True while the slot's row is not finished."""
     settings: RowSettings
 
     @property
     def count(self) -> int:
-        return self.live.shape[0]
+        return self.unfinished.shape[0]

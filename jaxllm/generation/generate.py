@@ -160,7 +160,7 @@ def _chunks(model: Decoder, request: Request, chunk_size: int) -> Iterator[np.nd
     yielded = request.start_len
     for result, _ in partial_results(model, request, chunk_size):
         length = int(result.length)
-        if length - yielded >= chunk_size or result.over:
+        if length - yielded >= chunk_size or result.all_finished:
             while length > yielded:
                 end = min(yielded + chunk_size, length)
                 yield np.asarray(result.sequences[:, yielded:end])
@@ -236,14 +236,14 @@ def partial_results(model: Decoder, request: Request, chunk: int) -> Iterator[tu
         if expired and not beams:
             longest = result.length if result.longest is None else result.longest
             steps = longest - request.start_len
-            result = dataclasses.replace(result, over=True, length=longest, steps=steps)
+            result = dataclasses.replace(result, all_finished=True, length=longest, steps=steps)
         yield result, state
-        if result.over:
+        if result.all_finished:
             return
         length = request.start_len + int(result.steps) if beams else int(result.length)
         chunks = (length - request.start_len) // chunk + 1
         next_length = min(request.start_len + chunks * chunk, request.max_length)
-        if expired:  # one last step of beams, in which every candidate ends
+        if expired:  # one last step of beams, in which every candidate finishes
             next_length = length + 1
             settings = dataclasses.replace(settings, max_length=np.int32(next_length))
 

@@ -10,9 +10,16 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt, Result, Strategy
+from jaxllm.generation.strategies.strategy import (
+    DecodeSettings,
+    Prompt,
+    Result,
+    Strategy,
+    unfinished_rows,
+)
 from jaxllm.parallel.field_axes import constrain_fields
 from jaxllm.parallel.sharding import constrain
 
@@ -79,10 +86,10 @@ def decode(
     settings: DecodeSettings,
     max_length: Int[Array, ""],
 ) -> Any:
-    """Runs decode steps until every row has ended or `max_length` columns are in use."""
+    """Runs decode steps until every row is finished or `max_length` columns are in use."""
     return settled(
         jax.lax.while_loop(
-            lambda state: strategy.alive(state, max_length),
+            lambda state: jnp.any(unfinished_rows(state, max_length)),
             lambda state: strategy.step(model, state, settings),
             state,
         )
@@ -97,9 +104,10 @@ def settled(state: Any) -> Any:
 
 def finish(strategy: Strategy[Any], state: Any, settings: DecodeSettings) -> Result:
     """Builds the result of the last state, or of an intermediate one (streaming)."""
-    over = ~strategy.alive(state, settings.max_length)
+    all_finished = ~jnp.any(unfinished_rows(state, settings.max_length))
     # Replicated on a mesh: each process reads the whole result.
-    return constrain(dataclasses.replace(strategy.finish(state, settings), over=over))
+    result = strategy.finish(state, settings)
+    return constrain(dataclasses.replace(result, all_finished=all_finished))
 
 
 prefill_program = jax.jit(prefill, static_argnames=("capacity", "new_token_bucket"))

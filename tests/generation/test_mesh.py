@@ -72,7 +72,7 @@ print("done")
 
 # The loop of tensor parallelism: one sum after each attention and each MLP, one for the embedding
 # (GPT-2's is added to that of its first layer), and the logits, nothing else: no weight moves. That
-# of data parallelism: only whether any row is still alive.
+# of data parallelism: only whether any row is unfinished.
 COLLECTIVES = """
 def collectives(model, **fields):
     fields = {"max_new_tokens": 12, "pad_token_id": 0, **fields}

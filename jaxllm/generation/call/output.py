@@ -21,7 +21,14 @@ from jaxllm.models.outputs import Layers
 
 Steps = tuple[Layers, ...] | None
 """Tuple over the steps of tuples over the layers, or None."""
-PROGRESS_FIELDS = ("sequences", "length", "steps", "longest", "first_nonfinite_step", "over")
+PROGRESS_FIELDS = (
+    "sequences",
+    "length",
+    "steps",
+    "longest",
+    "first_nonfinite_step",
+    "all_finished",
+)
 """Fields of a `Result` that are fetched while generation is running."""
 
 
@@ -51,7 +58,7 @@ class GenerateOutput:
     embeddings first, of [Bn, T, D]. T is the length of the prompt at the first step and 1 at the
     others; with `past_key_values` the first T is the length of the longest new part, and shorter
     ones are padded on the right. With beams the rows are all beams of that step,
-    [B * num_beams, T, D]. Values at padding and in rows that have ended are undefined."""
+    [B * num_beams, T, D]. Values at padding and in finished rows are undefined."""
     attentions: Steps = None
     """With `output_attentions`: attention weights in the same order, [Bn, heads, T, S], where S is
     the number of columns so far. 0 for queries and keys that are padding."""

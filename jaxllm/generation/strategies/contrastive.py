@@ -128,7 +128,7 @@ class Contrastive(Strategy[ContrastiveState]):
         before = state.cache
         out = model.decode(
             tokens,
-            jnp.broadcast_to(~state.done[:, None], tokens.shape),
+            jnp.broadcast_to(~state.is_finished[:, None], tokens.shape),
             before,
             branches=alternatives(before, *tokens.shape),
             **options,
@@ -161,11 +161,11 @@ class Contrastive(Strategy[ContrastiveState]):
         options: dict[str, Any],
     ) -> tuple[Chosen, Cache]:
         """Same as `choose_in_parallel`, but runs the candidates one by one in one slot."""
-        before, live = state.cache, ~state.done[:, None]
+        before, unfinished = state.cache, ~state.is_finished[:, None]
 
         def candidate(i: Int[Array, ""], layers: Any) -> tuple[Chosen, Cache]:
             token, share = (jax.lax.dynamic_slice_in_dim(x, i, 1, 1) for x in (tokens, probability))
-            out = model.decode(token, live, before.replace(layers=layers), **options)
+            out = model.decode(token, unfinished, before.replace(layers=layers), **options)
             column = jax.tree.map(
                 lambda x: jax.lax.dynamic_slice_in_dim(x, before.length, 1, axis=x.ndim - 2),
                 out.cache.layers,

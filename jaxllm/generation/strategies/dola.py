@@ -28,28 +28,29 @@ class DoLa(Sample):
 
     Each step contrasts with the candidate layer whose distribution differs most from the last
     layer's. As in transformers it is one layer for the whole batch, by the mean over its rows: this
-    is the only strategy in which rows depend on each other. Unlike there, ended rows are left out.
+    is the only strategy in which rows depend on each other. Unlike there, finished rows do not
+    count.
     """
 
     layers: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     """Candidate layers; 0 is the embedding."""
     extra_decode_options: ClassVar = {"output_hidden_states": True}
 
-    def prediction(self, model, out, at, live):
+    def prediction(self, model, out, at, unfinished):
         """Logits, with differences of log-probabilities as input of the processors."""
         assert out.hidden_states is not None  # from `extra_decode_options`
         states = [out.hidden_states[i] for i in self.layers]
         last = [x[:, -1:] if at is None else take_column(x, at) for x in states]
         early = jnp.stack([model.logits(x)[:, 0] for x in last])  # without the final norm, as in HF
-        predicted = super().prediction(model, out, at, live)
-        base = farthest(predicted.logits, early, live)
+        predicted = super().prediction(model, out, at, unfinished)
+        base = farthest(predicted.logits, early, unfinished)
         return predicted._replace(processor_input=contrast(predicted.logits, base))
 
 
 def farthest(
-    final: Float[Array, "B V"], early: Float[Array, "C B V"], live: Bool[Array, " B"]
+    final: Float[Array, "B V"], early: Float[Array, "C B V"], unfinished: Bool[Array, " B"]
 ) -> Float[Array, "B V"]:
-    """Logits of the early layer, of C, that diverges most from `final` over the live rows.
+    """Logits of the early layer, of C, that diverges most from `final` over the unfinished rows.
 
     As in transformers the average of the two distributions is the first argument of both
     Kullback-Leibler terms, where the Jensen-Shannon divergence has it as the second.
@@ -61,7 +62,7 @@ def farthest(
     # As kl_div(log_p, average) + kl_div(log_q, average); where the average is 0 both terms are.
     gap = 2 * jnp.log(jnp.where(average > 0, average, 1.0)) - log_p - log_q
     divergence = jnp.where(average > 0, average * gap, 0.0).mean(axis=-1)
-    total = jnp.where(live, divergence, 0.0).sum(axis=-1)
+    total = jnp.where(unfinished, divergence, 0.0).sum(axis=-1)
     return early[jnp.argmax(total)]
 
 

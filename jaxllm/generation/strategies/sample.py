@@ -42,8 +42,8 @@ class SampleState:
     """Columns in use, prompt included."""
     token: Int[Array, " B"]
     """The newest token of each row; not in the cache yet."""
-    done: Bool[Array, " B"]
-    """True if the row has ended, by an end token or a stopping criterion."""
+    is_finished: Bool[Array, " B"]
+    """True if the row is finished, by an end token or a stopping criterion."""
     keys: Key[Array, " B"] | UInt32[Array, "B 2"]
     """One key per row, as raw data in batch slots. Step t draws with fold_in(key, t), so a row's
     draws do not depend on the batch."""
@@ -119,12 +119,12 @@ class Sample(Strategy[SampleState]):
         )
 
     def step(self, model, state, settings):
-        live = ~state.done
+        unfinished = ~state.is_finished
         options = {**settings.decode_options, **self.extra_decode_options}
-        out = model.decode(state.token[:, None], live[:, None], state.cache, **options)
+        out = model.decode(state.token[:, None], unfinished[:, None], state.cache, **options)
         if state.records is not None:
             state = state.replace(records=state.records.write(out, state.step))
-        predicted = self.prediction(model, out, None, live)
+        predicted = self.prediction(model, out, None, unfinished)
         return self.emit(state.replace(cache=out.cache), predicted, settings)
 
     def prediction(
@@ -132,7 +132,7 @@ class Sample(Strategy[SampleState]):
         model: Any,
         out: DecodeOutput,
         at: Int[Array, " B"] | None,
-        live: Bool[Array, " B"],
+        unfinished: Bool[Array, " B"],
     ) -> Prediction:
         """Logits of the one column in `out`. Subclasses also use the other arguments."""
         logits = out.logits[:, 0]
@@ -175,7 +175,7 @@ def first_state(prompt: Prompt, cache: Cache, samples: int) -> SampleState:
         mask=jnp.repeat(prompt.mask, samples, axis=0),
         cur_len=jnp.asarray(prompt.start_len),
         token=jnp.zeros((batch,), jnp.int32),
-        done=jnp.zeros((batch,), bool),
+        is_finished=jnp.zeros((batch,), bool),
         keys=prompt.keys,
         step=jnp.zeros_like(prompt.start_len, jnp.int32),
         first_nonfinite_step=jnp.full((batch,), NEVER, jnp.int32),
@@ -225,17 +225,17 @@ def append(
     scores: Float[Array, "B V"],
     settings: DecodeSettings,
 ) -> AnyState:
-    """Writes a token to each live row and a pad to the others, and notes which rows end."""
-    live = ~state.done
-    token = jnp.where(live, token, settings.pad)
+    """Writes a token to each unfinished row and a pad to the others; finds rows that finish."""
+    unfinished = ~state.is_finished
+    token = jnp.where(unfinished, token, settings.pad)
     first_nonfinite_step = state.first_nonfinite_step
     if not settings.allow_nonfinite:
         first_nonfinite_step = note_nonfinite(
-            first_nonfinite_step, state.step, live, logits, scores
+            first_nonfinite_step, state.step, unfinished, logits, scores
         )
     sequences = put_columns(state.sequences, token[:, None], state.cur_len)
-    mask = put_columns(state.mask, live[:, None], state.cur_len)
-    ended = jnp.any(token[:, None] == settings.eos, axis=1)
+    mask = put_columns(state.mask, unfinished[:, None], state.cur_len)
+    ends = jnp.any(token[:, None] == settings.eos, axis=1)
     stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=mask)
     return state.replace(
         scores=record(state.scores, scores, state.step),
@@ -244,7 +244,7 @@ def append(
         mask=mask,
         cur_len=state.cur_len + 1,
         token=token,
-        done=state.done | ended | stopped,
+        is_finished=state.is_finished | ends | stopped,
         step=state.step + 1,
         first_nonfinite_step=first_nonfinite_step,
     )

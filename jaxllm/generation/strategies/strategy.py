@@ -69,7 +69,7 @@ class DecodeSettings:
     eos: Int[Array, " E"] | Int[Array, "B E"]
     """int32. End tokens, padded with -1, which no token equals; one set per row in batch slots."""
     pad: Int[Array, ""]
-    """int32. Token written to rows that have ended."""
+    """int32. Token written to finished rows."""
     max_length: Int[Array, ""] | Int[Array, " B"]
     """int32. Columns of the longest result, prompt included."""
     stops: StoppingCriteriaList
@@ -105,7 +105,7 @@ class AssistedCounts:
     accepted: Int[Array, " R"]
     """int32. Proposed tokens that are in the result."""
     target_calls: Int[Array, " R"]
-    """int32. Forward passes of the model while the row was live, prefill included."""
+    """int32. Forward passes of the model while the row was unfinished, prefill included."""
     num_assistant_tokens: Int[Array, " R"]
     """int32. Last value of the schedule; passed to the next call, it continues the schedule."""
 
@@ -118,15 +118,15 @@ class Result:
     sequences: Int[Array, "R L"]
     """int32. Prompt and new tokens, then pads."""
     length: Int[Array, ""]
-    """Columns of the longest row; in a partial result, columns that are final in every live row."""
+    """Columns of the longest row; in a partial result, columns that are final in every row."""
     steps: Int[Array, ""]
     """New tokens of the longest row: entries in `scores`, `logits` and `records`."""
     first_nonfinite_step: Int[Array, " B"]
-    """The first step at which a live row had no finite logits or no token left, or -1."""
+    """The first step at which an unfinished row had no finite logits or no token left, or -1."""
     longest: Int[Array, ""] | None = None
     """Maximum number of columns over rows, in strategies whose rows do not advance together."""
-    over: Bool[Array, ""] | None = None
-    """True if every row has ended or has `max_length` columns. Set in `loop.finish`."""
+    all_finished: Bool[Array, ""] | None = None
+    """True if every row is finished or has `max_length` columns. Set in `loop.finish`."""
     scores: Float[Array, "N Bn V"] | None = None
     """Processed scores of every step (`output_scores`)."""
     logits: Float[Array, "N Bn V"] | None = None
@@ -160,7 +160,7 @@ class Strategy(Generic[S]):
     """Decoding strategy, with a state S that the decode loop carries.
 
     Every state has the fields `cur_len` (columns in use), `step` (steps so far),
-    `first_nonfinite_step` and `cache`, and `done` [B] where `open_rows` is not overridden.
+    `first_nonfinite_step`, `is_finished` [B] and `cache`.
     """
 
     can_stream: ClassVar[bool] = True
@@ -201,16 +201,8 @@ class Strategy(Generic[S]):
         raise NotImplementedError
 
     def step(self, model: Any, state: S, settings: DecodeSettings) -> S:
-        """The state after one more token (assisted generation: one more draft) of each live row."""
+        """The state after one more token (assisted generation: a draft) of each unfinished row."""
         raise NotImplementedError
-
-    def open_rows(self, state: Any) -> Bool[Array, " B"]:
-        """Rows that have not ended."""
-        return ~state.done
-
-    def alive(self, state: Any, max_length: Int[Array, ""]) -> Bool[Array, ""]:
-        """True while some open row has fewer than `max_length` columns."""
-        return jnp.any(self.open_rows(state) & (state.cur_len < max_length))
 
     def finish(self, state: S, settings: DecodeSettings) -> Result:
         """The result of a state, which need not be the last."""
@@ -223,16 +215,22 @@ class Strategy(Generic[S]):
         return ReturnedCache(cache, state.sequences, state.mask)
 
 
+def unfinished_rows(state: Any, max_length: Int[Array, ""] | Int[Array, " B"]) -> Bool[Array, " B"]:
+    """True for rows of a strategy's state that get more tokens: not finished, and shorter than
+    `max_length` columns. The decode loop runs while there is one."""
+    return ~state.is_finished & (state.cur_len < max_length)
+
+
 def note_nonfinite(
     first_nonfinite_step: Int[Array, " B"],
     step: Int[Array, ""] | Int[Array, " B"],
-    live: Bool[Array, " B"],
+    unfinished: Bool[Array, " B"],
     logits: Float[Array, "B V"],
     scores: Float[Array, "B V"],
 ) -> Int[Array, " B"]:
     """`first_nonfinite_step` after this step."""
     return jnp.where(
-        nonfinite(logits, scores) & live & (first_nonfinite_step == NEVER),
+        nonfinite(logits, scores) & unfinished & (first_nonfinite_step == NEVER),
         step,
         first_nonfinite_step,
     )

@@ -36,6 +36,7 @@ from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
     Result,
     Strategy,
+    unfinished_rows,
 )
 from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
 
@@ -83,7 +84,7 @@ class Assisted(Strategy[AssistedState]):
             mask=jnp.pad(jnp.repeat(prompt.mask, self.num_return_sequences, axis=0), spare),
             cur_len=jnp.full((batch,), prompt.start_len, jnp.int32),
             start_len=prompt.start_len,
-            done=jnp.zeros((batch,), bool),
+            is_finished=jnp.zeros((batch,), bool),
             keys=prompt.keys,
             step=jnp.zeros((), jnp.int32),
             first_nonfinite_step=jnp.full((batch,), NEVER, jnp.int32),
@@ -107,11 +108,11 @@ class Assisted(Strategy[AssistedState]):
         return state
 
     def step(self, model, state, settings):
-        live = ~state.done & (state.cur_len < settings.max_length)
-        proposal = self.propose(model, state, live, settings)
+        unfinished = unfinished_rows(state, settings.max_length)
+        proposal = self.propose(model, state, unfinished, settings)
         drafted, buffer = proposal.drafted, proposal.buffer
         newest = jnp.take_along_axis(state.sequences, state.cur_len[:, None] - 1, axis=1)
-        real = live[:, None] & (jnp.arange(self.max_draft + 1) <= drafted.size[:, None])
+        real = unfinished[:, None] & (jnp.arange(self.max_draft + 1) <= drafted.size[:, None])
         out = model.decode(
             jnp.concatenate([newest, drafted.tokens], axis=1),
             real,
@@ -123,7 +124,7 @@ class Assisted(Strategy[AssistedState]):
             state = state.replace(records=state.records.write_columns(out, steps))
         scores = process(buffer, out.logits, out.unconditional_logits, state.start_len, settings)
         tokens, accepted = self.check(state, drafted, scores)
-        usable = jnp.where(live, accepted + 1, 0)
+        usable = jnp.where(unfinished, accepted + 1, 0)
         # The drafts are in these buffers already, so the result is written in place.
         state = state.replace(sequences=buffer.sequences, mask=buffer.mask)
         after, new = accept(state, tokens, usable, out.logits, scores, settings)
@@ -132,24 +133,28 @@ class Assisted(Strategy[AssistedState]):
             step=state.step + 1,
             cache=out.cache.cut(length),
             draft=self.draft.keep(proposal.draft_state, length),
-            counts=self.counted(state.counts, live, drafted.size, accepted, new),
+            counts=self.counted(state.counts, unfinished, drafted.size, accepted, new),
         )
 
     def propose(
-        self, model: Any, state: AssistedState, live: Bool[Array, " B"], settings: DecodeSettings
+        self,
+        model: Any,
+        state: AssistedState,
+        unfinished: Bool[Array, " B"],
+        settings: DecodeSettings,
     ) -> Proposal:
-        """The draft of a round, for the live rows."""
+        """The draft of a round, for the unfinished rows."""
         num_tokens = jnp.minimum(state.counts.num_assistant_tokens, self.max_draft)
         limit = jnp.minimum(num_tokens, settings.max_length - state.cur_len - 1)
-        # Functions on the host recognise a row that has ended by a pad at its end.
-        buffer = dataclasses.replace(state.buffer, cur_len=state.cur_len + ~live)
+        # Functions on the host recognise a finished row by a pad at its end.
+        buffer = dataclasses.replace(state.buffer, cur_len=state.cur_len + ~unfinished)
         return self.draft.propose(
             DraftInputs(
                 model=model,
                 buffer=buffer,
                 cache=state.cache,
                 draft_state=state.draft,
-                limit=jnp.where(live, limit, 0),
+                limit=jnp.where(unfinished, limit, 0),
                 choose=lambda scores, column: self.propose_token(state, scores, column),
                 prompt_len=state.start_len,
                 settings=settings,
@@ -196,7 +201,7 @@ class Assisted(Strategy[AssistedState]):
     def counted(
         self,
         counts: AssistedCounts,
-        live: Bool[Array, " B"],
+        unfinished: Bool[Array, " B"],
         drafted: Int[Array, " B"],
         accepted: Int[Array, " B"],
         new: Int[Array, " B"],
@@ -210,14 +215,14 @@ class Assisted(Strategy[AssistedState]):
         return AssistedCounts(
             drafted=counts.drafted + drafted,
             accepted=counts.accepted + jnp.minimum(accepted, new),
-            target_calls=counts.target_calls + live.astype(jnp.int32),
-            num_assistant_tokens=jnp.where(live & self.growing, following, now),
+            target_calls=counts.target_calls + unfinished.astype(jnp.int32),
+            num_assistant_tokens=jnp.where(unfinished & self.growing, following, now),
         )
 
     def finish(self, state, settings):
-        live = ~state.done & (state.cur_len < settings.max_length)
+        unfinished = unfinished_rows(state, settings.max_length)
         longest = jnp.max(state.cur_len)
-        ready = jnp.min(jnp.where(live, state.cur_len, longest))
+        ready = jnp.min(jnp.where(unfinished, state.cur_len, longest))
         steps = ready - state.start_len
 
         def by_step(record):

@@ -33,8 +33,8 @@ class AssistedState:
     """Columns in use, prompt included."""
     start_len: Int[Array, ""]
     """Columns of the prompt."""
-    done: Bool[Array, " B"]
-    """True if the row has ended."""
+    is_finished: Bool[Array, " B"]
+    """True if the row is finished."""
     keys: Key[Array, " B"]
     """One random key per row; draws depend only on it and on the position of the token."""
     step: Int[Array, ""]
@@ -151,7 +151,7 @@ def accept(
         sequences=buffer.sequences,
         mask=buffer.mask,
         cur_len=state.cur_len + new,
-        done=state.done | ended,
+        is_finished=state.is_finished | ended,
         first_nonfinite_step=first_nonfinite_step,
         scores=record(state.scores, scores),
         logits=record(state.logits, logits),

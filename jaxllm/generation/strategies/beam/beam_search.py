@@ -31,10 +31,10 @@ from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt
 class BeamSearchState(BeamState):
     """State of beam search."""
 
-    is_finished: Bool[Array, "B N"]
+    is_sent_finished: Bool[Array, "B N"]
     """Entries of the pool that hold a finished sequence."""
-    improvable: Bool[Array, " B"]
-    """The running beams may still improve the pool. Once False it stays False."""
+    is_finished: Bool[Array, " B"]
+    """True if no running beam of the row can improve the pool any more."""
 
 
 @jax.tree_util.register_dataclass
@@ -54,12 +54,12 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         batch = prompt.mask.shape[0]
         return BeamSearchState(
             **self.initial_fields(prompt, cache, new_token_bucket, jnp.arange(self.num_beams) == 0),
-            is_finished=jnp.zeros((batch, self.num_beams), bool),
-            improvable=jnp.ones((batch,), bool),
+            is_sent_finished=jnp.zeros((batch, self.num_beams), bool),
+            is_finished=jnp.zeros((batch,), bool),
         )
 
     def choose(self, state, logits, unconditional, settings):
-        batch, beams = state.is_finished.shape
+        batch, beams = state.is_sent_finished.shape
         scores = settings.processors(
             state.running.sequences.reshape(batch * beams, -1),
             jax.nn.log_softmax(logits),
@@ -68,24 +68,26 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
             prompt_len=state.start_len,
             unconditional_logits=unconditional,
         )
-        state = record_step(state, state.improvable, logits, scores, settings)
+        state = record_step(state, ~state.is_finished, logits, scores, settings)
         total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]
         found = candidates(total, state, settings, sampling=self.sampling)
         full = (state.cur_len + 1 >= settings.max_length)[..., None]
         stopped = self.stopped(state, found, scores, settings)
-        found = dataclasses.replace(found, ends=found.ends | full | stopped)
+        found = dataclasses.replace(found, finishes=found.finishes | full | stopped)
 
-        open_scores = found.value + jnp.where(found.ends | found.unused, WORST, 0.0)
+        open_scores = found.value + jnp.where(found.finishes | found.unused, WORST, 0.0)
         open_scores, best = largest(open_scores, beams)
         parents = take(found.beam, best)
         running = state.running.extend(
             parents, take(found.token, best), open_scores, state.cur_len, state.step
         )
-        finished, is_finished = self.pool(state, found)
-        state = advance(state, running, parents, finished=finished, is_finished=is_finished)
-        stuck = (found.ends | found.unused).all(axis=1)
+        finished, is_sent_finished = self.extend_pool(state, found)
+        state = advance(
+            state, running, parents, finished=finished, is_sent_finished=is_sent_finished
+        )
+        stuck = (found.finishes | found.unused).all(axis=1)
         return state.replace(
-            improvable=state.improvable & self.can_improve(state, settings) & ~stuck
+            is_finished=state.is_finished | stuck | self.pool_is_final(state, settings)
         )
 
     def stopped(
@@ -95,7 +97,7 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         scores: Float[Array, "BN V"],
         settings: DecodeSettings,
     ) -> Bool[Array, "B K"] | bool:
-        """Candidates that a stopping criterion ends."""
+        """Candidates that a stopping criterion finishes."""
         if not settings.stops:
             return False
         batch, count = found.token.shape
@@ -110,40 +112,38 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
             mask=jnp.repeat(extended_mask(state), count, axis=0),
         ).reshape(batch, count)
 
-    def pool(
+    def extend_pool(
         self, state: BeamSearchState, found: Candidates
     ) -> tuple[Hypotheses, Bool[Array, "B N"]]:
-        """Adds candidates that end now to the pool; only the N best candidates may enter.
+        """Adds candidates that finish now to the pool; only the N best candidates may enter.
 
         Returns:
             The pool, and which of its entries hold a finished sequence.
         """
-        value, beam, token, ended = (
-            x[:, : self.num_beams] for x in (found.value, found.beam, found.token, found.ends)
+        value, beam, token, finishes = (
+            x[:, : self.num_beams] for x in (found.value, found.beam, found.token, found.finishes)
         )
         length = (state.cur_len + 1 - state.start_len)[..., None]
         score = penalised(value, length, self.length_penalty[..., None])
-        closed = ~self.open_rows(state)[:, None]
-        score = score + jnp.where(closed, WORST, 0.0) + jnp.where(ended, 0.0, WORST)
+        row_is_finished = state.is_finished[:, None]
+        score = score + jnp.where(row_is_finished, WORST, 0.0) + jnp.where(finishes, 0.0, WORST)
         new = state.running.extend(beam, token, score, state.cur_len, state.step)
         finished, which = state.finished.join(new).best(self.num_beams)
-        return finished, take(jnp.concatenate([state.is_finished, ended], axis=1), which)
+        return finished, take(jnp.concatenate([state.is_sent_finished, finishes], axis=1), which)
 
-    def can_improve(self, state: BeamSearchState, settings: DecodeSettings) -> Bool[Array, " B"]:
-        """True while the pool is not full or the best running beam could beat its worst sequence.
+    def pool_is_final(self, state: BeamSearchState, settings: DecodeSettings) -> Bool[Array, " B"]:
+        """True for rows that are finished: their pool is full, and no running beam can enter it.
 
         A sum of log-probabilities only falls, but the length penalty may raise the score.
-        `early_stopping=False` assumes the present length, "never" the most favourable one.
+        `early_stopping=False` assumes the present length, "never" the most favourable one; with
+        True every full pool is final.
         """
         length = state.cur_len - state.start_len
         if self.early_stopping == "never":
             max_new_tokens = settings.max_length - state.start_len
             length = jnp.where(self.length_penalty > 0, max_new_tokens, length)
         best = penalised(state.running.scores[:, 0], length, self.length_penalty)
-        worst = jnp.min(state.finished.scores, axis=1)
-        return best > jnp.where(state.is_finished.all(axis=1), worst, WORST)
-
-    def open_rows(self, state):
-        if self.early_stopping is True:
-            return state.improvable & ~state.is_finished.all(axis=1)
-        return state.improvable
+        is_full = state.is_sent_finished.all(axis=1)
+        worst = jnp.where(is_full, jnp.min(state.finished.scores, axis=1), WORST)
+        can_enter = best > worst
+        return is_full | ~can_enter if self.early_stopping is True else ~can_enter

@@ -87,8 +87,8 @@ S = TypeVar("S", bound=BeamState)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamStrategy(Strategy[S]):
-    """Base class of the beam strategies, which define `choose`. Open rows are those whose pool may
-    still change."""
+    """Base class of the beam strategies, which define `choose`. A row is finished when its pool
+    cannot change any more."""
 
     length_penalty: Float[Array, ""] | Float[Array, " B"]
     """Scores are divided by length ** length_penalty; one number per row in batch slots."""
@@ -208,7 +208,7 @@ def _returned_cache(strategy: BeamStrategy[Any], state: BeamState) -> ReturnedCa
 
 def record_step(
     state: Any,
-    live: Bool[Array, " B"],
+    unfinished: Bool[Array, " B"],
     logits: Float[Array, "BN V"],
     scores: Float[Array, "BN V"],
     settings: DecodeSettings,
@@ -216,9 +216,9 @@ def record_step(
     """Records scores and logits of this step, and `first_nonfinite_step`."""
     first_nonfinite_step = state.first_nonfinite_step
     if not settings.allow_nonfinite:
-        rows = (live.shape[0], -1)
+        rows = (unfinished.shape[0], -1)
         first_nonfinite_step = note_nonfinite(
-            first_nonfinite_step, state.step, live, logits.reshape(rows), scores.reshape(rows)
+            first_nonfinite_step, state.step, unfinished, logits.reshape(rows), scores.reshape(rows)
         )
     return state.replace(
         scores=record(state.scores, scores, state.step),
@@ -253,8 +253,8 @@ class Candidates:
     beam: Int[Array, "B K"]
     """The beam that is continued."""
     token: Int[Array, "B K"]
-    ends: Bool[Array, "B K"]
-    """True at end tokens; beam search adds full and stopped sequences."""
+    finishes: Bool[Array, "B K"]
+    """True if the continuation ends with an end token; beam search adds full and stopped ones."""
     unused: Bool[Array, " K"] | Bool[Array, "B K"]
     """True beyond the number of candidates that the actual end tokens require."""
 
@@ -268,7 +268,7 @@ def candidates(
 ) -> Candidates:
     """The best continuations of each row's beams, or with `sampling` a draw among them.
 
-    They include N that do not end, even if every beam ends with every end token. Their number is
+    They include N that do not finish, even if every beam ends with every end token. Their number is
     static, from the size of the end-token table; those that are not needed are `unused`.
 
     Args:
@@ -289,6 +289,6 @@ def candidates(
         value=value,
         beam=index // vocab,
         token=token,
-        ends=jnp.any(token[..., None] == settings.eos[..., None, :], axis=-1),
+        finishes=jnp.any(token[..., None] == settings.eos[..., None, :], axis=-1),
         unused=jnp.arange(count) >= needed[..., None],
     )

@@ -40,8 +40,8 @@ class ConstrainedState(BeamState):
 
     progress: Progress
     """Progress of every running beam in its constraints, [B, N, ...]."""
-    done: Bool[Array, " B"]
-    """The row has ended."""
+    is_finished: Bool[Array, " B"]
+    """True if the row is finished."""
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +72,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
                 prompt, out.cache, new_token_bucket, jnp.arange(self.num_beams) == 0
             ),
             progress=self.prompt_progress(prompt),
-            done=jnp.zeros((prompt.mask.shape[0],), bool),
+            is_finished=jnp.zeros((prompt.mask.shape[0],), bool),
         )
         return self.choose_first(state, out, settings, new_token_bucket)
 
@@ -91,7 +91,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         return jax.tree.map(lambda x: jnp.repeat(x[:, None], self.num_beams, axis=1), progress)
 
     def choose(self, state, logits, unconditional, settings):
-        batch, beams = state.done.shape[0], self.num_beams
+        batch, beams = state.is_finished.shape[0], self.num_beams
         scores = settings.processors(
             state.running.sequences.reshape(batch * beams, -1),
             jax.nn.log_softmax(logits),
@@ -101,18 +101,20 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
             unconditional_logits=unconditional,
         )
         total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]
-        state = record_step(state, ~state.done, logits, total.reshape(batch * beams, -1), settings)
+        state = record_step(
+            state, ~state.is_finished, logits, total.reshape(batch * beams, -1), settings
+        )
         found = candidates(total, state, settings)
 
         length = state.cur_len + 1 - state.start_len
-        value, beam, token, ended = (
-            x[:, :beams] for x in (found.value, found.beam, found.token, found.ends)
+        value, beam, token, finishes = (
+            x[:, :beams] for x in (found.value, found.beam, found.token, found.finishes)
         )
-        ended = ended & take(state.progress.complete, beam) & ~state.done[:, None]
-        score = jnp.where(ended, penalised(value, length, self.length_penalty), WORST)
+        finishes = finishes & take(state.progress.complete, beam) & ~state.is_finished[:, None]
+        score = jnp.where(finishes, penalised(value, length, self.length_penalty), WORST)
         new = state.running.extend(beam, token, score, state.cur_len, state.step)
         finished, _ = state.finished.join(new).best(beams)
-        done = state.done | full_pool_is_final(
+        is_finished = state.is_finished | full_pool_is_final(
             finished,
             found.value[:, 0],
             length,
@@ -122,7 +124,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         )
 
         value, best = jax.lax.top_k(
-            found.value + jnp.where(found.ends | found.unused, WORST, 0.0), beams
+            found.value + jnp.where(found.finishes | found.unused, WORST, 0.0), beams
         )
         beams = NextBeams(value, take(found.beam, best), take(found.token, best), state.progress)
         beams = self.merge_by_bank(state, total, beams)
@@ -130,7 +132,12 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
             beams.beam, beams.token, beams.value, state.cur_len, state.step
         )
         return advance(
-            state, running, beams.beam, finished=finished, progress=beams.progress, done=done
+            state,
+            running,
+            beams.beam,
+            finished=finished,
+            progress=beams.progress,
+            is_finished=is_finished,
         )
 
     def merge_by_bank(
@@ -208,7 +215,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         """
         complete = state.progress.complete
         few = jnp.sum(complete, axis=1, keepdims=True) < self.num_return_sequences
-        counts = (complete | few) & ~state.done[:, None]
+        counts = (complete | few) & ~state.is_finished[:, None]
         length = state.cur_len - state.start_len
         scores = penalised(state.running.scores, length, self.length_penalty)
         unfinished = dataclasses.replace(state.running, scores=jnp.where(counts, scores, WORST))

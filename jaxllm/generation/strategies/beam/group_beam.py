@@ -36,8 +36,13 @@ from jaxllm.generation.strategies.strategy import DecodeSettings
 class GroupBeamState(BeamState):
     """State of diverse beam search, with the beams and pools of all groups concatenated."""
 
-    done: Bool[Array, "B G"]
-    """The group has ended; its beams get pads."""
+    group_is_finished: Bool[Array, "B G"]
+    """True if the group is finished; its beams get pads."""
+
+    @property
+    def is_finished(self) -> Bool[Array, " B"]:
+        """True if all groups of the row are finished."""
+        return self.group_is_finished.all(axis=1)
 
 
 @jax.tree_util.register_dataclass
@@ -59,12 +64,12 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
                 new_token_bucket,
                 jnp.arange(self.num_beams) % self.group_size == 0,
             ),
-            done=jnp.zeros((prompt.mask.shape[0], self.num_groups), bool),
+            group_is_finished=jnp.zeros((prompt.mask.shape[0], self.num_groups), bool),
         )
         return self.choose_first(state, out, settings, new_token_bucket)
 
     def choose(self, state, logits, unconditional, settings):
-        batch = state.done.shape[0]
+        batch = state.group_is_finished.shape[0]
         logits, unconditional = jax.tree.map(
             lambda x: x.reshape(batch, self.num_beams, -1), (logits, unconditional)
         )
@@ -77,15 +82,17 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         scores = jnp.concatenate([part.scores for part in chosen], axis=1)
         rows = (batch * self.num_beams, -1)
         state = record_step(
-            state, ~state.done.all(axis=1), logits.reshape(rows), scores.reshape(rows), settings
+            state, ~state.is_finished, logits.reshape(rows), scores.reshape(rows), settings
         )
         running, finished = (
             jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *sides)
             for sides in ([p.running for p in chosen], [p.finished for p in chosen])
         )
         parents = jnp.concatenate([part.parents for part in chosen], axis=1)
-        done = jnp.stack([part.done for part in chosen], axis=1)
-        return advance(state, running, parents, finished=finished, done=done)
+        group_is_finished = jnp.stack([part.is_finished for part in chosen], axis=1)
+        return advance(
+            state, running, parents, finished=finished, group_is_finished=group_is_finished
+        )
 
     def group_slice(self, group: int) -> slice:
         return slice(group * self.group_size, (group + 1) * self.group_size)
@@ -104,7 +111,8 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         Args:
             tokens: int32 [B, N], tokens chosen by earlier groups in this step.
         """
-        batch, beams, done = logits.shape[0], self.group_slice(group), state.done[:, group, None]
+        batch, beams = logits.shape[0], self.group_slice(group)
+        is_finished = state.group_is_finished[:, group, None]
         running, finished = (
             jax.tree.map(lambda x: x[:, beams], side) for side in (state.running, state.finished)
         )
@@ -123,26 +131,26 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         found = candidates(scores + running.scores[..., None], state, settings)
 
         value, best = jax.lax.top_k(
-            found.value + jnp.where(found.ends | found.unused, WORST, 0.0), self.group_size
+            found.value + jnp.where(found.finishes | found.unused, WORST, 0.0), self.group_size
         )
         beam, token = take(found.beam, best), take(found.token, best)
-        token = jnp.where(done, settings.pad, token)
+        token = jnp.where(is_finished, settings.pad, token)
         position = (state.cur_len, state.step, group * self.group_size)
         length = state.cur_len + 1 - state.start_len
         first = slice(0, self.group_size)
-        counts = found.ends[:, first] & ~done
+        counts = found.finishes[:, first] & ~is_finished
         ended = jnp.where(
             counts, penalised(found.value[:, first], length, self.length_penalty), WORST
         )
         new = running.extend(found.beam[:, first], found.token[:, first], ended, *position)
         finished, _ = finished.join(new).best(self.group_size)
         return GroupChoice(
-            running=running.extend(beam, token, jnp.where(done, 0.0, value), *position),
+            running=running.extend(beam, token, jnp.where(is_finished, 0.0, value), *position),
             finished=finished,
             parents=beam + group * self.group_size,
             tokens=token,
             scores=scores,
-            done=state.done[:, group]
+            is_finished=state.group_is_finished[:, group]
             | full_pool_is_final(
                 finished,
                 found.value[:, 0],
@@ -153,15 +161,14 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
             ),
         )
 
-    def open_rows(self, state):
-        return ~state.done.all(axis=1)
-
     def ranked(self, state):
-        """Sequences of all groups, best first, with the beams of groups that have not ended."""
+        """Sequences of all groups, best first, with the beams of unfinished groups."""
         length = state.cur_len - state.start_len
         scores = penalised(state.running.scores, length, self.length_penalty)
-        done = jnp.repeat(state.done, self.group_size, axis=1)
-        unfinished = dataclasses.replace(state.running, scores=jnp.where(done, WORST, scores))
+        is_finished = jnp.repeat(state.group_is_finished, self.group_size, axis=1)
+        unfinished = dataclasses.replace(
+            state.running, scores=jnp.where(is_finished, WORST, scores)
+        )
         pools = []
         for group in range(self.num_groups):
             both = [
@@ -187,5 +194,5 @@ class GroupChoice:
     """The token that each next beam got."""
     scores: Float[Array, "B M V"]
     """Processed scores of the beams before the step."""
-    done: Bool[Array, " B"]
-    """The group has ended."""
+    is_finished: Bool[Array, " B"]
+    """True if the group is finished."""
