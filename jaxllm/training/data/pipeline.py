@@ -25,8 +25,7 @@ from jaxllm.training.data.formats import (
 )
 from jaxllm.training.data.labels import ClassificationFormat, labels_of
 from jaxllm.training.data.plan import Planner
-from jaxllm.training.data.rows import Row, Rows, open_rows
-from jaxllm.training.data.sequence_rows import SequenceRows, dataset_rows
+from jaxllm.training.data.rows import Row, Rows, SequenceRows, dataset_rows, open_rows
 
 
 def rows_of(config: DataConfig) -> Rows:

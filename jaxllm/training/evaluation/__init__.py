@@ -1,11 +1,10 @@
 """Evaluation: loss and perplexity of a full set, and scores of generated answers."""
 
-from jaxllm.training.evaluation.evaluate import (
+from jaxllm.training.evaluation.evaluate import EvalResult, evaluate
+from jaxllm.training.evaluation.generation import (
     EvalPrompt,
-    EvalResult,
     EvalSample,
     GenerationResult,
-    evaluate,
     generate_and_score,
 )
 from jaxllm.training.evaluation.generation_metrics import METRICS, score_texts

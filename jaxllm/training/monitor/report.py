@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import MissingExtraError, RunError
-from jaxllm.training.evaluation.evaluate import EvalSample
+from jaxllm.training.evaluation.generation import EvalSample
 from jaxllm.training.monitor.charts import LEARNING_RATES, Curve, curve, save_plot, svg_chart
 from jaxllm.training.monitor.metrics_log import read_metrics
 from jaxllm.training.monitor.run_card import RunCard, flat, start_rows

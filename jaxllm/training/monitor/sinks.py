@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxllm.common.optional_deps import require
-from jaxllm.training.monitor.metrics_lines import is_number
-from jaxllm.training.monitor.metrics_log import iterate_metrics
+from jaxllm.training.monitor.metrics_log import is_number, iterate_metrics
 
 # Otherwise W&B sends the command line with its secrets, and data about the machine.
 QUIET = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True}

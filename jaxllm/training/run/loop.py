@@ -15,11 +15,11 @@ from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import RunError
 from jaxllm.parallel.placement import put_batch, row_share
 from jaxllm.parallel.sharding import use
-from jaxllm.training.evaluation.evaluate import (
+from jaxllm.training.evaluation.evaluate import evaluate
+from jaxllm.training.evaluation.generation import (
     EvalPrompt,
     EvalSample,
     GenerationResult,
-    evaluate,
     generate_and_score,
 )
 from jaxllm.training.monitor.flops import TokenCounts, count_tokens

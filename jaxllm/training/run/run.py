@@ -17,7 +17,7 @@ from jaxllm.parallel.processes import together
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.examples import Examples
 from jaxllm.training.data.rows import find_files
-from jaxllm.training.evaluation.evaluate import EvalSample
+from jaxllm.training.evaluation.generation import EvalSample
 from jaxllm.training.monitor.flops import peak_flops
 from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog
 from jaxllm.training.monitor.progress import TrainingProgress

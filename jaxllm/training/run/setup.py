@@ -18,9 +18,13 @@ from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
 from jaxllm.training.data.labels import problem_of
 from jaxllm.training.data.rows import find_files
-from jaxllm.training.evaluation.evaluate import EvalPrompt, EvalResult, check_answer_length
+from jaxllm.training.evaluation.evaluate import EvalResult
+from jaxllm.training.evaluation.generation import (
+    EvalPrompt,
+    check_answer_length,
+    generation_rows,
+)
 from jaxllm.training.evaluation.generation_metrics import score_texts
-from jaxllm.training.evaluation.generation_rows import generation_rows
 from jaxllm.training.losses import Loss, loss_for
 from jaxllm.training.monitor.flops import ModelFlops, model_flops
 from jaxllm.training.monitor.sinks import tensorboard_package, wandb_package

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from jaxllm.common.errors import DataError, MissingFileError, UnsupportedError
-from jaxllm.training.data.rows import open_rows
-from jaxllm.training.data.sequence_rows import SequenceRows, dataset_rows
+from jaxllm.training.data.rows import SequenceRows, dataset_rows, open_rows
 
 
 def write(folder, name: str, data: bytes | str):

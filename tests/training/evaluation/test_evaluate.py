@@ -14,7 +14,7 @@ from small_tokenizers import small_tokenizer
 import jaxllm
 from jaxllm.common.errors import InputError
 from jaxllm.models.input_checks import IGNORED
-from jaxllm.training.evaluation.evaluate import EvalResult, evaluate, generate_and_score
+from jaxllm.training.evaluation import EvalResult, evaluate, generate_and_score
 from jaxllm.training.losses import CausalLoss, ClassificationLoss, LossSums, Seq2SeqLoss
 
 LENGTHS = (3, 9, 5, 12, 2, 7, 4)

@@ -14,7 +14,7 @@ from tiny_runs import plain, recipe
 from jaxllm.common.errors import ConfigError, DataError, MissingExtraError
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo
-from jaxllm.training.evaluation.generation_rows import generation_rows
+from jaxllm.training.evaluation.generation import generation_rows
 from jaxllm.training.run.recipe import Evaluation, ModelSource
 from jaxllm.training.run.setup import SECONDS, rows_progress, set_up
 

@@ -1,0 +1,259 @@
+"""Generates answers to the prompts of a data set, and scores them against references."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.common.errors import ConfigError, DataError, InputError, JaxLLMError
+from jaxllm.generation.call.merging import merged_config
+from jaxllm.generation.generate import generate
+from jaxllm.generation.inputs.batching import run_in_batches
+from jaxllm.generation.inputs.padded_batch import PaddedBatch
+from jaxllm.generation.settings.lengths import checked_lengths
+from jaxllm.models.decoder import GenerativeModel
+from jaxllm.tokenizers import Tokenizer
+from jaxllm.training.data import DataConfig, ModelInfo, rows_of
+from jaxllm.training.data.chat import messages_of
+from jaxllm.training.data.config import eos_of, length_limits
+from jaxllm.training.data.examples import fit
+from jaxllm.training.data.formats import beginning, encode, get, with_end
+from jaxllm.training.data.pipeline import make_format
+from jaxllm.training.data.rows import Row
+from jaxllm.training.evaluation.generation_metrics import check_metrics, score_texts
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalPrompt:
+    """A prompt to generate an answer for, with the expected answer."""
+
+    prompt: str | Sequence[int]
+    """Text, encoded with the tokenizer's special tokens; or token ids (from a chat template)."""
+    reference: str | Sequence[str]
+    """The expected answer, or several equally good ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSample:
+    """A prompt, its reference and the model's answer, as text for the report."""
+
+    prompt: str
+    reference: str
+    prediction: str
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """Generated answers and their scores."""
+
+    scores: dict[str, float]
+    """Scores by name; see `generation_metrics`."""
+    predictions: list[str]
+    """Generated texts in row order, without special tokens."""
+    samples: list[EvalSample]
+    """The first few rows."""
+
+
+def generation_rows(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    model: ModelInfo,
+    limit: int | None = None,
+    *,
+    check: Callable[[Sequence[int]], None] = lambda ids: None,
+) -> list[EvalPrompt]:
+    """Converts the first `limit` rows to prompts, with the same tokens as in training.
+
+    The prompt of a conversation is everything before its last answer. Rows dropped by
+    `on_too_long: drop` are dropped here as well.
+
+    Args:
+        check: raises a JaxLLMError for the ids of an invalid prompt, such as one that is too long.
+
+    Raises:
+        ConfigError: the format has no answers (text, classification).
+        DataError: a row lacks a field, or its prompt is invalid; names file and line.
+    """
+    if config.format not in ("prompt_completion", "chat", "seq2seq"):
+        raise ConfigError(
+            f"evaluation.metrics: rows of format {config.format!r} have no answers to compare with"
+        )
+    rows, eos = rows_of(config), eos_of(tokenizer, model)
+    encode, limits = make_format(config, tokenizer, model), length_limits(config, model)
+    prompts: list[EvalPrompt] = []
+    for number in range(len(rows)):
+        if len(prompts) == limit:
+            break
+        row = rows[number]
+        try:
+            if config.on_too_long == "drop" and not fit(encode(row), limits, "drop")[0]:
+                continue
+            ids, reference = prompt_of(row, config, tokenizer, eos)
+            check(ids)
+        except JaxLLMError as error:
+            raise DataError(f"{rows.where(number)}: {error}") from None
+        prompts.append(EvalPrompt(ids, reference))
+    return prompts
+
+
+def prompt_of(
+    row: Row, config: DataConfig, tokenizer: Tokenizer, eos: int
+) -> tuple[list[int], str]:
+    """Prompt ids of a row and the expected answer."""
+    if config.format == "seq2seq":
+        source = config.source_prefix + get(row, config.source_field, str)
+        ids = with_end(encode(tokenizer, source), eos)
+        return ids, get(row, config.target_field, str)
+    if config.format == "prompt_completion":
+        ids = beginning(tokenizer, get(row, config.prompt_field, str))
+        return ids, get(row, config.completion_field, str)
+    messages = messages_of(row, config.messages_field)
+    answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise DataError(f"{config.messages_field}: no message of the assistant")
+    reference = messages[answers[-1]].get("content")
+    if not isinstance(reference, str):
+        raise DataError(
+            f"{config.messages_field}[{answers[-1]}]: evaluation.metrics compare texts, and the "
+            f"content of this answer is {str(reference)[:60]!r}"
+        )
+    ids = tokenizer.apply_chat_template(
+        messages[: answers[-1]], tools=row.get("tools"), chat_template=config.chat_template
+    )
+    assert not isinstance(ids, str)
+    return ids, reference
+
+
+def generate_and_score(
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    rows: Iterable[EvalPrompt | tuple[Any, Any]],
+    *,
+    metrics: Sequence[str] = ("exact_match",),
+    batch_size: int = 8,
+    samples: int = 5,
+    key: Any = 0,
+    before_batch: Callable[[], None] = lambda: None,
+    **fields: Any,
+) -> GenerationResult:
+    """Generates an answer to every prompt and scores the answers.
+
+    Prompts of similar length share a batch, padded on the left for a decoder-only model and on the
+    right for an encoder-decoder. Results are in row order and do not depend on `batch_size`.
+
+    Args:
+        rows: `EvalPrompt`s, or (prompt, reference) pairs.
+        metrics: names in `generation_metrics.METRICS`.
+        batch_size: rows per batch; the last batch is filled by repeating a row.
+        samples: number of rows to keep for the report.
+        key: PRNG key for sampling; constant by default, so that evaluations are comparable.
+        before_batch: called before each batch; its exceptions end the evaluation.
+        fields: generation settings of `jaxllm.generate`, such as ``max_new_tokens=32``.
+
+    Raises:
+        InputError: no rows, an unknown metric, or conflicting fields.
+        MissingExtraError: a metric's package is not installed.
+    """
+    check_metrics(metrics)
+    prompts = [row if isinstance(row, EvalPrompt) else EvalPrompt(*row) for row in rows]
+    if not prompts:
+        raise InputError("evaluation: no rows to generate for")
+    answers = generate_answers(
+        model,
+        tokenizer,
+        [encoded_prompt(row, tokenizer) for row in prompts],
+        batch_size=batch_size,
+        key=key,
+        before_batch=before_batch,
+        fields=fields,
+    )
+    pairs = [(answer, row.reference) for answer, row in zip(answers, prompts, strict=True)]
+    return GenerationResult(
+        scores=score_texts(pairs, metrics),
+        predictions=answers,
+        samples=[
+            EvalSample(as_text(row.prompt, tokenizer), as_text(row.reference, tokenizer), answer)
+            for row, answer in list(zip(prompts, answers, strict=True))[:samples]
+        ],
+    )
+
+
+def generate_answers(
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    key: Any,
+    before_batch: Callable[[], None],
+    fields: Mapping[str, Any],
+) -> list[str]:
+    """Generates a text for each prompt, without special tokens; see `generate_and_score`.
+
+    Raises:
+        InputError: conflicting fields, or several sequences per prompt.
+    """
+    if batch_size < 1:
+        raise InputError(f"batch_size: expected 1 or more, found {batch_size}")
+    config, eos_ids = merged_config(model, None, fields)
+    if config.num_return_sequences != 1:
+        raise InputError("num_return_sequences: evaluation scores one answer per prompt")
+    needs = {"tokenizer": tokenizer} if config.stop_strings else {}
+    answers = [""] * len(prompts)
+
+    def run(numbers: list[int]) -> list[list[int]]:
+        before_batch()
+        side = "right" if model.is_encoder_decoder else "left"
+        batch = tokenizer.pad([prompts[i] for i in numbers], padding_side=side)
+        ids: Any = batch.input_ids  # on the host, where generate() checks it
+        mask: Any = batch.attention_mask
+        row_ids = np.array(numbers, np.int32)
+        out = generate(model, ids, mask, key=key, row_ids=row_ids, **needs, **fields)
+        start = 1 if model.is_encoder_decoder else ids.shape[1]
+        return np.asarray(out.sequences)[:, start:].tolist()
+
+    numbers = range(len(prompts))
+    for i, row in run_in_batches(run, numbers, batch_size, length=lambda i: len(prompts[i])):
+        answers[i] = tokenizer.decode(before_eos(row, eos_ids), skip_special_tokens=True)
+    return answers
+
+
+def encoded_prompt(row: EvalPrompt, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a prompt."""
+    return tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else list(row.prompt)
+
+
+def check_answer_length(
+    model: GenerativeModel, prompt: Sequence[int], fields: Mapping[str, Any]
+) -> None:
+    """Checks that prompt and answer fit in the model's context and in `max_length`.
+
+    Raises:
+        InputError: they do not fit.
+    """
+    if not model.is_encoder_decoder:
+        config, _ = merged_config(model, None, fields)
+        ids = np.zeros((1, len(prompt)), np.int32)
+        checked_lengths(model, config, PaddedBatch(ids, np.ones_like(ids, bool)))
+
+
+def before_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> Sequence[int]:
+    """Generated ids before the first EOS token.
+
+    >>> before_eos([5, 6, 2, 0, 0], eos_ids=(2,))
+    [5, 6]
+    """
+    return next((ids[:i] for i, token in enumerate(ids) if token in eos_ids), ids)
+
+
+def as_text(content: str | Sequence[str] | Sequence[int], tokenizer: Tokenizer) -> str:
+    """A prompt or reference as text: decodes ids, and takes the first of several references."""
+    if isinstance(content, str):
+        return content
+    first = next(iter(content), "")
+    if isinstance(first, str):
+        return first
+    return tokenizer.decode([int(i) for i in content])  # pyright: ignore[reportArgumentType]
