@@ -20,8 +20,10 @@ from jaxllm.models.losses import (
     next_labels,
     token_losses,
 )
+from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 
+LabelledModel = CausalLM | T5ForConditionalGeneration | SequenceClassifier
 Batch = Mapping[str, Any]
 """Arrays [B, ...] by model argument name, and `labels`."""
 
@@ -88,7 +90,9 @@ class TokenLoss:
         )
 
 
-def forward(model: Any, batch: Batch, key: Array | None) -> tuple[Float[Array, "B *T V"], Any]:
+def forward(
+    model: LabelledModel, batch: Batch, key: Array | None
+) -> tuple[Float[Array, "B *T V"], Any]:
     """Runs the model on a batch; returns logits and labels.
 
     Raises:
@@ -107,7 +111,7 @@ class CausalLoss(TokenLoss):
     it. In packed rows the first token of a segment (`segment_ids`) is not predicted.
     """
 
-    def __call__(self, model: Any, batch: Batch, key: Array | None = None) -> LossSums:
+    def __call__(self, model: CausalLM, batch: Batch, key: Array | None = None) -> LossSums:
         logits, labels = forward(model, batch, key)
         return self.of_tokens(logits, next_labels(labels, batch.get("segment_ids")))
 
@@ -115,7 +119,9 @@ class CausalLoss(TokenLoss):
 class Seq2SeqLoss(TokenLoss):
     """Loss of an encoder-decoder: the decoder reads `labels` [B, T] shifted right."""
 
-    def __call__(self, model: Any, batch: Batch, key: Array | None = None) -> LossSums:
+    def __call__(
+        self, model: T5ForConditionalGeneration, batch: Batch, key: Array | None = None
+    ) -> LossSums:
         labels = jnp.asarray(batch["labels"]) if "labels" in batch else None
         has_inputs = batch.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
         if labels is not None and not has_inputs:
@@ -134,7 +140,9 @@ class ClassificationLoss:
     of them are. `weights` [B] (0 or 1) excludes rows with float labels.
     """
 
-    def __call__(self, model: Any, batch: Batch, key: Array | None = None) -> LossSums:
+    def __call__(
+        self, model: SequenceClassifier, batch: Batch, key: Array | None = None
+    ) -> LossSums:
         weights = batch.get("weights")
         logits, labels = forward(model, {k: v for k, v in batch.items() if k != "weights"}, key)
         labels = jnp.asarray(labels)
@@ -165,7 +173,7 @@ def rows_right(logits: Float[Array, "B C"], labels: Array, problem: str | None) 
     return jnp.argmax(logits, axis=-1) == labels.reshape(-1)
 
 
-def loss_for(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
+def loss_for(model: Model, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
     """Returns the loss for a model's class.
 
     Raises:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxllm.common.errors import InputError
+from jaxllm.models.model import Model
 from jaxllm.models.weights import parameter_path
 
+M = TypeVar("M", bound=nnx.Module)
 TRAINED = ("step", "params", "opt_state", "key", "ema", "skipped", "skipped_in_a_row")
 """Fields that a step changes; they are the arrays of a checkpoint."""
 Params = dict[str, Array]
@@ -21,13 +24,13 @@ Params = dict[str, Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Structure:
+class Structure(Generic[M]):
     """A model without its parameters; hashable, so that it can be static in a compiled step."""
 
     treedef: Any
     paths: tuple[str, ...]
 
-    def model(self, params: Params) -> Any:
+    def model(self, params: Params) -> M:
         """The model with these parameters.
 
         >>> from jaxllm.nn.linear import Linear
@@ -39,7 +42,7 @@ class Structure:
         return jax.tree_util.tree_unflatten(self.treedef, [params[path] for path in self.paths])
 
 
-def split_model(model: Any) -> tuple[Structure, Params]:
+def split_model(model: M) -> tuple[Structure[M], Params]:
     """Splits a model into its structure and a dict of its parameters by path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(model)
     params = {parameter_path(path): leaf for path, leaf in leaves}
@@ -68,12 +71,12 @@ class TrainState:
     """Number of batches without a finite gradient, which changed no parameter."""
     skipped_in_a_row: Int[Array, ""]
     """Number of skipped batches since the last finite gradient."""
-    structure: Structure = dataclasses.field(metadata={"static": True})
+    structure: Structure[Model] = dataclasses.field(metadata={"static": True})
     """The model without its parameters."""
 
     @staticmethod
     def create(
-        model: Any,
+        model: Model,
         optimizer: optax.GradientTransformation,
         *,
         key: Array | int = 0,
@@ -95,10 +98,10 @@ class TrainState:
             InputError: nothing is trainable.
         """
         structure, params = split_model(model)
-        chosen = [path for path in params if trainable is None or trainable(path)]
-        if not chosen:
+        trained = [path for path in params if trainable is None or trainable(path)]
+        if not trained:
             raise InputError("trainable: matches none of the model's parameters")
-        masters = {path: jnp.array(params[path], jnp.float32) for path in chosen}
+        masters = {path: jnp.array(params[path], jnp.float32) for path in trained}
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=masters,
@@ -112,12 +115,12 @@ class TrainState:
         )
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         """The model with the current parameters."""
         return self.structure.model({**self.params, **self.frozen})
 
     @property
-    def averaged_model(self) -> Any:
+    def averaged_model(self) -> Model:
         """The model with the moving average of its parameters.
 
         Raises:

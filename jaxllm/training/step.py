@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.input_checks import IGNORED
+from jaxllm.models.model import Model
 from jaxllm.training.losses import Batch, Loss, LossSums
 from jaxllm.training.state import Params, TrainState, global_norm
 
@@ -111,44 +112,56 @@ def _update(
     count = jnp.maximum(sums.count, 1.0)
     norm = global_norm(grads) / count
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
-
-    def apply(grads, params, opt_state, ema):
-        mean = jax.tree.map(lambda g: g * (1 / count), grads)
-        updates, opt_state = optimize(mean, opt_state, params, measured=(mean, norm))
-        params = optax.apply_updates(params, updates)
-        if ema is not None and ema_decay is not None:
-            ema = optax.incremental_update(params, ema, 1 - ema_decay)
-        return params, opt_state, ema
-
     # `cond` rather than a select afterwards, for which XLA would copy the donated arrays.
     params, opt_state, ema = jax.lax.cond(
         finite,
-        apply,
-        lambda grads, *unchanged: unchanged,
-        *(grads, state.params, state.opt_state, state.ema),
+        partial(_apply, optimize=optimize, ema_decay=ema_decay),
+        lambda grads, count, norm, *unchanged: unchanged,
+        *(grads, count, norm, state.params, state.opt_state, state.ema),
     )
     skipped = (~finite).astype(jnp.int32)
-    metrics = {
-        "loss": sums.loss / count,
-        "accuracy": sums.correct / count,
-        "tokens": sums.count,
-        "grad_norm": norm,
-        "skipped": skipped,
-        "skipped_in_a_row": (state.skipped_in_a_row + 1) * skipped,
-    }
-    if tokens_read is not None:
-        metrics["real_tokens"] = tokens_read
-    if schedule is not None:
-        metrics["lr"] = jnp.asarray(schedule(state.step - state.skipped))
     updated = state.replace(
         step=state.step + 1,
         params=params,
         opt_state=opt_state,
         ema=ema,
         skipped=state.skipped + skipped,
-        skipped_in_a_row=metrics["skipped_in_a_row"],
+        skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
     )
+    metrics = {
+        "loss": sums.loss / count,
+        "accuracy": sums.correct / count,
+        "tokens": sums.count,
+        "grad_norm": norm,
+        "skipped": skipped,
+        "skipped_in_a_row": updated.skipped_in_a_row,
+    }
+    if tokens_read is not None:
+        metrics["real_tokens"] = tokens_read
+    if schedule is not None:
+        metrics["lr"] = jnp.asarray(schedule(state.step - state.skipped))
     return updated, {name: x.astype(jnp.float32) for name, x in metrics.items()}
+
+
+def _apply(
+    grads: Params,
+    count: Float[Array, ""],
+    norm: Float[Array, ""],
+    params: Params,
+    opt_state: optax.OptState,
+    ema: Params | None,
+    *,
+    optimize: Callable[..., tuple[optax.Updates, optax.OptState]],
+    ema_decay: float | None,
+) -> tuple[Params, optax.OptState, Params | None]:
+    """Applies summed gradients; returns parameters, optimizer state and moving average."""
+    mean = jax.tree.map(lambda g: g * (1 / count), grads)
+    updates, opt_state = optimize(mean, opt_state, params, measured=(mean, norm))
+    new_params: Any = optax.apply_updates(params, updates)
+    average: Any = ema
+    if ema is not None and ema_decay is not None:
+        average = optax.incremental_update(new_params, ema, 1 - ema_decay)
+    return new_params, opt_state, average
 
 
 def accumulate(
@@ -173,7 +186,7 @@ def accumulate(
     return jax.lax.scan(body, zero, (micro, keys))[0]
 
 
-def real_tokens(model: Any, batch: Batch) -> Array | None:
+def real_tokens(model: Model, batch: Batch) -> Array | None:
     """Number of tokens without padding, decoder tokens included, as in `flops.count_tokens`.
 
     Computed in the step, so that processes need no extra reduction. None if the batch has neither

@@ -71,37 +71,37 @@ def check_types(value: Any) -> None:
         ConfigError: a field has a value of the wrong type.
     """
     for name, hint in _hints(type(value)).items():
-        found = getattr(value, name)
+        content = getattr(value, name)
         try:
-            adapter(hint).validate_python(found, strict=True)
+            adapter(hint).validate_python(content, strict=True)
         except ValidationError:
-            raise ConfigError(f"{name}: expected {_spelled(hint)}, found {found!r}") from None
+            raise ConfigError(f"{name}: expected {_spelled(hint)}, found {content!r}") from None
 
 
 def _message(cls: Any, raw: Any, errors: Sequence[ErrorDetails]) -> str:
     """Message of the first error; a misspelt field before the missing field that it causes."""
     unknown = [error for error in errors if error["type"] == "unexpected_keyword_argument"]
     error = (unknown or errors)[0]
-    where, hint, found = "", cls, raw
+    where, hint, content = "", cls, raw
     for part in error["loc"]:
         fields, item = _fields(hint), _item(hint)
-        if isinstance(part, str) and part in fields and isinstance(found, Mapping):
-            if part not in found:
+        if isinstance(part, str) and part in fields and isinstance(content, Mapping):
+            if part not in content:
                 return f"{_dotted(where, part)}: missing"
-            where, hint, found = _dotted(where, part), fields[part], found[part]
+            where, hint, content = _dotted(where, part), fields[part], content[part]
         elif isinstance(part, int) and item is not None:
-            where, hint, found = f"{where}[{part}]", item, found[part]
+            where, hint, content = f"{where}[{part}]", item, content[part]
         elif unknown:
             near = difflib.get_close_matches(str(part), fields, n=1, cutoff=0.5)
             known = f"is it {_dotted(where, near[0])}?" if near else f"known: {', '.join(fields)}"
             return f"{_dotted(where, part)}: unknown; {known}"
     if error["type"] == "value_error":
         return _dotted(where, error["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
-    if not where and not isinstance(found, Mapping):
-        return f"expected fields, found {found!r}"
+    if not where and not isinstance(content, Mapping):
+        return f"expected fields, found {content!r}"
     if not where:
         return error["msg"]
-    return f"{where}: expected {_spelled(hint)}, found {found!r}"
+    return f"{where}: expected {_spelled(hint)}, found {content!r}"
 
 
 def _dotted(where: str, name: object) -> str:
@@ -121,8 +121,8 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 def _fields(hint: Any) -> dict[str, Any]:
     """Field types of the dataclass that a type is or allows; empty if none."""
-    found = (option for option in _options(hint) if dataclasses.is_dataclass(option))
-    return next(map(_hints, found), {})
+    classes = (option for option in _options(hint) if dataclasses.is_dataclass(option))
+    return next(map(_hints, classes), {})
 
 
 def _item(hint: Any) -> Any:

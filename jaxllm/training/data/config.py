@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.rows import FileType
@@ -133,12 +134,12 @@ class DataConfig:
             raise ConfigError("path, dataset: give one of the two")
         files = (("file_type", "auto"), ("by_line", False))
         hub = (("dataset_name", None), ("split", "train"))
-        for names, other, given in (
+        for names, other, is_set in (
             (files, "dataset", self.dataset is not None),
             (hub, "path", self.path is not None),
         ):
             for name, default in names:
-                if given and getattr(self, name) != default:
+                if is_set and getattr(self, name) != default:
                     raise ConfigError(f"{name}: has no effect with {other}")
         if len(set(self.label_names)) != len(self.label_names):
             raise ConfigError(f"label_names: a name is listed twice in {list(self.label_names)}")
@@ -177,7 +178,7 @@ class ModelInfo:
     problem_type: str | None = None
 
     @classmethod
-    def of(cls, model: Any) -> ModelInfo:
+    def of(cls, model: Model) -> ModelInfo:
         """Reads the properties of a model.
 
         Raises:

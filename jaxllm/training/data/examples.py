@@ -132,8 +132,8 @@ def encode_rows(
     counts = Counts()
     indices = grain.MapDataset.range(len(rows)).map(encoded)
     options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCHED)
-    for done, (fitted, count) in enumerate(indices.to_iter_dataset(options), start=1):
-        items += fitted
+    for done, (row_examples, count) in enumerate(indices.to_iter_dataset(options), start=1):
+        items += row_examples
         counts += count
         progress(done, len(rows))
     if not items:
@@ -149,28 +149,28 @@ def fit(
     Raises:
         DataError: the example is too long and `on_too_long` is "error".
     """
-    kept, note = [example], {}
+    pieces, change = [example], {}
     if any(length > limit for length, limit in zip(example.lengths, limits, strict=True)):
         match on_too_long:
             case "truncate":
-                kept, note = [example.truncate(limits)], {"truncated": 1}
+                pieces, change = [example.truncate(limits)], {"truncated": 1}
             case "split" if isinstance(example, CausalExample):
-                kept, note = [*example.split(limits[0])], {"split": 1}
+                pieces, change = [*example.split(limits[0])], {"split": 1}
             case "drop":
-                kept, note = [], {"dropped": 1}
+                pieces, change = [], {"dropped": 1}
             case _:
                 raise DataError(
                     f"{_spell(example.lengths)} tokens, but max_length is {_spell(limits)}; raise "
                     "it, or set on_too_long to 'truncate' or 'drop' ('split' for texts)"
                 )
-    learnt = [piece for piece in kept if piece.learnt]
+    learnt = [piece for piece in pieces if piece.learnt]
     return learnt, Counts(
         rows=1,
         examples=len(learnt),
-        empty=int(bool(kept) and not learnt),
+        empty=int(bool(pieces) and not learnt),
         tokens=sum(sum(piece.lengths) for piece in learnt),
         learnt=sum(piece.learnt for piece in learnt),
-        **note,
+        **change,
     )
 
 

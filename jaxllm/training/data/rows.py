@@ -98,15 +98,15 @@ def find_files(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tup
     for item in paths:
         name = Path(item).expanduser()
         if name.is_file():
-            found = [name]
+            matches = [name]
         elif name.is_dir():
             raise DataError(f"{name}: a folder; name its files, for example '{name}/*.jsonl'")
         else:
-            found = [Path(f) for f in sorted(glob.glob(str(name), recursive=True))]
-            found = [file for file in found if file.is_file()]
-        if not found:
+            matches = [Path(f) for f in sorted(glob.glob(str(name), recursive=True))]
+            matches = [file for file in matches if file.is_file()]
+        if not matches:
             raise MissingFileError(f"{name}: no such file")
-        files += found
+        files += matches
     seen: set[Path] = set()
     for file in files:
         real = file.resolve()

@@ -6,14 +6,14 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
 from jaxtyping import Float64
 
 from jaxllm.common.errors import InputError
-from jaxllm.models.model import without_metadata
+from jaxllm.models.model import Model, without_metadata
 from jaxllm.training.losses import Batch, Loss, LossSums
 
 
@@ -46,17 +46,17 @@ class EvalResult:
         >>> EvalResult(loss=0.5, accuracy=0.0, count=3).metrics("values")
         {'eval_loss': 0.5, 'eval_mse': 0.5}
         """
-        found = {"loss": self.loss}
+        metrics = {"loss": self.loss}
         if kind == "tokens":
-            found["perplexity"] = self.perplexity
+            metrics["perplexity"] = self.perplexity
         if kind == "values":
-            found["mse"] = self.loss
+            metrics["mse"] = self.loss
         else:
-            found["accuracy"] = self.accuracy
-        return {prefix + name: value for name, value in found.items()}
+            metrics["accuracy"] = self.accuracy
+        return {prefix + name: value for name, value in metrics.items()}
 
 
-def evaluate(model: Any, batches: Iterable[Batch], loss: Loss) -> EvalResult:
+def evaluate(model: Model, batches: Iterable[Batch], loss: Loss) -> EvalResult:
     """Evaluates a model: mean loss over all batches, with equal weight for each counted token.
 
     The result does not depend on the split into batches: sums are added, never means. Sums of a
@@ -89,7 +89,7 @@ def evaluate(model: Any, batches: Iterable[Batch], loss: Loss) -> EvalResult:
 
 
 @partial(jax.jit, static_argnames="loss")
-def _sums(model: Any, batch: Batch, *, loss: Loss) -> LossSums:
+def _sums(model: Model, batch: Batch, *, loss: Loss) -> LossSums:
     return loss(model, batch)
 
 

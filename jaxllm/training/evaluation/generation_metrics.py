@@ -67,10 +67,8 @@ def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> Scores:
     module = require("rouge_score.rouge_scorer", extra="metrics", purpose="ROUGE scores")
     _check(pairs)
     scorer = module.RougeScorer(list(ROUGE_KINDS), use_stemmer=use_stemmer)
-    found = [scorer.score_multi(_several(references), text) for text, references in pairs]
-    return {
-        kind: sum(scores[kind].fmeasure for scores in found) / len(found) for kind in ROUGE_KINDS
-    }
+    rows = [scorer.score_multi(_several(references), text) for text, references in pairs]
+    return {kind: sum(row[kind].fmeasure for row in rows) / len(rows) for kind in ROUGE_KINDS}
 
 
 def bleu(pairs: Pairs) -> Scores:

@@ -1,4 +1,7 @@
-"""Draws the curves of a run with matplotlib: SVG inside report.html, and OUTPUT/loss.png."""
+"""Draws the curves of a run with matplotlib: SVG inside report.html, and OUTPUT/loss.png.
+
+The only module that needs matplotlib, an optional package.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +54,13 @@ def curve(rows: Sequence[Mapping[str, Any]], field: str, name: str | None = None
     >>> curve([{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": float("nan")}], "loss")
     Curve(name='loss', points=[(1.0, 2.0)], nonfinite=(3,))
     """
-    found = [(row["step"], row[field]) for row in rows if _is_number(row.get(field))]
-    if not found:
+    values = [(row["step"], row[field]) for row in rows if _is_number(row.get(field))]
+    if not values:
         return None
     return Curve(
         name=name or field,
-        points=[(float(step), float(y)) for step, y in found if math.isfinite(y)],
-        nonfinite=tuple(int(step) for step, y in found if not math.isfinite(y)),
+        points=[(float(step), float(y)) for step, y in values if math.isfinite(y)],
+        nonfinite=tuple(int(step) for step, y in values if not math.isfinite(y)),
     )
 
 
@@ -98,9 +101,9 @@ def svg_chart(curves: Sequence[Curve], *, label: str, noisy: bool = True) -> str
     matplotlib = require("matplotlib", extra="plot", purpose="charts")
     figure = _figure((6.4, 2.6))
     axes = figure.subplots()
-    for drawn, colour in zip(curves, (TRAINED, EVALUATED), strict=False):
-        _draw(axes, drawn, colour, noisy=noisy)
-    bad = sorted({step for drawn in curves for step in drawn.nonfinite})[:100]
+    for each, colour in zip(curves, (TRAINED, EVALUATED), strict=False):
+        _draw(axes, each, colour, noisy=noisy)
+    bad = sorted({step for each in curves for step in each.nonfinite})[:100]
     # Markers on the x axis, at height 0 of the frame.
     axes.plot(bad, [0] * len(bad), "|", color=NONFINITE, transform=axes.get_xaxis_transform())
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -125,11 +128,11 @@ def save_plot(rows: Sequence[Mapping[str, Any]], path: str | PathLike[str]) -> N
     figure = _figure((8, 6))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for field, name, colour in (("loss", "train", "C0"), ("eval_loss", "eval", "C1")):
-        if (found := curve(rows, field, name)) is not None:
-            _draw(top, found, colour, noisy=field == "loss")
+        if (each := curve(rows, field, name)) is not None:
+            _draw(top, each, colour, noisy=field == "loss")
     for name in LEARNING_RATES:
-        if (found := curve(rows, name)) is not None:
-            _draw(bottom, found, "C2", noisy=False)
+        if (each := curve(rows, name)) is not None:
+            _draw(bottom, each, "C2", noisy=False)
     top.set_ylabel("loss")
     if top.get_legend_handles_labels()[0]:
         top.legend(frameon=False)
@@ -148,23 +151,23 @@ def _figure(size: tuple[float, float]) -> Any:
     return module.Figure(figsize=size, dpi=120, layout="constrained")
 
 
-def _draw(axes: Any, drawn: Curve, colour: str, *, noisy: bool) -> None:
-    smooth = smoothed(drawn.points) if noisy else None
-    points = thinned(drawn.points)
+def _draw(axes: Any, curve: Curve, colour: str, *, noisy: bool) -> None:
+    smooth = smoothed(curve.points) if noisy else None
+    points = thinned(curve.points)
     marker = {"marker": "o", "markersize": 4} if len(points) <= MAX_DOTS else {}
     if smooth:
         axes.plot(*_columns(points), color=colour, linewidth=0.8, alpha=0.35)
-        name = f"{drawn.name} (running mean)"
+        name = f"{curve.name} (running mean)"
         axes.plot(*_columns(thinned(smooth)), color=colour, label=name)
     else:
-        axes.plot(*_columns(points), color=colour, label=drawn.name, **marker)
+        axes.plot(*_columns(points), color=colour, label=curve.name, **marker)
 
 
 def _inline(svg: str, label: str) -> str:
     """Converts matplotlib's SVG file to an inline element: no prolog, namespaces or group ids."""
-    found = re.search(r'<svg [^>]*viewBox="([^"]*)"[^>]*>(.*)</svg>', svg, re.DOTALL)
-    assert found is not None
-    box, body = found.groups()
+    svg_match = re.search(r'<svg [^>]*viewBox="([^"]*)"[^>]*>(.*)</svg>', svg, re.DOTALL)
+    assert svg_match is not None
+    box, body = svg_match.groups()
     body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)
     body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
     for colour, variable in COLOURS.items():

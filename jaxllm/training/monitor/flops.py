@@ -16,8 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.models.decoder_only import DecoderOnly
 from jaxllm.models.input_checks import IGNORED
+from jaxllm.models.model import Model
+from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.models.weights import parameters
+from jaxllm.nn.blocks import Stack
 
 # Dense bfloat16 (V100, T4: float16) FLOP/s of one JAX device, from the vendors' data sheets, by a
 # part of its device_kind; the first match counts. A TPU v2 or v3 device is one of two cores.
@@ -181,7 +185,7 @@ class ModelFlops:
         )
 
 
-def model_flops(model: Any, trainable: Collection[str] | None = None) -> ModelFlops:
+def model_flops(model: Model, trainable: Collection[str] | None = None) -> ModelFlops:
     """Estimates the FLOPs of a training step: 6 per matrix element and token, plus attention.
 
     A matrix element takes 2 FLOPs forward, 2 for the gradient of the activations, and 2 for its own
@@ -199,7 +203,7 @@ def model_flops(model: Any, trainable: Collection[str] | None = None) -> ModelFl
         if len(leaf.shape) == 2 and not _is_looked_up(path, model):
             cost = 6.0 if trainable is None or path in trainable else 4.0
             elements["source" if _reads_source(path) else "token"] += cost * float(leaf.size)
-    if model.is_encoder_decoder:
+    if isinstance(model, T5ForConditionalGeneration):
         encoder, decoder = _attention(model.encoder), _attention(model.decoder)
         return ModelFlops(
             per_token=elements["token"],
@@ -208,10 +212,11 @@ def model_flops(model: Any, trainable: Collection[str] | None = None) -> ModelFl
             per_source_pair=encoder,
             per_cross_pair=decoder,
         )
+    assert isinstance(model, DecoderOnly)
     return ModelFlops(per_token=elements["token"], per_pair=_attention(model.backbone.stack))
 
 
-def _is_looked_up(path: str, model: Any) -> bool:
+def _is_looked_up(path: str, model: Model) -> bool:
     """True for matrices used only for lookup. A tied embedding is also the LM head's matrix."""
     if "positions" in path or "position_bias" in path:
         return True
@@ -224,5 +229,5 @@ def _reads_source(path: str) -> bool:
     return path.startswith("encoder.") or ".cross.k." in path or ".cross.v." in path
 
 
-def _attention(stack: Any) -> float:
+def _attention(stack: Stack) -> float:
     return 12.0 * sum(block.attn.heads * block.attn.head_dim for block in stack.blocks)

@@ -172,8 +172,8 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, list[Curve
         if name not in shown
     ]
     for title, fields in (*CHARTS, *more):
-        found = [curve(rows, field, name) for field, name in fields]
-        curves = [c for c in found if c is not None]
+        curves_or_none = [curve(rows, field, name) for field, name in fields]
+        curves = [c for c in curves_or_none if c is not None]
         if curves:
             yield title, curves
 
@@ -184,8 +184,8 @@ def _chart(title: str, curves: Sequence[Curve]) -> str:
         keys = "".join(f'<i class="k{i}"></i>{escape(c.name)}' for i, c in enumerate(curves))
         legend = f'<span class="legend">{keys}</span>'
     noisy = title != LEARNING_RATE
-    drawn = svg_chart(curves, label=f"{title} over the steps", noisy=noisy)
-    return f'<div class="card"><h3>{escape(title)}{legend}</h3>{drawn}</div>'
+    svg = svg_chart(curves, label=f"{title} over the steps", noisy=noisy)
+    return f'<div class="card"><h3>{escape(title)}{legend}</h3>{svg}</div>'
 
 
 def _highlights(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.common.errors import MissingFileError, RunError
+from jaxllm.common.errors import RunError
 from jaxllm.common.strict_json import read_json
 from jaxllm.training.monitor.secret_values import arguments_without_secrets, without_secrets
 from jaxllm.training.output_files import write_text, writing
@@ -84,7 +83,7 @@ def make_run_card(
 
     Args:
         config: a dataclass or a dict.
-        data: files by their role ("train", "eval"); see `data_file`.
+        data: files by their role ("train", "eval").
         total_parameters: parameters of the model, adapters included.
         trainable_parameters: parameters that are trained.
         resumed_at: step of the checkpoint from which it resumes.
@@ -157,10 +156,10 @@ def start_rows(start: Start) -> list[tuple[str, str]]:
     git = "none"
     if start.git is not None:
         git = start.git["commit"] + (" and uncommitted changes" if start.git["dirty"] else "")
-    found = start.devices
-    devices = f"{found['count']} x {found['kind']} ({found['platform']})"
-    if found["processes"] > 1:
-        devices += f", {found['processes']} processes"
+    hardware = start.devices
+    devices = f"{hardware['count']} x {hardware['kind']} ({hardware['platform']})"
+    if hardware["processes"] > 1:
+        devices += f", {hardware['processes']} processes"
     return [("devices", devices), ("git commit", git), *start.versions.items()]
 
 
@@ -170,42 +169,24 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flat({"model": {"path": "x"}, "steps": 3})
     {'model.path': 'x', 'steps': 3}
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}.")
+            fields |= flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
-    return found
-
-
-def data_file(path: str | PathLike[str]) -> DataFile:
-    """Size and SHA-256 of a file, or of a folder's files in order, with their names.
-
-    Raises:
-        MissingFileError: `path` does not exist.
-    """
-    path = Path(path)
-    if path.is_file():
-        return DataFile(str(path), _sha256(path), path.stat().st_size)
-    if not path.is_dir():
-        raise MissingFileError(f"{path}: no such file or folder")
-    digest, size = hashlib.sha256(), 0
-    for file in sorted(file for file in path.rglob("*") if file.is_file()):
-        digest.update(f"{file.relative_to(path).as_posix()}\0{_sha256(file)}\n".encode())
-        size += file.stat().st_size
-    return DataFile(str(path), digest.hexdigest(), size)
+            fields[prefix + name] = value
+    return fields
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that a run depends on."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def devices() -> dict[str, Any]:
@@ -235,23 +216,18 @@ def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-c", "core.fsmonitor=false", *arguments]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return result.stdout if result.returncode == 0 else None
 
 
 def _earlier_starts(path: Path) -> list[Start]:
-    found = read_json(path, max_bytes=_MAX_CARD_BYTES, error=RunError)
+    card = read_json(path, max_bytes=_MAX_CARD_BYTES, error=RunError)
     try:
-        return [Start(**start) for start in found["starts"]]
+        return [Start(**start) for start in card["starts"]]
     except (KeyError, TypeError) as failure:
         raise RunError(f"{path}: not a run card ({failure}); move the file away") from None
 

@@ -1,4 +1,7 @@
-"""Replaces secrets in the config and command line that a run records."""
+"""Replaces secrets in the config and command line that a run records.
+
+A module of its own, so that what counts as a secret is read in one place.
+"""
 
 from __future__ import annotations
 
@@ -67,17 +70,17 @@ def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
     >>> arguments_without_secrets(["train.py", "--hf-token", "abc", "--hub.api_key=abc", "a.yaml"])
     ['train.py', '--hf-token', '(not recorded)', '--hub.api_key=(not recorded)', 'a.yaml']
     """
-    found: list[str] = []
+    result: list[str] = []
     hide_next = False
     for argument in arguments:
         if hide_next:
-            found.append(HIDDEN)
+            result.append(HIDDEN)
             hide_next = False
             continue
         assigned = _ASSIGNED.match(argument)
         if assigned and is_secret(assigned["name"]):
-            found.append(assigned["option"] + HIDDEN)
+            result.append(assigned["option"] + HIDDEN)
             continue
         hide_next = argument.startswith("-") and is_secret(argument.lstrip("-"))
-        found.append(_VALUE.sub(HIDDEN, argument))
-    return found
+        result.append(_VALUE.sub(HIDDEN, argument))
+    return result

@@ -107,14 +107,14 @@ class WandbSink:
         module = wandb_package()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        known = folder / "wandb_id"
-        if resume_at is None or not known.exists():
-            known.write_text(secrets.token_hex(6), encoding="utf-8")
+        id_file = folder / "wandb_id"
+        if resume_at is None or not id_file.exists():
+            id_file.write_text(secrets.token_hex(6), encoding="utf-8")
         self._run = module.init(
             project=project,
             name=folder.resolve().name,
             dir=str(folder),
-            id=known.read_text(encoding="utf-8").strip(),
+            id=id_file.read_text(encoding="utf-8").strip(),
             resume=None if resume_at is None or mode == "offline" else "allow",
             config=dict(config or {}),
             mode=mode,

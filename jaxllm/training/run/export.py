@@ -16,6 +16,7 @@ from jaxllm.common.atomic_file import write_json
 from jaxllm.common.errors import ConfigError, MissingFileError, RunError
 from jaxllm.common.strict_json import read_json
 from jaxllm.loading import save_hf
+from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.lora import merge_lora
@@ -33,7 +34,7 @@ Which = int | Literal["best", "last"] | None
 class TrainedModel:
     """The model of a checkpoint, with unmerged LoRA."""
 
-    model: Any
+    model: Model
     tokenizer: Tokenizer
     recipe: Recipe
     step: int
@@ -127,27 +128,27 @@ def export(
         raise RunError(f"{out}: exists already; name a new folder")
     if adapter and dtype is not None:
         raise ConfigError("dtype: an adapter is written in float32; leave out dtype or adapter")
-    found = load_run(run, step, averaged=averaged, model=model)
-    if adapter and found.recipe.lora is None:
+    trained = load_run(run, step, averaged=averaged, model=model)
+    if adapter and trained.recipe.lora is None:
         raise RunError(f"{run}: was trained without LoRA, so there is no adapter to export")
     if adapter:
-        save_adapter(out, found.model, base_model=found.recipe.model.path)
-        found.tokenizer.save(out)
-        save_template(out, found)
-        return found
-    merged = found.model if found.recipe.lora is None else merge_lora(found.model)
-    save_hf(out, merged, found.tokenizer, dtype=dtype)
-    save_template(out, found)
-    save_label_names(out / "config.json", found.recipe.data.label_names)
-    return found
+        save_adapter(out, trained.model, base_model=trained.recipe.model.path)
+        trained.tokenizer.save(out)
+        save_template(out, trained)
+        return trained
+    merged = trained.model if trained.recipe.lora is None else merge_lora(trained.model)
+    save_hf(out, merged, trained.tokenizer, dtype=dtype)
+    save_template(out, trained)
+    save_label_names(out / "config.json", trained.recipe.data.label_names)
+    return trained
 
 
-def save_template(folder: Path, found: TrainedModel) -> None:
+def save_template(folder: Path, trained: TrainedModel) -> None:
     """Writes the chat template of the run, if it is not the tokenizer's default."""
-    name = found.recipe.data.chat_template
+    name = trained.recipe.data.chat_template
     if name is None:
         return
-    template = found.tokenizer.settings.chat_templates.get(name, name)
+    template = trained.tokenizer.settings.chat_templates.get(name, name)
     write_text(folder / "chat_template.jinja", template)  # transformers reads this first
     path = folder / "tokenizer_config.json"
     write_json(path, {**read_object(path), "chat_template": template})
@@ -165,6 +166,6 @@ def read_object(path: Path) -> dict[str, Any]:
     """Reads a JSON object from a file; empty if the file does not exist."""
     if not path.exists():
         return {}
-    found = read_json(path, max_bytes=MAX_JSON_BYTES)
-    assert isinstance(found, dict)
-    return found
+    content = read_json(path, max_bytes=MAX_JSON_BYTES)
+    assert isinstance(content, dict)
+    return content

@@ -19,6 +19,9 @@ from jaxllm.checkpoint.load import Progress
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES, architecture_of, model_spec
 from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
@@ -27,7 +30,7 @@ from jaxllm.training.lora import add_lora, is_trainable
 from jaxllm.training.run.recipe import BUNDLED, BYTES, ModelSource, Recipe
 
 
-def initial_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Any, Tokenizer]:
+def initial_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Model, Tokenizer]:
     """Loads or creates the model and tokenizer, with LoRA if the recipe has it.
 
     The same recipe gives the same weights, including random ones.
@@ -61,7 +64,7 @@ def initial_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Any
     return model, tokenizer
 
 
-def loaded_model(source: ModelSource, progress: Progress | None) -> tuple[Any, Tokenizer | None]:
+def loaded_model(source: ModelSource, progress: Progress | None) -> tuple[Model, Tokenizer | None]:
     """Loads the checkpoint at `source.path`."""
     assert source.path is not None
     return load(
@@ -75,7 +78,7 @@ def loaded_model(source: ModelSource, progress: Progress | None) -> tuple[Any, T
     )
 
 
-def new_model(source: ModelSource, seed: int) -> tuple[Any, None]:
+def new_model(source: ModelSource, seed: int) -> tuple[Model, None]:
     """Creates a model of `source.config` with random weights in float32."""
     assert source.config is not None
     spec = model_spec(source.config, source.architecture)
@@ -88,8 +91,8 @@ def new_model(source: ModelSource, seed: int) -> tuple[Any, None]:
 
 
 def with_classifier(
-    model: Any, *, num_labels: int, problem_type: str | None = None, key: int | Array = 0
-) -> Any:
+    model: Model, *, num_labels: int, problem_type: str | None = None, key: int | Array = 0
+) -> SequenceClassifier:
     """A sequence classifier that shares the backbone of a language model.
 
     The weight of its head is new, drawn from N(0, initializer_range^2) as in Hugging Face.
@@ -99,9 +102,11 @@ def with_classifier(
     """
     model_type, architecture = architecture_of(model)
     name = next((n for n in FAMILIES[model_type].classes if n.endswith("Classification")), None)
-    if name is None or architecture == name:
+    if name is None or not isinstance(model, CausalLM):
         raise UnsupportedError(f"{architecture}: cannot be made a classifier")
-    config = dataclasses.replace(model.config, num_labels=num_labels, problem_type=problem_type)
+    config: Any = dataclasses.replace(
+        model.config, num_labels=num_labels, problem_type=problem_type
+    )
     weight = model.backbone.embed.weight[...]
     options = Options(
         dtype=model.backbone.embed.dtype,
@@ -128,7 +133,7 @@ def named_tokenizer(name: str) -> Tokenizer | None:
     return load_tokenizer(resolve(name, None))
 
 
-def trainable_paths(recipe: Recipe, model: Any) -> Callable[[str], bool] | None:
+def trainable_paths(recipe: Recipe, model: Model) -> Callable[[str], bool] | None:
     """Predicate of parameter paths that the recipe trains; None: all.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -13,6 +13,8 @@ from jax.experimental import multihost_utils
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import RunError
+from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.model import Model
 from jaxllm.parallel.placement import put_batch, row_share
 from jaxllm.parallel.sharding import use
 from jaxllm.training.evaluation.evaluate import evaluate
@@ -22,6 +24,7 @@ from jaxllm.training.evaluation.generation import (
     GenerationResult,
     generate_and_score,
 )
+from jaxllm.training.losses import Batch
 from jaxllm.training.monitor.flops import TokenCounts, count_tokens
 from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog
 from jaxllm.training.monitor.progress import TrainingProgress
@@ -127,18 +130,18 @@ class Loop:
             evaluates = self.evaluates_at(number, last)
             # Wait for the step before its evaluation, which is timed separately.
             measured = self.measure(pending) if evaluates else None
-            found = self.evaluate(state, stop) if evaluates else {}
+            evaluation = self.evaluate(state, stop) if evaluates else {}
             signal = stop()
-            metric = found.get(self.recipe.checkpoints.metric)
+            metric = evaluation.get(self.recipe.checkpoints.metric)
             best = self.is_best(metric)
             due = number % self.recipe.checkpoints.every == 0
             saves = due or best or number == last or signal is not None
             if evaluates or saves:
-                self.write(measured or self.measure(pending), found)
+                self.write(measured or self.measure(pending), evaluation)
                 pending = None
             if saves:
                 with self.progress.phase("saving", says=False):
-                    self.save(number, state, metric, evaluated=bool(found))
+                    self.save(number, state, metric, evaluated=bool(evaluation))
         return state, signal
 
     def evaluates_at(self, step: int, last: int) -> bool:
@@ -154,25 +157,25 @@ class Loop:
 
         Adds the result to the step's line and checkpoint, as in a run that was not stopped.
         """
-        if not (found := self.evaluate(state, stop)):
+        if not (evaluation := self.evaluate(state, stop)):
             return
-        self.log.amend(step, found)
+        self.log.amend(step, evaluation)
         for sink in self.sinks:
-            sink.log(step, found)
+            sink.log(step, evaluation)
         if step > 0:
-            metric = found.get(self.recipe.checkpoints.metric)
+            metric = evaluation.get(self.recipe.checkpoints.metric)
             self.is_best(metric)
             self.checkpoints.amend(step, {"evaluated": True}, metric=metric)
 
-    def measure(self, done: RunningStep) -> FinishedStep:
+    def measure(self, running: RunningStep) -> FinishedStep:
         """Waits for a step's metrics and shows them."""
-        numbers = {name: float(x) for name, x in jax.device_get(done.metrics).items()}
+        numbers = {name: float(x) for name, x in jax.device_get(running.metrics).items()}
         in_a_row, tokens = int(numbers.pop("skipped_in_a_row")), int(numbers.pop("real_tokens"))
         speed = self.progress.step(
-            done.step,
+            running.step,
             loss=numbers["loss"],
             tokens=tokens,
-            flops=self.setup.flops.of(done.tokens),
+            flops=self.setup.flops.of(running.tokens),
             shown={"lr": numbers["lr"]},
         )
         labels, skipped = int(numbers.pop("tokens")), int(numbers.pop("skipped"))
@@ -185,25 +188,25 @@ class Loop:
         }
         if predicted(self.setup.info) == "values":
             row.pop("accuracy")
-        return FinishedStep(done.step, row, in_a_row)
+        return FinishedStep(running.step, row, in_a_row)
 
-    def write(self, done: FinishedStep, found: Row) -> None:
+    def write(self, finished: FinishedStep, evaluation: Row) -> None:
         """Writes the log line of a step, with the metrics of its evaluation.
 
         Raises:
             RunError: too many steps in a row were skipped.
         """
-        row = done.row | found
-        self.log.log(done.step, row)
+        row = finished.row | evaluation
+        self.log.log(finished.step, row)
         for sink in self.sinks:
-            sink.log(done.step, row)
+            sink.log(finished.step, row)
         self.last = row
         if row["skipped"]:
-            self.progress.say(f"step {done.step}: no finite gradient; the batch is skipped")
-        if done.skipped_in_a_row >= self.recipe.skip_limit:
+            self.progress.say(f"step {finished.step}: no finite gradient; the batch is skipped")
+        if finished.skipped_in_a_row >= self.recipe.skip_limit:
             raise RunError(
-                f"step {done.step}: {done.skipped_in_a_row} batches in a row gave no finite "
-                "gradient; lower optimizer.learning_rate, check the data, or resume from an "
+                f"step {finished.step}: {finished.skipped_in_a_row} batches in a row gave no "
+                "finite gradient; lower optimizer.learning_rate, check the data, or resume from an "
                 "earlier checkpoint"
             )
 
@@ -217,7 +220,7 @@ class Loop:
             if stop() is not None:
                 raise StoppedError
 
-        def batches() -> Iterator[Any]:
+        def batches() -> Iterator[Batch]:
             assert setup.eval_batches is not None
             for batch in setup.eval_batches:
                 raise_if_stopped()
@@ -227,28 +230,28 @@ class Loop:
             with self.progress.phase("evaluating"):
                 with use(self._mesh):
                     result = evaluate(model, batches(), setup.eval_loss)
-                found: Row = result.metrics(predicted(setup.info))
+                metrics: Row = result.metrics(predicted(setup.info))
             if setup.prompts:
                 with self.progress.phase("generating"):
                     answers = self.generate(model, setup.prompts, raise_if_stopped)
                 self.keep_samples(answers.samples)
-                found |= {f"eval_{name}": score for name, score in answers.scores.items()}
+                metrics |= {f"eval_{name}": score for name, score in answers.scores.items()}
         except StoppedError:
             self.progress.say("the evaluation is stopped; resuming the run starts with it")
             return {}
-        self.progress.say(", ".join(f"{name} {value:.4f}" for name, value in found.items()))
-        return found
+        self.progress.say(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        return metrics
 
     def generate(
         self,
-        model: Any,
+        model: Model,
         prompts: Sequence[EvalPrompt],
         before_batch: Callable[[], None] = lambda: None,
     ) -> GenerationResult:
         """Generates and scores answers to prompts of the evaluation set."""
         settings = self.recipe.evaluation
         return generate_and_score(
-            model,
+            cast(GenerativeModel, model),
             self.setup.tokenizer,
             prompts,
             metrics=settings.metrics,

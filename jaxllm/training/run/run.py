@@ -13,6 +13,7 @@ from rich.console import Console
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import RunError
+from jaxllm.models.model import Model
 from jaxllm.parallel.processes import together
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.examples import Examples
@@ -58,7 +59,7 @@ class RunResult:
     step: int
     stopped_by: int | None
     """Number of the signal that ended the run early; None: it reached `max_steps`."""
-    model: Any
+    model: Model
     """The model after the last step, with averaged weights if the run keeps an average."""
     tokenizer: Tokenizer
     metrics: Mapping[str, Any]
@@ -122,8 +123,8 @@ def train(
         state, signal = loop.run_to(recipe.max_steps, state, stop, evaluated=evaluated)
         checkpoints.wait()
         if leads:
-            shown = paired(*(read_samples(folder / name) for name in (BEFORE, AFTER)))
-            finish_report(folder, card, samples=shown, say=say)
+            samples = paired(*(read_samples(folder / name) for name in (BEFORE, AFTER)))
+            finish_report(folder, card, samples=samples, say=say)
         return RunResult(
             folder=folder,
             step=int(state.step),
@@ -251,9 +252,9 @@ def sample_before(folder: Path, loop: Loop, state: TrainState) -> None:
     if not loop.setup.prompts or not count:
         return
     with loop.progress.phase("generating before training"):
-        found = loop.generate(state.model, loop.setup.prompts[:count]).samples
+        samples = loop.generate(state.model, loop.setup.prompts[:count]).samples
     if jax.process_index() == 0:
-        write_samples(folder / BEFORE, found)
+        write_samples(folder / BEFORE, samples)
 
 
 def sample_keeper(folder: Path, leads: bool) -> Callable[[Sequence[EvalSample]], None]:

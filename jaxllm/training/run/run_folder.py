@@ -13,6 +13,7 @@ from jaxllm.checkpoint.orbax.digest import digests
 from jaxllm.checkpoint.orbax.steps import numbered
 from jaxllm.common.errors import ConfigError, RunError
 from jaxllm.models.config_export import config_to_json
+from jaxllm.models.model import Model
 from jaxllm.models.registry import architecture_of
 from jaxllm.training.monitor.run_card import flat
 from jaxllm.training.run.recipe import CHANGEABLE, Recipe
@@ -84,12 +85,12 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     >>> changes({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": "x"})
     'b: was 2, is 3; c: was null, is "x"'
     """
-    found = [
+    differences = [
         f"{name}: was {json.dumps(before.get(name))}, is {json.dumps(now.get(name))}"
         for name in sorted(before.keys() | now.keys())
         if before.get(name) != now.get(name)
     ]
-    return "; ".join(found[:5])
+    return "; ".join(differences[:5])
 
 
 def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def base_of(model: Any, frozen: Params) -> dict[str, Any]:
+def base_of(model: Model, frozen: Params) -> dict[str, Any]:
     """Config, and digests of the frozen parameters, which checkpoints omit."""
     config = flat(config_to_json(model.config, *architecture_of(model)))
     return {"config": config, "tensors": dict(sorted(digests(frozen).items()))}

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jax.sharding import Mesh
 
 from jaxllm.common.errors import ConfigError
 from jaxllm.generation.call.merging import merged_config
+from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.model import Model
 from jaxllm.parallel.placement import put_tree, row_share
 from jaxllm.parallel.sharding import make_mesh, tree_shardings
 from jaxllm.tokenizers import Tokenizer
@@ -67,9 +69,9 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     sizes = recipe.mesh
     mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
     check_files_and_packages(recipe)
-    began = time.perf_counter()
+    start = time.perf_counter()
     model, tokenizer = initial_model(recipe)
-    say(f"model: {time.perf_counter() - began:.1f} s to load or make it")
+    say(f"model: {time.perf_counter() - start:.1f} s to load or make it")
     info = info_of(model)
     batches, eval_batches = load_data(recipe, tokenizer, info, mesh, say)
     prompts = eval_prompts(recipe, model, tokenizer, info)
@@ -144,7 +146,7 @@ def eval_batch_size(recipe: Recipe) -> int:
 
 
 def eval_prompts(
-    recipe: Recipe, model: Any, tokenizer: Tokenizer, info: ModelInfo
+    recipe: Recipe, model: Model, tokenizer: Tokenizer, info: ModelInfo
 ) -> list[EvalPrompt]:
     """Prompts to generate for at every evaluation; empty without `evaluation.metrics`.
 
@@ -154,10 +156,11 @@ def eval_prompts(
     if recipe.eval_data is None or not recipe.evaluation.metrics:
         return []
     fields, limit = recipe.evaluation.fields, recipe.evaluation.rows
-    merged_config(model, None, fields)
+    decoder = cast(GenerativeModel, model)
+    merged_config(decoder, None, fields)
 
     def check(ids: Sequence[int]) -> None:
-        check_answer_length(model, ids, fields)
+        check_answer_length(decoder, ids, fields)
 
     return generation_rows(recipe.eval_data, tokenizer, info, limit, check=check)
 
@@ -204,12 +207,12 @@ def rows_progress(
     say: Callable[[str], None], what: str, now: Callable[[], float] = time.monotonic
 ) -> Callable[[int, int], None]:
     """Makes a progress callback that reports the number of encoded rows every `SECONDS`."""
-    said = now()
+    last_report = now()
 
     def progress(done: int, total: int) -> None:
-        nonlocal said
-        if done < total and now() - said >= SECONDS:
-            said = now()
+        nonlocal last_report
+        if done < total and now() - last_report >= SECONDS:
+            last_report = now()
             say(f"{what}: {done:,} of {total:,} rows are encoded")
 
     return progress
@@ -228,13 +231,13 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
     Raises:
         ConfigError: no evaluation measures it, or `mode` would keep the worst checkpoint.
     """
-    known = [*EvalResult(loss=0.0, accuracy=0.0, count=1).metrics(predicted(info))]
+    metrics = [*EvalResult(loss=0.0, accuracy=0.0, count=1).metrics(predicted(info))]
     if recipe.evaluation.metrics:
-        known += [f"eval_{name}" for name in score_texts([("a", "a")], recipe.evaluation.metrics)]
-    if recipe.checkpoints.metric not in known:
+        metrics += [f"eval_{name}" for name in score_texts([("a", "a")], recipe.evaluation.metrics)]
+    if recipe.checkpoints.metric not in metrics:
         raise ConfigError(
             f"checkpoints.metric: no {recipe.checkpoints.metric!r} is measured; there are "
-            f"{', '.join(known)}"
+            f"{', '.join(metrics)}"
         )
     metric, mode = recipe.checkpoints.metric, recipe.checkpoints.mode
     expected = "min" if metric.endswith(LOWER_IS_BETTER) else "max"
@@ -245,7 +248,7 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
         )
 
 
-def info_of(model: Any) -> ModelInfo:
+def info_of(model: Model) -> ModelInfo:
     """`ModelInfo` with the EOS tokens of the model's generation config."""
     info = ModelInfo.of(model)
     settings = model.generation_config

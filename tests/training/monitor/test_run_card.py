@@ -13,8 +13,13 @@ import flax
 import jax
 import pytest
 
-from jaxllm.common.errors import MissingFileError, RunError
-from jaxllm.training.monitor.run_card import data_file, git_commit, make_run_card, write_run_card
+from jaxllm.common.errors import RunError
+from jaxllm.training.monitor.run_card import (
+    DataFile,
+    git_commit,
+    make_run_card,
+    write_run_card,
+)
 from jaxllm.training.monitor.secret_values import HIDDEN, is_secret, without_secrets
 
 
@@ -44,7 +49,7 @@ def card(tmp_path: Path, resumed_at: int | None = None):
     data.write_text('{"text": "a"}\n')
     return make_run_card(
         config=Config(),
-        data={"train": data_file(data)},
+        data={"train": DataFile(str(data), hashlib.sha256(data.read_bytes()).hexdigest(), 14)},
         total_parameters=1000,
         trainable_parameters=10,
         resumed_at=resumed_at,
@@ -130,23 +135,6 @@ def test_the_commit(tmp_path: Path) -> None:
 def test_no_git_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_commit(tmp_path) is None
-
-
-def test_data_of_a_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    (folder / "sub").mkdir(parents=True)
-    (folder / "b.txt").write_text("b")
-    (folder / "sub" / "a.txt").write_text("aa")
-    first = data_file(folder)
-    assert first.bytes == 3
-    assert data_file(folder) == first
-    (folder / "sub" / "a.txt").write_text("ab")
-    changed = data_file(folder)
-    (folder / "sub" / "a.txt").write_text("aa")
-    (folder / "b.txt").rename(folder / "c.txt")
-    assert len({first.sha256, changed.sha256, data_file(folder).sha256}) == 3
-    with pytest.raises(MissingFileError, match="nothing: no such file or folder"):
-        data_file(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
