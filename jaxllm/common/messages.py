@@ -20,9 +20,9 @@ def quoted(value: Any) -> str:
     return shortened(str(value))
 
 
-def shortened(text: str) -> str:
-    """The text, or its first 117 characters and an ellipsis."""
-    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 3]}..."
+def shortened(text: str, limit: int = MAX_CHARACTERS) -> str:
+    """The text, cut to `limit` characters with an ellipsis."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def listed(names: Sequence[str]) -> str:

@@ -5,32 +5,24 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
+from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.common.messages import quoted
 
-C = TypeVar("C")
+C = TypeVar("C", bound="ModelConfig")
 
 # fmt: off
-# Bookkeeping of other tools: no effect on what the model computes.
+# Keys that do not change what these models compute, beside those of `common.config_keys`.
 INERT = frozenset({
-    # Provenance and purpose of the file.
-    "_name_or_path", "_from_model_config", "_commit_hash", "model_type", "architectures",
-    "auto_class", "custom_pipelines", "transformers_version", "transformers.js_config",
-    "finetuning_task", "task_specific_params", "prefix", "keys_to_ignore_at_inference",
-    "is_llama_config", "unsloth_version", "unsloth_fixed", "unsloth_optimized",
-    # Execution in transformers: dtypes, kernels, caches, memory.
-    "dtype", "torch_dtype", "use_bfloat16", "attn_implementation", "_attn_implementation",
-    "_attn_implementation_internal", "_attn_implementation_autoset", "use_cache", "output_past",
-    "return_dict", "chunk_size_feed_forward", "gradient_checkpointing",
-    # Implied by the class, or settings of the tokenizer.
-    "is_encoder_decoder", "is_decoder", "n_ctx", "cross_attention_hidden_size",
-    "tokenizer_class", "model_max_length", "max_sequence_length", "sep_token_id",
+    # Implied by the class.
+    "model_type", "architectures", "is_encoder_decoder", "is_decoder", "n_ctx",
+    "cross_attention_hidden_size",
     # Label names (only their number is used), and heads that jaxllm does not have.
-    "id2label", "label2id", "_num_labels", "tf_legacy_loss", "predict_special_tokens",
-    "classifier_dropout", "summary_type", "summary_use_proj", "summary_activation",
-    "summary_proj_to_labels", "summary_first_dropout",
+    "id2label", "label2id", "predict_special_tokens", "classifier_dropout", "summary_type",
+    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
 })
 
 # Old files keep generation settings in config.json; the loader reads them from there.
@@ -96,8 +88,8 @@ def read_config(
 ) -> C:
     """Fills the dataclass `cls` from a config.json object, checking types.
 
-    An unknown key raises unless its value is off (null, false, empty): it might change what the
-    model computes, and ignoring it could give fluent nonsense.
+    null means None where the field can be None, else its default. Unknown keys raise by the policy
+    of `common.config_keys`.
 
     Args:
         aliases: other spellings of keys -> field names.
@@ -108,48 +100,67 @@ def read_config(
         ConfigError: a value is missing, ill-typed or contradictory.
         UnsupportedError: an unknown key, or a quantised checkpoint.
     """
+    aliases = aliases or {}
     hints = typing.get_type_hints(cls)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = defaults.keys() - derived
+    check_keys(raw, {*aliases, *fields, *handled, *INERT, *GENERATION_KEYS})
     values: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
+    spelling: dict[str, str] = {}
     for key, value in raw.items():
-        name = (aliases or {}).get(key, key)
-        if name in defaults and name not in derived:
-            value = coerce(key, value, hints[name])
-            if value is None and name in values:
-                continue
-            if values.get(name) not in (None, value):
-                raise ConfigError(
-                    f"{key}: {value!r} contradicts {spelled[name]}, {values[name]!r}: two names of "
-                    "one field"
-                )
-            values[name], spelled[name] = value, key
-        elif key == "quantization_config" and value:
-            raise UnsupportedError(
-                "quantization_config: quantised checkpoints are read from GGUF files only; load "
-                "the unquantised checkpoint, or a .gguf file of this model"
+        name = aliases.get(key, key)
+        if name not in fields or (value is None and name in values):
+            continue
+        value = coerce(key, value, hints[name])
+        if values.get(name) not in (None, value):
+            raise ConfigError(
+                f"{key}: {value!r} contradicts {spelling[name]}, {values[name]!r}: two names of "
+                "one field"
             )
-        elif value and key not in INERT and key not in GENERATION_KEYS and key not in handled:
-            raise UnsupportedError(
-                f"{key}: unknown field of a {raw.get('model_type')!r} config, found {value!r}; it "
-                "may change what the model computes, so it is not ignored. Remove it from "
-                "config.json if you know that it does not"
-            )
+        if value is not None or type(None) in typing.get_args(hints[name]):
+            values[name], spelling[name] = value, key
     values["num_labels"] = count_labels(raw.get("id2label"), values.get("num_labels"))
-    for name in ("pad_token_id", "bos_token_id", "decoder_start_token_id"):
-        if values.get(name) == -1:  # "no such token" in some old files
-            values[name] = None
-    if values.get("eos_token_id") == -1:
-        values["eos_token_id"] = None
-    required = {name for name, default in defaults.items() if default is dataclasses.MISSING}
-    for name in sorted(required - {k for k, v in values.items() if v is not None}):
-        raise ConfigError(f"{name}: missing")
-    kept = {
-        k: v
-        for k, v in values.items()
-        if v is not None or type(None) in typing.get_args(hints[k]) or defaults[k] is None
-    }
-    return cls(**kept)
+    for name, default in sorted(defaults.items()):
+        if default is dataclasses.MISSING and name not in values:
+            raise ConfigError(f"{name}: missing")
+    return without_absent_tokens(cls(**values), "bos_token_id", "eos_token_id")
+
+
+def check_keys(raw: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises UnsupportedError for a quantised checkpoint, and for unknown keys, naming them all."""
+    for key in ("quantization_config", "quantization"):  # the second is MLX's
+        if raw.get(key):
+            raise UnsupportedError(
+                f"{key}: quantised checkpoints are read from GGUF files only; load the unquantised "
+                "checkpoint, or a .gguf file of this model"
+            )
+    unknown = unknown_keys(raw, known)
+    if unknown:
+        raise UnsupportedError(
+            f"{describe_keys(unknown)}: unknown in a {raw.get('model_type')!r} config, and may "
+            "change what the model computes, so not ignored. To ignore a key all the same: "
+            'load(..., config={"KEY": None}) or --config KEY=null'
+        )
+
+
+def without_absent_tokens(config: C, *names: str) -> C:
+    """The config without token ids that are not in the vocabulary, and that no model can produce.
+
+    Such ids are common: GPT-2's defaults in a smaller vocabulary, or a tokenizer's token that the
+    embedding was not resized for. -1 means "no such token" in some old files.
+    """
+
+    def present(token: int) -> bool:
+        return token < config.vocab_size
+
+    changes: dict[str, Any] = {}
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+        value = getattr(config, name)
+        if value == -1 or (name in names and isinstance(value, int) and not present(value)):
+            changes[name] = None
+        elif name in names and isinstance(value, tuple):
+            changes[name] = tuple(filter(present, value)) or None
+    return dataclasses.replace(config, **changes)
 
 
 def count_labels(id2label: Any, num_labels: int | None) -> int:
@@ -183,7 +194,7 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
     if value is None:  # null in a file: not set
         return None
     wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not type(None))
-    raise ConfigError(f"{key}: expected {wanted}, found {value!r}")
+    raise ConfigError(f"{key}: expected {wanted}, found {quoted(value)}")
 
 
 def is_number(value: Any) -> bool:

@@ -25,8 +25,8 @@ def config_to_json(config: Any, model_type: str, architecture: str) -> dict[str,
         value = getattr(config, field.name)
         if field.name in ("rope", "bias_per_layer", "num_labels", "problem_type"):
             continue
-        if field.name == "head_dim" and value is None:  # transformers fails on null in Qwen2
-            continue
+        if value is None and field.name in ("head_dim", "is_gated_act", "dense_act_fn"):
+            continue  # transformers takes null for a value
         raw[field.name] = list(value) if isinstance(value, tuple) else value
     if config.num_labels != 2:
         raw["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.num_labels)}

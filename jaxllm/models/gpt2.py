@@ -78,15 +78,8 @@ class GPT2Config(cfg.ModelConfig):
 
         Raises ConfigError or UnsupportedError, naming the field.
         """
-        if "vocab_size" in raw and isinstance(raw["vocab_size"], int):
-            # The default bos and eos are ids of GPT-2's vocabulary, absent from a smaller one.
-            absent = {
-                k: None
-                for k in ("bos_token_id", "eos_token_id")
-                if k not in raw and raw["vocab_size"] <= 50256
-            }
-            raw = {**absent, **raw}
         config = cfg.read_config(cls, raw, aliases=ALIASES)
+        config = cfg.without_absent_tokens(config, "pad_token_id")
         cfg.check_common(config)
         cfg.check_size(config, "n_positions", "n_embd", "n_head")
         cfg.check_size(config, "n_layer", limit=cfg.MAX_LAYERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
@@ -30,21 +30,27 @@ class Family:
     """Config fields that determine which tensors exist; named in errors."""
     headless_means_tied: bool = False
     """True if a checkpoint without lm_head.weight is tied regardless of its config (T5)."""
-    base_models: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Headless class -> class that reads its checkpoints: a tied head needs no extra tensor."""
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Other class names -> class that reads their checkpoints: headless classes (a tied head needs
+    no extra tensor) and old spellings."""
     parts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 def _decoder_only(
-    config: type[ModelConfig], table: Table, structure: tuple[str, ...], *classes: type[Any]
+    config: type[ModelConfig],
+    table: Table,
+    structure: tuple[str, ...],
+    *classes: type[Any],
+    old_names: Sequence[str] = (),
 ) -> Family:
     """A decoder-only family. Classes have Hugging Face's names, the language model first."""
+    language_model = classes[0].__name__
     return Family(
         config=config,
         classes={cls.__name__: cls for cls in classes},
         table=lambda config: table,
         structure=(*structure, "tie_word_embeddings"),
-        base_models={classes[0].body.__name__: classes[0].__name__},
+        aliases=dict.fromkeys((classes[0].body.__name__, *old_names), language_model),
     )
 
 
@@ -56,9 +62,9 @@ def _t5(prefix: str) -> Family:
             f"{prefix}EncoderModel": T5EncoderModel,
         },
         table=lambda config: t5_table(gated=config.gated),
-        structure=("num_layers", "num_decoder_layers", "feed_forward_proj"),
+        structure=("num_layers", "num_decoder_layers", "feed_forward_proj", "is_gated_act"),
         headless_means_tied=True,
-        base_models=dict.fromkeys(
+        aliases=dict.fromkeys(
             (f"{prefix}Model", f"{prefix}WithLMHeadModel"), f"{prefix}ForConditionalGeneration"
         ),
         parts={f"{prefix}EncoderModel": ("decoder.", "lm_head.")},
@@ -72,6 +78,7 @@ FAMILIES: Mapping[str, Family] = {
         ("num_hidden_layers", "attention_bias", "mlp_bias"),
         llama.LlamaForCausalLM,
         llama.LlamaForSequenceClassification,
+        old_names=["LLaMAForCausalLM"],
     ),
     "mistral": _decoder_only(
         mistral.MistralConfig,
@@ -145,11 +152,12 @@ def model_spec(raw: Mapping[str, Any], architecture: str | None = None) -> Model
         raise UnsupportedError(f"model_type: {model_type!r}; jaxllm has {_names(FAMILIES)}")
     family = FAMILIES[model_type]
     name = architecture if architecture is not None else _listed(raw, family)
-    name = family.base_models.get(name, name)
+    name = family.aliases.get(name, name)
     if name not in family.classes:
         raise UnsupportedError(
             f"architectures: {name!r}; for model_type {model_type!r} jaxllm has "
-            f"{_names(family.classes)}"
+            f"{_names(family.classes)}; to read the file as one of them: "
+            "load(..., architecture=NAME) or --architecture NAME"
         )
     return ModelSpec(family, name, family.config.from_dict(raw))
 

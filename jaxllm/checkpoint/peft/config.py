@@ -1,21 +1,25 @@
-"""Reads PEFT's adapter_config.json strictly: a field is used, is known to be inert, or raises."""
+"""Reads PEFT's adapter_config.json: a field is used, is known to be inert, or raises."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.common.strict_json import read_json
+from jaxllm.models.config import check_rate, check_size, coerce
 
 MAX_CONFIG_BYTES = 4 * 2**20
 CLASSIFIER_NAMES = ("classifier", "score")  # PEFT adds both to each classifier's modules_to_save
 
-# Provenance, and options of initialisation and training: they do not change the adapter's output.
-# fan_in_fan_out says how the *base* weight is stored, which the model knows.
+# Fields of initialisation and training, beside those of `common.config_keys`: they do not change
+# the adapter's output. fan_in_fan_out says how the *base* weight is stored, which the model knows.
 INERT = frozenset(
     {
         "auto_mapping",
@@ -30,8 +34,14 @@ INERT = frozenset(
         "qalora_group_size",
         "revision",
         "runtime_config",
+        # ms-swift's: dtype in training, and the learning rates of LoRA+.
+        "lora_dtype",
+        "lorap_emb_lr",
+        "lorap_lr_ratio",
     }
 )
+# Fields that may exclude some of the targets.
+NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 # Initialisations that leave the base weights alone; the others (PiSSA, OLoRA, ...) change them.
 KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
 # Allowed patterns of rank_pattern and alpha_pattern: they match in linear time.
@@ -74,10 +84,8 @@ def match_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any
     return default
 
 
-def read_peft_config(path: Path) -> PeftConfig:
-    """Reads an adapter_config.json.
-
-    Unknown fields pass if they are null, false or empty.
+def read_peft_config(path: Path, overrides: Mapping[str, Any] | None = None) -> PeftConfig:
+    """Reads an adapter_config.json; `overrides` replace its fields.
 
     Raises:
         MissingFileError: There is no such file.
@@ -88,127 +96,77 @@ def read_peft_config(path: Path) -> PeftConfig:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected an object")
     try:
-        return parse_peft_config(raw)
+        return parse_peft_config({**raw, **(overrides or {})})
     except (ConfigError, UnsupportedError) as error:
         raise type(error)(f"{path}: {error}") from None
 
 
 def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
     """`read_peft_config` for the parsed JSON."""
+    check_kind(raw)
+    hints = typing.get_type_hints(PeftConfig)
+    fields = hints.keys() - {"narrowed"}
+    known = {*fields, *INERT, *NARROWING, "peft_type", "bias", "init_lora_weights"}
+    unknown = unknown_keys(raw, known)
+    if unknown:
+        raise UnsupportedError(
+            f"{describe_keys(unknown)}: not implemented. To ignore a field all the same: "
+            'load_adapter(..., config={"KEY": None})'
+        )
+    present = {name: raw[name] for name in sorted(fields) if raw.get(name) is not None}
+    values = {
+        name: check_patterns(name, value)
+        if name in ("rank_pattern", "alpha_pattern")
+        else coerce(name, value, hints[name])
+        for name, value in present.items()
+    }
+    config = PeftConfig(**values, narrowed=any(raw.get(n) not in (None, "", []) for n in NARROWING))
+    check_size(config, "r")
+    check_rate(config, "lora_dropout")
+    if not config.target_modules:
+        raise ConfigError("target_modules: missing or empty; it names the layers with LoRA")
+    if not all(config.modules_to_save):
+        raise ConfigError("modules_to_save: expected a list of module names, found an empty one")
+    return config
+
+
+def check_kind(raw: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError unless the adapter is plain LoRA of PEFT."""
+    if "fine_tune_type" in raw or "lora_parameters" in raw:
+        raise UnsupportedError(
+            "fine_tune_type, lora_parameters: an adapter of MLX, which PEFT cannot read either; "
+            "fuse it into the model with `mlx_lm.fuse`, and load the result"
+        )
     if raw.get("peft_type") != "LORA":
-        raise UnsupportedError(f"peft_type: {raw.get('peft_type')!r}; jaxllm reads 'LORA'")
+        raise UnsupportedError(f"peft_type: {quoted(raw.get('peft_type'))}; jaxllm reads 'LORA'")
     if raw.get("bias", "none") != "none":
         raise UnsupportedError(
-            f"bias: {raw['bias']!r}; only 'none' is read: biases stay the base's"
+            f"bias: {quoted(raw['bias'])}; only 'none' is read: biases stay the base's"
         )
     if raw.get("init_lora_weights", True) not in KEEP_BASE:
         raise UnsupportedError(
-            f"init_lora_weights: {raw['init_lora_weights']!r} changes the base weights or the "
-            "training; convert the adapter to plain LoRA with PEFT "
+            f"init_lora_weights: {quoted(raw['init_lora_weights'])} changes the base weights or "
+            "the training; convert the adapter to plain LoRA with PEFT "
             "(save_pretrained(..., path_initial_model_for_weight_conversion=...))"
         )
-    known = {f.name for f in dataclasses.fields(PeftConfig)} - {"narrowed"}
-    narrowing = ("exclude_modules", "layers_to_transform", "layers_pattern")
-    passed = INERT | known | {*narrowing, "peft_type", "bias", "init_lora_weights"}
-    for name, value in raw.items():
-        if name not in passed and not is_empty(value):
-            raise UnsupportedError(f"{name}: {short(value)} is not implemented")
-    values = {name: raw[name] for name in known if raw.get(name) is not None}
-    for name, value in values.items():
-        values[name] = CHECKS[name](name, value)
-    if not values.get("target_modules"):
-        raise ConfigError("target_modules: missing or empty; it names the layers with LoRA")
-    narrowed = any(raw.get(name) not in (None, "", []) for name in narrowing)
-    return PeftConfig(**values, narrowed=narrowed)
 
 
-def is_empty(value: Any) -> bool:
-    return value is None or value is False or value in ("", [], {})
-
-
-def short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def wrong(name: str, expected: str, value: Any) -> ConfigError:
-    return ConfigError(f"{name}: expected {expected}, found {short(value)}")
-
-
-def check_rank(name: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise wrong(name, "an integer from 1 on", value)
-    return value
-
-
-def check_number(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or abs(value) > 1e30:
-        raise wrong(name, "a number", value)
-    return value
-
-
-def check_rate(name: str, value: Any) -> float:
-    if not 0 <= check_number(name, value) < 1:
-        raise wrong(name, "a rate in [0, 1)", value)
-    return value
-
-
-def check_bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise wrong(name, "true or false", value)
-    return value
-
-
-def check_string(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise wrong(name, "a string", value)
-    return value
-
-
-def check_names(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(x, str) and x for x in value):
-        raise wrong(name, "a list of module names", value)
-    return tuple(value)
-
-
-def check_targets(name: str, value: Any) -> tuple[str, ...] | str:
-    """Checks a list of names, or a regular expression (never run: the tensors are the targets)."""
-    return value if isinstance(value, str) else check_names(name, value)
-
-
-def check_ranks(name: str, value: Any) -> dict[str, int]:
-    return {k: check_rank(f"{name}[{k!r}]", v) for k, v in pattern_items(name, value)}
-
-
-def check_alphas(name: str, value: Any) -> dict[str, float]:
-    return {k: check_number(f"{name}[{k!r}]", v) for k, v in pattern_items(name, value)}
-
-
-def pattern_items(name: str, value: Any) -> Sequence[tuple[str, Any]]:
+def check_patterns(name: str, value: Any) -> dict[str, Any]:
+    """Checks rank_pattern or alpha_pattern: module names, with anchors at most, and numbers."""
     if not isinstance(value, dict):
-        raise wrong(name, "an object", value)
-    for pattern in value:
+        raise ConfigError(f"{name}: expected an object, found {quoted(value)}")
+    numbers = {}
+    for pattern, number in value.items():
         if not PLAIN_PATTERN.fullmatch(pattern) or len(pattern) > 200:
             raise UnsupportedError(
-                f"{name}: {short(pattern)} is more than a module name; regular expressions of a "
+                f"{name}: {quoted(pattern)} is more than a module name; regular expressions of a "
                 "file are not run"
             )
         try:
             re.compile(pattern)
         except re.error as failure:
-            raise ConfigError(f"{name}: {short(pattern)}: {failure}") from None
-    return list(value.items())
-
-
-CHECKS = {
-    "r": check_rank,
-    "lora_alpha": check_number,
-    "lora_dropout": check_rate,
-    "use_rslora": check_bool,
-    "use_dora": check_bool,
-    "task_type": check_string,
-    "target_modules": check_targets,
-    "modules_to_save": check_names,
-    "rank_pattern": check_ranks,
-    "alpha_pattern": check_alphas,
-}
+            raise ConfigError(f"{name}: {quoted(pattern)}: {failure}") from None
+        numbers[pattern] = coerce(f"{name}[{pattern!r}]", number, int if name[0] == "r" else float)
+        if name == "rank_pattern" and numbers[pattern] < 1:
+            raise ConfigError(f"{name}[{pattern!r}]: expected a rank from 1 on, found {number}")
+    return numbers

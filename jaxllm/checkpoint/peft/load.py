@@ -34,7 +34,9 @@ from jaxllm.nn.linear import Linear
 from jaxllm.nn.lora import LoraLinear
 
 
-def load_adapter(model: Model, folder: str | PathLike[str]) -> Any:
+def load_adapter(
+    model: Model, folder: str | PathLike[str], *, config: Mapping[str, Any] | None = None
+) -> Any:
     """Adds a PEFT adapter to a model; returns a new model that shares its arrays.
 
     Every tensor of the file must belong to the model, and every layer that target_modules names
@@ -43,6 +45,7 @@ def load_adapter(model: Model, folder: str | PathLike[str]) -> Any:
     Args:
         model: The base model, without LoRA.
         folder: Holds adapter_config.json and adapter_model.safetensors.
+        config: Fields that override adapter_config.json's; None: as if the file had none.
 
     Raises:
         MissingFileError: A file is missing.
@@ -52,10 +55,10 @@ def load_adapter(model: Model, folder: str | PathLike[str]) -> Any:
     """
     folder = Path(folder).expanduser()
     check_plain(model)
-    config = read_peft_config(folder / CONFIG)
-    if config.task_type not in (None, task_of(model)):
+    adapter = read_peft_config(folder / CONFIG, config)
+    if adapter.task_type not in (None, task_of(model)):
         raise UnsupportedError(
-            f"{folder / CONFIG}: task_type: {config.task_type!r}, but the model's is "
+            f"{folder / CONFIG}: task_type: {adapter.task_type!r}, but the model's is "
             f"{task_of(model)!r}"
         )
     path = folder / WEIGHTS
@@ -66,7 +69,7 @@ def load_adapter(model: Model, folder: str | PathLike[str]) -> Any:
     with SafetensorsFile(path) as file:
         tensors = {name: read_tensor(file, name) for name in file.names()}
     try:
-        return with_adapter(model, config, tensors)
+        return with_adapter(model, adapter, tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 

@@ -16,10 +16,9 @@ ALIASES = {
     "num_hidden_layers": "num_layers",
     "head_dim": "d_kv",
 }
-# `is_gated_act` and `dense_act_fn` follow from `feed_forward_proj` and must agree with it.
 # `n_positions`, in the first files, is the length of pretraining, not a limit.
 # `scalable_attention` of umT5 never had an effect.
-HANDLED = frozenset({"is_gated_act", "dense_act_fn", "n_positions", "scalable_attention"})
+HANDLED = frozenset({"n_positions", "scalable_attention"})
 # Defaults of missing keys per model_type, where they differ from the class's.
 ABSENT = {
     "mt5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
@@ -31,6 +30,7 @@ ABSENT = {
 class T5Config(cfg.ModelConfig):
     """T5 config, with the field names of config.json.
 
+    `is_gated_act` and `dense_act_fn` follow from `feed_forward_proj` unless they are set.
     Two fields need care. `tie_word_embeddings` is corrected by the loader: a checkpoint with an
     `lm_head.weight` that differs from the embedding is not tied, one without is.
     `scale_decoder_outputs` (the head's input times d_model**-0.5) is the file's value if it has
@@ -53,6 +53,8 @@ class T5Config(cfg.ModelConfig):
     layer_norm_epsilon: float = 1e-6
     initializer_factor: float = 1.0
     feed_forward_proj: str = "relu"
+    is_gated_act: bool | None = None
+    dense_act_fn: str | None = None
     tie_word_embeddings: bool = True
     scale_decoder_outputs: bool | None = True
     pad_token_id: int | None = 0
@@ -71,11 +73,14 @@ class T5Config(cfg.ModelConfig):
 
     @property
     def gated(self) -> bool:
-        return self.feed_forward_proj.startswith("gated-")
+        gated = self.is_gated_act
+        return self.feed_forward_proj.startswith("gated-") if gated is None else gated
 
     @property
     def act(self) -> str:
         """Name of the activation; `gated-gelu` has always meant the tanh GELU."""
+        if self.dense_act_fn is not None:
+            return self.dense_act_fn
         name = self.feed_forward_proj.removeprefix("gated-")
         return "gelu_new" if self.feed_forward_proj == "gated-gelu" else name
 
@@ -127,11 +132,6 @@ class T5Config(cfg.ModelConfig):
                 f"relative_attention_max_distance: expected at most 2**20 and more than half of "
                 f"relative_attention_num_buckets ({buckets // 2}), found {distance}"
             )
-        activation(config.act, where="feed_forward_proj")
-        for key, value in (("is_gated_act", config.gated), ("dense_act_fn", config.act)):
-            if raw.get(key) is not None and raw[key] != value:
-                raise ConfigError(
-                    f"{key}: {raw[key]!r} contradicts feed_forward_proj, "
-                    f"{config.feed_forward_proj!r}"
-                )
+        named = "feed_forward_proj" if config.dense_act_fn is None else "dense_act_fn"
+        activation(config.act, where=named)
         return config

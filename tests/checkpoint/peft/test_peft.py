@@ -268,6 +268,7 @@ def test_config_errors_name_the_field(field, value, error):
 
 def test_empty_unknown_fields_pass():
     off = {"a_field_of_tomorrow": None, "use_qalora": False, "loftq_config": {}, "eva_config": 1}
+    off |= {"_note": "x", "zero": 0, "unsloth_fixed": True, "lorap_emb_lr": 1e-6}
     assert parse_peft_config({**GOOD, **off}) == parse_peft_config(GOOD)
 
 

@@ -1,0 +1,62 @@
+"""The policy for unknown keys of config.json, generation_config.json and adapter_config.json.
+
+A key that is ignored may change what a model computes, so an unknown key is an error. It is no
+obstacle if its value is off, if its name is private (transformers' own notes begin with `_`), or
+if it only chooses what is returned or how a tokenizer or a training run worked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+from jaxllm.common.messages import shortened
+
+# fmt: off
+INERT = frozenset({
+    # What a call returns.
+    "keys_to_ignore_at_inference", "output_attentions", "output_hidden_states", "output_past",
+    "output_scores", "return_dict", "return_dict_in_generate", "torchscript", "use_return_dict",
+    # Provenance.
+    "auto_class", "custom_pipelines", "finetuning_task", "is_llama_config", "model_name",
+    "name_or_path", "tags", "transformers.js_config", "transformers_version", "unsloth_fixed",
+    "unsloth_optimized", "unsloth_version", "version",
+    # Execution in other programs: dtypes, kernels, caches, memory.
+    "attn_implementation", "chunk_size_feed_forward", "dtype", "flash_attention",
+    "flash_attn_2_enabled", "low_cpu_mem_usage", "torch_dtype", "use_bfloat16", "use_cache",
+    "use_flash_attention", "use_flash_attention_2", "use_flash_attn", "use_flashattn",
+    # Tokenizers.
+    "additional_special_tokens", "cls_token_id", "mask_token_id", "max_seq_length",
+    "max_sequence_length", "model_max_length", "padding_side", "prefix", "sep_token_id",
+    "tokenizer_class", "tokenizer_file", "tokenizer_name", "tokenizer_path", "tokenizer_type",
+    "unk_token_id", "vocab_file",
+    # Training runs.
+    "bf16", "deepspeed", "fp16", "gradient_checkpointing", "ignore_index",
+    "label_smoothing", "learning_rate", "neftune_noise_alpha", "num_train_epochs", "seed",
+    "task_specific_params", "tf_legacy_loss", "train_batch_size", "use_gradient_checkpointing",
+    "warmup_steps", "weight_decay",
+})
+# fmt: on
+
+
+def unknown_keys(raw: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
+    """The keys that may change results and that nobody reads, with their values.
+
+    >>> unknown_keys({"d_model": 9, "_note": 1, "alibi": False, "logit_scale": 2.0}, {"d_model"})
+    {'logit_scale': 2.0}
+    """
+    return {
+        key: value
+        for key, value in raw.items()
+        if value and key not in known and key not in INERT and not key.startswith("_")
+    }
+
+
+def describe_keys(keys: Mapping[str, Any]) -> str:
+    """Names with their values, shortened; names only if they are many.
+
+    >>> describe_keys({"alibi": True, "scale": 2})
+    'alibi (True), scale (2)'
+    """
+    with_values = ", ".join(f"{key} ({shortened(str(keys[key]), 40)})" for key in keys)
+    return with_values if len(with_values) <= 250 else shortened(", ".join(keys), 250)
