@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from jaxllm.common.validation import adapter
 from jaxllm.training.lora import LoraConfig
 from jaxllm.training.optimizers import OptimizerConfig
 from jaxllm.training.run.recipe import (
@@ -24,7 +25,6 @@ from jaxllm.training.run.recipe import (
     ModelSource,
     Recipe,
 )
-from jaxllm.training.validation import adapter
 
 SCHEMA = Path(__file__).parents[1] / "configs" / "recipe.schema.json"
 DOC = Path(__file__).with_name("finetuning.md")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import jaxllm
-from jaxllm.batch.rows import OWN, BatchOutput
+from jaxllm.batch.rows import ROW_KEYS, BatchOutput
 
 CLOSE = 1e-5
 """Scores closer than this may be ordered differently by programs of other shapes."""
@@ -35,7 +35,7 @@ def uneven_rows(
 
 def alone(model: Any, row: Mapping[str, Any], index: int, *, seed: int = 0, **fields: Any) -> Any:
     """`generate` on that row only, with the key that the engine promises, and processed scores."""
-    own = {name: value for name, value in row.items() if name not in OWN}
+    own = {name: value for name, value in row.items() if name not in ROW_KEYS}
     key = row.get("seed")
     where = {"key": seed, "row_ids": [index]} if key is None else {"key": key}
     settings = {**fields, **own, "output_scores": True}

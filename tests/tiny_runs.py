@@ -16,10 +16,10 @@ import numpy as np
 import yaml
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
+from jaxllm.common.validation import from_plain
 from jaxllm.training.monitor.metrics_log import read_metrics
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run import train
-from jaxllm.training.validation import from_plain
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {

@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 class Counts:
     """Counters of one run, all of them exact."""
 
-    asked: int = 0
+    new_token_limit: int = 0
     """Sum of the new-token limits of all rows that can run."""
-    answered: int = 0
+    new_token_limit_done: int = 0
     """The same sum over finished rows."""
     rows: int = 0
     """Finished rows, those with errors included."""
-    texts: int = 0
+    sequences: int = 0
     """Finished sequences."""
     prompt_tokens: int = 0
     """Prompt tokens of finished rows."""
     new_tokens: int = 0
-    read_tokens: int = 0
-    """Prefilled tokens; a sample's prompt counts once for each sample."""
-    read_columns: int = 0
-    """Prefilled columns, the padding of buckets included."""
+    prefill_tokens: int = 0
+    """Prompt tokens of all prefills; a prompt counts once for each sample."""
+    prefill_columns: int = 0
+    """Columns of all prefills, the padding of buckets included."""
     decode_steps: int = 0
     slot_steps: int = 0
     """Decode steps times slots. All beams of a row are one slot."""
@@ -41,69 +41,71 @@ class Counts:
     """Slot-steps occupied by an unfinished row."""
     halvings: int = 0
     """Number of times that memory ran out and the slots were halved."""
-    buckets: Counter[str] = dataclasses.field(default_factory=Counter)
+    program_calls: Counter[str] = dataclasses.field(default_factory=Counter)
     """Calls of each compiled program, by a name that includes its bucket."""
     errors: Counter[str] = dataclasses.field(default_factory=Counter)
-    reasons: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Rows with errors, by error class."""
+    finish_reasons: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @staticmethod
     def total(parts: Iterable[Mapping[str, Any]]) -> Counts:
         """Sums the counters of several processes, each given as its `vars`."""
-        whole = Counts()
+        total = Counts()
         for part in parts:
             for field in dataclasses.fields(Counts):
-                before, more = getattr(whole, field.name), part[field.name]
-                more = Counter(more) if isinstance(before, Counter) else more
-                setattr(whole, field.name, before + more)
-        return whole
+                sum_so_far, value = getattr(total, field.name), part[field.name]
+                value = Counter(value) if isinstance(sum_so_far, Counter) else value
+                setattr(total, field.name, sum_so_far + value)
+        return total
 
     @property
     def utilisation(self) -> float:
         """The share of slot-steps occupied by an unfinished row."""
         return self.busy_steps / self.slot_steps if self.slot_steps else 0.0
 
-    def admitted(self, tasks: Sequence[Task], sizes: Sizes, group: Group) -> None:
+    def add_prefill(self, tasks: Sequence[Task], sizes: Sizes, group: Group) -> None:
         """Counts a prefill."""
-        self.read_tokens += sum(len(task.row.ids) for task in tasks)
-        self.read_columns += sizes.arrivals * tasks[0].width
-        self._used(f"read {sizes.arrivals} x {tasks[0].width} into", sizes, group)
+        self.prefill_tokens += sum(len(task.row.input_ids) for task in tasks)
+        self.prefill_columns += sizes.prefill_rows * tasks[0].width
+        self._add_slot_call(f"read {sizes.prefill_rows} x {tasks[0].width} into", sizes, group)
 
-    def decoding(self, sizes: Sizes, group: Group) -> None:
-        self._used("decode", sizes, group)
+    def add_decode_call(self, sizes: Sizes, group: Group) -> None:
+        """Counts a call of the decode program."""
+        self._add_slot_call("decode", sizes, group)
 
-    def decoded(self, steps: int, busy: int, slots: int) -> None:
+    def add_decode_steps(self, steps: int, busy_slot_steps: int, slots: int) -> None:
         """Counts the steps of a decode call."""
         self.decode_steps += steps
-        self.busy_steps += busy
+        self.busy_steps += busy_slot_steps
         self.slot_steps += steps * slots
 
-    def finished(self, output: BatchOutput) -> None:
+    def add_output(self, output: BatchOutput) -> None:
         """Counts a finished row."""
         self.rows += 1
         if output.error_kind is not None:
             self.errors[output.error_kind] += 1
             return
-        self.texts += len(output.output_ids)
+        self.sequences += len(output.output_ids)
         self.prompt_tokens += output.prompt_tokens
         self.new_tokens += sum(map(len, output.output_ids))
-        self.reasons.update(output.finish_reasons)
+        self.finish_reasons.update(output.finish_reasons)
 
-    def _used(self, what: str, sizes: Sizes, group: Group) -> None:
-        name = f"{what} {sizes.slots} x {sizes.capacity}"
-        if sizes.source is not None:
-            name += f" (encoder {sizes.source})"
+    def _add_slot_call(self, program: str, sizes: Sizes, group: Group) -> None:
+        name = f"{program} {sizes.slots} x {sizes.capacity}"
+        if sizes.encoder_columns is not None:
+            name += f" (encoder {sizes.encoder_columns})"
         if sizes.beams > 1:
             name += f" of {sizes.beams} beams"
         name += f", group {group.number}" if group.number else ""
-        self.called(name)
+        self.add_call(name)
 
-    def halved(self) -> None:
+    def add_halving(self) -> None:
         """Counts a halving of the slots."""
         self.halvings += 1
 
-    def called(self, bucket: str) -> None:
+    def add_call(self, program: str) -> None:
         """Counts a call of a compiled program."""
-        self.buckets[bucket] += 1
+        self.program_calls[program] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as a JSON object."""

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 
 from jaxllm.batch.counts import Counts
-from jaxllm.batch.memory import Prediction, budget
-from jaxllm.batch.plan import Plan, plans, ran_out, too_large
-from jaxllm.batch.queue import Finished
+from jaxllm.batch.memory import Prediction, memory_budget
+from jaxllm.batch.plan import Plan, out_of_memory_error, plans, too_large_error
+from jaxllm.batch.queue import FinishedSequence
 from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
-from jaxllm.batch.rows import BatchOutput, RawRow, Row, RowReader, failed, row_id
-from jaxllm.batch.slot_pool import Pool
+from jaxllm.batch.rows import BatchOutput, RawRow, Row, RowReader, error_output
+from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.static_batches import batches, run_batch
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.inputs.batching import is_exhausted
@@ -23,6 +23,7 @@ from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards
+from jaxllm.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_SLOTS = {"cpu": 16}
 DEFAULT_ACCELERATOR_SLOTS = 128
@@ -42,19 +43,19 @@ class BatchGenerator:
         model: a causal or encoder-decoder language model. Where it lies on a mesh, so do the slots:
             over `data` and `fsdp`, and the heads of their caches over `tensor`.
         tokenizer: the model's own. None: rows have `input_ids`, and outputs no `texts`.
-        slots: rows that are decoded side by side, at most; on a mesh rounded up to a multiple of
-            data * fsdp. None: 16 on a CPU and 128 elsewhere, for each of data * fsdp. Fewer are
+        slots: maximum number of rows that are decoded at once; on a mesh rounded up to a multiple
+            of data * fsdp. None: 16 on a CPU and 128 elsewhere, for each of data * fsdp. Fewer are
             used where memory does not allow so many.
         memory: bytes to use on each device, or a string such as "12GB". None: nine tenths of the
             device's memory, or half of the machine's where the backend does not report it.
-        seed: of the rows that name none. Row number i then samples what
-            `jaxllm.generate(..., key=seed, row_ids=[i])` does; one with a seed of its own, what
-            `jaxllm.generate(..., key=its_seed)` does.
-        default_new_tokens: most new tokens of rows for which nobody states a length, as far as the
-            model reaches. None: as `generate`, 20.
-        chat: a row's `prompt` is what a user says, in the model's chat template, after `system`.
+        seed: seed of rows that have none. Row number i then samples as
+            `jaxllm.generate(..., key=seed, row_ids=[i])` does, and a row with a seed of its own as
+            `jaxllm.generate(..., key=its_seed)`.
+        default_new_tokens: `max_new_tokens` of rows for which no length is set, as far as the
+            model's context reaches. None: as `generate`, 20.
+        chat: a row's `prompt` is a user message, for the model's chat template, after `system`.
         announce: called with the memory that each pool of slots will take, before it runs.
-        fields: generation fields of all rows; a row's own win over them.
+        fields: generation fields of all rows; a row's own override them.
 
     Raises:
         InputError, UnsupportedError: a field of all rows is wrong. Errors of a single row are
@@ -64,7 +65,7 @@ class BatchGenerator:
     def __init__(
         self,
         model: GenerativeModel,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         *,
         slots: int | None = None,
         memory: int | str | None = None,
@@ -87,13 +88,13 @@ class BatchGenerator:
             raise InputError(f"slots: expected an integer of 1 or more, found {slots!r}")
         GenerationConfig(**fields)
         self.model, self.tokenizer = model, tokenizer
-        self._bare = without_metadata(model)
+        self._model = without_metadata(model)
         self._reader = RowReader(
             model, tokenizer, fields, seed, default_new_tokens, chat=chat, system=system
         )
         per_shard = DEFAULT_SLOTS.get(jax.default_backend(), DEFAULT_ACCELERATOR_SLOTS)
         self._slots = slots or per_shard * row_shards(self.mesh)
-        self._budget = budget(memory, 1 if self.mesh is None else self.mesh.size)
+        self._budget = memory_budget(memory, 1 if self.mesh is None else self.mesh.size)
         self._announce = announce
         self.counts = Counts()
         """Counters of the current run, or of the last one."""
@@ -112,87 +113,94 @@ class BatchGenerator:
         """Streams outputs of some rows of a larger job, which keep their numbers there."""
         self.counts, self.memory = Counts(), []
         for output in self._answer(rows):
-            self.counts.finished(output)
+            self.counts.add_output(output)
             yield output
 
     def _answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
-        read: list[Row] = []
-        checked: set[GenerationConfig] = set()
-        for given in rows:
-            name = given.id
+        checked_rows: list[Row] = []
+        checked_configs: set[GenerationConfig] = set()
+        for raw_row in rows:
             try:
-                name = row_id(given.raw, given.id)
-                row = self._reader.read(given, name)
-                if row.config not in checked:
+                row = self._reader.read(raw_row)
+                if row.config not in checked_configs:
                     check_processors(row, self.model.config.vocab_size)
-                    checked.add(row.config)
-                read.append(row)
+                    checked_configs.add(row.config)
+                checked_rows.append(row)
             except JaxLLMError as error:
-                yield failed(given.index, name, error)
-        self.counts.asked = sum(row.max_new_tokens * row.samples for row in read)
-        parts: dict[int, list[Finished]] = {}
-        for done in self._sequences(read):
-            row = done.task.row
-            found = parts.setdefault(row.index, [])
-            found.append(done)
-            if len(found) == row.samples:
-                self.counts.answered += row.max_new_tokens * row.samples
-                yield self._output(row, parts.pop(row.index))
+                yield error_output(raw_row, error)
+        self.counts.new_token_limit = sum(row.max_new_tokens * row.samples for row in checked_rows)
+        unfinished: dict[int, list[FinishedSequence]] = {}
+        for sequence in self._sequences(checked_rows):
+            row = sequence.task.row
+            sequences = unfinished.setdefault(row.index, [])
+            sequences.append(sequence)
+            if len(sequences) == row.samples:
+                self.counts.new_token_limit_done += row.max_new_tokens * row.samples
+                yield self._output(row, unfinished.pop(row.index))
 
-    def _sequences(self, rows: Sequence[Row]) -> Iterator[Finished]:
+    def _sequences(self, rows: Sequence[Row]) -> Iterator[FinishedSequence]:
         """The sequences of all rows: those that run in slots first."""
         for group in groups(filter(fits_slots, rows), self.model.config.vocab_size):
-            common = (self._bare, self.tokenizer, group)
-            for plan in plans(*common, group.tasks(), self._slots, self._budget, self.mesh):
+            for plan in plans(
+                self._model,
+                self.tokenizer,
+                group,
+                group.tasks(),
+                self._slots,
+                self._budget,
+                self.mesh,
+            ):
                 self.memory.append(plan.memory)
                 if self._announce is not None:
                     self._announce(plan.memory)
                 yield from self._run_plan(group, plan)
         others = (row for row in rows if not fits_slots(row))
-        for batch in batches(self._bare, others, self._slots, row_shards(self.mesh)):
-            yield from run_batch(self._bare, self.tokenizer, batch, self.counts)
+        for batch in batches(self._model, others, self._slots, row_shards(self.mesh)):
+            yield from run_batch(self._model, self.tokenizer, batch, self.counts)
 
-    def _run_plan(self, group: Group, plan: Plan) -> Iterator[Finished]:
+    def _run_plan(self, group: Group, plan: Plan) -> Iterator[FinishedSequence]:
         """Sequences as they end. Where memory runs out, half the slots go on."""
         tasks, sizes = plan.tasks, plan.sizes
         while tasks:
             if not plan.memory.fits and sizes.slots == sizes.shards:
                 for task in tasks:
-                    yield from Finished.failed(task, too_large(task, plan))
+                    yield from FinishedSequence.failed(task, too_large_error(task, plan))
                 return
             pool = None
             try:
-                common = (self._bare, self.tokenizer, group)
-                pool = Pool(*common, tasks, sizes, self.counts, self.mesh)
+                pool = SlotPool(
+                    self._model, self.tokenizer, group, tasks, sizes, self.counts, self.mesh
+                )
                 yield from pool.run()
                 return
             except jax.errors.JaxRuntimeError as error:
                 if not is_exhausted(error):
                     raise
                 if pool is not None:
-                    ended, tasks = pool.leftover()
-                    yield from ended
+                    finished, tasks = pool.leftover()
+                    yield from finished
             del pool
             if sizes.slots == sizes.shards:
                 for task in tasks:
-                    yield from Finished.failed(task, ran_out(task, sizes))
+                    yield from FinishedSequence.failed(task, out_of_memory_error(task, sizes))
                 return
             sizes = sizes.with_slots(sizes.slots // 2)
-            self.counts.halved()
+            self.counts.add_halving()
 
-    def _output(self, row: Row, found: Sequence[Finished]) -> BatchOutput:
-        found = sorted(found, key=lambda done: done.task.sample)
-        errors = [done.error for done in found if done.error is not None]
-        if errors:
-            return failed(row.index, row.id, errors[0])
+    def _output(self, row: Row, sequences: Sequence[FinishedSequence]) -> BatchOutput:
+        sequences = sorted(sequences, key=lambda sequence: sequence.task.sample)
+        for sequence in sequences:
+            if sequence.error is not None:
+                return error_output(row, sequence.error)
+        output_ids = tuple(sequence.tokens for sequence in sequences)
         texts = None
         if self.tokenizer is not None:
-            texts = tuple(self.tokenizer.decode(d.tokens, skip_special_tokens=True) for d in found)
+            texts = tuple(self.tokenizer.decode(i, skip_special_tokens=True) for i in output_ids)
         return BatchOutput(
             index=row.index,
             id=row.id,
-            output_ids=tuple(done.tokens for done in found),
+            output_ids=output_ids,
             texts=texts,
-            finish_reasons=tuple(done.reason for done in found),
-            prompt_tokens=len(row.ids),
+            finish_reasons=tuple(sequence.reason for sequence in sequences),
+            prompt_tokens=len(row.input_ids),
         )

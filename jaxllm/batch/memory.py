@@ -45,16 +45,17 @@ class Prediction:
 
     def __str__(self) -> str:
         return (
-            f"{self.slots} slots of {self.capacity} columns: weights {size(self.weights)}, cache "
-            f"{size(self.cache)}, activations {size(self.activations)}, in all {size(self.total)} "
-            f"of {size(self.budget)}" + (f" on each of {self.devices}" if self.devices > 1 else "")
+            f"{self.slots} slots of {self.capacity} columns: weights {format_bytes(self.weights)}, "
+            f"cache {format_bytes(self.cache)}, activations {format_bytes(self.activations)}, in "
+            f"all {format_bytes(self.total)} of {format_bytes(self.budget)}"
+            + (f" on each of {self.devices}" if self.devices > 1 else "")
         )
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Formats a number of bytes.
 
-    >>> size(512), size(2_500_000), size(1_250_000_000)
+    >>> format_bytes(512), format_bytes(2_500_000), format_bytes(1_250_000_000)
     ('512 B', '2.5 MB', '1.2 GB')
     """
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
@@ -63,13 +64,13 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def budget(memory: int | str | None, devices: int = 1) -> int:
+def memory_budget(memory: int | str | None, devices: int = 1) -> int:
     """Bytes that a batch may use on each device, weights included.
 
     Args:
         memory: a number, or a string such as "12GB". None: nine tenths of what the device has, or
             half of the machine's memory where the backend does not say.
-        devices: of this machine that share its memory in that case.
+        devices: number of devices that share this machine's memory in that case.
     """
     if memory is None:
         stats = jax.local_devices()[0].memory_stats() or {}
@@ -92,12 +93,12 @@ def budget(memory: int | str | None, devices: int = 1) -> int:
 def nbytes(tree: Any) -> int:
     """Bytes per device of a pytree of arrays or shapes; sharded arrays count as their shard."""
 
-    def one(x) -> int:
+    def leaf_bytes(x) -> int:
         sharding = getattr(x, "sharding", None)  # numpy arrays have none
         shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
         return math.prod(shape) * np.dtype(x.dtype).itemsize
 
-    return sum(map(one, jax.tree.leaves(tree)))
+    return sum(map(leaf_bytes, jax.tree.leaves(tree)))
 
 
 def fitting_slots(predict: Callable[[int], Prediction], slots: int, shards: int) -> Prediction:
@@ -108,13 +109,14 @@ def fitting_slots(predict: Callable[[int], Prediction], slots: int, shards: int)
         shards: the number of slots is a multiple of this.
     """
     while True:
-        found = predict(slots)
-        if found.fits or slots == shards:
-            return found
-        per_slot = (found.total - found.weights) / slots
-        # Activations do not shrink as fast as the slots: so at least by a little each time.
-        fewer = min(int((found.budget - found.weights) / per_slot), slots * 7 // 8)
-        slots = max(1, fewer // shards) * shards
+        prediction = predict(slots)
+        if prediction.fits or slots == shards:
+            return prediction
+        per_slot = (prediction.total - prediction.weights) / slots
+        fewer_slots = int((prediction.budget - prediction.weights) / per_slot)
+        # Activations shrink less than the number of slots: reduce it by an eighth at least.
+        fewer_slots = min(fewer_slots, slots * 7 // 8)
+        slots = max(1, fewer_slots // shards) * shards
 
 
 def working_memory(compiled: jax.stages.Compiled, state: int) -> int:

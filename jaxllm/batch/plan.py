@@ -1,28 +1,32 @@
-"""Plans pools of slots that fit the memory."""
+"""Plans pools of slots that fit the memory, and the errors of tasks for which none does.
+
+Apart from memory.py, which knows no rows and no programs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.batch.memory import Prediction, fitting_slots, nbytes, size, working_memory
-from jaxllm.batch.programs import admit_program, decode_program
+from jaxllm.batch.memory import Prediction, fitting_slots, format_bytes, nbytes, working_memory
+from jaxllm.batch.programs import decode_program, prefill_program
 from jaxllm.batch.queue import Task
-from jaxllm.batch.row_groups import Group, lay_out
+from jaxllm.batch.row_groups import Group, prefill_batch
 from jaxllm.batch.rows import Row
 from jaxllm.batch.sizes import Sizes, sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
-from jaxllm.batch.slots import Arrivals, Slots
+from jaxllm.batch.slots import PrefillBatch, Slots
 from jaxllm.common.errors import InputError
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.sharding import row_shards, use
+from jaxllm.tokenizers.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +40,17 @@ class Plan:
     """`sizes`, or those of shorter sequences that would fit, or None."""
 
 
+class Predict(Protocol):
+    """`predict` for one model, group and budget."""
+
+    def __call__(
+        self, tasks: Sequence[Task], sizes: Sizes, slots: int, *, compile_always: bool = False
+    ) -> Prediction: ...
+
+
 def plans(
     model: Decoder,
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     group: Group,
     tasks: Sequence[Task],
     slots: int,
@@ -52,41 +64,41 @@ def plans(
     """
     shards = row_shards(mesh)
     options = (model.is_encoder_decoder, shards, group.strategy.beams)
-    predicted = partial(predict, model, tokenizer, group, budget, mesh)
+    predict_for: Predict = partial(predict, model, tokenizer, group, budget, mesh)
     # Largest slots first.
-    classes: dict[tuple[int, int], list[Task]] = {}
+    by_capacity: dict[tuple[int, int], list[Task]] = {}
     for task in tasks:
-        alone = sizes_for([task], 1, *options)
-        classes.setdefault((alone.capacity, alone.source or 0), []).append(task)
-    waiting = [classes[key] for key in sorted(classes, reverse=True)]
-    while waiting:
-        rest = [task for part in waiting for task in part]
-        whole = sizes_for(rest, slots, *options)
-        memory = fitting_slots(partial(predicted, rest, whole), whole.slots, shards)
-        if memory.slots < whole.slots and len(waiting) > 1:
-            rest = waiting.pop(0)
-            whole = sizes_for(rest, slots, *options)
-            memory = fitting_slots(partial(predicted, rest, whole), whole.slots, shards)
+        own = sizes_for([task], 1, *options)
+        by_capacity.setdefault((own.capacity, own.encoder_columns or 0), []).append(task)
+    classes = [by_capacity[capacity] for capacity in sorted(by_capacity, reverse=True)]
+    while classes:
+        pool = [task for tasks in classes for task in tasks]
+        sizes = sizes_for(pool, slots, *options)
+        memory = fitting_slots(partial(predict_for, pool, sizes), sizes.slots, shards)
+        if memory.slots < sizes.slots and len(classes) > 1:
+            pool = classes.pop(0)
+            sizes = sizes_for(pool, slots, *options)
+            memory = fitting_slots(partial(predict_for, pool, sizes), sizes.slots, shards)
         else:
-            waiting = []
+            classes = []
         if not memory.fits:  # the error of its rows states all bytes
-            memory = predicted(rest, whole, memory.slots, whole=True)
-        sizes = dataclasses.replace(whole, slots=memory.slots)
-        fitting = sizes if memory.fits else _shorter_that_fit(predicted, rest, sizes)
-        yield Plan(rest, sizes, memory, fitting)
+            memory = predict_for(pool, sizes, memory.slots, compile_always=True)
+        sizes = dataclasses.replace(sizes, slots=memory.slots)
+        fitting = sizes if memory.fits else _shorter_that_fit(predict_for, pool, sizes)
+        yield Plan(pool, sizes, memory, fitting)
 
 
-def _shorter_that_fit(predicted: Any, tasks: Sequence[Task], sizes: Sizes) -> Sizes | None:
-    start = max(len(task.row.start) for task in tasks)
-    shorter = sizes.shortened(start)
-    while shorter is not None and not predicted(tasks, shorter, sizes.shards).fits:
-        shorter = shorter.shortened(start)
+def _shorter_that_fit(predict_for: Predict, tasks: Sequence[Task], sizes: Sizes) -> Sizes | None:
+    prompt_length = max(len(task.row.decoder_prompt) for task in tasks)
+    shorter = sizes.with_half_the_new_tokens(prompt_length)
+    while shorter is not None and not predict_for(tasks, shorter, sizes.shards).fits:
+        shorter = shorter.with_half_the_new_tokens(prompt_length)
     return shorter
 
 
 def predict(
     model: Decoder,
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     group: Group,
     budget: int,
     mesh: Mesh | None,
@@ -94,18 +106,18 @@ def predict(
     sizes: Sizes,
     slots: int,
     *,
-    whole: bool = False,
+    compile_always: bool = False,
 ) -> Prediction:
     """Predicts the memory of a pool with `slots` slots.
 
     Compiles its programs for the widest prompt bucket, unless weights and cache alone exceed the
-    budget (`whole`: the weights alone). The pool reuses these compiled programs.
+    budget (`compile_always`: unless the weights alone do). The pool reuses these programs.
     """
     sizes = dataclasses.replace(sizes, slots=slots)
     widest = max(tasks, key=lambda task: task.width)
-    arrivals = lay_out([widest], group, sizes, model.config.vocab_size)
-    shapes = slot_shapes(model, group.strategy, sizes, arrivals.settings, mesh)
-    found = Prediction(
+    batch = prefill_batch([widest], group, sizes, model.config.vocab_size)
+    shapes = slot_shapes(model, group.strategy, sizes, batch.settings, mesh)
+    prediction = Prediction(
         weights=nbytes(model),
         cache=nbytes(shapes),
         activations=0,
@@ -114,57 +126,59 @@ def predict(
         capacity=sizes.capacity,
         devices=1 if mesh is None else mesh.size,
     )
-    if not found.fits and not (whole and found.weights < budget):
-        return found
+    if not prediction.fits and not (compile_always and prediction.weights < budget):
+        return prediction
     stops = group.criteria(tokenizer, mesh)
     with use(mesh):
-        programs = traced_programs(model, shapes, arrivals, stops, group, sizes)
-        working = max(
-            working_memory(program.lower().compile(), found.cache) for program in programs
+        programs = traced_programs(model, shapes, batch, stops, group, sizes)
+        activations = max(
+            working_memory(program.lower().compile(), prediction.cache) for program in programs
         )
-    return dataclasses.replace(found, activations=working)
+    return dataclasses.replace(prediction, activations=activations)
 
 
 def traced_programs(
     model: Decoder,
     shapes: Slots,
-    arrivals: Arrivals,
+    batch: PrefillBatch,
     stops: StoppingCriteriaList,
     group: Group,
     sizes: Sizes,
 ) -> tuple[jax.stages.Traced, jax.stages.Traced]:
-    """The programs `admit` and `decode` of a pool, traced; runs in `use(mesh)`.
+    """The programs `prefill` and `decode` of a pool, traced; runs in `use(mesh)`.
 
     Args:
         shapes: the slots, as `slot_shapes` returns them.
     """
     strategy = group.strategy
-    at, number = np.zeros(sizes.arrivals, np.int32), np.int32(1)
+    slot_ids, number = np.zeros(sizes.prefill_rows, np.int32), np.int32(1)
     return (
-        admit_program.trace(model, shapes, arrivals, at, stops, strategy=strategy, sizes=sizes),
+        prefill_program.trace(
+            model, shapes, batch, slot_ids, stops, strategy=strategy, sizes=sizes
+        ),
         decode_program.trace(model, shapes, stops, number, number, strategy=strategy),
     )
 
 
-def too_large(task: Task, plan: Plan) -> InputError:
+def too_large_error(task: Task, plan: Plan) -> InputError:
     """The error of a task that cannot run, with the number to change."""
     memory, row = plan.memory, task.row
     if memory.weights >= memory.budget:
         return InputError(
-            f"memory: the weights alone take {size(memory.weights)} of a budget of "
-            f"{size(memory.budget)}; raise memory, or load the model in a smaller dtype"
+            f"memory: the weights alone take {format_bytes(memory.weights)} of a budget of "
+            f"{format_bytes(memory.budget)}; raise memory, or load the model in a smaller dtype"
         )
     needed = (
-        f"one slot of {memory.capacity} columns ({_lengths(row)}) takes {size(memory.total)}, but "
-        f"the budget is {size(memory.budget)}"
+        f"one slot of {memory.capacity} columns ({_lengths(row)}) takes "
+        f"{format_bytes(memory.total)}, but the budget is {format_bytes(memory.budget)}"
     )
-    new = 0 if plan.fitting is None else plan.fitting.max_new_tokens(len(row.start))
-    if new < 1:
+    possible = 0 if plan.fitting is None else plan.fitting.max_new_tokens(len(row.decoder_prompt))
+    if possible < 1:
         return InputError(f"memory: {needed}; shorten the prompt, or raise memory")
-    return InputError(f"max_new_tokens: {needed}; ask for at most {new}, or raise memory")
+    return InputError(f"max_new_tokens: {needed}; ask for at most {possible}, or raise memory")
 
 
-def ran_out(task: Task, sizes: Sizes) -> InputError:
+def out_of_memory_error(task: Task, sizes: Sizes) -> InputError:
     """The error of a task for which memory ran out although it was predicted to fit."""
     return InputError(
         f"max_new_tokens: the device ran out of memory with a single slot of {sizes.capacity} "
@@ -174,4 +188,4 @@ def ran_out(task: Task, sizes: Sizes) -> InputError:
 
 def _lengths(row: Row) -> str:
     beams = f" for each of {row.config.num_beams} beams" if row.config.num_beams > 1 else ""
-    return f"a prompt of {len(row.ids)} tokens, {row.max_new_tokens} new ones{beams}"
+    return f"a prompt of {len(row.input_ids)} tokens, {row.max_new_tokens} new ones{beams}"

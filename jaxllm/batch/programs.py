@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slot_placement import put
+from jaxllm.batch.slot_placement import write_rows
 from jaxllm.batch.slot_strategies import SlotStrategy
-from jaxllm.batch.slots import Arrivals, SlotCache, SlotOutputs, Slots
+from jaxllm.batch.slots import PrefillBatch, SlotCache, SlotOutputs, Slots
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.field_axes import constrain_fields
@@ -26,35 +26,36 @@ class DecodeProgress(NamedTuple):
     """True while the slot's row is not finished."""
     steps: Int[Array, ""]
     """Decode steps of this call."""
-    busy: Int[Array, ""]
+    busy_slot_steps: Int[Array, ""]
     """Slot-steps occupied by an unfinished row."""
 
 
-def admit(
+def prefill(
     model: Decoder,
     slots: Slots,
-    arrivals: Arrivals,
-    at: Int[Array, " R"],
+    batch: PrefillBatch,
+    slot_ids: Int[Array, " R"],
     stops: StoppingCriteriaList,
     *,
     strategy: SlotStrategy,
     sizes: Sizes,
 ) -> Slots:
-    """Prefills R prompts of one bucket, chooses their first tokens, and puts them into slots.
+    """Prefills R prompts of one bucket, chooses their first tokens, and writes them into slots.
 
     Args:
-        at: the slot of each prompt; the number of slots marks prompts that only fill up.
+        slot_ids: the slot of each prompt; for prompts that only fill up the batch, the number of
+            slots, which is no slot.
     """
-    arrivals = constrain(arrivals, "rows")
-    rows, width = arrivals.tokens.shape
-    mask = jnp.arange(width) < arrivals.start[:, None]
-    empty = SlotCache.of(model.init_cache(rows, width, **arrivals.encoder))
+    batch = constrain(batch, "rows")
+    rows, width = batch.tokens.shape
+    mask = jnp.arange(width) < batch.prompt_length[:, None]
+    cache = SlotCache.of(model.init_cache(rows, width, **batch.encoder))
     out = model.decode(
-        arrivals.tokens, mask, empty, cache_is_empty=True, logits_column=arrivals.start - 1
+        batch.tokens, mask, cache, cache_is_empty=True, logits_column=batch.prompt_length - 1
     )
     # New tokens overwrite the bucket's padding.
-    out = out.replace(cache=out.cache.replace(length=arrivals.start))
-    return put(slots, strategy.first(model, arrivals, out, stops, sizes), at)
+    out = out.replace(cache=out.cache.replace(length=batch.prompt_length))
+    return write_rows(slots, strategy.init(model, batch, out, stops, sizes), slot_ids)
 
 
 def decode(
@@ -79,15 +80,18 @@ def decode(
         return enough_busy & (steps < max_steps)
 
     def step(carry):
-        slots, steps, busy = carry
-        busy += jnp.sum(slots.unfinished, dtype=jnp.int32)
-        return strategy.step(model, slots, stops), steps + 1, busy
+        slots, steps, busy_slot_steps = carry
+        busy_slot_steps += jnp.sum(slots.unfinished, dtype=jnp.int32)
+        return strategy.step(model, slots, stops), steps + 1, busy_slot_steps
 
-    slots, steps, busy = jax.lax.while_loop(continues, step, (slots, jnp.int32(0), jnp.int32(0)))
+    zero = jnp.int32(0)
+    slots, *counts = jax.lax.while_loop(continues, step, (slots, zero, zero))
     slots = constrain_fields(slots, batch=slots.count)
-    return slots, DecodeProgress(strategy.outputs(slots), slots.unfinished, steps, busy)
+    return slots, DecodeProgress(strategy.outputs(slots), slots.unfinished, *counts)
 
 
 # The slots are donated: cache and sequences are updated in place.
-admit_program = jax.jit(admit, static_argnames=("strategy", "sizes"), donate_argnames=("slots",))
+prefill_program = jax.jit(
+    prefill, static_argnames=("strategy", "sizes"), donate_argnames=("slots",)
+)
 decode_program = jax.jit(decode, static_argnames=("strategy",), donate_argnames=("slots",))

@@ -1,4 +1,4 @@
-"""Tasks of a batch: a queue of those that wait for a slot, and the sequences that they end with."""
+"""Tasks of a batch, the queue of tasks that wait for a slot, and finished sequences."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Task:
 
     row: Row
     sample: int
-    returns: int = 1
-    """Sequences that it ends with: more than one of beams."""
+    num_sequences: int = 1
+    """Sequences that it ends with; beam search may return several."""
 
     @property
-    def sequences(self) -> list[Task]:
+    def samples(self) -> list[Task]:
         """A task for each sequence that it ends with."""
-        if self.returns == 1:
+        if self.num_sequences == 1:
             return [self]
-        return [Task(self.row, sample) for sample in range(self.returns)]
+        return [Task(self.row, sample) for sample in range(self.num_sequences)]
 
     @property
     def width(self) -> int:
         """Columns of its prompt's bucket."""
-        return bucket(len(self.row.ids), SMALLEST_BUCKET)
+        return bucket(len(self.row.input_ids), SMALLEST_BUCKET)
 
     def columns(self, encoder_decoder: bool) -> int:
         """Columns of its longest sequence, rounded up to a power of two.
@@ -43,7 +43,7 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
-class Finished:
+class FinishedSequence:
     """A sequence that has ended."""
 
     task: Task
@@ -54,12 +54,12 @@ class Finished:
     """Why there are no tokens."""
 
     @staticmethod
-    def failed(task: Task, error: JaxLLMError) -> list[Finished]:
+    def failed(task: Task, error: JaxLLMError) -> list[FinishedSequence]:
         """All sequences of a task that failed."""
-        return [Finished(part, [], "", error) for part in task.sequences]
+        return [FinishedSequence(sample, [], "", error) for sample in task.samples]
 
 
-def not_finite(step: int) -> NonFiniteError:
+def nonfinite_error(step: int) -> NonFiniteError:
     """The error of a row whose logits were not finite at a new token."""
     return NonFiniteError(
         f"at new token {step} the model's logits are NaN or infinite, or the settings forbid every "
@@ -87,18 +87,18 @@ class Queue:
     @property
     def widths(self) -> list[int]:
         """The buckets in which tasks wait."""
-        return sorted(width for width, waiting in self._buckets.items() if waiting)
+        return sorted(width for width, tasks in self._buckets.items() if tasks)
 
     def take(self, count: int) -> list[Task]:
         """Removes up to `count` tasks of one bucket, that of the task with the most new tokens."""
-        waiting = [tasks for tasks in self._buckets.values() if tasks]
-        if not waiting:
+        candidates = [tasks for tasks in self._buckets.values() if tasks]
+        if not candidates:
             return []
-        tasks = max(waiting, key=lambda tasks: (tasks[0].row.max_new_tokens, tasks[0].width))
+        tasks = max(candidates, key=lambda tasks: (tasks[0].row.max_new_tokens, tasks[0].width))
         return [tasks.popleft() for _ in range(min(count, len(tasks)))]
 
     def take_all(self) -> list[Task]:
         """All tasks that wait."""
-        taken = [task for tasks in self._buckets.values() for task in tasks]
+        tasks = [task for bucket in self._buckets.values() for task in bucket]
         self._buckets.clear()
-        return taken
+        return tasks

@@ -16,7 +16,7 @@ from jaxllm.batch.rows import Row
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import place
 from jaxllm.batch.slot_strategies import BeamSlots, SampleSlots, SlotStrategy
-from jaxllm.batch.slots import Arrivals, RowSettings
+from jaxllm.batch.slots import PrefillBatch, RowSettings
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessorList
@@ -25,6 +25,7 @@ from jaxllm.generation.processors.per_row import signature, stack_lists
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.lengths import MOST_COLUMNS
 from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
+from jaxllm.tokenizers.tokenizer import Tokenizer
 
 NEUTRAL: Mapping[str, Any] = {
     name: field.per_row for name, field in FIELDS.items() if field.per_row is not None
@@ -48,7 +49,7 @@ class Group:
     number: int
     rows: tuple[Row, ...]
     strategy: SlotStrategy
-    shared: tuple[str, ...]
+    shared_fields: tuple[str, ...]
     """Fields of `NEUTRAL` that the program applies."""
     stop_lists: tuple[tuple[str, ...], ...]
     eos_width: int
@@ -56,32 +57,34 @@ class Group:
     def tasks(self) -> list[Task]:
         """One task for each sample of a row, or one for all beams of a row."""
         if self.strategy.beams > 1:
-            return [Task(row, 0, returns=row.samples) for row in self.rows]
+            return [Task(row, 0, num_sequences=row.samples) for row in self.rows]
         return [Task(row, sample) for row in self.rows for sample in range(row.samples)]
 
-    def criteria(self, tokenizer: Any, mesh: Mesh | None) -> StoppingCriteriaList:
+    def criteria(self, tokenizer: Tokenizer | None, mesh: Mesh | None) -> StoppingCriteriaList:
         """One stopping criterion for each list of stop strings, replicated over the mesh."""
-        lists = StoppingCriteriaList(StopStringCriteria(tokenizer, s) for s in self.stop_lists)
+        if tokenizer is None:  # `RowReader` refuses stop strings
+            return StoppingCriteriaList()
+        criteria = StoppingCriteriaList(StopStringCriteria(tokenizer, s) for s in self.stop_lists)
         replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        return jax.tree.map(lambda x: place(x, replicated), lists)
+        return jax.tree.map(lambda x: place(x, replicated), criteria)
 
     def settings(self, rows: Sequence[Row], vocab_size: int) -> RowSettings:
         """Settings of the given rows of the group, as host arrays."""
-        lists = [processors_of(row, self.shared, vocab_size) for row in rows]
+        processors = [processors_of(row, self.shared_fields, vocab_size) for row in rows]
         eos = np.full((len(rows), self.eos_width), NO_TOKEN, np.int32)
-        watched = np.zeros((len(rows), len(self.stop_lists)), bool)
+        uses_stop_list = np.zeros((len(rows), len(self.stop_lists)), bool)
         for i, row in enumerate(rows):
             eos[i, : len(row.eos)] = row.eos
             if row.config.stop_strings is not None:
-                watched[i, self.stop_lists.index(row.config.stop_strings)] = True
+                uses_stop_list[i, self.stop_lists.index(row.config.stop_strings)] = True
         arrays = {
             "eos": eos,
             "max_length": np.array([row.max_length for row in rows], np.int32),
             "sampled": np.array([bool(row.config.do_sample) for row in rows]),
-            "watched": watched,
+            "uses_stop_list": uses_stop_list,
             "length_penalty": np.array([row.config.length_penalty for row in rows], np.float32),
         }
-        return RowSettings(stack_lists(lists), **arrays)
+        return RowSettings(stack_lists(processors), **arrays)
 
 
 def fits_slots(row: Row) -> bool:
@@ -92,7 +95,7 @@ def fits_slots(row: Row) -> bool:
     values = row.config.to_dict()
     if values.pop("cache_implementation", None) not in _CACHES:
         return False
-    return not any(_acts(name, value) for name, value in values.items() if name in _NO_SLOTS)
+    return not any(_has_effect(name, value) for name, value in values.items() if name in _NO_SLOTS)
 
 
 def check_processors(row: Row, vocab_size: int) -> None:
@@ -110,7 +113,7 @@ def _beams_fit(row: Row) -> bool:
     return columns <= MOST_COLUMNS and not row.config.low_memory
 
 
-def _acts(name: str, value: Any) -> bool:
+def _has_effect(name: str, value: Any) -> bool:
     field = FIELDS[name]
     return value is not None and value != field.neutral and value != field.default
 
@@ -120,13 +123,15 @@ def groups(rows: Iterable[Row], vocab_size: int) -> list[Group]:
     strategies: dict[SlotStrategy, list[Row]] = {}
     for row in rows:
         strategies.setdefault(_strategy(row), []).append(row)
-    parts: list[tuple[SlotStrategy, tuple[str, ...], list[Row]]] = []
-    for strategy, members in strategies.items():
-        shared, sampling = _shared(members)
+    result: list[Group] = []
+    for strategy, strategy_rows in strategies.items():
+        shared_fields = _shared_fields(strategy_rows)
+        sampling = any(row.config.do_sample for row in strategy_rows)
         strategy = dataclasses.replace(strategy, sampling=sampling)
-        for alike in _by_processors(members, shared, vocab_size):
-            parts.extend((strategy, shared, part) for part in _by_stop_lists(alike))
-    return [_group(number, *part) for number, part in enumerate(parts)]
+        for processor_rows in _by_processors(strategy_rows, shared_fields, vocab_size):
+            for group_rows in _by_stop_lists(processor_rows):
+                result.append(_group(len(result), strategy, shared_fields, group_rows))
+    return result
 
 
 def _strategy(row: Row) -> SlotStrategy:
@@ -144,105 +149,110 @@ def _strategy(row: Row) -> SlotStrategy:
 
 
 def _by_processors(
-    rows: Sequence[Row], shared: tuple[str, ...], vocab_size: int
+    rows: Sequence[Row], shared_fields: tuple[str, ...], vocab_size: int
 ) -> Iterable[list[Row]]:
     """Splits rows into parts whose processors differ only in per-row numbers."""
     signatures: dict[GenerationConfig, Any] = {}
-    found: dict[Any, list[Row]] = {}
+    parts: dict[Any, list[Row]] = {}
     for row in rows:
         if row.config not in signatures:
-            signatures[row.config] = signature(processors_of(row, shared, vocab_size))
-        found.setdefault(signatures[row.config], []).append(row)
-    return found.values()
+            signatures[row.config] = signature(processors_of(row, shared_fields, vocab_size))
+        parts.setdefault(signatures[row.config], []).append(row)
+    return parts.values()
 
 
 def _group(
-    number: int, strategy: SlotStrategy, shared: tuple[str, ...], rows: Sequence[Row]
+    number: int, strategy: SlotStrategy, shared_fields: tuple[str, ...], rows: Sequence[Row]
 ) -> Group:
-    lists = {strings for row in rows if (strings := row.config.stop_strings) is not None}
+    stop_lists = {strings for row in rows if (strings := row.config.stop_strings) is not None}
     return Group(
         number=number,
         rows=tuple(rows),
         strategy=strategy,
-        shared=shared,
-        stop_lists=tuple(sorted(lists)),
+        shared_fields=shared_fields,
+        stop_lists=tuple(sorted(stop_lists)),
         eos_width=bucket(max(len(row.eos) for row in rows), 8),
     )
 
 
 def _by_stop_lists(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows, in parts of no more than `MAX_STOP_LISTS` different lists of stop strings."""
-    lists = sorted({row.config.stop_strings or () for row in rows})
-    part = {stops: i // MAX_STOP_LISTS for i, stops in enumerate(lists)}
+    """Splits rows into parts of no more than `MAX_STOP_LISTS` different lists of stop strings."""
+    stop_lists = sorted({row.config.stop_strings or () for row in rows})
+    part_of = {stop_list: i // MAX_STOP_LISTS for i, stop_list in enumerate(stop_lists)}
     parts: dict[int, list[Row]] = {}
     for row in rows:
-        parts.setdefault(part[row.config.stop_strings or ()], []).append(row)
+        parts.setdefault(part_of[row.config.stop_strings or ()], []).append(row)
     return list(parts.values())
 
 
-def _shared(rows: Sequence[Row]) -> tuple[tuple[str, ...], bool]:
-    """The fields of `NEUTRAL` that any row uses, and True if any row is sampled."""
-    sampling = any(row.config.do_sample for row in rows)
-    asked = set(_ALWAYS_SAMPLED) if sampling else set()
+def _shared_fields(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The fields of `NEUTRAL` that any row uses."""
+    fields = set(_ALWAYS_SAMPLED) if any(row.config.do_sample for row in rows) else set()
     for config in {row.config for row in rows}:
-        values = _numbers(config, NEUTRAL, 0)
-        asked |= {name for name, value in values.items() if value != NEUTRAL[name]}
-    return tuple(sorted(asked)), sampling
+        values = _per_row_values(config, NEUTRAL, 0)
+        fields |= {name for name, value in values.items() if value != NEUTRAL[name]}
+    return tuple(sorted(fields))
 
 
-def _numbers(config: GenerationConfig, names: Iterable[str], start: int) -> dict[str, Any]:
-    """The row's values of fields of `NEUTRAL`.
+def _per_row_values(
+    config: GenerationConfig, names: Iterable[str], prompt_length: int
+) -> dict[str, Any]:
+    """A row's values of fields of `NEUTRAL`.
 
     Args:
-        start: length of its decoder prompt; `min_length` minus this counts as
+        prompt_length: length of its decoder prompt; `min_length` minus this counts as
             `min_new_tokens`.
     """
     values = {}
     for name in names:
         value = getattr(config, name)
         if name == "min_new_tokens" and value is None:
-            value = max(config.min_length - start, 0)
-        idle = value is None or (name in _WARPERS and not config.do_sample)
-        values[name] = NEUTRAL[name] if idle else value
+            value = max(config.min_length - prompt_length, 0)
+        unused = value is None or (name in _WARPERS and not config.do_sample)
+        values[name] = NEUTRAL[name] if unused else value
     return values
 
 
-def processors_of(row: Row, shared: tuple[str, ...], vocab_size: int) -> LogitsProcessorList:
-    """The row's logits processors, including those of all `shared` fields."""
-    off = {name: FIELDS[name].neutral for name in {*NEUTRAL, *_NO_SLOTS} - set(shared)}
+def processors_of(row: Row, shared_fields: tuple[str, ...], vocab_size: int) -> LogitsProcessorList:
+    """The row's logits processors, including those of all `shared_fields`."""
+    unused = {name: FIELDS[name].neutral for name in {*NEUTRAL, *_NO_SLOTS} - set(shared_fields)}
+    neutral = {name: value for name, value in unused.items() if value is not None}
     # `from_dict`: values read from a file, unlike arguments, do not add a processor by being set.
-    unset = {name: value for name, value in off.items() if value is not None}
-    config = row.config.merge(GenerationConfig.from_dict({**unset, "min_length": 0}))
+    config = row.config.merge(GenerationConfig.from_dict({**neutral, "min_length": 0}))
     config = config.replace(
-        **{name: None for name, value in off.items() if value is None},
-        **_numbers(row.config, shared, len(row.start)),
-        do_sample=any(name in _WARPERS for name in shared),
+        **dict.fromkeys(unused.keys() - neutral.keys()),
+        **_per_row_values(row.config, shared_fields, len(row.decoder_prompt)),
+        do_sample=any(name in _WARPERS for name in shared_fields),
     )
     return build_processors(
         config,
-        prompt_len=len(row.start),
+        prompt_len=len(row.decoder_prompt),
         max_length=row.max_length,
         eos_token_id=row.eos,
         vocab_size=vocab_size,
     )
 
 
-def lay_out(tasks: Sequence[Task], group: Group, sizes: Sizes, vocab_size: int) -> Arrivals:
-    """The arrays of some tasks of one bucket; the first task fills up missing ones."""
-    count = sizes.arrivals
-    filled = [*tasks, *[tasks[0]] * (count - len(tasks))]
-    rows = [task.row for task in filled]
+def prefill_batch(
+    tasks: Sequence[Task], group: Group, sizes: Sizes, vocab_size: int
+) -> PrefillBatch:
+    """The arrays of some tasks of one bucket; copies of the first task fill up the batch."""
+    tasks = [*tasks, *[tasks[0]] * (sizes.prefill_rows - len(tasks))]
+    rows = [task.row for task in tasks]
     width, encoder = tasks[0].width, {}
-    if sizes.source is not None:
-        mask = np.arange(width) < np.array([[len(row.ids)] for row in rows])
-        encoder = {"input_ids": padded([row.ids for row in rows], width), "attention_mask": mask}
+    if sizes.encoder_columns is not None:
+        mask = np.arange(width) < np.array([[len(row.input_ids)] for row in rows])
+        encoder = {
+            "input_ids": padded([row.input_ids for row in rows], width),
+            "attention_mask": mask,
+        }
         width = 1
     arrays: dict[str, Any] = {
-        "tokens": padded([row.start for row in rows], width),
-        "start": np.array([len(row.start) for row in rows], np.int32),
-        "draws": np.array([(t.row.seed, t.row.row_number, t.sample) for t in filled], np.uint32),
+        "tokens": padded([row.decoder_prompt for row in rows], width),
+        "prompt_length": np.array([len(row.decoder_prompt) for row in rows], np.int32),
+        "key_data": np.array([(t.row.seed, t.row.row_number, t.sample) for t in tasks], np.uint32),
     }
-    return Arrivals(**arrays, settings=group.settings(rows, vocab_size), encoder=encoder)
+    return PrefillBatch(**arrays, settings=group.settings(rows, vocab_size), encoder=encoder)
 
 
 def padded(rows: Sequence[Int[np.ndarray, " T"]], width: int) -> Int[np.ndarray, "R W"]:

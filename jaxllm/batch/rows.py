@@ -7,29 +7,59 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Int, Shaped
 
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
+from jaxllm.generation.call import prompts
 from jaxllm.generation.call.merging import merged_config
-from jaxllm.generation.call.prompts import decoder_prompt
 from jaxllm.generation.inputs.padded_batch import PaddedBatch, checked_ids
-from jaxllm.generation.inputs.values import is_integer
+from jaxllm.generation.inputs.values import is_integer, to_scalar
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.consistency import UnusedFieldWarning
 from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.generation.settings.mode import generation_mode
 from jaxllm.generation.settings.special_tokens import checked_pad
 from jaxllm.generation.stopping import StopStringCriteria
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.tokenizers.tokenizer import Tokenizer
 
-INPUTS = ("prompt", "messages", "input_ids")
-OWN = frozenset({"id", "seed", *INPUTS})
-"""Keys of a row that are not generation fields."""
 MAX_SEED = 2**32 - 1
 MAX_SEQUENCES = 2**20
-"""Most sequences of one row, so that a wrong number does not take the memory of all others."""
+"""Maximum `num_return_sequences`, so that a wrong number does not take the memory of all rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowInput:
+    """The keys of a row that are not generation fields."""
+
+    id: str | int | None = None
+    seed: int | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Any], "a list of messages"] | None = None
+    input_ids: Any = None
+    """Token ids; any sequence of integers."""
+
+    @property
+    def prompt_key(self) -> str:
+        """The key of the prompt: prompt, messages or input_ids.
+
+        Raises:
+            InputError: the row has none of them, or several.
+        """
+        found = [key for key in PROMPT_KEYS if getattr(self, key) is not None]
+        if len(found) == 1:
+            return found[0]
+        raise InputError(
+            "a row has exactly one of prompt, messages and input_ids; found "
+            + (" and ".join(found) or "none")
+        )
+
+
+ROW_KEYS = frozenset(field.name for field in dataclasses.fields(RowInput))
+PROMPT_KEYS = ("prompt", "messages", "input_ids")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,16 +67,16 @@ class Row:
     """A checked row, ready to run."""
 
     index: int
-    """Its place among all rows."""
+    """Number of the row in the job, from 0."""
     id: str | int
-    ids: Int[np.ndarray, " T"]
+    input_ids: Int[np.ndarray, " T"]
     """Prompt ids; for an encoder-decoder, the encoder's input ids."""
-    start: Int[np.ndarray, " C"]
-    """The decoder's prompt: `ids`, or an encoder-decoder's start token."""
+    decoder_prompt: Int[np.ndarray, " C"]
+    """The decoder's prompt: `input_ids`, or an encoder-decoder's start token."""
     config: GenerationConfig
     eos: tuple[int, ...]
     max_new_tokens: int
-    """Most new tokens of a sequence."""
+    """Maximum number of new tokens of a sequence."""
     seed: int
     row_number: int
     """`generate(..., key=seed, row_ids=[row_number])` samples the same."""
@@ -55,12 +85,13 @@ class Row:
 
     @property
     def samples(self) -> int:
+        """Number of sequences that the row returns."""
         return self.config.num_return_sequences
 
     @property
     def max_length(self) -> int:
         """Columns of the longest sequence."""
-        return len(self.start) + self.max_new_tokens
+        return len(self.decoder_prompt) + self.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +125,11 @@ class BatchOutput:
         """
         if self.error is not None:
             return {"id": self.id, "error": self.error, "error_kind": self.error_kind}
-        one = len(self.output_ids) == 1
-        texts = [None] * len(self.output_ids) if self.texts is None else list(self.texts)
-        return {
-            "id": self.id,
-            "text": texts[0] if one else texts,
-            "output_ids": self.output_ids[0] if one else list(self.output_ids),
-            "finish_reason": self.finish_reasons[0] if one else list(self.finish_reasons),
-        }
+        texts = [None] * len(self.output_ids) if self.texts is None else self.texts
+        columns = (texts, self.output_ids, self.finish_reasons)
+        single = len(self.output_ids) == 1
+        text, output_ids, reason = (column[0] if single else list(column) for column in columns)
+        return {"id": self.id, "text": text, "output_ids": output_ids, "finish_reason": reason}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +143,17 @@ class RawRow:
     raw: Any
     """A mapping, a prompt or token ids; or the error of the line that it should be on."""
 
+    @property
+    def row_id(self) -> str | int:
+        """The row's own `id`, or the default if it has no valid one."""
+        own: Any = to_scalar(self.raw.get("id")) if isinstance(self.raw, Mapping) else None
+        return own if isinstance(own, str) or is_integer(own) else self.id
 
-def failed(index: int, row_id: str | int, error: BaseException) -> BatchOutput:
+
+def error_output(row: Row | RawRow, error: JaxLLMError) -> BatchOutput:
     """The output of a row with an error."""
-    return BatchOutput(index, row_id, error=str(error), error_kind=type(error).__name__)
+    row_id = row.row_id if isinstance(row, RawRow) else row.id
+    return BatchOutput(row.index, row_id, error=str(error), error_kind=type(error).__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,17 +169,18 @@ class RowReader:
     """Reads rows: mappings, prompts or token ids.
 
     Args:
-        fields: generation fields of all rows; a row's own win over them.
-        seed: of the rows that name none.
-        default_new_tokens: of rows for which nobody states a length; None: as `generate`.
-        chat: a row's `prompt` is what a user says, in the model's chat template.
+        fields: generation fields of all rows; a row's own override them.
+        seed: seed of rows that have none.
+        default_new_tokens: `max_new_tokens` of rows for which no length is set, as far as the
+            model's context reaches; None: as `generate`.
+        chat: a row's `prompt` is a user message, for the model's chat template.
         system: system message of that chat.
     """
 
     def __init__(
         self,
         model: GenerativeModel,
-        tokenizer: Any,
+        tokenizer: Tokenizer | None,
         fields: Mapping[str, Any],
         seed: int,
         default_new_tokens: int | None = None,
@@ -153,90 +189,89 @@ class RowReader:
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._fields, self._seed = dict(fields), checked_seed(seed)
-        self._default, self._chat, self._system = default_new_tokens, chat, system
+        self._default_new_tokens = default_new_tokens
+        self._chat, self._system = chat, system
         self._settings: dict[str, _Settings] = {}
-        self._lengthened: dict[tuple[GenerationConfig, int], GenerationConfig] = {}
+        self._with_default_length: dict[tuple[GenerationConfig, int], GenerationConfig] = {}
 
-    def read(self, row: RawRow, name: str | int) -> Row:
+    def read(self, row: RawRow) -> Row:
         """Reads and checks a row.
 
         Raises:
             JaxLLMError: the row is wrong.
         """
-        raw = row.raw
-        if isinstance(raw, JaxLLMError):
-            raise raw
-        if isinstance(raw, str):
-            raw = {"prompt": raw}
-        elif not isinstance(raw, Mapping):
-            raw = {"input_ids": raw}
-        for field in raw:
-            if not isinstance(field, str):
-                raise InputError(f"a row's fields have names, but one is {field!r:.60}")
-        own = {name: value for name, value in raw.items() if name not in OWN}
-        settings = self._read_settings(own)
-        config = settings.config
-        ids = self._ids(raw)
+        if isinstance(row.raw, JaxLLMError):
+            raise row.raw
+        raw = _as_mapping(row.raw)
+        row_input = _row_input(raw)
+        settings = self._read_settings(
+            {name: value for name, value in raw.items() if name not in ROW_KEYS}
+        )
+        input_ids = self._input_ids(row_input)
+        decoder_prompt = input_ids
         if self._model.is_encoder_decoder:
-            start = decoder_prompt(self._model, None, None, 1, config).ids[0]
-        else:
-            start = ids
-        config = self._with_length(config, len(start))
-        columns = PaddedBatch(start[None], np.ones((1, len(start)), bool))
-        config, max_length = checked_lengths(self._model, config, columns)
-        if config.num_return_sequences > MAX_SEQUENCES:
-            raise InputError(
-                f"num_return_sequences: {config.num_return_sequences} is more than a row may have, "
-                f"{MAX_SEQUENCES}; give the prompt in several rows"
-            )
-        seed = raw.get("seed")
+            decoder_prompt = prompts.decoder_prompt(
+                self._model, None, None, 1, settings.config
+            ).ids[0]
+        config, max_length = self._with_lengths(settings.config, decoder_prompt)
+        seed = row_input.seed
         return Row(
             index=row.index,
-            id=name,
-            ids=ids,
-            start=start,
+            id=row.row_id,
+            input_ids=input_ids,
+            decoder_prompt=decoder_prompt,
             config=config,
             eos=settings.eos,
-            max_new_tokens=max_length - len(start),
+            max_new_tokens=max_length - len(decoder_prompt),
             seed=self._seed if seed is None else checked_seed(seed),
             row_number=row.index if seed is None else 0,
             mode=settings.mode,
         )
 
-    def _with_length(self, config: GenerationConfig, start: int) -> GenerationConfig:
-        if self._default is None or {"max_length", "max_new_tokens"} & config.to_dict().keys():
-            return config
-        limit, context = self._default, self._model.config.context_length
-        if not self._model.is_encoder_decoder and context is not None:
-            limit = max(1, min(limit, context - start))
-        known = self._lengthened.get((config, limit))
-        if known is None:  # many rows share their settings, which then are one object
-            known = self._lengthened[config, limit] = config.replace(max_new_tokens=limit)
-        return known
+    def _with_lengths(
+        self, config: GenerationConfig, decoder_prompt: Int[np.ndarray, " C"]
+    ) -> tuple[GenerationConfig, int]:
+        """The settings with a `max_new_tokens` if no length is set, and the maximum length."""
+        if self._default_new_tokens is not None and not (
+            {"max_length", "max_new_tokens"} & config.to_dict().keys()
+        ):
+            limit, context = self._default_new_tokens, self._model.config.context_length
+            if not self._model.is_encoder_decoder and context is not None:
+                limit = max(1, min(limit, context - len(decoder_prompt)))
+            # Rows that share their settings share one object.
+            config = self._with_default_length.setdefault(
+                (config, limit), config.replace(max_new_tokens=limit)
+            )
+        columns = PaddedBatch(decoder_prompt[None], np.ones((1, len(decoder_prompt)), bool))
+        return checked_lengths(self._model, config, columns)
 
-    def _read_settings(self, own: Mapping[str, Any]) -> _Settings:
+    def _read_settings(self, fields: Mapping[str, Any]) -> _Settings:
+        """The settings of a row with these fields; rows with equal fields share them."""
         try:
-            name = json.dumps(own, sort_keys=True)
+            key = json.dumps(fields, sort_keys=True)
         except (TypeError, ValueError):  # values that JSON lacks, such as arrays: not cached
-            return self._checked_settings(own)
-        found = self._settings.get(name)
-        if found is None:
-            found = self._settings[name] = self._checked_settings(own)
-        return found
+            return self._checked_settings(fields)
+        settings = self._settings.get(key)
+        if settings is None:
+            settings = self._settings[key] = self._checked_settings(fields)
+        return settings
 
-    def _checked_settings(self, own: Mapping[str, Any]) -> _Settings:
+    def _checked_settings(self, fields: Mapping[str, Any]) -> _Settings:
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            config, eos = merged_config(self._model, None, {**self._fields, **own})
-        # An unused field is an error only if the row itself sets it. The warning starts with the
-        # field's name.
+            warnings.simplefilter("always", UnusedFieldWarning)
+            config, eos = merged_config(self._model, None, {**self._fields, **fields})
         for warning in caught:
-            text = str(warning.message)
-            if any(text.startswith(f"`{name}`") for name in own):
-                raise InputError(text)
+            # An unused field is an error only if the row itself sets it.
+            if isinstance(warning.message, UnusedFieldWarning) and warning.message.field in fields:
+                raise InputError(str(warning.message))
         for name, value in config.to_dict().items():
             if value and (name.startswith("output_") or name == "token_healing"):
                 raise UnsupportedError(f"{name}: not in a batch of rows; use jaxllm.generate")
+        if config.num_return_sequences > MAX_SEQUENCES:
+            raise InputError(
+                f"num_return_sequences: {config.num_return_sequences} is more than a row may have, "
+                f"{MAX_SEQUENCES}; give the prompt in several rows"
+            )
         if config.stop_strings is not None:
             if self._tokenizer is None:
                 raise InputError("stop_strings: needs a tokenizer, which this model does not have")
@@ -244,57 +279,57 @@ class RowReader:
         checked_pad(self._model, config, eos)
         return _Settings(config, eos, generation_mode(config))
 
-    def _ids(self, raw: Mapping[str, Any]) -> Int[np.ndarray, " T"]:
-        given = [name for name in INPUTS if raw.get(name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) if given else "none"
-            raise InputError(
-                f"a row has exactly one of prompt, messages and input_ids; found {found}"
-            )
-        name, value = given[0], raw[given[0]]
-        if name == "input_ids":
-            return checked_ids("input_ids", _listed(value)[None], self._model.config.vocab_size)[0]
+    def _input_ids(self, row: RowInput) -> Int[np.ndarray, " T"]:
+        """The row's prompt as token ids."""
+        key, vocab_size = row.prompt_key, self._model.config.vocab_size
+        if row.input_ids is not None:
+            return checked_ids(key, _id_array(row.input_ids)[None], vocab_size)[0]
         if self._tokenizer is None:
-            raise InputError(f"{name}: this model has no tokenizer; give input_ids")
-        if name == "prompt":
-            if not isinstance(value, str):
-                raise InputError(f"prompt: expected a string, found {value!r:.60}")
-            ids = self._asked(value) if self._chat else self._tokenizer([value]).input_ids
+            raise InputError(f"{key}: this model has no tokenizer; give input_ids")
+        messages = row.messages
+        if messages == []:
+            raise InputError("messages: expected a list of messages, found []")
+        if row.prompt is not None and self._chat:
+            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+            messages = [*system, {"role": "user", "content": row.prompt}]
+        if messages is None:
+            ids = self._tokenizer([row.prompt or ""]).input_ids
         else:
-            if not isinstance(value, list) or not value:
-                raise InputError(f"messages: expected a list of messages, found {value!r:.60}")
-            ids = [self._tokenizer.apply_chat_template(value)]
-        return checked_ids(name, np.asarray(ids), self._model.config.vocab_size)[0]
-
-    def _asked(self, text: str) -> list[list[int]]:
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        messages = [*system, {"role": "user", "content": text}]
-        return [self._tokenizer.apply_chat_template(messages)]
+            ids = [self._tokenizer.apply_chat_template(messages)]
+        return checked_ids(key, np.asarray(ids), vocab_size)[0]
 
 
-def _listed(ids: Any) -> Shaped[np.ndarray, " T"]:
+def _as_mapping(raw: Any) -> Mapping[str, Any]:
+    """A row as a mapping: a string is a prompt, anything else token ids."""
+    if isinstance(raw, str):
+        return {"prompt": raw}
+    if not isinstance(raw, Mapping):
+        return {"input_ids": raw}
+    for name in raw:
+        if not isinstance(name, str):
+            raise InputError(f"a row's fields have names, but one is {name!r:.60}")
+    return raw
+
+
+def _row_input(raw: Mapping[str, Any]) -> RowInput:
+    """The keys of a row that are not generation fields, with their types checked."""
+    from jaxllm.common.validation import check_types  # imports pydantic, which is slow
+
+    numbers = {name: to_scalar(raw[name]) for name in ("id", "seed") if name in raw}
+    row = RowInput(**{name: raw[name] for name in ROW_KEYS & raw.keys()} | numbers)
+    check_types(row, InputError)
+    return row
+
+
+def _id_array(ids: Any) -> Shaped[np.ndarray, " T"]:
     """A list that should be token ids, as an array."""
-    found = np.zeros(0)
+    array = np.zeros(0)
     if isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str):
         with contextlib.suppress(ValueError):  # ragged nested lists
-            found = np.asarray(ids)
-    if found.ndim != 1 or found.size == 0:
+            array = np.asarray(ids)
+    if array.ndim != 1 or array.size == 0:
         raise InputError(f"input_ids: expected a list of token ids, found {ids!r:.60}")
-    return found
-
-
-def row_id(raw: Any, default: str | int) -> str | int:
-    """The `id` of a row, or the default.
-
-    Raises:
-        InputError: the id is neither a string nor an integer.
-    """
-    found = raw.get("id") if isinstance(raw, Mapping) else None
-    if found is None:
-        return default
-    if not isinstance(found, str) and not is_integer(found):
-        raise InputError(f"id: expected a string or an integer, found {found!r:.60}")
-    return found
+    return array
 
 
 def checked_seed(seed: Any) -> int:

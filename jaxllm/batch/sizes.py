@@ -17,7 +17,7 @@ class Sizes:
     slots: int
     columns: int
     """Columns of a sequence, its prompt included."""
-    source: int | None = None
+    encoder_columns: int | None = None
     """Columns of the encoder's input, of an encoder-decoder."""
     shards: int = 1
     """Number of shards of the slot axis on a mesh; divides `slots`."""
@@ -36,7 +36,7 @@ class Sizes:
         return self.columns + (self.beams - 1) * self.new_token_bucket
 
     @property
-    def arrivals(self) -> int:
+    def prefill_rows(self) -> int:
         """Prompts of one prefill: a sixteenth of the slots. Decoding stops when as many slots are
         free, so that less than a sixteenth of them wait on average. A multiple of `shards` where
         there are enough."""
@@ -47,30 +47,28 @@ class Sizes:
         """The same with another number of slots, rounded up to a multiple of `shards`."""
         return dataclasses.replace(self, slots=-(-slots // self.shards) * self.shards)
 
-    def max_new_tokens(self, start: int) -> int:
-        """Most new tokens after a prompt of `start` columns."""
-        return (
-            self.columns - start
-            if self.beams == 1
-            else min(self.columns - start, self.new_token_bucket)
-        )
+    def max_new_tokens(self, prompt_length: int) -> int:
+        """Most new tokens after a prompt."""
+        columns = self.columns - prompt_length
+        return columns if self.beams == 1 else min(columns, self.new_token_bucket)
 
-    def shortened(self, start: int) -> Sizes | None:
-        """The next smaller slots, of about half as many new tokens after a prompt of `start`
-        columns; None if there are none.
+    def with_half_the_new_tokens(self, prompt_length: int) -> Sizes | None:
+        """The next smaller slots, of about half as many new tokens after a prompt; None if there
+        are none.
 
-        >>> sizes = Sizes(1, 64, beams=4, new_token_bucket=64).shortened(3)
-        >>> sizes.columns, sizes.new_token_bucket, sizes.shortened(3).columns
+        >>> sizes = Sizes(1, 64, beams=4, new_token_bucket=64).with_half_the_new_tokens(3)
+        >>> sizes.columns, sizes.new_token_bucket, sizes.with_half_the_new_tokens(3).columns
         (64, 32, 32)
         """
-        halves = [
-            x // 2 if x > SMALLEST_BUCKET else 0 for x in (self.columns, self.new_token_bucket)
-        ]
-        new = max(halves[0] - start, halves[1])
-        if new < 1:
+        half_columns, half_new_tokens = (
+            size // 2 if size > SMALLEST_BUCKET else 0
+            for size in (self.columns, self.new_token_bucket)
+        )
+        max_new_tokens = max(half_columns - prompt_length, half_new_tokens)
+        if max_new_tokens < 1:
             return None
-        columns = bucket(start + new, SMALLEST_BUCKET)
-        new_token_bucket = 0 if self.beams == 1 else bucket(new, SMALLEST_BUCKET)
+        columns = bucket(prompt_length + max_new_tokens, SMALLEST_BUCKET)
+        new_token_bucket = 0 if self.beams == 1 else bucket(max_new_tokens, SMALLEST_BUCKET)
         return dataclasses.replace(self, columns=columns, new_token_bucket=new_token_bucket)
 
 
@@ -82,7 +80,7 @@ def sizes_for(
     sizes = Sizes(
         slots=0,
         columns=max(task.columns(encoder_decoder) for task in tasks),
-        source=max(task.width for task in tasks) if encoder_decoder else None,
+        encoder_columns=max(task.width for task in tasks) if encoder_decoder else None,
         shards=shards,
         beams=beams,
         new_token_bucket=0 if beams == 1 else bucket(longest, SMALLEST_BUCKET),

@@ -5,7 +5,6 @@ On a mesh their first axis is sharded over `data` and `fsdp`, the heads of the c
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +15,7 @@ from jaxtyping import Array, Int, Shaped
 
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_strategies import SlotStrategy
-from jaxllm.batch.slots import Arrivals, RowSettings, SlotCache, Slots
+from jaxllm.batch.slots import PrefillBatch, RowSettings, SlotCache, Slots
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.field_axes import map_with_axes
 from jaxllm.parallel.sharding import ROWS, context_mesh, partition, use
@@ -30,13 +29,13 @@ def with_shardings(shapes: T, mesh: Mesh | None) -> T:
         # Not weakly typed: programs are compiled for the arrays that `empty_slots` makes of these.
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
-    def one(names, x):
-        spec = partition(x.shape, names if x.ndim >= len(names) else names[:1], mesh)
+    def with_sharding(axes, x):
+        spec = partition(x.shape, axes if x.ndim >= len(axes) else axes[:1], mesh)
         if 0 in x.shape:  # programs return empty arrays replicated
             spec = PartitionSpec()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    return map_with_axes(one, shapes)
+    return map_with_axes(with_sharding, shapes)
 
 
 def place(x: Any, sharding: Any = None) -> jax.Array:
@@ -44,13 +43,13 @@ def place(x: Any, sharding: Any = None) -> jax.Array:
     return jax.device_put(x, sharding, may_alias=False)
 
 
-def set_rows(
+def scatter_rows(
     old: Shaped[Array, "B ..."],
     new: Shaped[Array, "R ..."],
-    at: Int[Array, " R"],
+    slot_ids: Int[Array, " R"],
     axes: tuple[str, ...] = ("rows",),
 ) -> Shaped[Array, "B ..."]:
-    """Replaces rows `at` of `old` in place.
+    """Replaces rows `slot_ids` of `old` in place.
 
     Row numbers beyond the last row are dropped. On a mesh each device writes the rows of its shard:
     only the new rows are communicated.
@@ -59,54 +58,59 @@ def set_rows(
         axes: the logical axes of the first dimensions of `old`.
     """
 
-    def put(old, new, at):
-        return old.at[at].set(new, mode="drop")
+    def scatter(old, new, slot_ids):
+        return old.at[slot_ids].set(new, mode="drop")
 
     mesh = context_mesh()
     if mesh is None:
-        return put(old, new, at)
+        return scatter(old, new, slot_ids)
 
-    def put_part(old, new, at):
-        mine = at - jax.lax.axis_index(ROWS) * old.shape[0]
-        return put(old, new, jnp.where(mine < 0, old.shape[0], mine))
+    def scatter_shard(old, new, slot_ids):
+        in_shard = slot_ids - jax.lax.axis_index(ROWS) * old.shape[0]
+        return scatter(old, new, jnp.where(in_shard < 0, old.shape[0], in_shard))
 
-    split = partition(old.shape, axes, mesh)
-    whole_rows = PartitionSpec(None, *split[1:])
-    return jax.shard_map(put_part, in_specs=(split, whole_rows, PartitionSpec()), out_specs=split)(
-        old, new, at
-    )
+    spec = partition(old.shape, axes, mesh)
+    in_specs = (spec, PartitionSpec(None, *spec[1:]), PartitionSpec())
+    return jax.shard_map(scatter_shard, in_specs=in_specs, out_specs=spec)(old, new, slot_ids)
 
 
-def put(old: T, new: T, at: Int[Array, " R"]) -> T:
-    """Writes new rows into the slots `at`; one beyond the last slot is left out.
+def write_rows(old: T, new: T, slot_ids: Int[Array, " R"]) -> T:
+    """Writes new rows into the slots `slot_ids`; one beyond the last slot is left out.
 
     Other axes of the new rows may be shorter than those of the slots; the rest is zero-filled.
     Masked keys and values are zeroed as well, since a NaN left there by the previous row would pass
     the mask (0 * NaN is NaN).
     """
 
-    def one(names, old: Shaped[Array, "B ..."], new: Any):
-        return put_layer(old, new, at) if "heads" in names else put_rows(old, new, at)
+    def write(axes, old: Shaped[Array, "B ..."], new: Any):
+        if "heads" in axes:
+            return write_layer(old, new, slot_ids)
+        return write_padded_rows(old, new, slot_ids)
 
-    return map_with_axes(one, old, new)
+    return map_with_axes(write, old, new)
 
 
-def put_rows(
-    old: Shaped[Array, "B ..."], new: Any, at: Int[Array, " R"], axes: tuple[str, ...] = ("rows",)
+def write_padded_rows(
+    old: Shaped[Array, "B ..."],
+    new: Any,
+    slot_ids: Int[Array, " R"],
+    axes: tuple[str, ...] = ("rows",),
 ) -> Shaped[Array, "B ..."]:
-    """Replaces rows of `old`, padded with zeros to its columns; `axes` as in `set_rows`."""
-    rest = [(0, have - got) for have, got in zip(old.shape[1:], new.shape[1:], strict=True)]
-    return set_rows(old, jnp.pad(jnp.asarray(new, old.dtype), [(0, 0), *rest]), at, axes)
+    """Replaces rows of `old`, padded with zeros to its columns; `axes` as in `scatter_rows`."""
+    pads = [(0, size - length) for size, length in zip(old.shape[1:], new.shape[1:], strict=True)]
+    new = jnp.pad(jnp.asarray(new, old.dtype), [(0, 0), *pads])
+    return scatter_rows(old, new, slot_ids, axes)
 
 
-def put_layer(
-    old: Shaped[Array, "*BK S H"], new: Shaped[Array, "*RK P H"], at: Int[Array, " R"]
+def write_layer(
+    old: Shaped[Array, "*BK S H"], new: Shaped[Array, "*RK P H"], slot_ids: Int[Array, " R"]
 ) -> Shaped[Array, "*BK S H"]:
-    """Replaces keys or values of some rows."""
+    """Replaces keys or values of some rows; K heads share the first axis with rows or have their
+    own."""
     if old.ndim == 4:
-        return put_rows(old, new, at, ("rows", "heads"))
-    heads = new.shape[0] // at.shape[0]
-    return put_rows(old, new, (at[:, None] * heads + jnp.arange(heads)).reshape(-1))
+        return write_padded_rows(old, new, slot_ids, ("rows", "heads"))
+    heads = new.shape[0] // slot_ids.shape[0]
+    return write_padded_rows(old, new, (slot_ids[:, None] * heads + jnp.arange(heads)).reshape(-1))
 
 
 def slot_shapes(
@@ -124,27 +128,27 @@ def slot_shapes(
     count = sizes.slots
     arrays: dict[str, Any] = {
         "tokens": np.zeros((count, 1), np.int32),
-        "start": np.zeros(count, np.int32),
-        "draws": np.zeros((count, 3), np.uint32),
+        "prompt_length": np.zeros(count, np.int32),
+        "key_data": np.zeros((count, 3), np.uint32),
     }
     repeated = jax.tree.map(lambda x: np.repeat(x[:1], count, axis=0), settings)
-    arrivals = Arrivals(**arrays, settings=repeated, encoder={})
+    batch = PrefillBatch(**arrays, settings=repeated, encoder={})
 
-    def before(model: Decoder, arrivals: Arrivals) -> Slots:
-        cache = start_cache(model, count, sizes.capacity, sizes.source)
-        return strategy.before(arrivals, cache, sizes)
+    def initial_slots(model: Decoder, batch: PrefillBatch) -> Slots:
+        cache = empty_cache(model, count, sizes.capacity, sizes.encoder_columns)
+        return strategy.initial_slots(batch, cache, sizes)
 
     with use(mesh):
-        shapes = jax.eval_shape(before, model, arrivals)
+        shapes = jax.eval_shape(initial_slots, model, batch)
     return with_shardings(shapes, mesh)
 
 
-def empty_slots(shapes: Any, settings: RowSettings) -> Any:
+def empty_slots(shapes: Slots, settings: RowSettings) -> Slots:
     """Slots without rows, made without compiling a program.
 
     Args:
-        settings: of some row, [1]: those of a slot before its first row. (With zeros a filter would
-            take its slow branch.)
+        settings: settings of one row, [1], which free slots get. (With zeros a filter would take
+            its slow branch.)
     """
 
     def zeros(shape: Any) -> jax.Array:
@@ -153,16 +157,20 @@ def empty_slots(shapes: Any, settings: RowSettings) -> Any:
     def repeated(shape: Any, value: np.ndarray) -> jax.Array:
         return place(np.repeat(value, shape.shape[0], axis=0), shape.sharding)
 
-    stated = jax.tree.map(repeated, shapes.settings, settings)
-    rest = jax.tree.map(zeros, dataclasses.replace(shapes, settings=None))
-    return dataclasses.replace(rest, settings=stated)
+    return Slots(
+        state=jax.tree.map(zeros, shapes.state),
+        unfinished=zeros(shapes.unfinished),
+        settings=jax.tree.map(repeated, shapes.settings, settings),
+    )
 
 
-def start_cache(model: Decoder, count: int, capacity: int, source: int | None) -> SlotCache:
+def empty_cache(
+    model: Decoder, count: int, capacity: int, encoder_columns: int | None
+) -> SlotCache:
     """The cache of `count` slots; traced for its shapes alone."""
     encoder = {}
-    if source is not None:
-        shape = (count, source)
+    if encoder_columns is not None:
+        shape = (count, encoder_columns)
         encoder = {"input_ids": jnp.zeros(shape, jnp.int32)}
         encoder["attention_mask"] = jnp.zeros(shape, bool)
     return SlotCache.of(model.init_cache(count, capacity, **encoder))

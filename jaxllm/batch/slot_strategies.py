@@ -7,14 +7,14 @@ finished keeps its final state.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxllm.batch.sizes import Sizes
-from jaxllm.batch.slots import Arrivals, RowSettings, SlotOutputs, Slots
+from jaxllm.batch.slots import PrefillBatch, RowSettings, SlotOutputs, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.processors.per_row import row_by_row
 from jaxllm.generation.stopping import StoppingCriteriaList
@@ -30,6 +30,8 @@ from jaxllm.generation.strategies.strategy import (
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import map_with_axes
+
+S = TypeVar("S")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,55 +55,67 @@ class SlotStrategy:
         """The sequences of all slots."""
         raise NotImplementedError
 
-    def before(self, arrivals: Arrivals, cache: Cache, sizes: Sizes) -> Slots:
-        """Slots of rows whose prompts are in the cache, before anything is chosen."""
-        settings, prompt = arrivals.settings, _prompt(arrivals, sizes)
+    def initial_slots(self, batch: PrefillBatch, cache: Cache, sizes: Sizes) -> Slots:
+        """Slots of rows whose prompts are in the cache, before the first token is chosen."""
+        settings, prompt = batch.settings, _prompt(batch, sizes)
         state = self.strategy(settings).initial_state(prompt, cache, sizes.new_token_bucket)
-        return self._slots(state, settings, jnp.ones(arrivals.start.shape, bool))
+        return self._slots(state, settings, jnp.ones(batch.prompt_length.shape, bool))
 
-    def first(
+    def init(
         self,
         model: Decoder,
-        arrivals: Arrivals,
+        batch: PrefillBatch,
         out: DecodeOutput,
         stops: StoppingCriteriaList,
         sizes: Sizes,
     ) -> Slots:
-        """Slots after the first token, from the model's output for the prompts."""
-        rows, prompt = arrivals.settings, _prompt(arrivals, sizes)
-        settings = self._decode_settings(rows, stops)
-        state = self.strategy(rows).init(model, prompt, out, settings, sizes.new_token_bucket)
-        return self._slots(state, rows, jnp.ones(arrivals.start.shape, bool))
+        """Slots after the first token, which follows from the model's output for the prompts."""
+        settings, prompt = batch.settings, _prompt(batch, sizes)
+        decode_settings = self._decode_settings(settings, stops)
+        state = self.strategy(settings).init(
+            model, prompt, out, decode_settings, sizes.new_token_bucket
+        )
+        return self._slots(state, settings, jnp.ones(batch.prompt_length.shape, bool))
 
     def step(self, model: Decoder, slots: Slots, stops: StoppingCriteriaList) -> Slots:
         """One more token for every unfinished row."""
-        rows, before = slots.settings, slots.state
-        before = before.replace(keys=jax.random.wrap_key_data(before.keys))
-        after = self.strategy(rows).step(model, before, self._decode_settings(rows, stops))
-        return self._slots(_where(slots.unfinished, after, before), rows, slots.unfinished)
+        settings = slots.settings
+        old = slots.state.replace(keys=jax.random.wrap_key_data(slots.state.keys))
+        new = self.strategy(settings).step(model, old, self._decode_settings(settings, stops))
+        return self._slots(
+            _where_unfinished(slots.unfinished, new, old), settings, slots.unfinished
+        )
 
-    def _decode_settings(self, rows: RowSettings, stops: StoppingCriteriaList) -> DecodeSettings:
+    def _decode_settings(
+        self, settings: RowSettings, stops: StoppingCriteriaList
+    ) -> DecodeSettings:
         return DecodeSettings(
-            processors=row_by_row(rows.processors),
-            eos=rows.eos,
+            processors=row_by_row(settings.processors),
+            eos=settings.eos,
             pad=jnp.int32(0),
-            max_length=rows.max_length,
-            stops=for_rows(stops, rows.watched),
+            max_length=settings.max_length,
+            stops=for_rows(stops, settings.uses_stop_list),
             allow_nonfinite=self.allow_nonfinite,
         )
 
-    def _slots(self, state: Any, settings: RowSettings, unfinished: Bool[Array, " B"]) -> Slots:
+    def _slots(
+        self,
+        state: SampleState | BeamSearchState,
+        settings: RowSettings,
+        unfinished: Bool[Array, " B"],
+    ) -> Slots:
+        """Slots of a state; rows that have ended become finished."""
         unfinished &= unfinished_rows(state, settings.max_length)
         unfinished &= state.first_nonfinite_step == NEVER
 
-        def free(x: Any) -> Any:
+        def shorten_free_slots(x: Any) -> Any:
             """Sets the cache length of free slots to 0, so that attention reads no further than
             unfinished rows need."""
             if not isinstance(x, Cache):
                 return x
             return x.replace(length=jnp.where(unfinished, x.length, 0))
 
-        state = jax.tree.map(free, state, is_leaf=lambda x: isinstance(x, Cache))
+        state = jax.tree.map(shorten_free_slots, state, is_leaf=lambda x: isinstance(x, Cache))
         return Slots(state.replace(keys=jax.random.key_data(state.keys)), unfinished, settings)
 
 
@@ -116,7 +130,7 @@ class SampleSlots(SlotStrategy):
         state: SampleState = slots.state
         return SlotOutputs(
             tokens=state.sequences[:, None],
-            start=state.cur_len - state.step,
+            prompt_length=state.cur_len - state.step,
             length=state.cur_len[:, None],
             stopped=state.is_finished[:, None],
             first_nonfinite_step=state.first_nonfinite_step,
@@ -148,36 +162,36 @@ class BeamSlots(SlotStrategy):
         length = state.start_len[:, None] + count
         return SlotOutputs(
             tokens=state.finished.sequences,
-            start=state.start_len,
+            prompt_length=state.start_len,
             length=length,
             stopped=(count > 0) & (length < slots.settings.max_length[:, None]),
             first_nonfinite_step=state.first_nonfinite_step,
         )
 
 
-def _prompt(arrivals: Arrivals, sizes: Sizes) -> Prompt:
+def _prompt(batch: PrefillBatch, sizes: Sizes) -> Prompt:
     """Strategy inputs of the prompts, which start at position 0 (right-padded)."""
-    width = arrivals.tokens.shape[1]
-    start = jnp.asarray(arrivals.start)
+    width = batch.tokens.shape[1]
+    prompt_length = jnp.asarray(batch.prompt_length)
     return Prompt(
         decoder_inputs={},
         encoder_inputs={},
-        sequences=jnp.pad(arrivals.tokens, ((0, 0), (0, sizes.columns - width))),
-        mask=jnp.arange(sizes.columns) < start[:, None],
-        start_len=start,
-        cache_len=start,
-        last_column=start - 1,
-        keys=arrivals.keys(),
+        sequences=jnp.pad(batch.tokens, ((0, 0), (0, sizes.columns - width))),
+        mask=jnp.arange(sizes.columns) < prompt_length[:, None],
+        start_len=prompt_length,
+        cache_len=prompt_length,
+        last_column=prompt_length - 1,
+        keys=batch.keys(),
     )
 
 
-def _where(unfinished: Bool[Array, " B"], new: Any, old: Any) -> Any:
+def _where_unfinished(unfinished: Bool[Array, " B"], new: S, old: S) -> S:
     """Selects `new` for unfinished rows and `old` for the others. Keys and values are always `new`,
     since those of finished rows are never read."""
 
-    def one(names, new, old):
-        if "heads" in names:  # keys or values of the cache
+    def select(axes, new, old):
+        if "heads" in axes:  # keys or values of the cache
             return new
         return jnp.where(unfinished.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-    return map_with_axes(one, new, old)
+    return map_with_axes(select, new, old)

@@ -31,8 +31,9 @@ class RowSettings:
     max_length: Int[Array, " B"]
     """Maximum sequence length, prompt included."""
     sampled: Bool[Array, " B"]
-    watched: Bool[Array, "B M"]
-    """The program's lists of stop strings that are the row's."""
+    """True for rows that sample; the others take the best token."""
+    uses_stop_list: Bool[Array, "B M"]
+    """True for the lists of stop strings, among the M of the program, that the row uses."""
     length_penalty: Float[Array, " B"]
     """Beam search only."""
 
@@ -58,14 +59,14 @@ class SlotCache(Cache):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Arrivals:
-    """Prompts to prefill and put into slots."""
+class PrefillBatch:
+    """R prompts to prefill and write into slots, as host arrays."""
 
     tokens: Int[Array, "R P"]
     """Decoder prompts, padded to their bucket."""
-    start: Int[Array, " R"]
+    prompt_length: Int[Array, " R"]
     """Length of each decoder prompt."""
-    draws: UInt32[Array, "R 3"]
+    key_data: UInt32[Array, "R 3"]
     """Seed, number of the row and number of the sample, which make the row's random key."""
     settings: RowSettings
     encoder: dict[str, Any]
@@ -74,10 +75,10 @@ class Arrivals:
     def keys(self) -> Any:
         """The keys that `generate(..., key=seed, row_ids=[row])` gives its samples."""
 
-        def one(seed, row, sample):
+        def key_of(seed, row, sample):
             return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), sample)
 
-        return jax.vmap(one)(self.draws[:, 0], self.draws[:, 1], self.draws[:, 2])
+        return jax.vmap(key_of)(*self.key_data.T)
 
 
 class SlotOutputs(NamedTuple):
@@ -85,7 +86,7 @@ class SlotOutputs(NamedTuple):
 
     tokens: Int[Array, "B M L"]
     """Prompt and new tokens; columns beyond `length` have no meaning."""
-    start: Int[Array, " B"]
+    prompt_length: Int[Array, " B"]
     """Length of the decoder prompt."""
     length: Int[Array, "B M"]
     """Length of each sequence, prompt included."""
@@ -98,7 +99,7 @@ class SlotOutputs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """State of all slots; `admit` and `decode` in programs.py update it in place."""
+    """State of all slots; `prefill` and `decode` in programs.py update it in place."""
 
     state: Any
     """The strategy's state, one row per slot. Random keys are stored as raw key data."""

@@ -1,5 +1,7 @@
 """Static batches of `jaxllm.generate`, for rows that cannot run in slots, such as diverse beams.
 
+`BatchGenerator` runs them after all pools of slots.
+
 A batch finishes as a whole, so a row that ends early waits for the others. Rows of a batch share
 all settings and the prompt bucket.
 """
@@ -7,7 +9,7 @@ all settings and the prompt bucket.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.batch.counts import Counts
-from jaxllm.batch.queue import Finished, Task
+from jaxllm.batch.queue import FinishedSequence, Task
 from jaxllm.batch.rows import Row
 from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.generation.generate import generate
@@ -25,6 +27,7 @@ from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.special_tokens import checked_pad
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _INDEPENDENT = ("beam_search", "group_beam_search", "beam_sample")
 """Strategies whose rows do not depend on the other rows of a batch."""
@@ -49,29 +52,29 @@ def batches(model: GenerativeModel, rows: Iterable[Row], slots: int, shards: int
         shards: number of shards of the row axis on a mesh.
     """
     rope_type = getattr(getattr(model.config, "rotary", None), "rope_type", "")
-    found: dict[Any, list[Row]] = {}
+    alike: dict[Hashable, list[Row]] = {}
     for row in rows:
-        config, width = row.config, bucket(len(row.ids), SMALLEST_BUCKET)
-        apart = rope_type in _DEPEND_ON_LENGTH or row.mode not in _INDEPENDENT
-        apart |= config.forced_bos_token_id is not None
-        apart |= config.stop_strings is not None or config.max_time is not None
+        config, width = row.config, bucket(len(row.input_ids), SMALLEST_BUCKET)
+        runs_alone = rope_type in _DEPEND_ON_LENGTH or row.mode not in _INDEPENDENT
+        runs_alone |= config.forced_bos_token_id is not None
+        runs_alone |= config.stop_strings is not None or config.max_time is not None
+        runs_alone |= bool(config.do_sample) and row.row_number != row.index  # a seed of its own
         lengths = (row.max_new_tokens, _min_new_tokens(row), width)
-        key = (config, row.eos, lengths, row.seed, row.index if apart else None)
-        if config.do_sample and row.row_number != row.index:  # a seed of its own
-            key = (*key, row.index)
-        found.setdefault(key, []).append(row)
-    ordered = sorted(found.values(), key=lambda rows: (-rows[0].max_new_tokens, rows[0].index))
-    sizes = [max(1, slots // rows[0].config.num_beams) for rows in ordered]
-    return [
-        Batch(rows, size - size % shards or size) for rows, size in zip(ordered, sizes, strict=True)
-    ]
+        key = (config, row.eos, lengths, row.seed, row.index if runs_alone else None)
+        alike.setdefault(key, []).append(row)
+    result = []
+    for rows in sorted(alike.values(), key=lambda rows: (-rows[0].max_new_tokens, rows[0].index)):
+        size = max(1, slots // rows[0].config.num_beams)
+        result.append(Batch(rows, size - size % shards or size))
+    return result
 
 
 def run_batch(
-    model: GenerativeModel, tokenizer: Any, batch: Batch, counts: Counts
-) -> Iterator[Finished]:
-    """The finished sequences of a batch. An error is that of the row which has it alone."""
-    largest = min(batch.batch_size, bucket(len(batch.rows), 1))
+    model: GenerativeModel, tokenizer: Tokenizer | None, batch: Batch, counts: Counts
+) -> Iterator[FinishedSequence]:
+    """Yields the finished sequences of a batch. If a call fails, its rows run one by one, so that
+    only rows that fail alone get an error."""
+    batch_size = min(batch.batch_size, bucket(len(batch.rows), 1))
 
     def run(rows: list[Row]) -> Sequence[np.ndarray | JaxLLMError]:
         """The new tokens of each row's samples, [samples, N]."""
@@ -83,34 +86,43 @@ def run_batch(
         except jax.errors.JaxRuntimeError as error:
             if len(rows) > 1 or not is_exhausted(error):
                 raise
-            found = f"the device ran out of memory ({rows[0].max_new_tokens} new tokens)"
-            return [InputError(f"num_beams, max_new_tokens: {found}; lower one of the two")]
-        counts.called(f"{rows[0].mode} of {len(rows)} x {_width(rows)}")
+            return [
+                InputError(
+                    "num_beams, max_new_tokens: the device ran out of memory "
+                    f"({rows[0].max_new_tokens} new tokens); lower one of the two"
+                )
+            ]
+        counts.add_call(f"{rows[0].mode} of {len(rows)} x {_width(rows)}")
         return np.split(sequences, len(rows))
 
     results = run_in_batches(
-        run, batch.rows, largest, length=lambda row: len(row.ids), on_halving=counts.halved
+        run,
+        batch.rows,
+        batch_size,
+        length=lambda row: len(row.input_ids),
+        on_halving=counts.add_halving,
     )
-    for number, found in results:
+    for number, result in results:
         row = batch.rows[number]
         for sample in range(row.samples):
             task = Task(row, sample)
-            if isinstance(found, JaxLLMError):
-                yield from Finished.failed(task, found)
+            if isinstance(result, JaxLLMError):
+                yield from FinishedSequence.failed(task, result)
             else:
-                yield _done(model, task, found[sample])
+                yield _finished_sequence(model, task, result[sample])
 
 
 def _generate(
-    model: GenerativeModel, tokenizer: Any, rows: Sequence[Row]
+    model: GenerativeModel, tokenizer: Tokenizer | None, rows: Sequence[Row]
 ) -> Int[np.ndarray, "Bn N"]:
     """New tokens of all samples of some rows, and pads after their end."""
-    width = max(len(row.ids) for row in rows)
+    width = max(len(row.input_ids) for row in rows)
     ids: Any = np.zeros((len(rows), width), np.int32)
     mask: Any = np.zeros((len(rows), width), bool)
     for i, row in enumerate(rows):
-        columns = slice(len(row.ids)) if model.is_encoder_decoder else slice(-len(row.ids), None)
-        ids[i, columns], mask[i, columns] = row.ids, True
+        length = len(row.input_ids)
+        columns = slice(length) if model.is_encoder_decoder else slice(-length, None)
+        ids[i, columns], mask[i, columns] = row.input_ids, True
     out = generate(
         model,
         ids,
@@ -120,8 +132,8 @@ def _generate(
         row_ids=np.array([row.row_number for row in rows], np.uint32),
         tokenizer=tokenizer,
     )
-    start = len(rows[0].start) if model.is_encoder_decoder else width
-    return np.asarray(out.sequences)[:, start:]
+    prompt_columns = len(rows[0].decoder_prompt) if model.is_encoder_decoder else width
+    return np.asarray(out.sequences)[:, prompt_columns:]
 
 
 def _config(row: Row) -> GenerationConfig:
@@ -138,21 +150,23 @@ def _config(row: Row) -> GenerationConfig:
 
 def _min_new_tokens(row: Row) -> int:
     minimum = row.config.min_new_tokens
-    return max(row.config.min_length - len(row.start), 0) if minimum is None else minimum
+    return max(row.config.min_length - len(row.decoder_prompt), 0) if minimum is None else minimum
 
 
 def _width(rows: Sequence[Row]) -> int:
-    return bucket(max(len(row.ids) for row in rows), SMALLEST_BUCKET)
+    return bucket(max(len(row.input_ids) for row in rows), SMALLEST_BUCKET)
 
 
-def _done(model: GenerativeModel, task: Task, columns: np.ndarray) -> Finished:
+def _finished_sequence(
+    model: GenerativeModel, task: Task, padded: Int[np.ndarray, " N"]
+) -> FinishedSequence:
     """A finished sequence, without the pads after its end."""
-    row, tokens = task.row, columns.tolist()
+    row, tokens = task.row, padded.tolist()
     for count, token in enumerate(tokens, start=1):
         if token in row.eos:
-            return Finished(task, tokens[:count], "eos")
+            return FinishedSequence(task, tokens[:count], "eos")
     pad = checked_pad(model, row.config, row.eos) or 0
     if row.config.stop_strings is not None or row.config.max_time is not None:
         while len(tokens) > 1 and tokens[-1] == pad:
             tokens.pop()
-    return Finished(task, tokens, "length" if len(tokens) == row.max_new_tokens else "stop")
+    return FinishedSequence(task, tokens, "length" if len(tokens) == row.max_new_tokens else "stop")

@@ -61,7 +61,7 @@ class BatchProgress:
         return (
             f"{counts.rows / seconds:.1f} rows/s, {counts.prompt_tokens / seconds:.0f} prompt and "
             f"{counts.new_tokens / seconds:.0f} new tokens/s, compiling {compiling:.1f} s, "
-            f"{left(seconds, counts.answered, counts.asked)} left"
+            f"{left(seconds, counts.new_token_limit_done, counts.new_token_limit)} left"
         )
 
 

@@ -39,7 +39,7 @@ from jaxllm.contrib.token_healing import heal
 from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.consistency import check_supported
+from jaxllm.generation.settings.consistency import UnusedFieldWarning, check_supported
 from jaxllm.tokenizers.tokenizer import MAX_TEXT_BYTES, Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -267,10 +267,10 @@ def _effective(
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
+            warnings.simplefilter("error", UnusedFieldWarning)
             return merged_config(model, fields, {}, assistant)
-    except UserWarning as warning:
-        flag = "; add --do-sample" if "`do_sample`" in str(warning) else ""
+    except UnusedFieldWarning as warning:
+        flag = "; add --do-sample" if warning.needs.startswith("do_sample") else ""
         raise InputError(f"{warning}{flag}") from None
 
 

@@ -43,11 +43,11 @@ def test_settings_are_told_apart_by_all_their_values():
     second[1000] = 4
     reader = RowReader(MODEL, None, {}, 0)
     rows = [
-        reader.read(RawRow(0, 0, {"input_ids": [5], "suppress_tokens": tokens}), 0)
+        reader.read(RawRow(0, 0, {"input_ids": [5], "suppress_tokens": tokens}))
         for tokens in (first, second)
     ]
     assert [set(row.config.suppress_tokens) for row in rows] == [{3}, {3, 4}]
-    row = reader.read(RawRow(0, 0, {"input_ids": [5], "sequence_bias": {(5,): 2.0}}), 0)
+    row = reader.read(RawRow(0, 0, {"input_ids": [5], "sequence_bias": {(5,): 2.0}}))
     assert row.config.sequence_bias == (((5,), 2.0),)
 
 
@@ -57,7 +57,7 @@ def test_a_neutral_value_asks_for_nothing():
     engine = BatchGenerator(MODEL, slots=2)
     first, second, _ = engine.generate(rows)
     assert second.output_ids == first.output_ids
-    assert len(engine.counts.buckets) == 2
+    assert len(engine.counts.program_calls) == 2
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -30,7 +30,7 @@ for family in sys.argv[1:]:
     engine = BatchGenerator(put_tree(model, mesh(data=2, fsdp=2, tensor=2)), slots=6)
     with contextlib.closing(CompileClock()) as clock:
         outputs = engine.generate(rows)
-        assert clock.programs == len(engine.counts.buckets), engine.counts.buckets
+        assert clock.programs == len(engine.counts.program_calls), engine.counts.program_calls
     assert engine.memory[0].slots == 8  # a multiple of data * fsdp
     assert outputs == BatchGenerator(model, slots=6).generate(rows), family
 print("done")
@@ -92,7 +92,7 @@ def spy(name):
         return program(*arguments, **options)
     setattr(pools, name, call)
 
-for name in ("decode_program", "admit_program"):
+for name in ("decode_program", "prefill_program"):
     spy(name)
 
 def collectives(model):
@@ -100,7 +100,7 @@ def collectives(model):
     BatchGenerator(model, slots=8).generate(rows)
     return [sorted(f"{kind} {shape}" for shape, kind in re.findall(
         r"= (\\S+?)\\{?[\\d,]*\\}? (all-\\w+|reduce-scatter|collective-permute)(?:-start)?\\(",
-        texts[name])) for name in ("decode_program", "admit_program")]
+        texts[name])) for name in ("decode_program", "prefill_program")]
 
 DEPTH = {"llama": ["num_hidden_layers"], "gpt2": ["n_layer"]}
 rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 5}] * 8

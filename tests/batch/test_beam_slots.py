@@ -62,14 +62,14 @@ def test_rows_equal_rows_alone(family):
     """With lengths, end tokens, penalties and numbers of results of their own, in few slots."""
     rows = beam_rows(12, num_beams=3)
     counts = check(family, rows, slots=3).counts
-    reading, decoding = sorted(counts.buckets, reverse=True)
+    reading, decoding = sorted(counts.program_calls, reverse=True)
     assert reading.startswith("read 1 x 16 into 3 x ")
     assert decoding.startswith("decode 3 x ")
     assert decoding.endswith(" of 3 beams")
-    assert counts.buckets[reading] == 12  # a prompt is read once, whatever its row returns
+    assert counts.program_calls[reading] == 12  # a prompt is read once, whatever its row returns
     assert counts.decode_steps * 3 == counts.slot_steps
     assert counts.decode_steps < sum(row["max_new_tokens"] - 1 for row in rows) / 2
-    assert counts.reasons.total() == 24
+    assert counts.finish_reasons.total() == 24
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_other_rules_of_ending(early_stopping):
     for row in rows[::2]:
         row["early_stopping"] = early_stopping
     engine = check("llama", rows, slots=2, num_beams=3)
-    assert len(engine.counts.buckets) == 4  # each rule has programs of its own
+    assert len(engine.counts.program_calls) == 4  # each rule has programs of its own
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_programs_are_one_a_bucket_and_none_the_second_time():
         engine = BatchGenerator(net, slots=4, num_beams=3)
         engine.generate(uneven_rows(20, prompts=32, new=16))
         # Prompts of up to 16 and 32 tokens, and the cache's.
-        assert clock.programs == len(engine.counts.buckets) == 3
+        assert clock.programs == len(engine.counts.program_calls) == 3
         rows = uneven_rows(20, prompts=32, new=16, seed=1)
         for i, row in enumerate(rows):
             row |= {"length_penalty": i / 10, "eos_token_id": [i + 3, 2]}

@@ -47,7 +47,7 @@ def test_programs_are_one_a_bucket_and_none_the_second_time():
     with contextlib.closing(CompileClock()) as clock:
         engine.generate(uneven_rows(50, prompts=100, new=40))
         # Prompts of up to 16, 32, 64 and 128 tokens, and the cache's.
-        assert clock.programs == len(engine.counts.buckets) == 5
+        assert clock.programs == len(engine.counts.program_calls) == 5
         rows = uneven_rows(40, prompts=100, new=40, seed=1)
         for i, row in enumerate(rows):
             row |= {"temperature": 0.5 + i / 40, "top_k": i, "eos_token_id": [i + 3], "seed": i}

@@ -10,7 +10,7 @@ from compiling import compiled_as_users
 
 from jaxllm import BatchGenerator
 from jaxllm.batch import slot_pool as pools
-from jaxllm.batch.memory import budget, nbytes
+from jaxllm.batch.memory import memory_budget, nbytes
 from jaxllm.common.errors import InputError
 
 MODEL = tiny.make("llama", num_hidden_layers=1, max_position_embeddings=4096)
@@ -18,12 +18,12 @@ ROWS = [{"input_ids": [5, 6, 7], "max_new_tokens": 20 + i} for i in range(12)]
 
 
 def test_budget():
-    assert budget("1.5GB") == budget(" 1.5 g") == budget(1_500_000_000)
-    assert budget("20MiB") == 20_000_000
-    assert budget(None) > 10**8
+    assert memory_budget("1.5GB") == memory_budget(" 1.5 g") == memory_budget(1_500_000_000)
+    assert memory_budget("20MiB") == 20_000_000
+    assert memory_budget(None) > 10**8
     for wrong in ("much", 0, -1, "0", 1.5):
         with pytest.raises(InputError, match="memory"):
-            budget(wrong)
+            memory_budget(wrong)
 
 
 def test_prediction_is_what_the_slots_take():
@@ -40,14 +40,14 @@ def test_prediction_is_what_the_slots_take():
 @pytest.mark.parametrize("width", [64, 512])
 def test_activations_are_near_what_the_compiler_allocates(width, monkeypatch):
     compiled = []
-    program = pools.admit_program
+    program = pools.prefill_program
 
     def spy(*arguments, **options):
         lowered = program.lower(*arguments, **options)
         compiled.append(compiled_as_users(lowered).memory_analysis().temp_size_in_bytes)
         return program(*arguments, **options)
 
-    monkeypatch.setattr(pools, "admit_program", spy)
+    monkeypatch.setattr(pools, "prefill_program", spy)
     engine = BatchGenerator(MODEL, slots=2)
     engine.generate([{"input_ids": [5] * width, "max_new_tokens": 3}])
     assert 0.5 * compiled[0] < engine.memory[0].activations < 4 * compiled[0]

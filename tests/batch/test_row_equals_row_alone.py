@@ -35,7 +35,7 @@ def check(net: Any, rows: list[dict[str, Any]], slots: int, **fields: Any) -> Ba
 def test_greedy_rows_equal_rows_alone():
     engine = check(model("llama"), uneven_rows(100, prompts=20, new=20), slots=8)
     assert engine.counts.rows == 100
-    assert engine.counts.reasons.keys() == {"eos", "length"}
+    assert engine.counts.finish_reasons.keys() == {"eos", "length"}
 
 
 @pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "t5"])

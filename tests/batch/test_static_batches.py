@@ -42,8 +42,8 @@ def test_beams_equal_beams_alone(family):
     outputs = engine.generate(rows)
     assert [len(output.output_ids) for output in outputs] == [2, 1, 2, 2]
     assert differences(model(family), rows, outputs)[0] == []
-    assert engine.counts.buckets["beam_search of 2 x 16"] == 1
-    assert engine.counts.buckets["beam_search of 1 x 16"] == 1
+    assert engine.counts.program_calls["beam_search of 2 x 16"] == 1
+    assert engine.counts.program_calls["beam_search of 1 x 16"] == 1
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_what_goes_to_slots():
     for fields in [*rows, DIVERSE, {"num_beams": 2, "force_words_ids": [[7]]}]:
         assert fields.keys() <= FIELDS.keys()
         raw = {"input_ids": [5], "max_new_tokens": 3, **fields}
-        assert not fits_slots(reader.read(RawRow(0, 0, raw), 0))
+        assert not fits_slots(reader.read(RawRow(0, 0, raw)))
     for fields in ({"length_penalty": 1.0, "use_cache": True}, {"num_beams": 2, "top_k": 50}):
         raw = {"input_ids": [5], "max_new_tokens": 3, **fields}
-        assert fits_slots(reader.read(RawRow(0, 0, raw), 0))
+        assert fits_slots(reader.read(RawRow(0, 0, raw)))
 
 
 def test_fields_of_all_rows_are_checked_at_once():

@@ -9,7 +9,11 @@ from typing import Any
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import any_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.consistency import check_consistent, check_supported
+from jaxllm.generation.settings.consistency import (
+    UnusedFieldWarning,
+    check_consistent,
+    check_supported,
+)
 from jaxllm.generation.settings.special_tokens import resolve_eos
 from jaxllm.models.decoder import GenerativeModel
 
@@ -43,11 +47,9 @@ def merged_config(
     check_supported(config)
     check_consistent(config, assistant_model)
     if "decoder_start_token_id" in config.explicit and not model.is_encoder_decoder:
-        warnings.warn(
-            "`decoder_start_token_id` has no effect: this model has a decoder only",
-            UserWarning,
-            stacklevel=2,
-        )
+        name = "decoder_start_token_id"
+        message = f"`{name}` has no effect: this model has a decoder only"
+        warnings.warn(UnusedFieldWarning(message, name), stacklevel=2)
     if "eos_token_id" in explicit.to_dict():
         return config, resolve_eos(config)
     named = (*resolve_eos(own), *model.config.eos_token_ids, *model.extra_eos_token_ids)

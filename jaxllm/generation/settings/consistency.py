@@ -12,6 +12,19 @@ from jaxllm.generation.settings.mode import draft_options, generation_mode, is_c
 from jaxllm.generation.settings.special_tokens import token_tuple
 
 
+class UnusedFieldWarning(UserWarning):
+    """A generation field that has no effect beside the other settings.
+
+    Attributes:
+        field: Name of the field.
+        needs: The setting without which it has no effect; empty if no setting helps.
+    """
+
+    def __init__(self, message: str, field: str, needs: str = "") -> None:
+        super().__init__(message)
+        self.field, self.needs = field, needs
+
+
 def check_supported(config: GenerationConfig) -> None:
     """Raises for the first field whose value is not implemented.
 
@@ -78,8 +91,5 @@ def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> N
         field, value = FIELDS[name], getattr(config, name)
         unchanged = not is_traced(value) and value in (field.neutral, field.default)
         if field.needs and not active[field.needs] and not unchanged:
-            warnings.warn(
-                f"`{name}`={value!r} has no effect without `{field.needs}`",
-                UserWarning,
-                stacklevel=2,
-            )
+            message = f"`{name}`={value!r} has no effect without `{field.needs}`"
+            warnings.warn(UnusedFieldWarning(message, name, field.needs), stacklevel=2)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.common.validation import check_types
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.rows import FileType
-from jaxllm.training.validation import check_types
 
 FormatName = Literal["text", "prompt_completion", "chat", "seq2seq", "classification"]
 ModelKind = Literal["causal", "seq2seq", "classification"]

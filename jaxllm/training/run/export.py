@@ -15,6 +15,7 @@ from jaxllm.checkpoint.peft import save_adapter
 from jaxllm.common.atomic_file import write_json
 from jaxllm.common.errors import ConfigError, MissingFileError, RunError
 from jaxllm.common.strict_json import read_json
+from jaxllm.common.validation import from_plain
 from jaxllm.loading import save_hf
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters, with_parameters
@@ -24,7 +25,6 @@ from jaxllm.training.output_files import write_text
 from jaxllm.training.run.initial_model import initial_model, trainable_paths
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run_folder import CHECKPOINTS, base_of, check_base
-from jaxllm.training.validation import from_plain
 
 MAX_JSON_BYTES = 1 << 26
 Which = int | Literal["best", "last"] | None

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import RunError
+from jaxllm.common.validation import to_plain
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import put_batch, row_share
@@ -32,7 +33,6 @@ from jaxllm.training.monitor.sinks import Sink
 from jaxllm.training.run.setup import Setup, eval_batch_size, predicted
 from jaxllm.training.state import TRAINED, TrainState
 from jaxllm.training.step import Metrics
-from jaxllm.training.validation import to_plain
 
 Row = dict[str, Any]
 Stop = Callable[[], int | None]

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from jaxllm.common.errors import ConfigError, MissingFileError
+from jaxllm.common.validation import from_plain
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.validation import from_plain
 
 MAX_FILE_BYTES = 1 << 20
 TAG = "tag:yaml.org,2002:"

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import RunError
+from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
 from jaxllm.parallel.processes import together
 from jaxllm.tokenizers import Tokenizer
@@ -48,7 +49,6 @@ from jaxllm.training.run.run_folder import (
 )
 from jaxllm.training.run.setup import Setup, set_up
 from jaxllm.training.state import TRAINED, TrainState, parameter_count
-from jaxllm.training.validation import to_plain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,13 @@ import jax
 from jaxllm.checkpoint.orbax.digest import digests
 from jaxllm.checkpoint.orbax.steps import numbered
 from jaxllm.common.errors import ConfigError, RunError
+from jaxllm.common.validation import to_plain
 from jaxllm.models.config_export import config_to_json
 from jaxllm.models.model import Model
 from jaxllm.models.registry import architecture_of
 from jaxllm.training.monitor.run_card import flat
 from jaxllm.training.run.recipe import CHANGEABLE, Recipe
 from jaxllm.training.state import Params
-from jaxllm.training.validation import to_plain
 
 CHECKPOINTS = "checkpoints"
 

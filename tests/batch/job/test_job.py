@@ -236,7 +236,7 @@ def test_runs_of_processes_add_up(tmp_path):
     mine, both = Counts.total([one["counts"]]), total.counts
     assert mine.rows == 9
     assert (both.rows, both.new_tokens) == (18, 2 * mine.new_tokens)
-    assert both.reasons == mine.reasons + mine.reasons
-    assert both.buckets.keys() == mine.buckets.keys()
+    assert both.finish_reasons == mine.finish_reasons + mine.finish_reasons
+    assert both.program_calls.keys() == mine.program_calls.keys()
     assert (total.seconds, total.speed(180)) == (99.0, 2.0)
     assert json.dumps(one)

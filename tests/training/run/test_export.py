@@ -12,6 +12,7 @@ import jaxllm
 from jaxllm.checkpoint.peft import load_adapter
 from jaxllm.cli.export import main
 from jaxllm.common.errors import ConfigError, MissingFileError, RunError
+from jaxllm.common.validation import from_plain
 from jaxllm.models.registry import model_spec
 from jaxllm.models.weights import parameters
 from jaxllm.tokenizers import load_tokenizer
@@ -20,7 +21,6 @@ from jaxllm.training.run.export import export, load_run, save_label_names
 from jaxllm.training.run.initial_model import initial_model
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run import RunResult, train
-from jaxllm.training.validation import from_plain
 
 MODELS = {
     "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32},

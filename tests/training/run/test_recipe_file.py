@@ -12,10 +12,10 @@ import yaml
 from tiny_runs import plain, recipe, write_recipe
 
 from jaxllm.common.errors import ConfigError, MissingFileError
+from jaxllm.common.validation import from_plain, to_plain
 from jaxllm.training.lora import LoraConfig
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.recipe_file import parse_value, read_recipe
-from jaxllm.training.validation import from_plain, to_plain
 
 
 def read(path: Path, text: str | bytes, **overrides: Any) -> Recipe:

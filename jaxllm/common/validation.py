@@ -1,7 +1,8 @@
 """Checks plain values (from YAML, JSON, a command line) against the types of a dataclass.
 
 pydantic checks strictly: the only conversions are integer to float and list to tuple. An error
-becomes one line that names the field, as in the dataclasses' own checks.
+becomes one line that names the field, as in the dataclasses' own checks. It describes the expected
+type in words; `Annotated[T, "words"]` sets them. Recipes and the rows of a batch use this.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from jaxllm.common.errors import ConfigError
+from jaxllm.common.errors import ConfigError, JaxLLMError
 
 T = TypeVar("T")
 NAMES = {
@@ -64,18 +65,18 @@ def to_plain(value: Any) -> Any:
     return adapter(type(value)).dump_python(value, mode="json", warnings=False)
 
 
-def check_types(value: Any) -> None:
+def check_types(value: Any, error: type[JaxLLMError] = ConfigError) -> None:
     """Checks the field types of a dataclass that Python code may also construct.
 
     Raises:
-        ConfigError: a field has a value of the wrong type.
+        error: a field has a value of the wrong type.
     """
     for name, hint in _hints(type(value)).items():
         content = getattr(value, name)
         try:
             adapter(hint).validate_python(content, strict=True)
         except ValidationError:
-            raise ConfigError(f"{name}: expected {_spelled(hint)}, found {content!r}") from None
+            raise error(f"{name}: expected {_spelled(hint)}, found {content!r:.80}") from None
 
 
 def _message(cls: Any, raw: Any, errors: Sequence[ErrorDetails]) -> str:
@@ -109,7 +110,7 @@ def _dotted(where: str, name: object) -> str:
 
 
 def _hints(cls: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
@@ -137,6 +138,8 @@ def _spelled(hint: Any) -> str:
     "a list of strings or 'a', 'b' or null"
     """
     options, origin, args = _options(hint), typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return args[1]
     if len(options) > 1:
         return " or ".join(map(_spelled, options))
     if origin is Literal:
