@@ -14,8 +14,8 @@ from jaxtyping import Array
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.call.output import (
     GenerateOutput,
-    fetched,
-    fetched_progress,
+    fetch_progress,
+    fetch_result,
     generate_output,
     past_key_values,
 )
@@ -144,14 +144,14 @@ def stream(
             "stream: the tokens of beams are final at the end only; use generate, or num_beams=1"
         )
     settings = request.settings
-    for name, asked_for in (
+    for name, is_set in (
         ("output_scores", settings.keep_scores),
         ("output_logits", settings.keep_logits),
         ("output_hidden_states", settings.keep_hidden_states),
         ("output_attentions", settings.keep_attentions),
         ("return_past_key_values", request.return_past_key_values),
     ):
-        if asked_for:
+        if is_set:
             raise InputError(f"{name}: stream yields tokens alone; use generate")
     return _chunks(program_model(model, request), request, chunk_size)
 
@@ -172,7 +172,7 @@ def run(model: GenerativeModel, request: Request, streamer: Any) -> GenerateOutp
     bare, strategy, settings = program_model(model, request), request.strategy, request.settings
     max_length = request.max_length
     if request.traced:
-        for name, on_host in (("streamer", streamer), ("max_time", request.clocks)):
+        for name, on_host in (("streamer", streamer), ("max_time", request.time_limits)):
             if on_host:
                 raise InputError(f"{name}: works on the host, outside jax.jit")
         state = run_prefill(bare, request, prefill)
@@ -180,13 +180,13 @@ def run(model: GenerativeModel, request: Request, streamer: Any) -> GenerateOutp
         result = finish(strategy, state, settings)
         past = past_key_values(model, request, state)
         return generate_output(request, result, past, max_length, max_length - request.start_len)
-    if streamer is not None or request.clocks:
+    if streamer is not None or request.time_limits:
         result, state = run_by_token(bare, request, streamer)
     else:
         with reraise_failures():
             state = run_prefill(bare, request, prefill_program)
             state = decode_program(strategy, bare, state, settings, np.int32(max_length))
-            result = fetched(finish_program(strategy, state, settings))
+            result = fetch_result(finish_program(strategy, state, settings))
     past = past_key_values(model, request, state)
     return generate_output(request, result, past, int(result.length), int(result.steps))
 
@@ -213,7 +213,7 @@ def run_by_token(model: Decoder, request: Request, streamer: Any) -> tuple[Resul
         streamer.end()
     assert last is not None
     result, state = last
-    return fetched(result), state
+    return fetch_result(result), state
 
 
 def partial_results(model: Decoder, request: Request, chunk: int) -> Iterator[tuple[Result, Any]]:
@@ -231,8 +231,8 @@ def partial_results(model: Decoder, request: Request, chunk: int) -> Iterator[tu
                 state = run_prefill(model, request, prefill_program)
             else:
                 state = decode_program(strategy, model, state, settings, np.int32(next_length))
-            result = fetched_progress(finish_program(strategy, state, settings))
-        expired = any(clock.expired() for clock in request.clocks)
+            result = fetch_progress(finish_program(strategy, state, settings))
+        expired = any(limit.expired() for limit in request.time_limits)
         if expired and not beams:
             longest = result.length if result.longest is None else result.longest
             steps = longest - request.start_len
@@ -255,8 +255,9 @@ def run_prefill(model: Decoder, request: Request, program: Callable[..., Any]) -
         program: `prefill_program`, or `prefill` inside the caller's jit.
     """
     settings = request.settings
-    arguments = (request.strategy, model, request.prompt, settings)
-    sizes = {"capacity": request.capacity, "new_token_bucket": request.new_token_bucket}
+    layout = request.layout
+    arguments = (request.strategy, model, layout.prompt, settings)
+    sizes = {"capacity": layout.capacity, "new_token_bucket": layout.new_token_bucket}
     if settings.keep_hidden_states or settings.keep_attentions:
         # This traces the program; the call below reuses the trace.
         check_size(prefill_program.eval_shape(*arguments, **sizes).records)

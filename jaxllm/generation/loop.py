@@ -7,7 +7,7 @@ of `stream()`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,15 @@ from jaxllm.generation.strategies.strategy import (
     Strategy,
     unfinished_rows,
 )
+from jaxllm.models.decoder import Decoder, EncoderDecoder
+from jaxllm.nn.blocks import StackOutput
 from jaxllm.parallel.field_axes import constrain_fields
 from jaxllm.parallel.sharding import constrain
 
 
 def prefill(
     strategy: Strategy[Any],
-    model: Any,
+    model: Decoder,
     prompt: Prompt,
     settings: DecodeSettings,
     *,
@@ -40,15 +42,15 @@ def prefill(
         capacity: number of cache slots.
         new_token_bucket: the limit of new tokens, rounded up.
     """
-    wanted = settings.decode_options
+    output_options = settings.decode_options
     encoded = None
     if prompt.past_cache is None:
-        encoder, encoded = read_source(model, prompt.encoder_inputs, wanted)
-        cache = prompt.cache_kind.of(model.init_cache(prompt.mask.shape[0], capacity, **encoder))
+        inputs, encoded = recorded_encoding(model, prompt.encoder_inputs, output_options)
+        cache = prompt.cache_kind.of(model.init_cache(prompt.mask.shape[0], capacity, **inputs))
     else:
         cache = prompt.past_cache.compact(capacity)
     options = {
-        **wanted,
+        **output_options,
         **strategy.extra_decode_options,
         "cache_is_empty": prompt.past_cache is None,
     }
@@ -61,33 +63,38 @@ def prefill(
         )
     # `length` becomes that of the unpadded prompt: new tokens overwrite the bucket's padding.
     out = out.replace(cache=out.cache.replace(length=prompt.cache_len))
-    return settled(strategy.init(model, prompt, out, settings, new_token_bucket))
+    return with_fixed_sharding(strategy.init(model, prompt, out, settings, new_token_bucket))
 
 
-def read_source(
-    model: Any, encoder: dict[str, Any], wanted: dict[str, bool]
-) -> tuple[dict[str, Any], Any]:
-    """Arguments of `model.init_cache`, and the encoder's output if it is recorded.
+def recorded_encoding(
+    model: Decoder, encoder_inputs: dict[str, Any], output_options: dict[str, bool]
+) -> tuple[dict[str, Any], StackOutput | None]:
+    """Runs the encoder if its hidden states or attentions are recorded.
 
-    Recording hidden states or attentions runs the encoder here instead of in `init_cache`.
+    Returns:
+        The arguments of `model.init_cache`, and the encoder's output; None if `init_cache` runs the
+        encoder, or there is none.
     """
-    if "attention_mask" not in encoder or "encoder_states" in encoder or not any(wanted.values()):
-        return encoder, None
-    inputs = dict(encoder)
+    is_recorded = any(output_options.values())
+    has_encoder = "attention_mask" in encoder_inputs and "encoder_states" not in encoder_inputs
+    if not (is_recorded and has_encoder):
+        return encoder_inputs, None
+    inputs = dict(encoder_inputs)
     mask = inputs.pop("attention_mask")
-    encoded = model.encode(inputs.pop("input_ids", None), mask, **inputs, **wanted)
+    encoder = cast(EncoderDecoder, model)
+    encoded = encoder.encode(inputs.pop("input_ids", None), mask, **inputs, **output_options)
     return {"encoder_states": encoded.x, "attention_mask": mask}, encoded
 
 
 def decode(
     strategy: Strategy[Any],
-    model: Any,
+    model: Decoder,
     state: Any,
     settings: DecodeSettings,
     max_length: Int[Array, ""],
 ) -> Any:
     """Runs decode steps until every row is finished or `max_length` columns are in use."""
-    return settled(
+    return with_fixed_sharding(
         jax.lax.while_loop(
             lambda state: jnp.any(unfinished_rows(state, max_length)),
             lambda state: strategy.step(model, state, settings),
@@ -96,9 +103,9 @@ def decode(
     )
 
 
-def settled(state: Any) -> Any:
-    """Constrains the state to one sharding on a mesh, so that one compiled program serves the
-    first call and the next ones."""
+def with_fixed_sharding(state: Any) -> Any:
+    """Shards the state on a mesh by the axes of its fields, so that one compiled program serves
+    the first call and the next ones."""
     return constrain_fields(state, batch=state.cache.mask.shape[0])
 
 

@@ -81,7 +81,8 @@ def collectives(model, **fields):
     with use(request.mesh):
         state = loop.prefill_program(
             request.strategy, bare, request.prompt, request.settings,
-            capacity=request.capacity, new_token_bucket=request.new_token_bucket)
+            capacity=request.layout.capacity,
+            new_token_bucket=request.layout.new_token_bucket)
         compiled = compiled_as_users(loop.decode_program.lower(
             request.strategy, bare, state, request.settings, np.int32(20)))
     found = re.findall(

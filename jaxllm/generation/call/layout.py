@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Key
 
 from jaxllm.cache.variants import PLAIN, CacheKind
 from jaxllm.common.errors import InputError, UnsupportedError
@@ -20,6 +21,7 @@ from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, 
 from jaxllm.generation.inputs.values import any_traced, bucket, int_leaf
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.lengths import MOST_COLUMNS
+from jaxllm.generation.strategies.select_strategy import Call
 from jaxllm.generation.strategies.strategy import Prompt, Strategy
 
 
@@ -34,71 +36,75 @@ class Layout:
     """The limit of new tokens, rounded up."""
 
 
-def lay_out(
+def build_layout(
+    call: Call,
     inputs: PreparedInputs,
     strategy: Strategy[Any],
-    config: GenerationConfig,
-    keys: Any,
-    *,
-    max_new_tokens: int,
+    keys: Key[Array, " Bn"],
     past: PastKeyValues | None,
-    keep_cache: bool,
 ) -> Layout:
     """Pads the arrays of a call to buckets and sizes its cache.
 
     Args:
         keys: random keys, one for each sample of each row.
         past: the cache of an earlier call, which holds the beginning of the prompt.
-        keep_cache: the cache will be returned (`return_past_key_values`).
 
     Raises:
         InputError: too many beams for a cache, or a prompt that does not continue `past`.
     """
-    new_token_bucket = bucket(max_new_tokens, SMALLEST_BUCKET)
-    new_slots = strategy.slots(new_token_bucket)
+    config, return_cache = call.config, call.arguments.return_past_key_values
+    new_token_bucket = bucket(call.max_new_tokens, SMALLEST_BUCKET)
+    new_slots = strategy.cache_slots(new_token_bucket)
     capacity = inputs.width + new_slots
     if capacity > MOST_COLUMNS:
         raise InputError(
             f"num_beams: {config.num_beams} beams of {new_token_bucket} new tokens need {capacity} "
             f"slots of the cache, which has at most {MOST_COLUMNS}: lower one of the two"
         )
-    sequences, mask, last_column = sequence_buffers(
-        inputs.padded_prompt(), new_token_bucket, inputs.pad
-    )
-    cache_len: Any = np.int32(inputs.columns)
-    past_cache = None
     if past is None:
         # A ring buffer overwrites columns that have left the window; a later call and
         # output_attentions need them.
-        ring = strategy.allows_ring_cache and not keep_cache and not config.output_attentions
+        ring = strategy.allows_ring_cache and not return_cache and not config.output_attentions
         kind = cache_kind(config, ring=ring)
-        decoder_inputs = inputs.decoder_inputs()
-        if keep_cache:
+        if return_cache:
             capacity = bucket(capacity, SMALLEST_BUCKET)  # the size that the next call will have
+        prompt = new_prompt(inputs, keys, kind, new_token_bucket)
     else:
         _refuse_cache_settings(config)
         new = continuation(past, inputs)
-        decoder_inputs, cache_len = new.decoder_inputs, new.cache_len
-        last_column: Any = new.last_column
         capacity = new.capacity(new_slots, past.cache.capacity)
         kind = CacheKind.like(past.cache)
-        # After a first call the cache has one length for all rows, after a later call one per row.
-        # `compact` sets it again; one shape for both here lets one program serve both.
-        past_cache = past.cache.replace(length=past.cache.next_position)
-    prompt = Prompt(
-        decoder_inputs=decoder_inputs,
+        prompt = dataclasses.replace(
+            new_prompt(inputs, keys, kind, new_token_bucket),
+            decoder_inputs=new.decoder_inputs,
+            cache_len=new.cache_len,
+            last_column=new.last_column,
+            # After a first call the cache has one length for all rows, after a later call one per
+            # row. `compact` sets it again; one shape for both here lets one program serve both.
+            past_cache=past.cache.replace(length=past.cache.next_position),
+        )
+    needed = int(np.max(prompt.cache_len)) + strategy.cache_slots(call.max_new_tokens)
+    return Layout(prompt, cache_capacity(config, kind, capacity, needed), new_token_bucket)
+
+
+def new_prompt(
+    inputs: PreparedInputs, keys: Key[Array, " Bn"], kind: CacheKind, new_token_bucket: int
+) -> Prompt:
+    """The padded arrays of a call that starts with an empty cache."""
+    sequences, mask, last_column = sequence_buffers(
+        inputs.padded_prompt(), new_token_bucket, inputs.pad
+    )
+    return Prompt(
+        decoder_inputs=inputs.decoder_inputs(),
         encoder_inputs=inputs.encoder_arguments,
         sequences=sequences,
         mask=mask,
         start_len=np.int32(inputs.prompt.start_len),  # pyright: ignore[reportArgumentType]
-        cache_len=cache_len,
+        cache_len=np.int32(inputs.columns),  # pyright: ignore[reportArgumentType]
         last_column=last_column,
         keys=keys,
         cache_kind=kind,
-        past_cache=past_cache,
     )
-    needed = int(np.max(cache_len)) + strategy.slots(max_new_tokens)
-    return Layout(prompt, cache_slots(config, kind, capacity, needed), new_token_bucket)
 
 
 def _refuse_cache_settings(config: GenerationConfig) -> None:
@@ -119,13 +125,13 @@ def sequence_buffers(padded: PaddedBatch, new_token_bucket: int, pad: int) -> tu
         the prompt's ids (0 for embeddings alone) plus `new_token_bucket`.
     """
     host = jnp if any_traced(padded) else np
-    known, last_column = host.asarray(padded.mask), last_token_columns(padded.mask)
+    prompt_mask, last_column = host.asarray(padded.mask), last_token_columns(padded.mask)
     if padded.ids is None:
-        shape = (known.shape[0], new_token_bucket)
+        shape = (prompt_mask.shape[0], new_token_bucket)
         return host.full(shape, pad, host.int32), host.zeros(shape, bool), last_column
     extra = ((0, 0), (0, new_token_bucket))
     sequences = host.pad(host.asarray(padded.ids), extra, constant_values=pad)
-    return sequences, host.pad(known, extra), last_column
+    return sequences, host.pad(prompt_mask, extra), last_column
 
 
 def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
@@ -152,9 +158,9 @@ def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
                 'here, so say cache_config={"nbits": 8}'
             )
         if options:
-            first = next(iter(options))
+            name, value = next(iter(options.items()))
             raise UnsupportedError(
-                f"cache_config: {first}={options[first]!r} is not supported; each head and slot "
+                f"cache_config: {name}={value!r} is not supported; each head and slot "
                 "has a scale of its own, and there are no backends, groups or residual lengths"
             )
         kind = CacheKind(quantized=True)
@@ -175,7 +181,7 @@ def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
     return kind
 
 
-def cache_slots(config: GenerationConfig, kind: CacheKind, slots: int, needed: int) -> int:
+def cache_capacity(config: GenerationConfig, kind: CacheKind, slots: int, needed: int) -> int:
     """Number of cache slots to allocate.
 
     Args:

@@ -107,10 +107,10 @@ def generate_output(
 
 def record_columns(request: Request) -> RecordColumns:
     """Maps columns of the result to columns of its records."""
-    prompt, count = request.prompt, request.prompt_columns
+    prompt, count = request.prompt, request.inputs.prompt.length
     if prompt.past_cache is None:
         return RecordColumns(count, np.asarray(prompt.cache_len), request.encoder_len)
-    first_new, mask, last_column = readable(
+    first_new, mask, last_column = on_every_process(
         (prompt.cache_len, prompt.mask, prompt.last_column), request.mesh
     )
     return RecordColumns(
@@ -130,22 +130,24 @@ def past_key_values(model: GenerativeModel, request: Request, state: Any) -> Pas
     """
     if not request.return_past_key_values:
         return None
-    ids, mesh = request.encoder_ids, request.mesh
+    encoder_input, mesh = request.inputs.encoder_input, request.mesh
+    ids = None if encoder_input is None else encoder_input.ids
     returned = request.strategy.returned_cache(state)
+    next_position = on_every_process(returned.cache.next_position, mesh)
     if ids is not None:
         ids = jnp.repeat(ids, returned.sequences.shape[0] // ids.shape[0], axis=0)
     return PastKeyValues(
         # The next call compares tokens on the host; keys and values keep their sharding.
-        cache=returned.cache.replace(next_position=readable(returned.cache.next_position, mesh)),
-        sequences=readable(returned.sequences, mesh),
-        mask=readable(returned.mask, mesh),
+        cache=returned.cache.replace(next_position=next_position),
+        sequences=on_every_process(returned.sequences, mesh),
+        mask=on_every_process(returned.mask, mesh),
         encoder_ids=ids,
         encoder_len=request.encoder_len,
         config=model.config,
     )
 
 
-def readable(tree: Any, mesh: Mesh | None) -> Any:
+def on_every_process(tree: Any, mesh: Mesh | None) -> Any:
     """Replicates arrays on a multi-process mesh, so that every process can read them."""
     if mesh is None or not mesh.is_multi_process:
         return tree
@@ -153,16 +155,16 @@ def readable(tree: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, everywhere), tree)
 
 
-def fetched_progress(result: Result) -> Result:
+def fetch_progress(result: Result) -> Result:
     """Fetches the `PROGRESS_FIELDS` of an unfinished result; others, such as the scores of all
-    steps, stay on the device. Raises as `fetched`."""
+    steps, stay on the device. Raises as `fetch_result`."""
     progress = {name: getattr(result, name) for name in PROGRESS_FIELDS}
     result = dataclasses.replace(result, **jax.device_get(progress))
     check_finite(result)
     return result
 
 
-def fetched(result: Result) -> Result:
+def fetch_result(result: Result) -> Result:
     """Fetches a result from the device.
 
     Raises:

@@ -76,10 +76,10 @@ class Continuation:
     prefill_slots: int
     """Slots that prefill needs: the most old tokens of any row, plus the bucket of new columns."""
 
-    def capacity(self, new_slots: int, held_slots: int) -> int:
-        """Cache slots for `new_slots` more; at least the present number `held_slots`."""
+    def capacity(self, new_slots: int, past_slots: int) -> int:
+        """Cache slots for `new_slots` more; at least the present number `past_slots`."""
         needed = max(self.prefill_slots, int(self.cache_len.max()) + new_slots)
-        return max(bucket(needed, SMALLEST_BUCKET), held_slots)
+        return max(bucket(needed, SMALLEST_BUCKET), past_slots)
 
 
 def continued_inputs(
@@ -177,23 +177,23 @@ def _new_columns(
 ) -> list[np.ndarray]:
     """The columns of each row's tokens that are not in the cache; `name` is used in messages."""
     new_columns = []
-    for row, held in enumerate(past.tokens()):
+    for row, past_tokens in enumerate(past.tokens()):
         columns = np.flatnonzero(mask[row])
         tokens = ids[row, columns]
-        shared = min(len(tokens), len(held))
-        different = np.flatnonzero(tokens[:shared] != held[:shared])
+        shared = min(len(tokens), len(past_tokens))
+        different = np.flatnonzero(tokens[:shared] != past_tokens[:shared])
         if different.size:
-            first = different[0]
+            i = different[0]
             raise InputError(
-                f"{name}[{row}, {columns[first]}]: {tokens[first]}, but past_key_values holds "
-                f"{held[first]} as token {first} of this row; give the conversation as it was"
+                f"{name}[{row}, {columns[i]}]: {tokens[i]}, but past_key_values holds "
+                f"{past_tokens[i]} as token {i} of this row; give the conversation as it was"
             )
-        if len(tokens) <= len(held):
+        if len(tokens) <= len(past_tokens):
             raise InputError(
                 f"{name}: row {row} has {len(tokens)} tokens, of which past_key_values holds "
-                f"{len(held)}; give the whole conversation, with one new token or more"
+                f"{len(past_tokens)}; give the whole conversation, with one new token or more"
             )
-        new_columns.append(columns[len(held) :])
+        new_columns.append(columns[len(past_tokens) :])
     return new_columns
 
 

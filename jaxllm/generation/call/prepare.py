@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
 
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation.call.keys import row_keys, shared_key
-from jaxllm.generation.call.layout import lay_out
+from jaxllm.generation.call.layout import Layout, build_layout
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.call.past_key_values import PastKeyValues, checked_past, continued_inputs
 from jaxllm.generation.call.prompts import (
@@ -37,7 +36,7 @@ from jaxllm.generation.settings.special_tokens import checked_pad
 from jaxllm.generation.stopping import MaxTimeCriteria
 from jaxllm.generation.stopping.build import build_criteria
 from jaxllm.generation.strategies.assisted.select_draft import check_assistant_inputs
-from jaxllm.generation.strategies.guidance import Negative, negative_prompt
+from jaxllm.generation.strategies.guidance import NegativePrompt, negative_prompt
 from jaxllm.generation.strategies.select_strategy import Call, choose_strategy
 from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt, Strategy
 from jaxllm.models.decoder import GenerativeModel
@@ -49,31 +48,38 @@ class Request:
     """A checked call: arguments of the compiled programs, and values used on the host."""
 
     strategy: Strategy[Any]
-    prompt: Prompt
-    negative: Negative | None
+    inputs: PreparedInputs
+    """The inputs of the model, not padded to buckets."""
+    layout: Layout
+    """The inputs padded to buckets, and the sizes of the buffers."""
+    negative: NegativePrompt | None
     """The unconditional contexts of classifier-free guidance."""
     settings: DecodeSettings
-    start_len: int
-    """Columns of `sequences` that the prompt fills."""
     max_length: int
     """Columns of the longest result, prompt included."""
-    capacity: int
-    """Number of cache slots."""
-    new_token_bucket: int
-    """The limit of new tokens, rounded up."""
-    clocks: tuple[MaxTimeCriteria, ...]
-    """Time limits, which the host checks after each token."""
+    time_limits: tuple[MaxTimeCriteria, ...]
+    """Checked on the host after each token."""
     traced: bool
     """The call is being traced by the caller's jit."""
-    prompt_columns: int
-    """Columns of the decoder's prompt, tokens or embeddings, without padding to a bucket."""
-    encoder_len: int | None
-    """Columns of the encoder's input without padding to a bucket; None for decoder-only models."""
-    encoder_ids: Int[Array, "B E"] | None
-    """The encoder's input ids, if the caller gave ids."""
     return_past_key_values: bool
     mesh: Mesh | None = None
     """Mesh of the model, if it is on several devices."""
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.layout.prompt
+
+    @property
+    def start_len(self) -> int:
+        """Columns of `sequences` that the prompt fills."""
+        return self.inputs.prompt.start_len
+
+    @property
+    def encoder_len(self) -> int | None:
+        """Columns of the encoder's input without padding to a bucket; None for decoder-only
+        models."""
+        encoder_input = self.inputs.encoder_input
+        return None if encoder_input is None else encoder_input.unpadded
 
     def on_mesh(self, mesh: Mesh) -> Request:
         """The request with its arrays on the mesh: rows are sharded, settings replicated.
@@ -81,15 +87,16 @@ class Request:
         Raises:
             UnsupportedError: max_time with several processes, whose clocks could disagree.
         """
-        if mesh.is_multi_process and self.clocks:
+        if mesh.is_multi_process and self.time_limits:
             raise UnsupportedError(
                 "max_time: the clocks of several processes differ; limit max_new_tokens instead"
             )
         cache_kind = put_everywhere(self.prompt.cache_kind, mesh)
+        prompt = put_rows(dataclasses.replace(self.prompt, cache_kind=cache_kind), mesh)
         return dataclasses.replace(
             self,
             mesh=mesh,
-            prompt=put_rows(dataclasses.replace(self.prompt, cache_kind=cache_kind), mesh),
+            layout=dataclasses.replace(self.layout, prompt=prompt),
             negative=put_rows(self.negative, mesh),
             settings=put_everywhere(self.settings, mesh),
             strategy=put_everywhere(self.strategy, mesh),
@@ -122,7 +129,7 @@ def prepare_call(
     prompt = inputs.prompt
     config, max_length = checked_lengths(model, config, prompt)
     call = Call(model, config, eos, prompt.rows, prompt.start_len, max_length, arguments)
-    settings, clocks = decode_settings(call, inputs)
+    settings, time_limits = decode_settings(call, inputs)
     strategy = choose_strategy(call)
     check_lengths(call, inputs, split.inputs)
     check_past_support(strategy, inputs, past, arguments)
@@ -136,29 +143,15 @@ def prepare_call(
         sampling=bool(config.do_sample),
         under_jit=traced,
     )
-    layout = lay_out(
-        inputs,
-        strategy,
-        config,
-        keys,
-        max_new_tokens=call.max_new_tokens,
-        past=past,
-        keep_cache=arguments.return_past_key_values,
-    )
     request = Request(
         strategy=strategy,
-        prompt=layout.prompt,
-        negative=negative_context(inputs),
+        inputs=inputs,
+        layout=build_layout(call, inputs, strategy, keys, past),
+        negative=padded_negative_prompt(inputs),
         settings=settings,
-        start_len=prompt.start_len,
         max_length=max_length,
-        capacity=layout.capacity,
-        new_token_bucket=layout.new_token_bucket,
-        clocks=clocks,
+        time_limits=time_limits,
         traced=traced or any_traced(keys),
-        prompt_columns=prompt.length,
-        encoder_len=None if inputs.encoder_input is None else inputs.encoder_input.unpadded,
-        encoder_ids=None if inputs.encoder_input is None else inputs.encoder_input.ids,
         return_past_key_values=arguments.return_past_key_values,
     )
     return request if mesh is None or request.traced else request.on_mesh(mesh)
@@ -189,14 +182,14 @@ def checked_inputs(
     )
 
 
-def check_lengths(call: Call, inputs: PreparedInputs, given: ModelInputs) -> None:
+def check_lengths(call: Call, inputs: PreparedInputs, unchecked: ModelInputs) -> None:
     """Raises InputError if the unconditional contexts are too long for the model, or if the
-    assistant model cannot take the prompt. `given`: the inputs before the checks."""
+    assistant model cannot take the prompt. `unchecked`: the caller's inputs."""
     if inputs.negative is not None:
         check_positions(call.model, inputs.negative, call.max_new_tokens)
     assistant = call.arguments.assistant_model
     if assistant is not None:
-        check_assistant_inputs(assistant, call.model, inputs.prompt, given, call.max_new_tokens)
+        check_assistant_inputs(assistant, call.model, inputs.prompt, unchecked, call.max_new_tokens)
 
 
 def check_past_support(
@@ -219,11 +212,11 @@ def check_past_support(
         )
 
 
-def negative_context(inputs: PreparedInputs) -> Negative | None:
+def padded_negative_prompt(inputs: PreparedInputs) -> NegativePrompt | None:
     """The unconditional contexts padded to the prompt's bucket; None without guidance."""
     if inputs.negative is None:
         return None
-    return Negative.of(inputs.negative.pad_to(inputs.width, inputs.pad))
+    return NegativePrompt.of(inputs.negative.pad_to(inputs.width, inputs.pad))
 
 
 def decode_settings(
@@ -231,7 +224,7 @@ def decode_settings(
 ) -> tuple[DecodeSettings, tuple[MaxTimeCriteria, ...]]:
     """The settings that every strategy reads, and the time limits that the host checks."""
     config, encoder_input, padded = call.config, inputs.encoder_input, inputs.padded_prompt()
-    stops, clocks = build_criteria(config, call.arguments)
+    stops, time_limits = build_criteria(config, call.arguments)
     settings = DecodeSettings(
         processors=build_processors(
             config,
@@ -256,4 +249,4 @@ def decode_settings(
         keep_hidden_states=bool(config.output_hidden_states),
         keep_attentions=bool(config.output_attentions),
     )
-    return settings, clocks
+    return settings, time_limits

@@ -271,15 +271,15 @@ def decoder_prompt(
     start = config.bos_token_id if start is None else start
     if start is None:
         raise InputError("decoder_start_token_id: neither the call nor the model names one")
-    first = np.asarray(start, np.int32).reshape(-1)
-    if first.size not in (1, batch):
-        raise InputError(f"decoder_start_token_id: {first.size} ids for a batch of {batch}")
-    first = np.broadcast_to(first[:, None], (batch, 1))
-    checked_ids("decoder_start_token_id", first, model.config.vocab_size)
+    start = np.asarray(start, np.int32).reshape(-1)
+    if start.size not in (1, batch):
+        raise InputError(f"decoder_start_token_id: {start.size} ids for a batch of {batch}")
+    start = np.broadcast_to(start[:, None], (batch, 1))
+    checked_ids("decoder_start_token_id", start, model.config.vocab_size)
     if ids is None:
         if mask is not None:
             raise InputError("decoder_attention_mask: given without decoder_input_ids")
-        return PaddedBatch(np.array(first), np.ones((batch, 1), bool))
+        return PaddedBatch(np.array(start), np.ones((batch, 1), bool))
     ids = checked_ids("decoder_input_ids", ids, model.config.vocab_size)
     mask = checked_mask(mask, ids.shape, "decoder_attention_mask")
     if ids.shape[0] != batch:
@@ -289,7 +289,7 @@ def decoder_prompt(
         raise InputError("decoder_attention_mask: pad decoder prompts on the left")
     if is_traced(ids) or is_traced(mask):
         return PaddedBatch(ids, mask)
-    return with_start(np.asarray(ids), np.asarray(mask), first)
+    return with_start(np.asarray(ids), np.asarray(mask), start)
 
 
 def with_start(ids: np.ndarray, mask: np.ndarray, start: np.ndarray) -> PaddedBatch:

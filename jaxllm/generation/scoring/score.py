@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -78,23 +78,10 @@ def score(
             positions, or a call inside jax.jit (pairs are sorted by length on the host).
         NonFiniteError: the model gave NaN or infinite logits; the message names the pair.
     """
-    if not hasattr(model, "decode"):
-        raise UnsupportedError(f"score: {type(model).__name__} has no language-model head")
-    # Inside the caller's jit even a constant is traced.
-    if is_traced(jnp.zeros(())) or any_traced(prompts, completions, model):
-        raise InputError("score: sorts its pairs on the host; call it outside jax.jit")
+    pairs = read_pairs(model, prompts, completions, attention_mask, completion_mask)
     if not is_integer(batch_size) or batch_size < 1:
         raise InputError(f"batch_size: expected an integer of 1 or more, found {batch_size!r}")
-    pairs = read_pairs(model, prompts, completions, attention_mask, completion_mask)
-    bare, mesh = without_metadata(model), mesh_of(model)
-
-    def run(batch: list[Pair]) -> list[tuple[np.ndarray, ...]]:
-        arrays = stacked(batch)
-        if mesh is not None:
-            arrays = put_rows(arrays, mesh)
-        with use(mesh):
-            return list(zip(*jax.device_get(_score_batch(bare, *arrays)), strict=True))
-
+    run = batch_scorer(model)
     log_probs: list[Any] = [None] * len(pairs)
     greedy = np.zeros(len(pairs), bool)
     for i, scores in run_in_batches(run, pairs, batch_size, length=lambda pair: pair.size):
@@ -110,6 +97,20 @@ def score(
         is_greedy=greedy,
         token_log_probs=log_probs,
     )
+
+
+def batch_scorer(model: GenerativeModel) -> Callable[[list[Pair]], list[tuple[np.ndarray, ...]]]:
+    """Returns a function that scores a batch of pairs: for each the results of `_score_batch`."""
+    bare, mesh = without_metadata(model), mesh_of(model)
+
+    def run(batch: list[Pair]) -> list[tuple[np.ndarray, ...]]:
+        arrays = padded_pairs(batch)
+        if mesh is not None:
+            arrays = put_rows(arrays, mesh)
+        with use(mesh):
+            return list(zip(*jax.device_get(_score_batch(bare, *arrays)), strict=True))
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +135,18 @@ def read_pairs(
     completion_mask: Any,
 ) -> list[Pair]:
     """Checks the arguments of `score` and builds the pairs."""
-    vocab_size = model.config.vocab_size
-    before = token_rows("prompts", prompts, attention_mask, "attention_mask", vocab_size)
-    after = token_rows("completions", completions, completion_mask, "completion_mask", vocab_size)
-    if len(before) != len(after):
-        raise InputError(f"completions: {len(after)} for {len(before)} prompts")
-    return [make_pair(model, i, *pair) for i, pair in enumerate(zip(before, after, strict=True))]
+    if not hasattr(model, "decode"):
+        raise UnsupportedError(f"score: {type(model).__name__} has no language-model head")
+    # Inside the caller's jit even a constant is traced.
+    if is_traced(jnp.zeros(())) or any_traced(prompts, completions, model):
+        raise InputError("score: sorts its pairs on the host; call it outside jax.jit")
+    size = model.config.vocab_size
+    prompt_ids = token_rows("prompts", prompts, attention_mask, "attention_mask", size)
+    new_ids = token_rows("completions", completions, completion_mask, "completion_mask", size)
+    if len(prompt_ids) != len(new_ids):
+        raise InputError(f"completions: {len(new_ids)} for {len(prompt_ids)} prompts")
+    rows = zip(prompt_ids, new_ids, strict=True)
+    return [make_pair(model, i, *pair) for i, pair in enumerate(rows)]
 
 
 def make_pair(model: GenerativeModel, i: int, prompt: np.ndarray, completion: np.ndarray) -> Pair:
@@ -167,16 +174,16 @@ def make_pair(model: GenerativeModel, i: int, prompt: np.ndarray, completion: np
     return Pair(None, decoder, completion)
 
 
-def stacked(pairs: list[Pair]) -> tuple[Any, ...]:
+def padded_pairs(pairs: list[Pair]) -> tuple[Any, ...]:
     """Arguments of `_score_batch`, padded to buckets."""
     decoder, mask = padded([pair.decoder for pair in pairs])
     targets, _ = padded([pair.completion for pair in pairs])
-    first = np.array([len(p.decoder) - len(p.completion) for p in pairs], np.int32)
+    first_column = np.array([len(p.decoder) - len(p.completion) for p in pairs], np.int32)
     encoder: dict[str, Any] = {}
-    sources = [pair.encoder for pair in pairs if pair.encoder is not None]
-    if sources:
-        encoder["input_ids"], encoder["attention_mask"] = padded(sources)
-    return encoder, decoder, mask, first, targets
+    encoder_rows = [pair.encoder for pair in pairs if pair.encoder is not None]
+    if encoder_rows:
+        encoder["input_ids"], encoder["attention_mask"] = padded(encoder_rows)
+    return encoder, decoder, mask, first_column, targets
 
 
 def padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -194,18 +201,18 @@ def _score_batch(
     encoder: dict[str, Any],
     tokens: Int[Array, "B T"],
     mask: Bool[Array, "B T"],
-    first: Int[Array, " B"],
+    first_column: Int[Array, " B"],
     targets: Int[Array, "B C"],
 ) -> tuple[Float[Array, "B C"], Bool[Array, "B C"], Bool[Array, "B C"]]:
     """The log-probability of each target, whether it is the best token, whether logits are finite.
 
-    Row b's first target is predicted by its column first[b].
+    Row b's first target is predicted by its column first_column[b].
     """
     B, T = tokens.shape
     cache = model.init_cache(B, T, **encoder)
     x = model.decode(tokens, mask, cache, cache_is_empty=True).last_hidden_state
     C = targets.shape[1]
-    columns = jnp.minimum(first[:, None] + jnp.arange(C), T - 1)
+    columns = jnp.minimum(first_column[:, None] + jnp.arange(C), T - 1)
     x = jnp.take_along_axis(x, columns[..., None], axis=1)
 
     def score_block(block):
@@ -222,10 +229,10 @@ def _score_batch(
     while C // blocks > width:
         blocks *= 2
 
-    def cut(y):
+    def in_blocks(y):
         return jnp.moveaxis(y.reshape(B, blocks, C // blocks, *y.shape[2:]), 1, 0)
 
-    results = jax.lax.map(score_block, (cut(x), cut(targets)))
+    results = jax.lax.map(score_block, (in_blocks(x), in_blocks(targets)))
     return constrain(jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1).reshape(B, C), results))
 
 
@@ -235,7 +242,7 @@ def token_rows(
     """The real tokens of each row, as int32."""
     if mask is not None and np.shape(mask) != np.shape(np.asarray(rows, dtype=object)):
         raise InputError(f"{mask_name}: expected the shape of {name}, found {np.shape(mask)}")
-    found = []
+    token_ids = []
     for i, row in enumerate(rows):
         ids = np.asarray(row)
         if ids.size == 0:
@@ -249,10 +256,10 @@ def token_rows(
             raise InputError(
                 f"{name}[{i}]: id {ids[bad][0]} is not in the vocabulary (0 to {vocab_size - 1})"
             )
-        found.append(ids.astype(np.int32))
-    if not found:
+        token_ids.append(ids.astype(np.int32))
+    if not token_ids:
         raise InputError(f"{name}: no rows")
-    return found
+    return token_ids
 
 
 def real_columns(name: str, mask: Any) -> np.ndarray:

@@ -58,15 +58,15 @@ def compute_transition_scores(
             f"beam_indices: {beam_indices.shape[0]} rows for {sequences.shape[0]} sequences; "
             "results of beam search need the beam_indices that came with them"
         )
-    chosen = beam_indices >= 0
+    has_token = beam_indices >= 0
     # Steps without a token are -1 in all rows; the others give the number of new tokens.
-    length = beam_indices.shape[1] if is_traced(chosen) else int(chosen.sum(axis=1).max())
+    length = beam_indices.shape[1] if is_traced(has_token) else int(has_token.sum(axis=1).max())
     if length > min(steps, sequences.shape[1]):
         raise InputError(
             f"beam_indices: {length} tokens, but there are {steps} steps of scores and "
             f"{sequences.shape[1]} columns of sequences"
         )
-    beams = jnp.where(chosen, beam_indices, 0)[:, :length]
+    beams = jnp.where(has_token, beam_indices, 0)[:, :length]
     tokens = sequences[:, sequences.shape[1] - length :]
-    picked = stacked[jnp.arange(length), beams, tokens]
-    return jnp.where(chosen[:, :length], picked, 0.0)
+    token_scores = stacked[jnp.arange(length), beams, tokens]
+    return jnp.where(has_token[:, :length], token_scores, 0.0)

@@ -12,15 +12,22 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import Cache, per_head, put_columns
-from jaxllm.generation.strategies import sample
-from jaxllm.generation.strategies.records import first_records
+from jaxllm.generation.strategies.records import initial_records
+from jaxllm.generation.strategies.sample import (
+    SampleState,
+    append,
+    initial_sample_state,
+    sample_result,
+    with_score_buffers,
+)
 from jaxllm.generation.strategies.strategy import DecodeSettings, Result, Strategy, unconditional
+from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ContrastiveState(sample.SampleState):
+class ContrastiveState(SampleState):
     """State of contrastive search. The newest token is in the cache already, and the logits of the
     next one are known."""
 
@@ -34,11 +41,10 @@ class ContrastiveState(sample.SampleState):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Chosen:
+class BestCandidate:
     """The best candidate of each row so far."""
 
-    value: Float[Array, " B"]
-    """Its score."""
+    score: Float[Array, " B"]
     token: Int[Array, " B"]
     out: DecodeOutput
     """The model's output for it, one column, without the cache."""
@@ -66,21 +72,20 @@ class Contrastive(Strategy[ContrastiveState]):
     """The model runs candidates one by one, in one slot of the cache."""
     can_continue = False
 
-    def slots(self, new):
-        return new if self.low_memory else new + self.k - 1
+    def cache_slots(self, new_tokens: int) -> int:
+        return new_tokens if self.low_memory else new_tokens + self.k - 1
 
     def init(self, model, prompt, out, settings, new_token_bucket) -> ContrastiveState:
         logits = out.logits[:, 0]
-        first = sample.first_state(prompt, out.cache, 1)
-        first = sample.with_records(first, logits, settings, new_token_bucket)
+        state = initial_sample_state(prompt, out.cache, 1)
+        state = with_score_buffers(state, logits, settings, new_token_bucket)
         # One record per new token, the last one too: it was run as a candidate before its choice.
-        kept = first_records(out, 1, new_token_bucket + 1, **settings.decode_options)
-        first = first.replace(records=kept)
+        records = initial_records(out, 1, new_token_bucket + 1, **settings.decode_options)
         context = unit_vectors(out.last_hidden_state)
         free = out.cache.capacity - context.shape[1]
         # The first token is chosen in the loop, too: its candidates need the model.
         return ContrastiveState(
-            **vars(first),
+            **vars(state.replace(records=records)),
             next_logits=logits,
             next_unconditional=unconditional(out),
             directions=jnp.pad(context, ((0, 0), (0, free), (0, 0))),
@@ -95,95 +100,97 @@ class Contrastive(Strategy[ContrastiveState]):
             prompt_len=state.cur_len - state.step,
             unconditional_logits=state.next_unconditional,
         )
-        best, tokens = jax.lax.top_k(scores, self.k)
+        top_scores, tokens = jax.lax.top_k(scores, self.k)
         tokens = tokens.astype(jnp.int32)
-        probability = jnp.exp(best - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
-        probability = jnp.where(jnp.isneginf(best), -jnp.inf, probability)
+        probability = jnp.exp(top_scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True))
+        probability = jnp.where(jnp.isneginf(top_scores), -jnp.inf, probability)
         choose = self.choose_one_by_one if self.low_memory else self.choose_in_parallel
-        chosen, cache = choose(model, state, tokens, probability, settings.decode_options)
+        best, cache = choose(model, state, tokens, probability, settings.decode_options)
 
-        out, slot = chosen.out, state.cache.length
-        written = sample.append(state, chosen.token, state.next_logits, scores, settings)
+        out, slot = best.out, state.cache.length
+        after = append(state, best.token, state.next_logits, scores, settings)
         if state.records is not None:
             columns = jnp.minimum(jnp.arange(cache.capacity, dtype=jnp.int32), slot)
-            written = written.replace(
+            after = after.replace(
                 records=state.records.write_branches(out, state.step + 1, columns)
             )
-        return written.replace(
+        return after.replace(
             next_logits=out.logits[:, 0],
             next_unconditional=unconditional(out),
             directions=put_columns(state.directions, unit_vectors(out.last_hidden_state), slot),
-            cache=cache.replace(layers=jax.tree.map(put_slot(slot), cache.layers, chosen.column)),
+            cache=cache.replace(layers=jax.tree.map(put_slot(slot), cache.layers, best.column)),
         )
 
     def choose_in_parallel(
         self,
-        model: Any,
+        model: Decoder,
         state: ContrastiveState,
         tokens: Int[Array, "B k"],
         probability: Float[Array, "B k"],
         options: dict[str, Any],
-    ) -> tuple[Chosen, Cache]:
+    ) -> tuple[BestCandidate, Cache]:
         """The best candidate of each row, and the cache with its next slot reserved for it."""
-        before = state.cache
+        context = state.cache
         out = model.decode(
             tokens,
             jnp.broadcast_to(~state.is_finished[:, None], tokens.shape),
-            before,
-            branches=alternatives(before, *tokens.shape),
+            context,
+            branches=alternatives(context, *tokens.shape),
             **options,
         )
-        value = self.values(state, probability, out)
-        best = jnp.argmax(value, axis=-1)
+        scores = self.candidate_scores(state, probability, out)
+        best = jnp.argmax(scores, axis=-1)
 
         def slot_of_best(x: Float[Array, "*BK S H"]) -> Float[Array, "*BK 1 H"]:
-            slot = before.length + per_head(for_all_rows(best.astype(jnp.int32), before), x)
+            slot = context.length + per_head(for_all_rows(best.astype(jnp.int32), context), x)
             return jnp.take_along_axis(x, jnp.expand_dims(slot, (-2, -1)), axis=-2)
 
         cache = out.cache.replace(
-            mask=out.cache.mask & (jnp.arange(before.capacity) <= before.length),
-            length=before.length + 1,
+            mask=out.cache.mask & (jnp.arange(context.capacity) <= context.length),
+            length=context.length + 1,
         )
-        chosen = Chosen(
-            value=take_candidate(value[..., None], best)[:, 0, 0],
+        candidate = BestCandidate(
+            score=take_candidate(scores[..., None], best)[:, 0, 0],
             token=take_candidate(tokens[..., None], best)[:, 0, 0],
             out=take_output(out.replace(cache=None), best),
             column=jax.tree.map(slot_of_best, cache.layers),
         )
-        return chosen, cache
+        return candidate, cache
 
     def choose_one_by_one(
         self,
-        model: Any,
+        model: Decoder,
         state: ContrastiveState,
         tokens: Int[Array, "B k"],
         probability: Float[Array, "B k"],
         options: dict[str, Any],
-    ) -> tuple[Chosen, Cache]:
+    ) -> tuple[BestCandidate, Cache]:
         """Same as `choose_in_parallel`, but runs the candidates one by one in one slot."""
-        before, unfinished = state.cache, ~state.is_finished[:, None]
+        context, unfinished = state.cache, ~state.is_finished[:, None]
 
-        def candidate(i: Int[Array, ""], layers: Any) -> tuple[Chosen, Cache]:
-            token, share = (jax.lax.dynamic_slice_in_dim(x, i, 1, 1) for x in (tokens, probability))
-            out = model.decode(token, unfinished, before.replace(layers=layers), **options)
+        def candidate(i: Int[Array, ""], layers: Any) -> tuple[BestCandidate, Cache]:
+            token, p = (jax.lax.dynamic_slice_in_dim(x, i, 1, 1) for x in (tokens, probability))
+            out = model.decode(token, unfinished, context.replace(layers=layers), **options)
             column = jax.tree.map(
-                lambda x: jax.lax.dynamic_slice_in_dim(x, before.length, 1, axis=x.ndim - 2),
+                lambda x: jax.lax.dynamic_slice_in_dim(x, context.length, 1, axis=x.ndim - 2),
                 out.cache.layers,
             )
-            value = self.values(state, share, out)[:, 0]
-            return Chosen(value, token[:, 0], out.replace(cache=None), column), out.cache
+            score = self.candidate_scores(state, p, out)[:, 0]
+            return BestCandidate(score, token[:, 0], out.replace(cache=None), column), out.cache
 
-        def better(i: Int[Array, ""], carry: tuple[Chosen, Cache]) -> tuple[Chosen, Cache]:
+        def better(
+            i: Int[Array, ""], carry: tuple[BestCandidate, Cache]
+        ) -> tuple[BestCandidate, Cache]:
             old, cache = carry
             new, cache = candidate(i, cache.layers)
             # As argmax: the first of equal values is kept, and NaN, which is reported, wins.
-            wins = (new.value > old.value) | (jnp.isnan(new.value) & ~jnp.isnan(old.value))
+            wins = (new.score > old.score) | (jnp.isnan(new.score) & ~jnp.isnan(old.score))
 
             def row(a: Array, b: Array) -> Array:
                 return jnp.where(wins.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
 
             def row_and_head(a: Array, b: Array) -> Array:
-                index = per_head(for_all_rows(wins, before), a)
+                index = per_head(for_all_rows(wins, context), a)
                 return jnp.where(jnp.expand_dims(index, (-2, -1)), a, b)
 
             columns = jax.tree.map(row_and_head, new.column, old.column)
@@ -191,25 +198,25 @@ class Contrastive(Strategy[ContrastiveState]):
             best = dataclasses.replace(jax.tree.map(row, *rest), column=columns)
             return best, cache
 
-        shapes = jax.eval_shape(candidate, 0, before.layers)
-        nothing, cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        lowest = jnp.full_like(nothing.value, -jnp.inf)
-        start = dataclasses.replace(nothing, value=lowest, token=tokens[:, 0])
-        cache = dataclasses.replace(cache, layers=before.layers, cross=before.cross)
+        shapes = jax.eval_shape(candidate, 0, context.layers)
+        empty, cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        lowest = jnp.full_like(empty.score, -jnp.inf)
+        start = dataclasses.replace(empty, score=lowest, token=tokens[:, 0])
+        cache = dataclasses.replace(cache, layers=context.layers, cross=context.cross)
         return jax.lax.fori_loop(0, self.k, better, (start, cache))
 
-    def values(
+    def candidate_scores(
         self, state: ContrastiveState, probability: Float[Array, "B n"], out: DecodeOutput
     ) -> Float[Array, "B n"]:
         """Scores of the candidates, from the model's output for them."""
         real = state.cache.mask[: probability.shape[0]]
         similarity = max_cosine(real, state.directions, unit_vectors(out.last_hidden_state))
-        value = (1 - self.alpha) * probability - self.alpha * similarity
+        score = (1 - self.alpha) * probability - self.alpha * similarity
         # A forbidden token is never chosen, however low its similarity.
-        return jnp.where(jnp.isneginf(probability), -jnp.inf, value)
+        return jnp.where(jnp.isneginf(probability), -jnp.inf, score)
 
     def finish(self, state: ContrastiveState, settings: DecodeSettings) -> Result:
-        return sample.result(state)
+        return sample_result(state)
 
 
 def alternatives(cache: Cache, batch: int, k: int) -> Branches:
@@ -235,20 +242,20 @@ def put_slot(slot: Int[Array, ""]) -> Callable[[Array, Array], Array]:
 
 
 def take_candidate(
-    x: Shaped[Array, "B k *rest"], which: Int[Array, " B"]
+    x: Shaped[Array, "B k *rest"], index: Int[Array, " B"]
 ) -> Shaped[Array, "B 1 *rest"]:
-    """Selects entry which[b] of each row b."""
-    return jnp.take_along_axis(x, which.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
+    """Selects entry index[b] of each row b."""
+    return jnp.take_along_axis(x, index.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)
 
 
-def take_output(out: DecodeOutput, which: Int[Array, " B"]) -> DecodeOutput:
-    """Selects the output for candidate which[b], of k, of each row b."""
+def take_output(out: DecodeOutput, index: Int[Array, " B"]) -> DecodeOutput:
+    """Selects the output for candidate index[b], of k, of each row b."""
 
     def one(x: Array) -> Array:
         return (
-            take_candidate(x, which)
+            take_candidate(x, index)
             if x.ndim == 3
-            else take_candidate(x.swapaxes(1, 2), which).swapaxes(1, 2)
+            else take_candidate(x.swapaxes(1, 2), index).swapaxes(1, 2)
         )
 
     return jax.tree.map(one, out)

@@ -36,15 +36,16 @@ class DoLa(Sample):
     """Candidate layers; 0 is the embedding."""
     extra_decode_options: ClassVar = {"output_hidden_states": True}
 
-    def prediction(self, model, out, at, unfinished):
+    def next_token_logits(self, model, out, last_column, unfinished):
         """Logits, with differences of log-probabilities as input of the processors."""
         assert out.hidden_states is not None  # from `extra_decode_options`
         states = [out.hidden_states[i] for i in self.layers]
-        last = [x[:, -1:] if at is None else take_column(x, at) for x in states]
-        early = jnp.stack([model.logits(x)[:, 0] for x in last])  # without the final norm, as in HF
-        predicted = super().prediction(model, out, at, unfinished)
-        base = farthest(predicted.logits, early, unfinished)
-        return predicted._replace(processor_input=contrast(predicted.logits, base))
+        if last_column is not None:
+            states = [take_column(x, last_column) for x in states]
+        early = [model.logits(x[:, -1:])[:, 0] for x in states]  # no final norm, as in transformers
+        logits = super().next_token_logits(model, out, last_column, unfinished)
+        contrasted = contrast(logits.raw, farthest(logits.raw, jnp.stack(early), unfinished))
+        return dataclasses.replace(logits, processor_input=contrasted)
 
 
 def farthest(

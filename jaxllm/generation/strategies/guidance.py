@@ -28,13 +28,14 @@ from jaxllm.generation.inputs.padded_batch import (
 )
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.outputs import DecodeOutput
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Negative:
+class NegativePrompt:
     """The prompts of the unconditional contexts, one for each row."""
 
     tokens: Int[Array, "B T"]
@@ -45,13 +46,13 @@ class Negative:
     """int32. The column of each row's last real token."""
 
     @staticmethod
-    def of(prompt: PaddedBatch) -> Negative:
-        return Negative(prompt.ids, prompt.mask, last_token_columns(prompt.mask))
+    def of(prompt: PaddedBatch) -> NegativePrompt:
+        return NegativePrompt(prompt.ids, prompt.mask, last_token_columns(prompt.mask))
 
-    def padded(self, width: int) -> Negative:
+    def padded(self, width: int) -> NegativePrompt:
         """The prompts padded on the right to `width` columns."""
         extra = max(width - self.mask.shape[1], 0)
-        return Negative(
+        return NegativePrompt(
             pad_right(self.tokens, extra, 0), pad_right(self.mask, extra, False), self.last_column
         )
 
@@ -65,12 +66,12 @@ class Guided:
     It returns the output of the first B, with the cache of all and `unconditional_logits`.
     """
 
-    model: Any
-    negative: Negative
+    model: Decoder
+    negative: NegativePrompt
     is_encoder_decoder = False
 
     @property
-    def config(self) -> Any:
+    def config(self) -> ModelConfig:
         return self.model.config
 
     @property
@@ -108,7 +109,7 @@ class Guided:
         conversation has no rows for them yet.
         """
         if cache.mask.shape[0] == mask.shape[0]:
-            return self.joined(
+            return self.continue_conversation(
                 tokens,
                 mask,
                 cache,
@@ -119,7 +120,7 @@ class Guided:
         # The chosen token is appended to both contexts, in the same slots.
         length = cache.length
         if jnp.ndim(length) == 1:
-            cache = cache.replace(length=stacked(length, length))
+            cache = cache.replace(length=concatenate_rows(length, length))
         unconditional = (tokens, mask, logits_column)
         if cache_is_empty:
             negative = self.negative.padded(mask.shape[1])
@@ -130,15 +131,15 @@ class Guided:
         if branches is not None:
             columns = branches.columns
             branches = Branches(
-                seen=stacked(branches.seen, branches.seen),
-                columns=stacked(columns, columns) if columns.ndim == 2 else columns,
+                seen=concatenate_rows(branches.seen, branches.seen),
+                columns=concatenate_rows(columns, columns) if columns.ndim == 2 else columns,
             )
         out = self.model.decode(
-            stacked(tokens, unconditional[0]),
-            stacked(mask, unconditional[1]),
+            concatenate_rows(tokens, unconditional[0]),
+            concatenate_rows(mask, unconditional[1]),
             cache,
             cache_is_empty=cache_is_empty,
-            logits_column=stacked(logits_column, unconditional[2]),
+            logits_column=concatenate_rows(logits_column, unconditional[2]),
             branches=branches,
             inputs_embeds=inputs_embeds,
             **options,
@@ -150,7 +151,7 @@ class Guided:
             cache = cache.replace(length=cache.length[:rows])
         return conditional.replace(cache=cache, unconditional_logits=out.logits[rows:])
 
-    def joined(
+    def continue_conversation(
         self, tokens: Any, mask: Bool[Array, "B T"], cache: Cache, **options: Any
     ) -> DecodeOutput:
         """Runs the new part of a conversation, and unconditional contexts in additional rows."""
@@ -170,14 +171,14 @@ class Guided:
         return dataclasses.replace(self, model=self.model.early_exit(layers))
 
 
-def with_guidance_of(model: Any, other: Any) -> Any:
-    """Wraps `other` with the unconditional contexts of `model`, if it has any."""
-    return Guided(other, model.negative) if isinstance(model, Guided) else other
+def with_guidance_of(model: Decoder, assistant: Decoder) -> Decoder:
+    """The assistant with the unconditional contexts of the model, if it has any."""
+    return Guided(assistant, model.negative) if isinstance(model, Guided) else assistant
 
 
-def stacked(above: Array | None, below: Array | None) -> Any:
-    """Concatenates the rows of both; None if either is None."""
-    return None if above is None or below is None else jnp.concatenate([above, below])
+def concatenate_rows(a: Array | None, b: Array | None) -> Any:
+    """Concatenates the rows of two arrays; None if either is None."""
+    return None if a is None or b is None else jnp.concatenate([a, b])
 
 
 def negative_prompt(

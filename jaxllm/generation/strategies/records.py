@@ -53,7 +53,7 @@ class Records:
 
     def write(self, out: DecodeOutput, step: Int[Array, ""]) -> Records:
         """Writes the output for new token `step`, 1 or more: prefill is step 0."""
-        return self._put(self._of(out), step)
+        return self._put(self._internals_of(out), step)
 
     def write_branches(
         self,
@@ -73,41 +73,43 @@ class Records:
             x = x if x.ndim == 3 else x.swapaxes(1, 2)  # [B, N, D], [B, N, heads, S]
             return x.reshape(-1, *x.shape[2:])[..., None, :]
 
-        def by_column(weights, kept):
-            each = columns
+        def by_column(weights, buffer):
+            column_of = columns
             if columns.ndim == 2:
-                each = jnp.repeat(columns, weights.shape[0] // columns.shape[0], axis=0)
-            empty = jnp.zeros((*weights.shape[1:-1], kept.shape[-1]), weights.dtype)
+                column_of = jnp.repeat(columns, weights.shape[0] // columns.shape[0], axis=0)
+            empty = jnp.zeros((*weights.shape[1:-1], buffer.shape[-1]), weights.dtype)
             put = jax.vmap(
                 lambda row, column: empty.at[..., column].add(row, mode="drop"),
-                (0, 0 if each.ndim == 2 else None),
+                (0, 0 if columns.ndim == 2 else None),
             )
-            return put(weights, each)
+            return put(weights, column_of)
 
-        new = jax.tree.map(rows, self._of(out))
+        new = jax.tree.map(rows, self._internals_of(out))
         weights = jax.tree.map(by_column, new.attentions, self.steps.attentions)
         return self._put(dataclasses.replace(new, attentions=weights), step)
 
     def write_columns(self, out: DecodeOutput, steps: Int[Array, " B"]) -> Records:
         """Writes the output for T new tokens of each row b, from new token `steps[b]` on."""
 
-        def put(kept, new):
+        def put(buffer, new):
             new = jnp.moveaxis(new, -2, 0)[..., None, :]
-            return jax.vmap(_put_at, in_axes=(1, 1, 0), out_axes=1)(kept, new, steps - 1)
+            return jax.vmap(_put_step, in_axes=(1, 1, 0), out_axes=1)(buffer, new, steps - 1)
 
-        return dataclasses.replace(self, steps=jax.tree.map(put, self.steps, self._of(out)))
+        return dataclasses.replace(
+            self, steps=jax.tree.map(put, self.steps, self._internals_of(out))
+        )
 
-    def _of(self, out: DecodeOutput) -> Internals:
-        kept = self.steps
-        return internals(out, kept.hidden_states is not None, kept.attentions is not None)
+    def _internals_of(self, out: DecodeOutput) -> Internals:
+        buffers = self.steps
+        return internals(out, buffers.hidden_states is not None, buffers.attentions is not None)
 
     def _put(self, new: Internals, step: Int[Array, ""]) -> Records:
-        written = jax.tree.map(lambda kept, x: _put_at(kept, x[None], step - 1), self.steps, new)
-        return dataclasses.replace(self, steps=written)
+        steps = jax.tree.map(lambda b, x: _put_step(b, x[None], step - 1), self.steps, new)
+        return dataclasses.replace(self, steps=steps)
 
 
-def _put_at(kept: Array, new: Array, position: Int[Array, ""]) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(kept, new, position, axis=0)
+def _put_step(buffer: Array, new: Array, step: Int[Array, ""]) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(buffer, new, step, axis=0)
 
 
 def internals(out: DecodeOutput, hidden_states: bool, attentions: bool) -> Internals:
@@ -119,7 +121,7 @@ def internals(out: DecodeOutput, hidden_states: bool, attentions: bool) -> Inter
     )
 
 
-def first_records(
+def initial_records(
     out: DecodeOutput,
     samples: int,
     new_token_bucket: int,
@@ -141,21 +143,20 @@ def first_records(
     if not jax.tree.leaves(prompt):
         return None
 
-    def zeros(layers: Layers, last: int | None = None) -> Layers:
+    def buffer(x: Array, last_axis: int) -> Array:
+        heads = x.shape[1:-2]
+        shape = (new_token_bucket - 1, x.shape[0] * samples, *heads, 1, last_axis)
+        return jnp.zeros(shape, x.dtype)
+
+    def buffers(layers: Layers, last_axis: int | None = None) -> Layers:
         if layers is None:
             return None
-
-        def like(x):
-            rows, (*heads, _, width) = x.shape[0] * samples, x.shape[1:]
-            shape = (new_token_bucket - 1, rows, *heads, 1, width if last is None else last)
-            return jnp.zeros(shape, x.dtype)
-
-        return tuple(like(x) for x in layers)
+        return tuple(buffer(x, x.shape[-1] if last_axis is None else last_axis) for x in layers)
 
     steps = Internals(
-        hidden_states=zeros(prompt.hidden_states),
-        attentions=zeros(prompt.attentions, out.cache.capacity if width is None else width),
-        cross_attentions=zeros(prompt.cross_attentions),
+        hidden_states=buffers(prompt.hidden_states),
+        attentions=buffers(prompt.attentions, out.cache.capacity if width is None else width),
+        cross_attentions=buffers(prompt.cross_attentions),
     )
     encoder = Internals(out.encoder_hidden_states, out.encoder_attentions)
     return Records(prompt=prompt, steps=steps, encoder=encoder)

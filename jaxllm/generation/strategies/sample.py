@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxllm.cache.kv_cache import Cache, put_columns
-from jaxllm.generation.strategies.records import Records, first_records
+from jaxllm.generation.strategies.records import Records, initial_records
 from jaxllm.generation.strategies.strategy import (
     NEVER,
     DecodeSettings,
@@ -21,6 +21,7 @@ from jaxllm.generation.strategies.strategy import (
     unconditional,
 )
 from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
+from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import axes
 
@@ -61,7 +62,7 @@ class SampleState:
     )
     """Raw logits of every step (`output_logits`)."""
     records: Records | None = dataclasses.field(default=None, metadata=axes(None, "rows"))
-    """Hidden states and attentions of every step, if they are kept."""
+    """Hidden states and attentions of every step (`output_hidden_states`, `output_attentions`)."""
 
     def replace(self, **changes) -> Self:
         return dataclasses.replace(self, **changes)
@@ -70,13 +71,15 @@ class SampleState:
 AnyState = TypeVar("AnyState", bound=SampleState)
 
 
-class Prediction(NamedTuple):
-    """Logits of each row's next token."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NextTokenLogits:
+    """Logits of each row's next token, from one call of the model."""
 
-    logits: Float[Array, "B V"]
-    """Raw logits."""
+    raw: Float[Array, "B V"]
+    """The model's logits."""
     processor_input: Float[Array, "B V"]
-    """Input of the logits processors: `logits`, unless a subclass changes them (DoLa)."""
+    """Input of the logits processors: `raw`, unless a subclass changes them (DoLa)."""
     unconditional: Float[Array, "B V"] | None
     """Logits after the negative prompt (guidance)."""
 
@@ -99,22 +102,19 @@ class Sample(Strategy[SampleState]):
         return self.num_return_sequences
 
     def init(self, model, prompt, out, settings, new_token_bucket):
-        predicted = self.prediction(
-            model, out, prompt.last_column, jnp.ones(prompt.last_column.shape, bool)
-        )
-        predicted = jax.tree.map(
-            lambda x: jnp.repeat(x, self.num_return_sequences, axis=0), predicted
-        )
+        every_row = jnp.ones(prompt.last_column.shape, bool)
+        logits = self.next_token_logits(model, out, prompt.last_column, every_row)
+        logits = jax.tree.map(lambda x: jnp.repeat(x, self.num_return_sequences, axis=0), logits)
         state = self.initial_state(prompt, out.cache, new_token_bucket)
-        state = with_records(state, predicted.logits, settings, new_token_bucket)
-        kept = first_records(
+        state = with_score_buffers(state, logits.raw, settings, new_token_bucket)
+        records = initial_records(
             out, self.num_return_sequences, new_token_bucket, **settings.decode_options
         )
-        return self.emit(state.replace(records=kept), predicted, settings)
+        return self.append_chosen(state.replace(records=records), logits, settings)
 
     def initial_state(self, prompt: Prompt, cache: Cache, new_token_bucket: int) -> SampleState:
         """The state before the first token, with a cache that holds the prompt."""
-        return first_state(
+        return initial_sample_state(
             prompt, cache.repeat(self.num_return_sequences), self.num_return_sequences
         )
 
@@ -124,34 +124,40 @@ class Sample(Strategy[SampleState]):
         out = model.decode(state.token[:, None], unfinished[:, None], state.cache, **options)
         if state.records is not None:
             state = state.replace(records=state.records.write(out, state.step))
-        predicted = self.prediction(model, out, None, unfinished)
-        return self.emit(state.replace(cache=out.cache), predicted, settings)
+        logits = self.next_token_logits(model, out, None, unfinished)
+        return self.append_chosen(state.replace(cache=out.cache), logits, settings)
 
-    def prediction(
+    def next_token_logits(
         self,
-        model: Any,
+        model: Decoder,
         out: DecodeOutput,
-        at: Int[Array, " B"] | None,
+        last_column: Int[Array, " B"] | None,
         unfinished: Bool[Array, " B"],
-    ) -> Prediction:
-        """Logits of the one column in `out`. Subclasses also use the other arguments."""
-        logits = out.logits[:, 0]
-        return Prediction(logits, logits, unconditional(out))
+    ) -> NextTokenLogits:
+        """Logits after each row's last token, from the model's output for its last columns.
 
-    def emit(
-        self, state: SampleState, predicted: Prediction, settings: DecodeSettings
+        Args:
+            last_column: with several columns in `out` (prefill), the last real one of each row. The
+                logits are those of this column already; subclasses read hidden states.
+            unfinished: rows that get a token.
+        """
+        logits = out.logits[:, 0]
+        return NextTokenLogits(logits, logits, unconditional(out))
+
+    def append_chosen(
+        self, state: SampleState, logits: NextTokenLogits, settings: DecodeSettings
     ) -> SampleState:
         """Processes the logits of a step, chooses its tokens and appends them."""
         scores = settings.processors(
             state.sequences,
-            predicted.processor_input,
+            logits.processor_input,
             state.cur_len,
             mask=state.mask,
             prompt_len=state.cur_len - state.step,
-            unconditional_logits=predicted.unconditional,
+            unconditional_logits=logits.unconditional,
         )
         token = self.choose(state, scores)
-        return append(state, token, predicted.logits, scores, settings)
+        return append(state, token, logits.raw, scores, settings)
 
     def choose(self, state: SampleState, scores: Float[Array, "B V"]) -> Int[Array, " B"]:
         """Each row's next token."""
@@ -164,10 +170,10 @@ class Sample(Strategy[SampleState]):
         return jnp.where(self.sampled, token, choose_greedy(scores))
 
     def finish(self, state, settings):
-        return result(state)
+        return sample_result(state)
 
 
-def first_state(prompt: Prompt, cache: Cache, samples: int) -> SampleState:
+def initial_sample_state(prompt: Prompt, cache: Cache, samples: int) -> SampleState:
     """State before the first token, with each row repeated `samples` times."""
     batch = prompt.sequences.shape[0] * samples
     return SampleState(
@@ -183,7 +189,7 @@ def first_state(prompt: Prompt, cache: Cache, samples: int) -> SampleState:
     )
 
 
-def with_records(
+def with_score_buffers(
     state: Any, logits: Float[Array, "B V"], settings: DecodeSettings, new_token_bucket: int
 ) -> Any:
     """Adds buffers for the scores and logits of every step, if they are kept."""
@@ -194,18 +200,18 @@ def with_records(
     return state
 
 
-def record(
-    kept: Float[Array, "N B V"] | None,
+def write_step(
+    buffer: Float[Array, "N B V"] | None,
     values: Float[Array, "B V"],
     step: Int[Array, ""] | Int[Array, " B"],
-):
-    """Writes the values of this step to a record; None if it is not kept."""
-    if kept is None:
+) -> Float[Array, "N B V"] | None:
+    """Writes the scores or logits of a step to their buffer; None if they are not kept."""
+    if buffer is None:
         return None
-    return jax.lax.dynamic_update_slice_in_dim(kept, values[None], step, axis=0)
+    return jax.lax.dynamic_update_slice_in_dim(buffer, values[None], step, axis=0)
 
 
-def result(state: SampleState) -> Result:
+def sample_result(state: SampleState) -> Result:
     """Result of a state whose rows are all returned."""
     return Result(
         sequences=state.sequences,
@@ -238,8 +244,8 @@ def append(
     ends = jnp.any(token[:, None] == settings.eos, axis=1)
     stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=mask)
     return state.replace(
-        scores=record(state.scores, scores, state.step),
-        logits=record(state.logits, logits, state.step),
+        scores=write_step(state.scores, scores, state.step),
+        logits=write_step(state.logits, logits, state.step),
         sequences=sequences,
         mask=mask,
         cur_len=state.cur_len + 1,

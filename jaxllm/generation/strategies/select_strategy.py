@@ -11,7 +11,7 @@ from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.values import float_leaf, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.mode import draft_options, generation_mode
-from jaxllm.generation.strategies.assisted.select_draft import assisted
+from jaxllm.generation.strategies.assisted.select_draft import build_assisted
 from jaxllm.generation.strategies.beam.beam_search import BeamSearch
 from jaxllm.generation.strategies.beam.constrained_beam import ConstrainedBeamSearch
 from jaxllm.generation.strategies.beam.constraints import (
@@ -70,7 +70,7 @@ def _sample(call: Call) -> Strategy[Any]:
 
 
 def _assisted(call: Call) -> Strategy[Any]:
-    return assisted(
+    return build_assisted(
         call.model,
         call.config,
         call.arguments.assistant_model,
@@ -141,7 +141,7 @@ def _group_beam_search(call: Call) -> Strategy[Any]:
     if config.do_sample:
         raise UnsupportedError("num_beam_groups: diverse beam search does not sample")
     if not is_traced(config.diversity_penalty) and config.diversity_penalty == 0:
-        raise InputError("diversity_penalty: must be above 0, or all groups find the same texts")
+        raise InputError("diversity_penalty: must be above 0, or all groups find the same")
     return GroupBeamSearch(**_beams(call), num_groups=config.num_beam_groups)
 
 
@@ -150,24 +150,24 @@ def _constrained_beam_search(call: Call) -> Strategy[Any]:
     if config.num_beams == 1:
         name = "constraints" if config.force_words_ids is None else "force_words_ids"
         raise InputError(f"{name}: constraints need beams; set num_beams above 1")
-    for name, wrong in (
+    for name, is_set in (
         ("do_sample", config.do_sample),
         ("num_beam_groups", config.num_beam_groups > 1),
     ):
-        if wrong:
+        if is_set:
             raise UnsupportedError(f"{name}: not together with constraints")
     _check_plain_end(call)
-    given = () if config.constraints is None else config.constraints
-    if not isinstance(given, list | tuple):
-        raise InputError(f"`constraints` must be a list of constraints, but is {given!r}")
-    for constraint in given:
+    listed = () if config.constraints is None else config.constraints
+    if not isinstance(listed, list | tuple):
+        raise InputError(f"`constraints` must be a list of constraints, but is {listed!r}")
+    for constraint in listed:
         if not isinstance(constraint, PhrasalConstraint | DisjunctiveConstraint):
             raise InputError(
                 f"`constraints` must hold PhrasalConstraint or DisjunctiveConstraint, but holds "
                 f"{constraint!r}"
             )
     forced = () if config.force_words_ids is None else force_words(config.force_words_ids)
-    constraints = (*given, *forced)
+    constraints = (*listed, *forced)
     if not constraints:
         raise InputError("`constraints` is empty; give None for a search without them")
     vocabulary = call.model.config.vocab_size
@@ -200,10 +200,10 @@ def choose_strategy(call: Call) -> Strategy[Any]:
             return registered.build(call)
     assistant = call.arguments.assistant_model
     mode = generation_mode(call.config, assistant)
-    asked = draft_options(call.config, assistant)
-    if asked and mode != "assisted_generation":
+    drafts = draft_options(call.config, assistant)
+    if drafts and mode != "assisted_generation":
         raise UnsupportedError(
-            f"{asked[0]}: drafts go with greedy search and sampling alone, and these settings ask "
+            f"{drafts[0]}: drafts go with greedy search and sampling alone, and these settings ask "
             f"for {mode} (transformers would leave the draft out); drop one of the two"
         )
     return MODES[mode](call)

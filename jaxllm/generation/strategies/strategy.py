@@ -23,6 +23,7 @@ from jaxllm.cache.variants import PLAIN, CacheKind
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.generation.strategies.records import Records
+from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 
 NEVER = -1
@@ -178,13 +179,13 @@ class Strategy(Generic[S]):
         """Random keys per row: the number of results that draw independently."""
         return 1
 
-    def slots(self, new: int) -> int:
-        """Number of cache slots for `new` tokens."""
-        return new
+    def cache_slots(self, new_tokens: int) -> int:
+        """Number of cache slots for `new_tokens` tokens after the prompt."""
+        return new_tokens
 
     def init(
         self,
-        model: Any,
+        model: Decoder,
         prompt: Prompt,
         out: DecodeOutput,
         settings: DecodeSettings,
@@ -200,7 +201,7 @@ class Strategy(Generic[S]):
         """
         raise NotImplementedError
 
-    def step(self, model: Any, state: S, settings: DecodeSettings) -> S:
+    def step(self, model: Decoder, state: S, settings: DecodeSettings) -> S:
         """The state after one more token (assisted generation: a draft) of each unfinished row."""
         raise NotImplementedError
 

@@ -113,7 +113,7 @@ def test_the_ring_holds_no_more_than_the_window():
     model, ids = tiny.cached("llama"), np.array(turns(0, 30))
     fields = {"cache_implementation": "sliding_window", "cache_config": {"sliding_window": 7}}
     request = prepare_call(model, ids, None, None, None, {"max_new_tokens": 30, **fields})
-    assert request.capacity == 16
+    assert request.layout.capacity == 16
 
 
 def test_static_dynamic_and_a_length():

@@ -98,7 +98,7 @@ def test_only_new_tokens_are_read():
     )
     assert request.prompt.decoder_inputs["tokens"].shape == (1, 16)
     assert request.prompt.decoder_inputs["mask"].sum() == 2
-    assert request.capacity == out.past_key_values.cache.capacity
+    assert request.layout.capacity == out.past_key_values.cache.capacity
 
 
 def test_a_handle_serves_more_than_one_call():

@@ -176,7 +176,7 @@ def test_a_streamer_gets_the_prompt_and_every_token():
     assert streamer.ended
 
 
-def test_ended_rows_emit_pad_and_change_no_other():
+def test_finished_rows_get_pads_and_change_no_other():
     _, ids, mask = prompts("s_llama")
     free = generate("s_llama", ids, mask, max_new_tokens=12).sequences[:, 7:]
     stops = [int(free[0, 2]), int(free[1, 5])]

@@ -45,15 +45,15 @@ def position_keys(
     )
 
 
-def leading(agree: Bool[Array, "B G"], count: Int[Array, " B"]) -> Int[Array, " B"]:
+def accepted_prefix(matches: Bool[Array, "B G"], count: Int[Array, " B"]) -> Int[Array, " B"]:
     """Number of leading True values among the first `count` of each row.
 
     >>> import jax.numpy as jnp
-    >>> leading(jnp.array([[True, True, False, True]]), jnp.array([4])).tolist()
+    >>> accepted_prefix(jnp.array([[True, True, False, True]]), jnp.array([4])).tolist()
     [2]
     """
-    valid = jnp.arange(agree.shape[1]) < count[:, None]
-    return jnp.sum(jnp.cumprod(agree & valid, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    valid = jnp.arange(matches.shape[1]) < count[:, None]
+    return jnp.sum(jnp.cumprod(matches & valid, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
 
 def ensemble(
@@ -76,7 +76,7 @@ def match(
     If the choices are samples, this is the speculative rule for drafts of probability one: a
     token d is accepted with probability p(d), and its replacement is drawn from the others.
     """
-    return selected, leading(selected[:, :-1] == drafted.tokens, drafted.size)
+    return selected, accepted_prefix(selected[:, :-1] == drafted.tokens, drafted.size)
 
 
 def speculative(
@@ -108,23 +108,23 @@ def speculative(
     p, q = jax.nn.softmax(scores, axis=-1), jax.nn.softmax(drafted.scores, axis=-1)
     p_draft = _probability_of(p[:, :width], drafted.tokens)
     q_draft = _probability_of(q, drafted.tokens)
-    each = position_keys(
+    accept_keys = position_keys(
         jnp.repeat(keys, width, axis=0), (positions[:, None] + columns).reshape(-1), ACCEPT
     )
-    chance = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(each)
-    # Not <=: a draft that the model forbids must not be accepted at a chance of exactly 0.
-    judge = p_draft if weight is None else weight * p_draft + (1 - weight) * q_draft
-    kept = leading(chance.reshape(q_draft.shape) * q_draft < judge, drafted.size)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(accept_keys)
+    # Not <=: a draft that the model forbids must not be accepted at a random number of exactly 0.
+    mixture = p_draft if weight is None else weight * p_draft + (1 - weight) * q_draft
+    accepted = accepted_prefix(uniform.reshape(q_draft.shape) * q_draft < mixture, drafted.size)
 
-    p_next = jnp.take_along_axis(p, kept[:, None, None], axis=1)[:, 0]
-    q_next = jnp.take_along_axis(q, jnp.minimum(kept, width - 1)[:, None, None], axis=1)[:, 0]
-    rest = jnp.maximum(p_next - jnp.where(kept < drafted.size, 1.0, 0.0)[:, None] * q_next, 0.0)
+    p_next = jnp.take_along_axis(p, accepted[:, None, None], axis=1)[:, 0]
+    q_next = jnp.take_along_axis(q, jnp.minimum(accepted, width - 1)[:, None, None], axis=1)[:, 0]
+    rest = jnp.maximum(p_next - jnp.where(accepted < drafted.size, 1.0, 0.0)[:, None] * q_next, 0.0)
     # With the mixture in place of p it is the same distribution: weight * (p - q), normalised.
     # If p = q up to rounding, no entry of p - q is positive.
     rest = jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p_next)
-    token = choose_sample(position_keys(keys, positions + kept, REST), jnp.log(rest))
+    token = choose_sample(position_keys(keys, positions + accepted, REST), jnp.log(rest))
     tokens = jnp.pad(drafted.tokens, ((0, 0), (0, 1)))
-    return jnp.where(jnp.arange(width + 1) == kept[:, None], token[:, None], tokens), kept
+    return jnp.where(jnp.arange(width + 1) == accepted[:, None], token[:, None], tokens), accepted
 
 
 def _probability_of(p: Float[Array, "B G V"], tokens: Int[Array, "B G"]) -> Float[Array, "B G"]:

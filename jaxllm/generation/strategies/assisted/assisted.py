@@ -8,7 +8,6 @@ length. Greedy results are those of greedy search; samples are distributed as wi
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +25,14 @@ from jaxllm.generation.strategies.assisted.drafts import (
     Draft,
     DraftInputs,
     Proposal,
-    per_sample,
+    repeat_for_samples,
 )
-from jaxllm.generation.strategies.assisted.state import AssistedState, accept, process
-from jaxllm.generation.strategies.records import first_records
+from jaxllm.generation.strategies.assisted.state import (
+    AssistedState,
+    append_columns,
+    process_columns,
+)
+from jaxllm.generation.strategies.records import initial_records
 from jaxllm.generation.strategies.strategy import (
     NEVER,
     AssistedCounts,
@@ -39,6 +42,7 @@ from jaxllm.generation.strategies.strategy import (
     unfinished_rows,
 )
 from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
+from jaxllm.models.decoder import Decoder
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +53,7 @@ class Assisted(Strategy[AssistedState]):
     draft: Draft
     num_assistant_tokens: Int[Array, ""]
     """Number of tokens of the first draft."""
-    growing: Bool[Array, ""]
+    grows: Bool[Array, ""]
     """True for the heuristic schedule: 2 tokens more after a fully accepted draft, else 1 less."""
     sampling: bool = dataclasses.field(metadata={"static": True})
     max_draft: int = dataclasses.field(metadata={"static": True})
@@ -63,32 +67,29 @@ class Assisted(Strategy[AssistedState]):
     def keys_per_row(self) -> int:
         return self.num_return_sequences
 
-    def slots(self, new: int) -> int:
-        return new + self.max_draft + 1  # a whole draft is written before it is cut
+    def cache_slots(self, new_tokens: int) -> int:
+        return new_tokens + self.max_draft + 1  # a whole draft is written before it is cut
 
     def init(self, model, prompt, out, settings, new_token_bucket):
         cache = out.cache.repeat(self.num_return_sequences)
-        both = (out.logits, out.unconditional_logits)
-        logits, other = jax.tree.map(
-            lambda x: jnp.repeat(x, self.num_return_sequences, axis=0), both
+        logits, unconditional, sequences, mask = jax.tree.map(
+            lambda x: jnp.repeat(x, self.num_return_sequences, axis=0),
+            (out.logits, out.unconditional_logits, prompt.sequences, prompt.mask),
         )
         batch = logits.shape[0]
-        kept = (batch, new_token_bucket + self.max_draft + 1, logits.shape[2])
-        spare = ((0, 0), (0, self.max_draft + 1))
+        draft_columns = self.max_draft + 1
+        recorded = (batch, new_token_bucket + draft_columns, logits.shape[2])
+        padding = ((0, 0), (0, draft_columns))
         state = AssistedState(
-            sequences=jnp.pad(
-                jnp.repeat(prompt.sequences, self.num_return_sequences, axis=0),
-                spare,
-                constant_values=settings.pad,
-            ),
-            mask=jnp.pad(jnp.repeat(prompt.mask, self.num_return_sequences, axis=0), spare),
+            sequences=jnp.pad(sequences, padding, constant_values=settings.pad),
+            mask=jnp.pad(mask, padding),
             cur_len=jnp.full((batch,), prompt.start_len, jnp.int32),
             start_len=prompt.start_len,
             is_finished=jnp.zeros((batch,), bool),
             keys=prompt.keys,
             step=jnp.zeros((), jnp.int32),
             first_nonfinite_step=jnp.full((batch,), NEVER, jnp.int32),
-            cache=cache.replace(length=per_sample(prompt.cache_len, batch)),
+            cache=cache.replace(length=repeat_for_samples(prompt.cache_len, batch)),
             draft=self.draft.init(model, prompt, cache.capacity, self.num_return_sequences),
             counts=AssistedCounts(
                 drafted=jnp.zeros((batch,), jnp.int32),
@@ -96,16 +97,16 @@ class Assisted(Strategy[AssistedState]):
                 target_calls=jnp.ones((batch,), jnp.int32),
                 num_assistant_tokens=jnp.full((batch,), self.num_assistant_tokens, jnp.int32),
             ),
-            scores=jnp.zeros(kept, logits.dtype) if settings.keep_scores else None,
-            logits=jnp.zeros(kept, logits.dtype) if settings.keep_logits else None,
-            records=first_records(
-                out, self.num_return_sequences, kept[1], **settings.decode_options
+            scores=jnp.zeros(recorded, logits.dtype) if settings.keep_scores else None,
+            logits=jnp.zeros(recorded, logits.dtype) if settings.keep_logits else None,
+            records=initial_records(
+                out, self.num_return_sequences, recorded[1], **settings.decode_options
             ),
         )
-        scores = process(state.buffer, logits, other, state.start_len, settings)
+        scores = process_columns(state.buffer, logits, unconditional, state.start_len, settings)
         token = self.select(state, scores)
-        state, _ = accept(state, token, jnp.ones((batch,), jnp.int32), logits, scores, settings)
-        return state
+        one = jnp.ones((batch,), jnp.int32)
+        return append_columns(state, token, one, logits, scores, settings)[0]
 
     def step(self, model, state, settings):
         unfinished = unfinished_rows(state, settings.max_length)
@@ -122,23 +123,25 @@ class Assisted(Strategy[AssistedState]):
         if state.records is not None:
             steps = state.cur_len - state.start_len
             state = state.replace(records=state.records.write_columns(out, steps))
-        scores = process(buffer, out.logits, out.unconditional_logits, state.start_len, settings)
-        tokens, accepted = self.check(state, drafted, scores)
+        scores = process_columns(
+            buffer, out.logits, out.unconditional_logits, state.start_len, settings
+        )
+        tokens, accepted = self.verify(state, drafted, scores)
         usable = jnp.where(unfinished, accepted + 1, 0)
         # The drafts are in these buffers already, so the result is written in place.
         state = state.replace(sequences=buffer.sequences, mask=buffer.mask)
-        after, new = accept(state, tokens, usable, out.logits, scores, settings)
+        after, new = append_columns(state, tokens, usable, out.logits, scores, settings)
         length = state.cache.length + new
         return after.replace(
             step=state.step + 1,
             cache=out.cache.cut(length),
-            draft=self.draft.keep(proposal.draft_state, length),
-            counts=self.counted(state.counts, unfinished, drafted.size, accepted, new),
+            draft=self.draft.drop_rejected(proposal.draft_state, length),
+            counts=self.updated_counts(state.counts, unfinished, drafted.size, accepted, new),
         )
 
     def propose(
         self,
-        model: Any,
+        model: Decoder,
         state: AssistedState,
         unfinished: Bool[Array, " B"],
         settings: DecodeSettings,
@@ -163,7 +166,7 @@ class Assisted(Strategy[AssistedState]):
             )
         )
 
-    def check(
+    def verify(
         self, state: AssistedState, drafted: Drafted, scores: Float[Array, "B C V"]
     ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
         """The tokens of a round, and the number of accepted drafted ones among them."""
@@ -198,7 +201,7 @@ class Assisted(Strategy[AssistedState]):
             return choose_greedy(scores)
         return choose_sample(position_keys(state.keys, column - state.start_len, DRAFT), scores)
 
-    def counted(
+    def updated_counts(
         self,
         counts: AssistedCounts,
         unfinished: Bool[Array, " B"],
@@ -207,23 +210,22 @@ class Assisted(Strategy[AssistedState]):
         new: Int[Array, " B"],
     ) -> AssistedCounts:
         """The counts after a round, and the schedule's next number of tokens."""
-        now = counts.num_assistant_tokens
-        longest = jnp.maximum(now, self.max_draft)
-        following = jnp.where(
-            accepted == drafted, jnp.minimum(now + 2, longest), jnp.maximum(now - 1, 1)
+        size = counts.num_assistant_tokens
+        longest = jnp.maximum(size, self.max_draft)
+        next_size = jnp.where(
+            accepted == drafted, jnp.minimum(size + 2, longest), jnp.maximum(size - 1, 1)
         )
         return AssistedCounts(
             drafted=counts.drafted + drafted,
             accepted=counts.accepted + jnp.minimum(accepted, new),
             target_calls=counts.target_calls + unfinished.astype(jnp.int32),
-            num_assistant_tokens=jnp.where(unfinished & self.growing, following, now),
+            num_assistant_tokens=jnp.where(unfinished & self.grows, next_size, size),
         )
 
     def finish(self, state, settings):
         unfinished = unfinished_rows(state, settings.max_length)
         longest = jnp.max(state.cur_len)
-        ready = jnp.min(jnp.where(unfinished, state.cur_len, longest))
-        steps = ready - state.start_len
+        length = jnp.min(jnp.where(unfinished, state.cur_len, longest))
 
         def by_step(record):
             return None if record is None else record.swapaxes(0, 1)
@@ -232,8 +234,8 @@ class Assisted(Strategy[AssistedState]):
         return Result(
             sequences=jnp.where(written, state.sequences, settings.pad),
             longest=longest,
-            length=ready,
-            steps=steps,
+            length=length,
+            steps=length - state.start_len,
             first_nonfinite_step=state.first_nonfinite_step,
             scores=by_step(state.scores),
             logits=by_step(state.logits),

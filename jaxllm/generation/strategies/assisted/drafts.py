@@ -106,7 +106,7 @@ class Draft:
     def propose(self, inputs: DraftInputs) -> Proposal:
         raise NotImplementedError
 
-    def keep(self, draft_state: Any, length: Int[Array, " B"]) -> Any:
+    def drop_rejected(self, draft_state: Any, length: Int[Array, " B"]) -> Any:
         """The draft's state without rejected tokens.
 
         Args:
@@ -120,7 +120,7 @@ class Draft:
 class AssistantModel(Draft):
     """A model of the same vocabulary, with a cache of its own (its draft state)."""
 
-    model: Any
+    model: Decoder
     threshold: Float[Array, ""]
     """A row's draft ends with a token less probable than this."""
 
@@ -145,10 +145,10 @@ class AssistantModel(Draft):
             ).cache
         else:
             # The assistant has not seen the conversation: it prefills all of it.
-            no_ids = (
+            lacks_encoder_ids = (
                 prompt.past_cache.cross is not None and "input_ids" not in prompt.encoder_inputs
             )
-            if no_ids or "token_type_ids" in prompt.decoder_inputs:
+            if lacks_encoder_ids or "token_type_ids" in prompt.decoder_inputs:
                 raise UnsupportedError(
                     "assistant_model: not with past_key_values that hold no ids of the encoder's "
                     "input, which the assistant reads as well, nor beside token_type_ids; "
@@ -158,17 +158,17 @@ class AssistantModel(Draft):
             cache = network.decode(
                 prompt.sequences, prompt.mask, prompt.cache_kind.of(cache), cache_is_empty=True
             ).cache.compact(capacity)
-        length = per_sample(prompt.cache_len, batch * samples)
+        length = repeat_for_samples(prompt.cache_len, batch * samples)
         return cache.repeat(samples).replace(length=length)
 
     def propose(self, inputs):
         network = with_guidance_of(inputs.model, self.model)
-        drafted, buffer, own = run_draft(network, self.threshold, inputs, inputs.draft_state)
+        drafted, buffer, cache = run_draft(network, self.threshold, inputs, inputs.draft_state)
         # The last token of a draft is proposed, but not in the assistant's cache.
-        own = own.replace(length=inputs.cache.length + jnp.maximum(drafted.size, 1))
-        return Proposal(drafted, buffer, inputs.cache, own)
+        cache = cache.replace(length=inputs.cache.length + jnp.maximum(drafted.size, 1))
+        return Proposal(drafted, buffer, inputs.cache, cache)
 
-    def keep(self, draft_state, length):
+    def drop_rejected(self, draft_state, length):
         return draft_state.cut(jnp.minimum(draft_state.length, length))
 
 
@@ -187,12 +187,12 @@ class EarlyExit(Draft):
 
     def propose(self, inputs):
         n, cache = self.layers, inputs.cache
-        first = cache.replace(
+        first_layers = cache.replace(
             layers=cache.layers[:n], cross=None if cache.cross is None else cache.cross[:n]
         )
         network = inputs.model.early_exit(n)
-        drafted, buffer, first = run_draft(network, self.threshold, inputs, first)
-        cache = cache.replace(layers=(*first.layers, *cache.layers[n:]))
+        drafted, buffer, first_layers = run_draft(network, self.threshold, inputs, first_layers)
+        cache = cache.replace(layers=(*first_layers.layers, *cache.layers[n:]))
         return Proposal(drafted, buffer, cache, None)
 
 
@@ -251,13 +251,13 @@ def run_draft(
         real = state.drafting & (i >= -missing)
         cache = state.cache.replace(length=slot + jnp.maximum(i, -missing))
         out = network.decode(token, real[:, None], cache)
-        return _append(dataclasses.replace(state, cache=out.cache), out, threshold, inputs)
+        return _append_token(dataclasses.replace(state, cache=out.cache), out, threshold, inputs)
 
-    end = lax.while_loop(lambda state: state.drafting.any(), step, start)
-    return end.drafted, end.buffer, end.cache
+    final = lax.while_loop(lambda state: state.drafting.any(), step, start)
+    return final.drafted, final.buffer, final.cache
 
 
-def _append(
+def _append_token(
     state: DraftLoopState, out: DecodeOutput, threshold: Float[Array, ""], inputs: DraftInputs
 ) -> DraftLoopState:
     """Appends one token to the rows that are drafting."""
@@ -274,28 +274,30 @@ def _append(
     )
     token = inputs.choose(scores, buffer.cur_len + i)
     # A draft cannot affect the result: non-finite scores only end it.
-    good = state.drafting & (state.i >= 0) & ~nonfinite(logits, scores)
-    token = jnp.where(good, token, settings.pad)
+    is_valid = state.drafting & (state.i >= 0) & ~nonfinite(logits, scores)
+    token = jnp.where(is_valid, token, settings.pad)
     probability = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), token[:, None], axis=1)
     ends = jnp.isin(token, settings.eos) | (probability[:, 0] < threshold)
     ends |= i + 1 >= inputs.limit
-    kept = drafted.scores
-    if kept is not None:
-        kept = lax.dynamic_update_slice_in_dim(kept, scores[:, None], i, axis=1)
+    draft_scores = drafted.scores
+    if draft_scores is not None:
+        draft_scores = lax.dynamic_update_slice_in_dim(draft_scores, scores[:, None], i, axis=1)
     return DraftLoopState(
         i=state.i + 1,
-        drafting=jnp.where(state.i < 0, state.drafting, good & ~ends),
-        buffer=buffer.put(token[:, None], good[:, None], i),
+        drafting=jnp.where(state.i < 0, state.drafting, is_valid & ~ends),
+        buffer=buffer.put(token[:, None], is_valid[:, None], i),
         cache=state.cache,
         drafted=Drafted(
             tokens=lax.dynamic_update_slice_in_dim(drafted.tokens, token[:, None], i, axis=1),
-            size=drafted.size + good.astype(jnp.int32),
-            scores=kept,
+            size=drafted.size + is_valid.astype(jnp.int32),
+            scores=draft_scores,
         ),
     )
 
 
-def per_sample(columns: Int[Array, ""] | Int[Array, " B"], rows: int) -> Int[Array, " rows"]:
+def repeat_for_samples(
+    columns: Int[Array, ""] | Int[Array, " B"], rows: int
+) -> Int[Array, " rows"]:
     """Repeats column counts, one for all rows or one per row, for each sample of each row."""
     columns = jnp.asarray(columns, jnp.int32).reshape(-1)
     return jnp.repeat(columns, rows // columns.shape[0])

@@ -21,7 +21,7 @@ from jaxllm.generation.processors.warpers import Filter
 from jaxllm.generation.strategies.assisted.acceptance import Drafted
 from jaxllm.generation.strategies.assisted.drafts import Draft, Proposal
 
-SCORED = (Filter, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+SCORE_DEPENDENT = (Filter, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 """Processors that depend on the scores, which a lookup does not have."""
 
 
@@ -39,7 +39,7 @@ class PromptLookup(Draft):
         history = History.of(buffer.sequences, buffer.cur_len, buffer.mask)
         # Rules forbid tokens independently of the scores.
         rules = LogitsProcessorList(
-            p for p in inputs.settings.processors if not isinstance(p, SCORED)
+            p for p in inputs.settings.processors if not isinstance(p, SCORE_DEPENDENT)
         )
         vocabulary = inputs.model.config.vocab_size
         scores = rules(
@@ -52,7 +52,7 @@ class PromptLookup(Draft):
         allowed = scores > jnp.finfo(jnp.float32).min
         column, found = earlier_match(history.tokens, history.size, allowed, self.ngram_size)
         limit = jnp.where(found, inputs.limit, 0)
-        drafted = following(
+        drafted = draft_from(
             history.tokens, history.size, column, limit, inputs.settings.eos, inputs.max_draft
         )
         real = jnp.arange(inputs.max_draft) < drafted.size[:, None]
@@ -97,11 +97,11 @@ def earlier_match(
     follower = jnp.clip(jnp.roll(tokens, -1, axis=1), 0, allowed.shape[1] - 1)
     length = jnp.where(jnp.take_along_axis(allowed, follower, axis=1), length, 0)
     best = jnp.max(length, axis=1, keepdims=True)
-    first = jnp.argmax(length == best, axis=1).astype(jnp.int32)
-    return first + 1, best[:, 0] > 0
+    match = jnp.argmax(length == best, axis=1).astype(jnp.int32)
+    return match + 1, best[:, 0] > 0
 
 
-def following(
+def draft_from(
     tokens: Int[Array, "B L"],
     size: Int[Array, "B 1"],
     column: Int[Array, " B"],
@@ -112,6 +112,6 @@ def following(
     """Drafts up to `limit` tokens of each row from `column` on, and stops before an end token."""
     columns = column[:, None] + jnp.arange(max_draft, dtype=jnp.int32)
     drafted = jnp.take_along_axis(tokens, jnp.minimum(columns, tokens.shape[1] - 1), axis=1)
-    good = (columns < size) & ~jnp.isin(drafted, eos)
-    before_end = jnp.sum(jnp.cumprod(good, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    continues = (columns < size) & ~jnp.isin(drafted, eos)
+    before_end = jnp.sum(jnp.cumprod(continues, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
     return Drafted(drafted, jnp.minimum(before_end, limit))

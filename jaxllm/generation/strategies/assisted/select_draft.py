@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from jaxllm.common.errors import InputError, UnsupportedError
@@ -26,10 +24,10 @@ SMALLEST_DRAFT = 8
 DEFAULT_NGRAM_SIZE = 2
 
 
-def assisted(
-    model: Any,
+def build_assisted(
+    model: GenerativeModel,
     config: GenerationConfig,
-    assistant_model: Any,
+    assistant_model: GenerativeModel | None,
     *,
     max_new_tokens: int,
     max_length: int,
@@ -43,47 +41,34 @@ def assisted(
         InputError: Two drafts at once, or more layers than the model has.
         UnsupportedError: An assistant that does not fit the model.
     """
-    asked = draft_options(config, assistant_model)
-    if len(asked) > 1:
-        raise InputError(f"{', '.join(asked)}: give one of them; a call has one draft")
+    options = draft_options(config, assistant_model)
+    if len(options) > 1:
+        raise InputError(f"{', '.join(options)}: give one of them; a call has one draft")
     if config.dola_layers is not None:
         raise UnsupportedError(
-            f"{asked[0]}: DoLa (dola_layers) takes no draft; drop one of the two"
+            f"{options[0]}: DoLa (dola_layers) takes no draft; drop one of the two"
         )
-    check_rotary(model, asked[0], max_length)
-    schedule, weight = None, config.assistant_ensemble_weight
-    if asked[0] == "prompt_lookup_num_tokens":
+    check_rotary(model, options[0], max_length)
+    weight = config.assistant_ensemble_weight
+    if options[0] == "prompt_lookup_num_tokens":
         if weight is not None:
             raise UnsupportedError(
                 "assistant_ensemble_weight: mixes the model with its draft's distribution, which a "
                 "prompt lookup does not have; drop one of the two"
             )
         assert config.prompt_lookup_num_tokens is not None
-        num_tokens = config.prompt_lookup_num_tokens
+        num_tokens, grows = config.prompt_lookup_num_tokens, False
         draft: Draft = prompt_lookup(config)
     else:
         settings = assistant_settings(config, assistant_model)
-        num_tokens, schedule = settings.num_assistant_tokens, settings.num_assistant_tokens_schedule
-        threshold = float_leaf(
-            "generate()",
-            "assistant_confidence_threshold",
-            settings.assistant_confidence_threshold,
-            "[0, 1]",
-        )
-        if assistant_model is None:
-            assert config.assistant_early_exit is not None
-            model.early_exit(config.assistant_early_exit)  # raises if there are fewer layers
-            draft = EarlyExit(config.assistant_early_exit, threshold)
-        else:
-            check_assistant(model, assistant_model)
-            draft = AssistantModel(without_metadata(assistant_model), threshold)
-    growing = schedule in ("heuristic", "heuristic_transient")
-    # The heuristic lets drafts grow.
-    longest = bucket(2 * num_tokens if growing else num_tokens, SMALLEST_DRAFT)
+        num_tokens = settings.num_assistant_tokens
+        grows = settings.num_assistant_tokens_schedule in ("heuristic", "heuristic_transient")
+        draft = network_draft(model, settings, assistant_model)
+    longest = bucket(2 * num_tokens if grows else num_tokens, SMALLEST_DRAFT)
     return Assisted(
         draft=draft,
         num_assistant_tokens=int_leaf("generate()", "num_assistant_tokens", num_tokens),
-        growing=np.bool_(growing),  # pyright: ignore[reportArgumentType]
+        grows=np.bool_(grows),  # pyright: ignore[reportArgumentType]
         sampling=bool(config.do_sample),
         max_draft=min(longest, bucket(max_new_tokens, SMALLEST_DRAFT)),
         num_return_sequences=config.num_return_sequences,
@@ -91,6 +76,24 @@ def assisted(
         if weight is None
         else float_leaf("generate()", "assistant_ensemble_weight", weight, "(0, 1)"),
     )
+
+
+def network_draft(
+    model: GenerativeModel, settings: GenerationConfig, assistant_model: GenerativeModel | None
+) -> Draft:
+    """The draft of an assistant model, or of the model's own first layers."""
+    threshold = float_leaf(
+        "generate()",
+        "assistant_confidence_threshold",
+        settings.assistant_confidence_threshold,
+        "[0, 1]",
+    )
+    if assistant_model is not None:
+        check_assistant(model, assistant_model)
+        return AssistantModel(without_metadata(assistant_model), threshold)
+    assert settings.assistant_early_exit is not None
+    model.early_exit(settings.assistant_early_exit)  # raises if there are fewer layers
+    return EarlyExit(settings.assistant_early_exit, threshold)
 
 
 def prompt_lookup(config: GenerationConfig) -> PromptLookup:
@@ -114,8 +117,8 @@ def assistant_settings(
     )
     if own is None:
         return config
-    theirs = {n: getattr(own, n) for n in names if n not in config.explicit}
-    return config.replace(**theirs)
+    assistants = {n: getattr(own, n) for n in names if n not in config.explicit}
+    return config.replace(**assistants)
 
 
 def check_assistant(model: GenerativeModel, assistant: GenerativeModel) -> None:

@@ -61,7 +61,7 @@ class AssistedState:
         return TokenBuffer(self.sequences, self.mask, self.cur_len)
 
 
-def each_column(buffer: TokenBuffer, width: int) -> TokenBuffer:
+def repeat_for_columns(buffer: TokenBuffer, width: int) -> TokenBuffer:
     """Repeats each sequence for `width` columns from `cur_len` on; a copy ends before its column:
     [B * width, L]."""
     columns = buffer.cur_len[:, None] + jnp.arange(width, dtype=jnp.int32)
@@ -72,7 +72,7 @@ def each_column(buffer: TokenBuffer, width: int) -> TokenBuffer:
     )
 
 
-def process(
+def process_columns(
     buffer: TokenBuffer,
     logits: Float[Array, "B T V"],
     unconditional: Float[Array, "B T V"] | None,
@@ -81,7 +81,7 @@ def process(
 ) -> Float[Array, "B T V"]:
     """Processed scores of T adjacent columns, each with the tokens before it as its history."""
     batch, width, vocabulary = logits.shape
-    before = each_column(buffer, width)
+    before = repeat_for_columns(buffer, width)
     if unconditional is not None:
         unconditional = unconditional.reshape(batch * width, vocabulary)
     scores = settings.processors(
@@ -96,12 +96,12 @@ def process(
     return scores.reshape(logits.shape)
 
 
-def stopped(
+def stopped_columns(
     buffer: TokenBuffer, scores: Float[Array, "B T V"], settings: DecodeSettings
 ) -> Bool[Array, "B T"]:
     """True where a stopping criterion ends a row, for T new columns written from `cur_len` on."""
     batch, width, vocabulary = scores.shape
-    before = each_column(buffer, width)
+    before = repeat_for_columns(buffer, width)
     ends = settings.stops(
         before.sequences,
         scores.reshape(batch * width, vocabulary),
@@ -111,7 +111,7 @@ def stopped(
     return ends.reshape(batch, width)
 
 
-def accept(
+def append_columns(
     state: AssistedState,
     tokens: Int[Array, "B T"],
     usable: Int[Array, " B"],
@@ -121,39 +121,42 @@ def accept(
 ) -> tuple[AssistedState, Int[Array, " B"]]:
     """Writes each row's first `usable` tokens, up to an end token, and pads over the others.
 
+    Args:
+        usable: accepted drafted tokens, and the model's own after them; 0 in finished rows.
+
     Returns:
         The state, and the number of tokens that each row got.
     """
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    usable_here = columns < usable[:, None]
-    whole = state.buffer.put(tokens, usable_here)
-    ends = jnp.isin(tokens, settings.eos) | stopped(whole, scores, settings)
-    ends &= usable_here
-    ended = ends.any(axis=1)
-    new = jnp.where(ended, jnp.argmax(ends, axis=1).astype(jnp.int32) + 1, usable)
-    kept = columns < new[:, None]
+    is_usable = columns < usable[:, None]
+    buffer = state.buffer.put(tokens, is_usable)
+    finishes = jnp.isin(tokens, settings.eos) | stopped_columns(buffer, scores, settings)
+    finishes &= is_usable
+    row_finishes = finishes.any(axis=1)
+    new = jnp.where(row_finishes, jnp.argmax(finishes, axis=1).astype(jnp.int32) + 1, usable)
+    is_new = columns < new[:, None]
     position = state.cur_len - state.start_len
     first_nonfinite_step = state.first_nonfinite_step
     if not settings.allow_nonfinite:
-        fault = nonfinite(logits, scores) & kept
-        first = position + jnp.argmax(fault, axis=1).astype(jnp.int32)
+        is_bad = nonfinite(logits, scores) & is_new
+        bad_step = position + jnp.argmax(is_bad, axis=1).astype(jnp.int32)
         first_nonfinite_step = jnp.where(
-            fault.any(axis=1) & (first_nonfinite_step == NEVER), first, first_nonfinite_step
+            is_bad.any(axis=1) & (first_nonfinite_step == NEVER), bad_step, first_nonfinite_step
         )
 
-    def record(rows, values):
-        if rows is None:
+    def write(steps, values):
+        if steps is None:
             return None
-        return put_columns(rows, jnp.where(kept[..., None], values, 0.0), position)
+        return put_columns(steps, jnp.where(is_new[..., None], values, 0.0), position)
 
-    buffer = state.buffer.put(jnp.where(kept, tokens, settings.pad), kept)
+    buffer = state.buffer.put(jnp.where(is_new, tokens, settings.pad), is_new)
     after = state.replace(
         sequences=buffer.sequences,
         mask=buffer.mask,
         cur_len=state.cur_len + new,
-        is_finished=state.is_finished | ended,
+        is_finished=state.is_finished | row_finishes,
         first_nonfinite_step=first_nonfinite_step,
-        scores=record(state.scores, scores),
-        logits=record(state.logits, logits),
+        scores=write(state.scores, scores),
+        logits=write(state.logits, logits),
     )
     return after, new

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Int
 from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.beam.hypotheses import take
+from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 
 
@@ -52,7 +53,7 @@ class BeamCache:
         return jnp.where(slots < prompt, slots, self.prompt_len[..., None] + step)
 
     def decode(
-        self, model: Any, tokens: Int[Array, "B N"], **options: Any
+        self, model: Decoder, tokens: Int[Array, "B N"], **options: Any
     ) -> tuple[DecodeOutput, BeamCache]:
         """Runs the model on the newest token of every beam, each in a slot of its own."""
         own = jnp.arange(self.cache.capacity) == (

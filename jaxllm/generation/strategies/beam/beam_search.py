@@ -75,11 +75,11 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         stopped = self.stopped(state, found, scores, settings)
         found = dataclasses.replace(found, finishes=found.finishes | full | stopped)
 
-        open_scores = found.value + jnp.where(found.finishes | found.unused, WORST, 0.0)
-        open_scores, best = largest(open_scores, beams)
+        running_scores = found.value + jnp.where(found.finishes | found.unused, WORST, 0.0)
+        running_scores, best = largest(running_scores, beams)
         parents = take(found.beam, best)
         running = state.running.extend(
-            parents, take(found.token, best), open_scores, state.cur_len, state.step
+            parents, take(found.token, best), running_scores, state.cur_len, state.step
         )
         finished, is_sent_finished = self.extend_pool(state, found)
         state = advance(
@@ -128,8 +128,8 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         row_is_finished = state.is_finished[:, None]
         score = score + jnp.where(row_is_finished, WORST, 0.0) + jnp.where(finishes, 0.0, WORST)
         new = state.running.extend(beam, token, score, state.cur_len, state.step)
-        finished, which = state.finished.join(new).best(self.num_beams)
-        return finished, take(jnp.concatenate([state.is_sent_finished, finishes], axis=1), which)
+        finished, index = state.finished.join(new).best(self.num_beams)
+        return finished, take(jnp.concatenate([state.is_sent_finished, finishes], axis=1), index)
 
     def pool_is_final(self, state: BeamSearchState, settings: DecodeSettings) -> Bool[Array, " B"]:
         """True for rows that are finished: their pool is full, and no running beam can enter it.

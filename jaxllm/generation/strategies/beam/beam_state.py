@@ -20,8 +20,8 @@ from jaxllm.generation.strategies.beam.hypotheses import (
     largest,
     result_length,
 )
-from jaxllm.generation.strategies.records import Records, first_records
-from jaxllm.generation.strategies.sample import record, with_records
+from jaxllm.generation.strategies.records import Records, initial_records
+from jaxllm.generation.strategies.sample import with_score_buffers, write_step
 from jaxllm.generation.strategies.strategy import (
     NEVER,
     DecodeSettings,
@@ -101,8 +101,8 @@ class BeamStrategy(Strategy[S]):
 
     can_stream: ClassVar[bool] = False
 
-    def slots(self, new):
-        return self.num_beams * new
+    def cache_slots(self, new_tokens: int) -> int:
+        return self.num_beams * new_tokens
 
     def choose(
         self,
@@ -120,19 +120,19 @@ class BeamStrategy(Strategy[S]):
         raise NotImplementedError
 
     def initial_fields(
-        self, prompt: Prompt, cache: Cache, new_token_bucket: int, firsts: Bool[Array, " N"]
+        self, prompt: Prompt, cache: Cache, new_token_bucket: int, starts: Bool[Array, " N"]
     ) -> dict[str, Any]:
         """The fields of a state before the first choice.
 
         Args:
             cache: the cache after prefill.
-            firsts: beams that the first choice is made from. All beams hold the same sequence so
+            starts: beams that the first choice is made from. All beams hold the same sequence so
                 far, and equal beams would give equal continuations.
         """
         batch = prompt.mask.shape[0]
         return {
             "running": Hypotheses.init(
-                prompt, self.num_beams, new_token_bucket, jnp.where(firsts, 0.0, WORST)
+                prompt, self.num_beams, new_token_bucket, jnp.where(starts, 0.0, WORST)
             ),
             "finished": Hypotheses.init(
                 prompt, self.num_beams, new_token_bucket, jnp.full((self.num_beams,), WORST)
@@ -149,26 +149,28 @@ class BeamStrategy(Strategy[S]):
     def choose_first(
         self, state: S, out: DecodeOutput, settings: DecodeSettings, new_token_bucket: int
     ) -> S:
+        """Chooses the first beams, from the output of prefill."""
         width = out.cache.capacity - (self.num_beams - 1) * new_token_bucket
-        kept = first_records(
+        records = initial_records(
             out, self.num_beams, new_token_bucket, width=width, **settings.decode_options
         )
-        state = state.replace(records=kept)
-        both = (out.logits, out.unconditional_logits)
-        logits, other = jax.tree.map(lambda x: jnp.repeat(x[:, 0], self.num_beams, axis=0), both)
-        return self.choose(
-            with_records(state, logits, settings, new_token_bucket), logits, other, settings
+        logits, unconditional = jax.tree.map(
+            lambda x: jnp.repeat(x[:, 0], self.num_beams, axis=0),
+            (out.logits, out.unconditional_logits),
         )
+        state = with_score_buffers(state, logits, settings, new_token_bucket)
+        return self.choose(state.replace(records=records), logits, unconditional, settings)
 
     def step(self, model, state, settings):
         newest = column(state.running.sequences, state.cur_len - 1)
         out, beam_cache = state.beam_cache.decode(model, newest, **settings.decode_options)
         if state.records is not None:
-            kept = state.records.write_branches(out, state.step, beam_cache.columns)
-            state = state.replace(records=kept)
-        both = (out.logits, out.unconditional_logits)
-        logits, other = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), both)
-        return self.choose(state.replace(beam_cache=beam_cache), logits, other, settings)
+            records = state.records.write_branches(out, state.step, beam_cache.columns)
+            state = state.replace(records=records)
+        logits, unconditional = jax.tree.map(
+            lambda x: x.reshape(-1, x.shape[-1]), (out.logits, out.unconditional_logits)
+        )
+        return self.choose(state.replace(beam_cache=beam_cache), logits, unconditional, settings)
 
     def ranked(self, state: S) -> Hypotheses:
         """Finished sequences, and unfinished ones that may be returned, best first."""
@@ -176,7 +178,7 @@ class BeamStrategy(Strategy[S]):
 
     def best(self, state: S) -> Hypotheses:
         """The sequences that are returned."""
-        return jax.tree.map(lambda x: x[:, : self.num_return_sequences], self.ranked(state))
+        return self.ranked(state).beams(slice(self.num_return_sequences))
 
     def finish(self, state, settings):
         best = self.best(state)
@@ -221,8 +223,8 @@ def record_step(
             first_nonfinite_step, state.step, unfinished, logits.reshape(rows), scores.reshape(rows)
         )
     return state.replace(
-        scores=record(state.scores, scores, state.step),
-        logits=record(state.logits, logits, state.step),
+        scores=write_step(state.scores, scores, state.step),
+        logits=write_step(state.logits, logits, state.step),
         first_nonfinite_step=first_nonfinite_step,
     )
 

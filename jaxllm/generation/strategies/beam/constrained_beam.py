@@ -21,13 +21,20 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.generation.strategies.beam.beam_state import (
     BeamState,
     BeamStrategy,
+    Candidates,
     advance,
     candidates,
     record_step,
 )
 from jaxllm.generation.strategies.beam.constraints import Progress, Tries
-from jaxllm.generation.strategies.beam.hypotheses import WORST, full_pool_is_final, penalised, take
-from jaxllm.generation.strategies.strategy import Prompt
+from jaxllm.generation.strategies.beam.hypotheses import (
+    WORST,
+    Hypotheses,
+    full_pool_is_final,
+    penalised,
+    take,
+)
+from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt
 
 BANK = 100.0
 """Weight of a bank against a log-probability when candidates are sorted."""
@@ -83,8 +90,8 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         def add(progress, column):
             token, real = column
             new = progress.add(self.tries, token)
-            keep = jax.tree.map(lambda x: real.reshape(-1, *(1,) * (x.ndim - 1)), new)
-            return jax.tree.map(jnp.where, keep, new, progress), None
+            is_real = jax.tree.map(lambda x: real.reshape(-1, *(1,) * (x.ndim - 1)), new)
+            return jax.tree.map(jnp.where, is_real, new, progress), None
 
         columns = jnp.asarray(prompt.sequences).T, jnp.asarray(prompt.mask).T
         progress, _ = jax.lax.scan(add, Progress.start(self.tries, batch), columns)
@@ -105,16 +112,39 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
             state, ~state.is_finished, logits, total.reshape(batch * beams, -1), settings
         )
         found = candidates(total, state, settings)
+        finished, is_finished = self.extend_pool(state, found, settings)
+        value, index = jax.lax.top_k(
+            found.value + jnp.where(found.finishes | found.unused, WORST, 0.0), beams
+        )
+        best = NextBeams(value, take(found.beam, index), take(found.token, index), state.progress)
+        best = self.merge_by_bank(state, total, best)
+        running = state.running.extend(best.beam, best.token, best.value, state.cur_len, state.step)
+        return advance(
+            state,
+            running,
+            best.beam,
+            finished=finished,
+            progress=best.progress,
+            is_finished=is_finished,
+        )
 
+    def extend_pool(
+        self, state: ConstrainedState, found: Candidates, settings: DecodeSettings
+    ) -> tuple[Hypotheses, Bool[Array, " B"]]:
+        """Adds candidates that finish now with all constraints fulfilled to the pool.
+
+        Returns:
+            The pool, and which rows are finished.
+        """
         length = state.cur_len + 1 - state.start_len
         value, beam, token, finishes = (
-            x[:, :beams] for x in (found.value, found.beam, found.token, found.finishes)
+            x[:, : self.num_beams] for x in (found.value, found.beam, found.token, found.finishes)
         )
-        finishes = finishes & take(state.progress.complete, beam) & ~state.is_finished[:, None]
+        finishes &= take(state.progress.complete, beam) & ~state.is_finished[:, None]
         score = jnp.where(finishes, penalised(value, length, self.length_penalty), WORST)
         new = state.running.extend(beam, token, score, state.cur_len, state.step)
-        finished, _ = state.finished.join(new).best(beams)
-        is_finished = state.is_finished | full_pool_is_final(
+        finished, _ = state.finished.join(new).best(self.num_beams)
+        final = full_pool_is_final(
             finished,
             found.value[:, 0],
             length,
@@ -122,23 +152,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
             self.length_penalty,
             self.early_stopping,
         )
-
-        value, best = jax.lax.top_k(
-            found.value + jnp.where(found.finishes | found.unused, WORST, 0.0), beams
-        )
-        beams = NextBeams(value, take(found.beam, best), take(found.token, best), state.progress)
-        beams = self.merge_by_bank(state, total, beams)
-        running = state.running.extend(
-            beams.beam, beams.token, beams.value, state.cur_len, state.step
-        )
-        return advance(
-            state,
-            running,
-            beams.beam,
-            finished=finished,
-            progress=beams.progress,
-            is_finished=is_finished,
-        )
+        return finished, state.is_finished | final
 
     def merge_by_bank(
         self, state: ConstrainedState, total: Float[Array, "B N V"], best: NextBeams
@@ -193,19 +207,19 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         """True at edges that advance a beam to a new sequence, which neither an earlier edge, an
         equal earlier beam nor the best continuations propose."""
         batch, beams, edges = edge.shape
-        is_open = state.progress.edges(self.tries) & ~state.progress.complete[..., None]
+        advances = state.progress.edges(self.tries) & ~state.progress.complete[..., None]
         rank = state.progress.queue(self.tries) * edges + edge
         never = jnp.iinfo(jnp.int32).max
         rows = jnp.arange(batch)[:, None, None], jnp.arange(beams)[:, None]
         first = jnp.full((batch, beams, vocab_size), never, jnp.int32)
-        first = first.at[*rows, token].min(jnp.where(is_open, rank, never))
-        is_open &= first[*rows, token] == rank
+        first = first.at[*rows, token].min(jnp.where(advances, rank, never))
+        advances &= first[*rows, token] == rank
         sequences = state.running.sequences
         same = (sequences[:, :, None] == sequences[:, None]).all(axis=-1)
-        is_open &= (jnp.argmax(same, axis=-1) == jnp.arange(beams))[..., None]
+        advances &= (jnp.argmax(same, axis=-1) == jnp.arange(beams))[..., None]
         continued = take(same.swapaxes(1, 2), best.beam).swapaxes(1, 2)[..., None, :]
         in_best = continued & (token[..., None] == best.token[:, None, None, :])
-        return is_open & ~in_best.any(axis=-1)
+        return advances & ~in_best.any(axis=-1)
 
     def ranked(self, state):
         """Finished and running sequences, best first.
@@ -214,11 +228,13 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         `num_return_sequences` do.
         """
         complete = state.progress.complete
-        few = jnp.sum(complete, axis=1, keepdims=True) < self.num_return_sequences
-        counts = (complete | few) & ~state.is_finished[:, None]
+        too_few = jnp.sum(complete, axis=1, keepdims=True) < self.num_return_sequences
+        is_returned = (complete | too_few) & ~state.is_finished[:, None]
         length = state.cur_len - state.start_len
         scores = penalised(state.running.scores, length, self.length_penalty)
-        unfinished = dataclasses.replace(state.running, scores=jnp.where(counts, scores, WORST))
+        unfinished = dataclasses.replace(
+            state.running, scores=jnp.where(is_returned, scores, WORST)
+        )
         return state.finished.join(unfinished).best(self.num_beams)[0]
 
 

@@ -69,96 +69,109 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         return self.choose_first(state, out, settings, new_token_bucket)
 
     def choose(self, state, logits, unconditional, settings):
-        batch = state.group_is_finished.shape[0]
+        batch = state.is_finished.shape[0]
         logits, unconditional = jax.tree.map(
             lambda x: x.reshape(batch, self.num_beams, -1), (logits, unconditional)
         )
         tokens = jnp.zeros((batch, self.num_beams), jnp.int32)
-        chosen = []
+        choices = []
         for group in range(self.num_groups):
-            part = self.search(state, group, logits, unconditional, tokens, settings)
-            tokens = tokens.at[:, self.group_slice(group)].set(part.tokens)
-            chosen.append(part)
-        scores = jnp.concatenate([part.scores for part in chosen], axis=1)
+            scores = self.group_scores(state, group, logits, unconditional, tokens, settings)
+            choice = self.choose_in_group(state, group, scores, settings)
+            tokens = tokens.at[:, self.group_slice(group)].set(choice.tokens)
+            choices.append(choice)
+        all_groups = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *choices)
         rows = (batch * self.num_beams, -1)
         state = record_step(
-            state, ~state.is_finished, logits.reshape(rows), scores.reshape(rows), settings
+            state,
+            ~state.is_finished,
+            logits.reshape(rows),
+            all_groups.scores.reshape(rows),
+            settings,
         )
-        running, finished = (
-            jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *sides)
-            for sides in ([p.running for p in chosen], [p.finished for p in chosen])
-        )
-        parents = jnp.concatenate([part.parents for part in chosen], axis=1)
-        group_is_finished = jnp.stack([part.is_finished for part in chosen], axis=1)
         return advance(
-            state, running, parents, finished=finished, group_is_finished=group_is_finished
+            state,
+            all_groups.running,
+            all_groups.parents,
+            finished=all_groups.finished,
+            group_is_finished=all_groups.is_finished,
         )
 
     def group_slice(self, group: int) -> slice:
         return slice(group * self.group_size, (group + 1) * self.group_size)
 
-    def search(
+    def group_scores(
         self,
         state: GroupBeamState,
         group: int,
         logits: Float[Array, "B N V"],
         unconditional: Float[Array, "B N V"] | None,
-        tokens: Array,
+        tokens: Int[Array, "B N"],
         settings: DecodeSettings,
-    ) -> GroupChoice:
-        """One step of one group.
+    ) -> Float[Array, "B M V"]:
+        """Processed scores of a group of M beams, lowered at the tokens of earlier groups.
 
         Args:
-            tokens: int32 [B, N], tokens chosen by earlier groups in this step.
+            tokens: int32. The tokens that earlier groups have chosen in this step.
         """
-        batch, beams = logits.shape[0], self.group_slice(group)
-        is_finished = state.group_is_finished[:, group, None]
-        running, finished = (
-            jax.tree.map(lambda x: x[:, beams], side) for side in (state.running, state.finished)
+        beams = self.group_slice(group)
+        logits, unconditional = jax.tree.map(
+            lambda x: x[:, beams].reshape(-1, x.shape[2]), (logits, unconditional)
         )
-        if unconditional is not None:
-            unconditional = unconditional[:, beams].reshape(batch * self.group_size, -1)
         scores = settings.processors(
-            running.sequences.reshape(batch * self.group_size, -1),
-            jax.nn.log_softmax(logits[:, beams]).reshape(batch * self.group_size, -1),
+            state.running.beams(beams).sequences.reshape(logits.shape[0], -1),
+            jax.nn.log_softmax(logits),
             state.cur_len,
             mask=jnp.repeat(state.mask, self.group_size, axis=0),
             prompt_len=state.start_len,
             unconditional_logits=unconditional,
             current_tokens=tokens.reshape(-1),
             beam_group_idx=group,
-        ).reshape(batch, self.group_size, -1)
-        found = candidates(scores + running.scores[..., None], state, settings)
+        )
+        return scores.reshape(-1, self.group_size, scores.shape[1])
 
-        value, best = jax.lax.top_k(
+    def choose_in_group(
+        self,
+        state: GroupBeamState,
+        group: int,
+        scores: Float[Array, "B M V"],
+        settings: DecodeSettings,
+    ) -> GroupChoice:
+        """The group's next beams and its pool after this step."""
+        beams = self.group_slice(group)
+        running, finished = state.running.beams(beams), state.finished.beams(beams)
+        is_finished = state.group_is_finished[:, group, None]
+        found = candidates(scores + running.scores[..., None], state, settings)
+        position = (state.cur_len, state.step, beams.start)
+        length = state.cur_len + 1 - state.start_len
+
+        best = slice(0, self.group_size)
+        enters_pool = found.finishes[:, best] & ~is_finished
+        penalised_scores = penalised(found.value[:, best], length, self.length_penalty)
+        pool_scores = jnp.where(enters_pool, penalised_scores, WORST)
+        new = running.extend(found.beam[:, best], found.token[:, best], pool_scores, *position)
+        finished, _ = finished.join(new).best(self.group_size)
+
+        value, index = jax.lax.top_k(
             found.value + jnp.where(found.finishes | found.unused, WORST, 0.0), self.group_size
         )
-        beam, token = take(found.beam, best), take(found.token, best)
+        beam, token = take(found.beam, index), take(found.token, index)
         token = jnp.where(is_finished, settings.pad, token)
-        position = (state.cur_len, state.step, group * self.group_size)
-        length = state.cur_len + 1 - state.start_len
-        first = slice(0, self.group_size)
-        counts = found.finishes[:, first] & ~is_finished
-        ended = jnp.where(
-            counts, penalised(found.value[:, first], length, self.length_penalty), WORST
+        final = full_pool_is_final(
+            finished,
+            found.value[:, 0],
+            length,
+            settings.max_length - state.start_len,
+            self.length_penalty,
+            self.early_stopping,
         )
-        new = running.extend(found.beam[:, first], found.token[:, first], ended, *position)
-        finished, _ = finished.join(new).best(self.group_size)
         return GroupChoice(
             running=running.extend(beam, token, jnp.where(is_finished, 0.0, value), *position),
             finished=finished,
-            parents=beam + group * self.group_size,
+            parents=beam + beams.start,
             tokens=token,
             scores=scores,
-            is_finished=state.group_is_finished[:, group]
-            | full_pool_is_final(
-                finished,
-                found.value[:, 0],
-                length,
-                settings.max_length - state.start_len,
-                self.length_penalty,
-                self.early_stopping,
-            ),
+            is_finished=is_finished | final[:, None],
         )
 
     def ranked(self, state):
@@ -180,6 +193,7 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         return everything.best(self.num_beams)[0]
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupChoice:
     """Outcome of a step for one group of M beams."""
@@ -194,5 +208,5 @@ class GroupChoice:
     """The token that each next beam got."""
     scores: Float[Array, "B M V"]
     """Processed scores of the beams before the step."""
-    is_finished: Bool[Array, " B"]
+    is_finished: Bool[Array, "B 1"]
     """True if the group is finished."""

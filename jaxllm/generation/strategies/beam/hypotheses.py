@@ -29,8 +29,12 @@ class Hypotheses:
     scores: Float[Array, "B N"]
     """float32. Sums of log-probabilities; in the pool with the length penalty applied."""
 
-    def take(self, which: Int[Array, "B M"]) -> Hypotheses:
-        return jax.tree.map(lambda x: take(x, which), self)
+    def take(self, index: Int[Array, "B M"]) -> Hypotheses:
+        return jax.tree.map(lambda x: take(x, index), self)
+
+    def beams(self, beams: slice) -> Hypotheses:
+        """The sequences of adjacent beams, such as those of a group."""
+        return jax.tree.map(lambda x: x[:, beams], self)
 
     def extend(
         self,
@@ -53,13 +57,14 @@ class Hypotheses:
             scores=scores,
         )
 
-    def join(self, other: Hypotheses) -> Hypotheses:
-        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), self, other)
+    def join(self, *others: Hypotheses) -> Hypotheses:
+        """The sequences of all, one after the other."""
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), self, *others)
 
     def best(self, count: int) -> tuple[Hypotheses, Int[Array, "B count"]]:
         """The `count` sequences of the highest scores, in order, and their indices."""
-        _, which = largest(self.scores, count)
-        return self.take(which), which
+        _, index = largest(self.scores, count)
+        return self.take(index), index
 
     @staticmethod
     def init(
@@ -75,9 +80,9 @@ class Hypotheses:
         )
 
 
-def take(x: Array, which: Int[Array, "B M"]) -> Array:
-    """x[b, which[b]] for each row b."""
-    return jnp.take_along_axis(x, which.reshape(*which.shape, *(1,) * (x.ndim - 2)), axis=1)
+def take(x: Array, index: Int[Array, "B M"]) -> Array:
+    """x[b, index[b]] for each row b."""
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def largest(
@@ -94,8 +99,8 @@ def largest(
 
     mesh = context_mesh()
     if mesh is not None:
-        split = partition(scores.shape, ("rows",), mesh)
-        return jax.shard_map(largest_of, in_specs=split, out_specs=(split, split))(scores)
+        spec = partition(scores.shape, ("rows",), mesh)
+        return jax.shard_map(largest_of, in_specs=spec, out_specs=(spec, spec))(scores)
     # PERF(cpu): XLA sorts the whole row where it merges a later slice with the one inside top_k, a
     # hundred times slower; the barrier keeps them apart. Not on a mesh: there XLA's partitioner
     # splits top_k in two and aborts the process at the barrier between them.
@@ -108,7 +113,7 @@ def put_column(
     """Writes one column of every sequence of a row."""
     if position.ndim == 0:
         return jax.lax.dynamic_update_slice_in_dim(x, value[..., None], position, axis=2)
-    put = jax.vmap(lambda x, new, at: jax.lax.dynamic_update_slice_in_dim(x, new, at, axis=1))
+    put = jax.vmap(lambda x, new, i: jax.lax.dynamic_update_slice_in_dim(x, new, i, axis=1))
     return put(x, value[..., None], position)
 
 

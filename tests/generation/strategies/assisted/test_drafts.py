@@ -11,7 +11,7 @@ from generation_tools import drafts, repeating_prompts
 
 import jaxllm
 from jaxllm.common.errors import NonFiniteError, UnsupportedError
-from jaxllm.generation.strategies.assisted.lookup import earlier_match, following
+from jaxllm.generation.strategies.assisted.lookup import draft_from, earlier_match
 
 
 @pytest.mark.parametrize(("name", "kind"), [("s_llama", 0), ("s_llama", 1), ("s_t5", 0)])
@@ -77,7 +77,7 @@ def test_lookup_finds_what_the_plain_search_finds():
     def find(text, lengths, allowed, limit, longest):
         at, found = earlier_match(text, lengths[:, None], allowed, longest)
         limit = jnp.where(found, limit, 0)
-        return following(text, lengths[:, None], at, limit, jnp.array([4, -1]), most)
+        return draft_from(text, lengths[:, None], at, limit, jnp.array([4, -1]), most)
 
     for longest in (1, 2, 4):
         drafted = find(text, lengths, allowed, limit, longest)
