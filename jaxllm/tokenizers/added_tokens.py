@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxllm.common.errors import TokenizerError
-from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
+from jaxllm.tokenizers.settings import MAX_ADDED_TOKENS, AddedToken, TokenizerSettings
 
 
 def place_added_tokens(
@@ -27,7 +27,9 @@ def place_added_tokens(
                 )
             added[index] = replace(token, special=True)
             placed.add(token.content)
-    limit = len(pieces) + 2**16
+    if len(added) > MAX_ADDED_TOKENS:
+        raise TokenizerError(f"{source}: {len(added)} added tokens, but at most {MAX_ADDED_TOKENS}")
+    limit = len(pieces) + MAX_ADDED_TOKENS
     if max(added, default=0) > limit:
         raise TokenizerError(f"{source}: an added token has the id {max(added)}, beyond {limit}")
     return added

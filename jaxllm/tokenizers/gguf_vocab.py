@@ -19,6 +19,7 @@ from jaxllm.tokenizers.sentencepiece.model import BPE, UNIGRAM, PieceType, write
 from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.tokenizers.tokenizer import Tokenizer
+from jaxllm.tokenizers.tokenizer_json.regex_check import LLAMA3_PATTERN, QWEN2_PATTERN
 from jaxllm.tokenizers.tokenizer_json.tokenizer import BYTE_LEVEL, FastTokenizer
 
 MAX_TOKENS = 2**20
@@ -35,10 +36,8 @@ def _split(pattern: str) -> list[dict[str, Any]]:
     return [{"type": "Split", **split}, {**BYTE_LEVEL, "use_regex": False}]
 
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL)
-_QWEN2 = _split(_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL)
+_LLAMA3 = _split(LLAMA3_PATTERN)
+_QWEN2 = _split(QWEN2_PATTERN)
 # tokenizer.ggml.pre -> pre-tokenizers of a byte-level vocabulary, as in llama.cpp's
 # llama-vocab.cpp. "default", which llama.cpp warns about, is GPT-2's in transformers.
 _PRE_TOKENIZERS = {

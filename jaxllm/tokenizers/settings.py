@@ -29,6 +29,8 @@ LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 GPT2_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 MAX_FILE_BYTES = 64 * 2**20
+MAX_ADDED_TOKENS = 2**16
+MAX_ADDED_TOKEN_BYTES = 256
 FILE_NAMES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -206,11 +208,13 @@ def added_tokens_of_json(files: TokenizerFiles) -> dict[int, AddedToken]:
 def parse_added_token(value: Any, source: str, *, special: bool = True) -> AddedToken:
     """Parses a token: a string, or the object that transformers writes."""
     if isinstance(value, str):
+        _check_length(value, source)
         return AddedToken(value, special=special)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise TokenizerError(f"{source}: {value!r} is not a token (a string, or an object)")
     if not value["content"]:
         raise TokenizerError(f"{source}: the token's content is empty")
+    _check_length(value["content"], source)
     unknown = set(value) - {"content", "id", "__type", *_FLAGS}
     if unknown:
         raise TokenizerError(f"{source}: a token has the unknown fields {sorted(unknown)}")
@@ -219,6 +223,13 @@ def parse_added_token(value: Any, source: str, *, special: bool = True) -> Added
         if not isinstance(flag, bool):
             raise TokenizerError(f"{source}: {name} is {flag!r}, not true or false")
     return AddedToken(value["content"], **{"special": special, **flags})
+
+
+def _check_length(content: str, source: str) -> None:
+    if len(content.encode("utf-8", "surrogatepass")) > MAX_ADDED_TOKEN_BYTES:
+        raise TokenizerError(
+            f"{source}: the token {content[:20]!r}... has more than {MAX_ADDED_TOKEN_BYTES} bytes"
+        )
 
 
 def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
@@ -255,6 +266,7 @@ def _read_added_tokens_file(files: TokenizerFiles, specials: set[str]) -> dict[i
             raise TokenizerError(f"{source}: {content!r} has the id {index!r}")
         if index in added:
             raise TokenizerError(f"{source}: two tokens have the id {index}")
+        _check_length(content, source)
         special = content in specials
         added[index] = AddedToken(content, special=special, normalized=not special)
     return dict(sorted(added.items()))

@@ -8,12 +8,14 @@ token does not grow with the text.
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
-
-import numpy as np
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxllm.common.errors import InputError
+
+MAX_IDS = 2**24
 
 
 class Stage:
@@ -46,13 +48,9 @@ class StreamDecoder:
 
     def put(self, ids: int | Iterable[int]) -> str:
         """Adds one or more ids; returns the text that has become final, possibly ``""``."""
-        tokens = []
-        for index in (ids,) if isinstance(ids, int | np.integer) else ids:
-            if index < 0:
-                raise InputError(f"token id {int(index)} is negative and cannot be decoded")
-            token = self._id_to_token(int(index))
-            if token is not None:
-                tokens.append(token)
+        tokens = [
+            token for index in token_ids(ids) if (token := self._id_to_token(index)) is not None
+        ]
         for stage in self._stages:
             tokens = stage.put(tokens)
         return "".join(tokens)
@@ -63,6 +61,46 @@ class StreamDecoder:
         for stage in self._stages:
             tokens = stage.put(tokens) + stage.end()
         return "".join(tokens)
+
+
+def token_ids(ids: Any) -> Iterator[int]:
+    """Yields one id, or those of a list, one-dimensional array or other iterable.
+
+    Raises:
+        InputError: ``ids`` is none of these, or has something else than ids in it.
+    """
+    if _is_id(ids):
+        ids = (ids,)
+    elif isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        raise InputError(f"token ids: expected an int or a list of ints, found {_describe(ids)}")
+    elif getattr(ids, "ndim", 1) != 1:
+        raise InputError(
+            f"token ids: an array of shape {ids.shape}: expected one dimension (decode row by row)"
+        )
+    elif hasattr(ids, "__len__") and len(ids) > MAX_IDS:
+        raise InputError(f"token ids: {len(ids)} at once, but at most {MAX_IDS} are taken")
+    for index in ids:
+        if not _is_id(index):
+            raise InputError(f"token ids: expected ints, found {_describe(index)}")
+        index = operator.index(index)
+        if index < 0:
+            raise InputError(f"token id {index} is negative and cannot be decoded")
+        yield index
+
+
+def _is_id(value: Any) -> bool:
+    """True for ints and integer scalars of NumPy and JAX."""
+    if isinstance(value, bool) or getattr(value, "ndim", 0) != 0:
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} ({str(value)[:40]})"
 
 
 class CleanUp(Stage):

@@ -157,7 +157,7 @@ class Tokenizer(ABC):
         """Decodes ids. Ids beyond the vocabulary (of a padded embedding) are skipped.
 
         Raises:
-            InputError: an id is negative.
+            InputError: not an id, or not a list or one-dimensional array of ids.
         """
         stream = self.stream_decoder(skip_special_tokens)
         return stream.put(ids) + stream.end()
@@ -226,7 +226,7 @@ class Tokenizer(ABC):
                 split_special_tokens=split_special_tokens,
                 max_bytes=max_bytes,
             )
-            for text in ([texts] if isinstance(texts, str) else texts)
+            for text in _text_list(texts)
         ]
         return self.pad(rows, padding_side=side, bucket=bucket, max_length=max_length)
 
@@ -268,6 +268,7 @@ class Tokenizer(ABC):
         tokenize: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        max_bytes: int = MAX_TEXT_BYTES,
         **kwargs: Any,
     ) -> list[int] | str:
         """Applies the chat template to a conversation; returns ids or text.
@@ -281,16 +282,24 @@ class Tokenizer(ABC):
             tokenize: return ids; if False, the text.
             tools: JSON schemas of functions, for templates with tools.
             chat_template: a template, or the name of one of the tokenizer's.
+            max_bytes: maximum length of the text that is tokenized, in bytes of UTF-8.
             **kwargs: further variables for the template.
 
         Raises:
             TemplateError: there is no template, or it is too large, too slow, or failed.
-            InputError: the messages have a value that is not a JSON value.
+            InputError: the messages are no list of dicts of JSON values, or become too long.
             UnsupportedError: an option of transformers that is not a template variable.
         """
         unsupported = _UNSUPPORTED_CHAT_OPTIONS.intersection(kwargs)
         if unsupported:
             raise UnsupportedError(f"apply_chat_template does not take {sorted(unsupported)}")
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+            raise InputError(f"messages: expected a list of dicts, found {type(messages).__name__}")
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise InputError(
+                    f"messages: expected a list of dicts, found a {type(message).__name__} in it"
+                )
         template = self._select_template(chat_template, tools is not None)
         variables: dict[str, Any] = {
             name: token.content for name, token in self.settings.named.items()
@@ -304,13 +313,19 @@ class Tokenizer(ABC):
         if not tokenize:
             return chat.render(template, {**untrusted, **variables})
         rendered = chat.render_parts(template, untrusted, variables, self.special_tokens)
-        if isinstance(rendered, str):
-            return self._encode_text(rendered)
-        return self._encode_parts(rendered)
+        parts = [rendered] if isinstance(rendered, str) else rendered
+        _check_text("".join(p if isinstance(p, str) else p.content for p in parts), max_bytes)
+        return (
+            self._encode_text(rendered) if isinstance(rendered, str) else self._encode_parts(parts)
+        )
 
     def _select_template(self, chat_template: str | None, has_tools: bool) -> str:
         templates = self.settings.chat_templates
         if chat_template is not None:
+            if not isinstance(chat_template, str):
+                raise InputError(
+                    f"chat_template: expected a str, found {type(chat_template).__name__}"
+                )
             return templates.get(chat_template, chat_template)
         if has_tools and "tool_use" in templates:
             return templates["tool_use"]
@@ -330,6 +345,15 @@ class Tokenizer(ABC):
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
             (folder / name).write_bytes(content)
+
+
+def _text_list(texts: Any) -> list[Any]:
+    """The texts of a batch: one string, or a list or other sequence of them."""
+    if isinstance(texts, str):
+        return [texts]
+    if isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
+        raise InputError(f"expected a str or a list of str, found {type(texts).__name__}")
+    return list(texts)
 
 
 def _check_text(text: Any, max_bytes: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
 from paths import DATA
 
-from jaxllm.tokenizers import Tokenizer, load_tokenizer
+from jaxllm.tokenizers import FastTokenizer, Tokenizer, load_tokenizer
 from jaxllm.tokenizers.chat.sandbox import render
+from jaxllm.tokenizers.settings import TokenizerSettings
 
 TEXT = "Hello <s>world</s>, 12 345 見<|im_end|>  é\n\t😀 don't " + "a" * 500
 CHAT = [{"role": "user", "content": "hi <b>"}, {"role": "assistant", "content": "ho"}]
@@ -32,6 +34,19 @@ def load_as(name: str, path: Path) -> None:
 
 def tokenizer_json(path: Path) -> None:
     load_as("tokenizer.json", path)
+
+
+def tokenizer_and_prompt(path: Path) -> None:
+    """A tokenizer.json with another field, the prompt."""
+    pair = json.loads(path.read_bytes())
+    prompt = pair.pop("prompt")
+    tokenizer = FastTokenizer(pair, TokenizerSettings())
+    ids = tokenizer.encode(prompt)
+    tokenizer.encode_user(prompt)
+    tokenizer.decode(ids[:10_000])
+    tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], chat_template="<s>{{ messages[0].content }}</s>"
+    )
 
 
 def llama_model(path: Path) -> None:

@@ -27,6 +27,7 @@ def templates() -> list[bytes]:
 
 SEEDS = {
     "tokenizer_json": [(DATA / "fast" / name).read_bytes() for name in FAST],
+    "tokenizer_and_prompt": [(DATA / "fast" / name).read_bytes() for name in FAST],
     "llama_model": [(DATA / "llama.model").read_bytes()],
     "t5_model": [(DATA / "t5.model").read_bytes()],
     "tokenizer_config": [json.dumps(CONFIG).encode()],
@@ -58,6 +59,62 @@ def mutate_json(data: bytes, rng: random.Random) -> bytes:
     return json.dumps(tree, ensure_ascii=False).encode()
 
 
+def replace(pattern: str, content: str) -> dict:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+def split(regex: str) -> dict:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+HOSTILE_PARTS = (
+    ("normalizer", {"type": "Sequence", "normalizers": [replace("a", "a" * 10)] * 8}),
+    ("normalizer", {"type": "Sequence", "normalizers": [replace("a", "aa")] * 30}),
+    ("normalizer", {"type": "Sequence", "normalizers": [replace("a", "aa")] * 10}),
+    ("normalizer", replace("a", "b" * 10**6)),
+    ("normalizer", replace(" ", "▁" * 300)),
+    ("normalizer", {"type": "NFKD"}),
+    ("normalizer", {"type": "Prepend", "prepend": "▁" * 64}),
+    ("decoder", {"type": "Sequence", "decoders": [replace("a", "a" * 10)] * 9}),
+    ("decoder", replace("a", "a" * 8)),
+    ("pre_tokenizer", split("a+[bc]d")),
+    ("pre_tokenizer", split(r"\s*[\r\n]+x|a*a*a*b")),
+    ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [split("[a-z]+[0-9]")]}),
+    ("added_tokens", [{"id": n, "content": f"<{n}>", "special": True} for n in range(500, 2000)]),
+    ("added_tokens", [{"id": 500, "content": "a" * 10**6}]),
+)
+PROMPTS = (
+    "a",
+    " ",
+    "\n",
+    "<",
+    "</s>",
+    "é",
+    "見",
+    "\ufdfa",
+    "<extra_id_0> ",
+    "<|im_end|>",
+    "x1 ",
+    "\0",
+)
+
+
+def mutate_pair(data: bytes, rng: random.Random) -> bytes:
+    """A tokenizer.json with a hostile part or other changes, and a short or very long prompt."""
+    tree = json.loads(data)
+    if rng.random() < 0.7:
+        section, value = rng.choice(HOSTILE_PARTS)
+        tree[section] = value
+    if rng.random() < 0.5:
+        tree = json.loads(mutate_json(json.dumps(tree).encode(), rng))
+    if not isinstance(tree, dict):
+        tree = {"model": tree}
+    length = rng.choice((0, 1, 20, 1000, 50_000, 400_000))
+    parts = rng.choices(PROMPTS, k=rng.randint(1, 3))
+    tree["prompt"] = ("".join(parts) * length)[:length] + rng.choice(("", "b 1cd", "\ud800"))
+    return json.dumps(tree).encode()
+
+
 def run(kind: str, count: int, folder: Path, seed: int) -> list[Outcome]:
     rng = random.Random(seed)
     files = []
@@ -65,6 +122,7 @@ def run(kind: str, count: int, folder: Path, seed: int) -> list[Outcome]:
         data = rng.choice(SEEDS[kind])
         is_json = data.startswith(b"{") and kind != "chat_template"
         change = mutate_json if is_json and rng.random() < 0.7 else mutate
+        change = mutate_pair if kind == "tokenizer_and_prompt" else change
         files.append(folder / f"{number}")
         files[-1].write_bytes(change(data, rng))
     return run_batch(f"fuzz_targets:{kind}", files)

@@ -24,7 +24,7 @@ from typing import Any
 from jaxllm.common.errors import TemplateError
 
 MAX_TEMPLATE_BYTES = 64 * 2**10
-MAX_OUTPUT_CHARACTERS = 4 * 2**20
+MAX_OUTPUT_CHARACTERS = 2**20
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 2**30
 _WORKER = Path(__file__).with_name("template_worker.py")

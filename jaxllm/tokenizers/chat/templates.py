@@ -13,6 +13,7 @@ text, as in transformers.
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections import Counter
@@ -26,6 +27,8 @@ from jaxllm.tokenizers.settings import AddedToken
 
 _PLACEHOLDERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters
 _ATTEMPTS = 6
+_MAX_DEPTH = 100
+_MAX_VALUES = 2**18
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
@@ -98,23 +101,40 @@ def _json_values(value: Any, placeholders: Mapping[int, str]) -> Any:
     """Converts a value to JSON types, replacing characters in its strings.
 
     Names that templates look up are unchanged: keys ("content"), and the role of a message.
+
+    Raises:
+        InputError: a value of another type, one that contains itself, or more than 2**18.
     """
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, str):
-        return str(value).translate(placeholders)
-    if isinstance(value, Mapping):
-        result = {}
-        for key, item in value.items():
-            is_role = key == "role" and str(item).isidentifier()
-            name = _json_values(key, {} if str(key).isidentifier() else placeholders)
-            result[name] = _json_values(item, {} if is_role else placeholders)
-        return result
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_json_values(item, placeholders) for item in value]
-    raise InputError(
-        f"chat templates take strings, numbers, lists and dicts, not {type(value).__name__}"
-    )
+    counter = itertools.count(1)
+
+    def convert(value: Any, placeholders: Mapping[int, str], depth: int) -> Any:
+        if depth > _MAX_DEPTH or next(counter) > _MAX_VALUES:
+            raise InputError(
+                f"chat messages: lists and dicts are nested more than {_MAX_DEPTH} levels deep, or"
+                f" hold more than {_MAX_VALUES} values: does one contain itself?"
+            )
+        if isinstance(value, int) and value.bit_length() > 1024:
+            raise InputError("chat messages: a number of more than 1024 bits")
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, str):
+            return str(value).translate(placeholders)
+        if isinstance(value, Mapping):
+            result = {}
+            for key, item in value.items():
+                if not (key is None or isinstance(key, str | bool | int | float)):
+                    raise InputError(f"chat messages: a dict has the key {str(key)[:40]!r}")
+                is_role = key == "role" and str(item).isidentifier()
+                name = convert(key, {} if str(key).isidentifier() else placeholders, depth)
+                result[name] = convert(item, {} if is_role else placeholders, depth + 1)
+            return result
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+            return [convert(item, placeholders, depth + 1) for item in value]
+        raise InputError(
+            f"chat templates take strings, numbers, lists and dicts, not {type(value).__name__}"
+        )
+
+    return convert(value, placeholders, 0)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -142,12 +162,14 @@ def _hitting_sets(special: Mapping[str, AddedToken]) -> Iterator[set[str]]:
         chosen: set[str] = set()
         # A token whose characters are all used may use any of them again.
         remaining = [set(token) - used or set(token) for token in special]
-        while remaining:
+        while remaining and len(chosen) <= len(_PLACEHOLDERS):
             counts = Counter(character for characters in remaining for character in characters)
             best = max(counts, key=lambda character: (counts[character], -ord(character)))
             chosen.add(best)
             remaining = [characters for characters in remaining if best not in characters]
         used |= chosen
+        if remaining:  # more characters than there are placeholders
+            continue
         yield {variant for c in chosen for variant in (c, *c.lower(), *c.upper())}
 
 

@@ -16,7 +16,13 @@ from typing import TypeVar
 
 import sentencepiece
 
-from jaxllm.common.errors import TokenizerError
+from jaxllm.common.errors import JaxLLMError, TokenizerError, UnsupportedError
+from jaxllm.tokenizers.limits import (
+    MAX_NORMALIZER_GROWTH,
+    MAX_TOKEN_BYTES,
+    charsmap_growth,
+    check_normalized_size,
+)
 
 T = TypeVar("T")
 
@@ -39,10 +45,14 @@ class PieceType(IntEnum):
 
 @dataclass(frozen=True)
 class NormalizerFlags:
-    """Sentencepiece's options for spaces, with protobuf's defaults."""
+    """Sentencepiece's options for spaces, with protobuf's defaults.
+
+    ``growth`` is the largest number of bytes that the normalizer can make of one byte.
+    """
 
     add_dummy_prefix: bool = True
     remove_extra_whitespaces: bool = True
+    growth: int = 1
 
 
 class SentencePieceModel:
@@ -63,6 +73,11 @@ class SentencePieceModel:
     def __init__(self, model: bytes, source: str) -> None:
         self._source = source
         self.flags = read_normalizer_flags(model, source)
+        if self.flags.growth > MAX_NORMALIZER_GROWTH:
+            raise UnsupportedError(
+                f"{source}: the normalizer can make a text more than {MAX_NORMALIZER_GROWTH} times"
+                " longer, which no known tokenizer does"
+            )
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         self._convert_errors(lambda: processor.LoadFromSerializedProto(model))
         ids = range(processor.get_piece_size())
@@ -71,15 +86,24 @@ class SentencePieceModel:
         self.pieces: list[str] = self._convert_errors(
             lambda: [processor.id_to_piece(i) for i in ids]
         )
+        if max(len(piece.encode()) for piece in self.pieces) > MAX_TOKEN_BYTES:
+            raise TokenizerError(f"{source}: a piece has more than {MAX_TOKEN_BYTES} bytes")
         self.vocabulary = frozenset(self.pieces)
         self.unk_piece = self.pieces[processor.unk_id()]
         self.unk_text: str = self._convert_errors(lambda: processor.decode_pieces([self.unk_piece]))
+        if len(self.unk_text.encode()) > MAX_TOKEN_BYTES:
+            raise TokenizerError(f"{source}: unk_surface has more than {MAX_TOKEN_BYTES} bytes")
         self.control = frozenset(self.pieces[i] for i in ids if processor.is_control(i))
         self.bytes = frozenset(self.pieces[i] for i in ids if processor.is_byte(i))
 
     def encode(self, text: str) -> list[str]:
         """Splits text into pieces; a run of unknown characters is a piece without an id."""
-        return self._convert_errors(lambda: self._processor.encode(text, out_type=str))
+
+        def check_and_encode() -> list[str]:
+            check_normalized_size(self._processor.normalize, text, self.flags.growth, self._source)
+            return self._processor.encode(text, out_type=str)
+
+        return self._convert_errors(check_and_encode)
 
     def piece_to_id(self, piece: str) -> int:
         """The id of a piece; the unknown piece's id for any other string."""
@@ -97,6 +121,8 @@ class SentencePieceModel:
         """Calls the sentencepiece library; its errors become TokenizerErrors."""
         try:
             return action()
+        except JaxLLMError:
+            raise
         except (RuntimeError, OSError, ValueError, TypeError) as failure:  # including invalid UTF-8
             raise TokenizerError(
                 f"{self._source}: not a sentencepiece model ({failure})"
@@ -110,6 +136,7 @@ def read_normalizer_flags(model: bytes, source: str) -> NormalizerFlags:
         TokenizerError: the bytes are not a protobuf message.
     """
     add_dummy_prefix = remove_extra_whitespaces = True
+    charsmap = b""
     try:
         for field, message in _fields(model):
             if field == 3 and isinstance(message, bytes):
@@ -118,9 +145,13 @@ def read_normalizer_flags(model: bytes, source: str) -> NormalizerFlags:
                         add_dummy_prefix = bool(value)
                     elif inner == 4:
                         remove_extra_whitespaces = bool(value)
+                    elif inner == 2 and isinstance(value, bytes):
+                        charsmap = value
     except (IndexError, ValueError) as failure:
         raise TokenizerError(f"{source}: not a sentencepiece model") from failure
-    return NormalizerFlags(add_dummy_prefix, remove_extra_whitespaces)
+    # With escaped spaces, each space becomes the three bytes of "▁".
+    growth = max(3, charsmap_growth(charsmap))
+    return NormalizerFlags(add_dummy_prefix, remove_extra_whitespaces, growth)
 
 
 def write_model(

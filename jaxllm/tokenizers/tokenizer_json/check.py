@@ -8,14 +8,17 @@ once, and merges must be within it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.tokenizers.limits import MAX_TOKEN_BYTES
 from jaxllm.tokenizers.settings import parse_added_token
 from jaxllm.tokenizers.tokenizer_json.components import as_object, check_component, is_count
 
 MAX_VOCABULARY = 2**24
+# Unigram compares each position of a text with pieces up to the longest.
+MAX_PIECE_BYTES = 256
 _TOP_LEVEL = {
     "version",
     "truncation",
@@ -96,7 +99,12 @@ def _check_model(model: dict[str, Any], source: str) -> dict[str, int]:
                 del model[name]
             elif not isinstance(model[name], bool):
                 raise TokenizerError(f"{source}: {name} is {model[name]!r}, not true or false")
-    return _check_bpe(model, source) if model_type == "BPE" else _check_unigram(model, source)
+    if model_type == "BPE":
+        vocabulary, longest = _check_bpe(model, source), MAX_TOKEN_BYTES
+    else:
+        vocabulary, longest = _check_unigram(model, source), MAX_PIECE_BYTES
+    _check_lengths(vocabulary, longest, f"{source}: vocab")
+    return vocabulary
 
 
 def _check_bpe(model: dict[str, Any], source: str) -> dict[str, int]:
@@ -162,6 +170,14 @@ def _check_added_tokens(added: Any, vocabulary: Mapping[str, int], source: str) 
         ids[token.content] = index
     _check_ids(list(ids.values()), source, dense=True)
     return len(ids)
+
+
+def _check_lengths(tokens: Iterable[str], longest: int, source: str) -> None:
+    for token in tokens:
+        if len(token.encode("utf-8", "surrogatepass")) > longest:
+            raise TokenizerError(
+                f"{source}: the token {token[:20]!r}... has more than {longest} bytes"
+            )
 
 
 def _check_ids(ids: list[Any], source: str, *, dense: bool = False) -> None:

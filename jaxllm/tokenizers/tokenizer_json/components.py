@@ -173,6 +173,9 @@ def _check_template_tokens(component: dict[str, Any], source: str, size: int) ->
         ):
             raise TokenizerError(f"{where}: ids {ids!r} and tokens {texts!r}")
     for field, sequences in (("single", {"A"}), ("pair", {"A", "B"})):
+        named = [piece["Sequence"].get("id") for piece in component[field] if _is_sequence(piece)]
+        if len(set(map(str, named))) != len(named):
+            raise UnsupportedError(f"{source}.{field}: a sequence more than once")
         for number, piece in enumerate(component[field]):
             where = f"{source}.{field}[{number}]"
             (piece_type, value), *others = as_object(piece, where).items() or [(None, None)]
@@ -185,6 +188,10 @@ def _check_template_tokens(component: dict[str, Any], source: str, size: int) ->
                 raise TokenizerError(f"{where}: {piece!r} names no sequence or special token")
             if not is_count(type_id) or set(value) != {"id", "type_id"}:
                 raise TokenizerError(f"{where}: type_id is {type_id!r}")
+
+
+def _is_sequence(piece: Any) -> bool:
+    return isinstance(piece, dict) and isinstance(piece.get("Sequence"), dict)
 
 
 def as_object(value: Any, source: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Rejects regular expressions that can take exponential time.
+"""Rejects regular expressions that can take exponential time, or a high power of the text's length.
 
 The pattern that splits text into words is part of the tokenizer and runs in a backtracking engine.
 Nested unbounded repetitions, like ``(a+)+``, and back references can take exponential time in the
-length of the text. No tokenizer in use has either. The check is a small parser of its own, which
+length of the text, k repetitions in a row its power of k + 1. No tokenizer in use has the former,
+or more than two of the latter. The check is a small parser of its own, which
 knows nothing of tokenizers.
 """
 
@@ -14,6 +15,15 @@ from jaxllm.common.errors import UnsupportedError
 
 _MAX_LENGTH = 4096
 _MAX_BOUND = 64
+_MAX_REPETITIONS = 3
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERN = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _WORDS_TAIL
+QWEN2_PATTERN = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _WORDS_TAIL
+TWO_SPACES = " {2,}"  # of T5's normalizer
+LINEAR_PATTERNS = frozenset({LLAMA3_PATTERN, QWEN2_PATTERN, TWO_SPACES})
+"""Regular expressions in use that take linear time."""
 _BOUNDS = re.compile(r"\{(\d*)(,?)(\d*)\}")
 _ESCAPE = re.compile(r"\\(?:[pP]\{\^?[A-Za-z_]+\}|x[0-9A-Fa-f]{2}|[^0-9kgKXRyY])", re.DOTALL)
 _GROUP_START = re.compile(r"\((?:\?(?:[imsx]*-?[imsx]*:|=|!))?")
@@ -30,7 +40,8 @@ repetition
 
     Raises:
         UnsupportedError: the pattern is longer than 4096 characters, or has anything but
-            characters, classes, groups, look-ahead, alternatives and non-nested repetitions.
+            characters, classes, groups, look-ahead, alternatives and up to three non-nested
+            repetitions in one alternative.
     """
 
     def refuse(reason: str) -> UnsupportedError:
@@ -38,7 +49,8 @@ repetition
 
     if len(pattern) > _MAX_LENGTH:
         raise refuse(f"has more than {_MAX_LENGTH} characters")
-    open_groups = [False]  # per open group: True if it contains a repetition
+    # Repetitions in each open group: the most in a finished alternative, and those in the current.
+    open_groups = [[0, 0]]
     item_repeats = False  # True if the last item contains one
     position = 0
     while position < len(pattern):
@@ -47,14 +59,19 @@ repetition
             match = _GROUP_START.match(pattern, position)
             if match is None or pattern.startswith("?", match.end()):
                 raise refuse(f"has an unsupported group at {position}")
-            open_groups.append(False)
+            open_groups.append([0, 0])
             item_repeats = False
             position = match.end()
         elif character == ")":
             if len(open_groups) == 1:
                 raise refuse(f"closes a group at {position} that was not opened")
-            item_repeats = open_groups.pop()
-            open_groups[-1] |= item_repeats
+            repetitions = max(open_groups.pop())
+            item_repeats = repetitions > 0
+            open_groups[-1][1] += repetitions
+            position += 1
+        elif character == "|":
+            open_groups[-1] = [max(open_groups[-1]), 0]
+            item_repeats = False
             position += 1
         elif character in "*+?{":
             repeats, position = _quantifier(pattern, position)
@@ -63,12 +80,14 @@ repetition
             if repeats and item_repeats:
                 raise refuse("repeats a repetition")
             item_repeats |= repeats
-            open_groups[-1] |= repeats
+            open_groups[-1][1] += repeats
         else:
             position = _skip_character(pattern, position)
             if position < 0:
                 raise refuse("has an unsupported escape or class")
             item_repeats = False
+        if open_groups[-1][1] > _MAX_REPETITIONS:
+            raise refuse(f"has more than {_MAX_REPETITIONS} repetitions in a row")
     if len(open_groups) != 1:
         raise refuse("leaves a group open")
 

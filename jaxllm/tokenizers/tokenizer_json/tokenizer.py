@@ -16,12 +16,19 @@ from typing import Any, TypeVar
 
 import tokenizers
 
-from jaxllm.common.errors import TokenizerError
+from jaxllm.common.errors import JaxLLMError, TokenizerError
 from jaxllm.common.strict_json import parse_json
 from jaxllm.tokenizers.batch import PaddingSide
+from jaxllm.tokenizers.limits import (
+    check_growth,
+    check_normalized_size,
+    check_seconds,
+    has_unknown_regex,
+)
 from jaxllm.tokenizers.settings import (
     GPT2_TOKENS,
     LLAMA_TOKENS,
+    MAX_ADDED_TOKENS,
     NAMED_TOKENS,
     T5_TOKENS,
     AddedToken,
@@ -68,8 +75,11 @@ class FastTokenizer(Tokenizer):
         spec["added_tokens"] = _all_added_tokens(spec, settings, source)
         spec["post_processor"] = choose_post_processor(spec, settings)
         decoder_stages(spec["decoder"])  # raises for unsupported decoders
+        self._growth = check_growth(spec, source)
+        self._is_timed = has_unknown_regex(spec)
         self._source = source
         self._backend = _build(spec, source)
+        self._normalizer = self._backend.normalizer
         self._decoder = spec["decoder"]
         self._template = read_template(spec["post_processor"])
         self._is_bpe = spec["model"]["type"] == "BPE"
@@ -89,8 +99,9 @@ class FastTokenizer(Tokenizer):
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> FastTokenizer:
         """Loads a folder with tokenizer.json, with the defaults of its ``tokenizer_class``.
 
-        As in transformers, ``add_bos_token`` and ``add_eos_token`` apply only to Llama's class; for
-        others the file's post-processor decides.
+        As in transformers 4.57, ``add_bos_token`` and ``add_eos_token`` apply to Llama's class,
+        which has BOS by default. For other classes, and for a file with neither, as transformers 5
+        writes it, the file's post-processor decides.
         """
         source = str(files.folder / "tokenizer.json")
         spec = parse_json(files.contents["tokenizer.json"], source=source, error=TokenizerError)
@@ -100,9 +111,10 @@ class FastTokenizer(Tokenizer):
         match (settings.tokenizer_class or "").removesuffix("Fast"):
             case "LlamaTokenizer":
                 settings = settings.with_defaults(**LLAMA_TOKENS)
-                options |= flags
-                if options["add_bos_token"] is None:
-                    options["add_bos_token"] = True
+                if any(flag is not None for flag in flags.values()):
+                    options |= flags
+                    if options["add_bos_token"] is None:
+                        options["add_bos_token"] = True
                 side = "left"
             case "GPT2Tokenizer":
                 settings = settings.with_defaults(**GPT2_TOKENS)
@@ -125,13 +137,26 @@ class FastTokenizer(Tokenizer):
         return self._special
 
     def _encode_text(self, text: str) -> list[int]:
-        backend = self._backend
-        return _guard(lambda: backend.encode(text, add_special_tokens=False).ids, self._source)
+        return self._encode_by(self._backend, text)
 
     def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
         backend, names = self._backend_for_parts
         text = "".join(p if isinstance(p, str) else names[p.content] for p in parts)
-        return _guard(lambda: backend.encode(text, add_special_tokens=False).ids, self._source)
+        return self._encode_by(backend, text)
+
+    def _encode_by(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
+        def encode(text: str) -> list[int]:
+            return backend.encode(text, add_special_tokens=False).ids
+
+        def check_and_encode() -> list[int]:
+            if self._normalizer is not None:
+                normalize = self._normalizer.normalize_str
+                check_normalized_size(normalize, text, self._growth, self._source)
+            if self._is_timed:
+                check_seconds(encode, text, self._source)
+            return encode(text)
+
+        return _convert_errors(check_and_encode, self._source)
 
     @cached_property
     def _backend_for_parts(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -178,10 +203,12 @@ class FastTokenizer(Tokenizer):
         return stages
 
 
-def _guard(action: Callable[[], T], source: str) -> T:
+def _convert_errors(action: Callable[[], T], source: str) -> T:
     """Calls the Rust library and converts its errors; its panics are not ``Exception``s."""
     try:
         return action()
+    except JaxLLMError:
+        raise
     except Exception as failure:
         raise TokenizerError(f"{source}: {failure}") from failure
     except BaseException as failure:
@@ -192,7 +219,7 @@ def _guard(action: Callable[[], T], source: str) -> T:
 
 def _build(spec: Mapping[str, Any], source: str) -> tokenizers.Tokenizer:
     text = json.dumps(spec, ensure_ascii=False)
-    backend = _guard(lambda: tokenizers.Tokenizer.from_str(text), source)
+    backend = _convert_errors(lambda: tokenizers.Tokenizer.from_str(text), source)
     for entry in spec["added_tokens"]:
         index = backend.token_to_id(entry["content"])
         if index != entry["id"]:
@@ -231,6 +258,8 @@ def _all_added_tokens(
             add(replace(token, special=True))
         else:
             present["special"] = True
+    if len(entries) > MAX_ADDED_TOKENS:
+        raise TokenizerError(f"{source}: {len(entries)} added tokens, at most {MAX_ADDED_TOKENS}")
     return sorted(entries.values(), key=lambda entry: entry["id"])
 
 

@@ -227,9 +227,39 @@ def test_extensions_of_transformers(tokenizer):
     assert text == '01{"b": "<é>"}' + time.strftime("%Y")
 
 
+def test_long_output_is_refused_before_it_is_tokenized(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_encode_text", lambda text: pytest.fail("tokenized"))
+    template = "{{ strftime_now('%Y' * n) }}"
+    with pytest.raises(TemplateError, match="output exceeds 1048576 characters"):
+        tokenizer.apply_chat_template([], chat_template=template, n=1_000_000)
+    with pytest.raises(InputError, match="1040000 bytes, but at most 1000000"):
+        tokenizer.apply_chat_template([], chat_template=template, n=260_000)
+
+
+def cyclic_message() -> dict:
+    message: dict = {"role": "user"}
+    message["content"] = message
+    return message
+
+
+def nested(levels: int, copies: int) -> list:
+    """A list of ``copies ** levels`` strings, in the memory of a few."""
+    value: list = ["x"]
+    for _ in range(levels):
+        value = [value] * copies
+    return value
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
+        (None, "found NoneType"),
+        ("hi", "found str"),
+        (["hi"], "found a str in it"),
+        ([cyclic_message()], "nested more than 100 levels"),
+        ([{"role": "user", "content": nested(12, 10)}], "more than 262144 values"),
+        ([{"role": "user", "content": 10**6000}], "more than 1024 bits"),
+        ([{("a", 1): "x"}], "has the key"),
         ([{"role": "user", "content": object()}], "not object"),
         ([{"role": "user", "content": "\ud800"}], "unpaired surrogate"),
     ],

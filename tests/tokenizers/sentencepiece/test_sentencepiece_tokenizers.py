@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import paths
 import pytest
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers import LlamaTokenizer, T5Tokenizer, Tokenizer, load_tokenizer
+from jaxllm.tokenizers.sentencepiece.model import UNIGRAM, write_model
 
 DATA = paths.DATA / "tokenizers"
 CASES = json.loads((DATA / "sentencepiece_cases.json").read_text(encoding="utf-8"))
@@ -131,6 +134,48 @@ def test_ids_outside_the_vocabulary(tmp_path):
     assert tokenizer.decode([len(tokenizer), 10**6]) == ""
     with pytest.raises(InputError, match="-100 is negative"):
         tokenizer.decode([-100])
+
+
+def test_values_that_are_no_ids(tmp_path):
+    tokenizer = load(tmp_path, "t5", {})
+    for ids, message in (
+        (None, "found NoneType"),
+        ("a", r"found str \(a\)"),
+        ([None], "expected ints, found NoneType"),
+        ([1.0], "expected ints, found float"),
+        ({5: 6}, "found dict"),
+        (np.zeros((2, 2), int), r"shape \(2, 2\): expected one dimension"),
+        (np.broadcast_to(5, (2**40,)), "1099511627776 at once, but at most 16777216"),
+    ):
+        with pytest.raises(InputError, match=message):
+            tokenizer.decode(ids)
+        with pytest.raises(InputError, match=message):
+            tokenizer.stream_decoder().put(ids)
+    ids = tokenizer.encode("Hello")
+    assert tokenizer.decode(np.array(ids)) == tokenizer.decode(jnp.array(ids)) == "Hello</s>"
+
+
+@pytest.mark.parametrize("texts", [None, 3, b"a", {"a": 1}, [None]])
+def test_values_that_are_no_texts(tmp_path, texts):
+    with pytest.raises(InputError, match="str"):
+        load(tmp_path, "t5", {})(texts)
+
+
+def test_model_that_multiplies_text_is_refused(tmp_path):
+    """A normalization table with a replacement of 2,000 bytes."""
+    table = (4).to_bytes(4, "little") + b"\0\0\0\0" + b"x" * 2000 + b"\0"
+    model = write_model(
+        [("<unk>", 0.0, 2), ("a", -1.0, 1)],
+        model_type=UNIGRAM,
+        unk_id=0,
+        add_dummy_prefix=True,
+        remove_extra_whitespaces=True,
+        byte_fallback=False,
+        charsmap=table,
+    )
+    (tmp_path / "spiece.model").write_bytes(model)
+    with pytest.raises(UnsupportedError, match="more than 1024 times longer"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

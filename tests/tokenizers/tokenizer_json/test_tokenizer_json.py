@@ -153,6 +153,21 @@ def test_named_tokens_beyond_the_vocabulary_get_new_ids(load_fast):
     assert tokenizer.encode("a<pad>")[-1] == tokenizer.pad_token_id
 
 
+@pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "LlamaTokenizerFast"])
+def test_llama_folder_of_transformers_5(fast_folder, tokenizer_class):
+    """It has no flags: whether there is BOS follows from the post-processor, as in 5.23."""
+    folder = fast_folder("llama2", tokenizer_class=tokenizer_class)
+    with_bos = load_tokenizer(folder)
+    file = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**file, "post_processor": None}))
+    without = load_tokenizer(folder)
+    assert with_bos is not None
+    assert without is not None
+    assert with_bos.encode("Hello")[0] == with_bos.bos_token_id
+    assert without.encode("Hello") == with_bos.encode("Hello")[1:]
+    assert without.encode("Hello", "b") == without.encode("Hello") + without.encode("b")
+
+
 def change(path: str, value):
     def apply(tokenizer: dict) -> None:
         *parents, last = path.split("/")
@@ -260,7 +275,74 @@ def test_library_code_and_ours_agree_on_known_regexes():
         check_regex(pattern, "known")
 
 
-EXPLOSIVE = ("(a*)*", "(a|b+)*", r"(\w+\s?)+", "(?:a{2,3}){4,}", "((a+))+", "(?>a+)", "a{99999}")
+def replace(old: str, new: str, number: int = 1) -> list[dict]:
+    return [{"type": "Replace", "pattern": {"String": old}, "content": new}] * number
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+@pytest.mark.parametrize(
+    ("section", "steps", "message"),
+    [
+        ("normalizer", replace("a", "a" * 10, 8), "normalizer: .* more than 1024 times longer"),
+        ("normalizer", replace("a", "aa", 30), "normalizer: .* more than 1024 times longer"),
+        ("normalizer", replace("a", "b" * 10**6), "normalizer: .* more than 1024 times longer"),
+        ("decoder", replace("a", "a" * 10, 9), "decoder: .* more than 8 times longer"),
+        ("pre_tokenizer", [BYTE_LEVEL, BYTE_LEVEL], "ByteLevel more than once"),
+    ],
+)
+def test_components_that_multiply_text_are_refused(section, steps, message):
+    lists = {"normalizer": "normalizers", "decoder": "decoders", "pre_tokenizer": "pretokenizers"}
+    broken = spec() | {section: {"type": "Sequence", lists[section]: steps}}
+    with pytest.raises(UnsupportedError, match=message):
+        FastTokenizer(broken, TokenizerSettings())
+
+
+def test_texts_that_a_normalizer_makes_too_long_are_refused():
+    [normalizer] = replace("a", "b" * 500)
+    tokenizer = FastTokenizer(spec() | {"normalizer": normalizer}, TokenizerSettings())
+    assert len(tokenizer.encode("a" * 100)) == 50_000
+    assert len(tokenizer.encode("b" * 100_000)) == 100_000  # long enough to be measured
+    with pytest.raises(InputError, match="text of 100000 bytes longer than 4194304 bytes"):
+        tokenizer.encode("a" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (change("added_tokens/0/content", "<" * 257), "has more than 256 bytes"),
+        (change("model/vocab/" + "x" * 1025, 400), "has more than 1024 bytes"),
+    ],
+)
+def test_long_tokens_are_refused(changes, message):
+    """Decoding n ids makes at most n times a token's length."""
+    broken = spec()
+    changes(broken)
+    with pytest.raises(TokenizerError, match=message):
+        FastTokenizer(broken, TokenizerSettings())
+
+
+def test_slow_regular_expressions_are_noticed():
+    """The pattern takes quadratic time: minutes for this text."""
+    split = {"type": "Split", "pattern": {"Regex": "a+[bc]d"}, "behavior": "Isolated"}
+    changed = spec() | {"pre_tokenizer": split | {"invert": False}}
+    tokenizer = FastTokenizer(changed, TokenizerSettings())
+    assert len(tokenizer.encode("aaabd")) > 0
+    with pytest.raises(InputError, match=r"regular expressions took .* of 600000 characters"):
+        tokenizer.encode("a" * 599_994 + "b 1cd.")
+
+
+EXPLOSIVE = (
+    "(a*)*",
+    "(a|b+)*",
+    r"(\w+\s?)+",
+    "(?:a{2,3}){4,}",
+    "((a+))+",
+    "(?>a+)",
+    "a{99999}",
+    "a*a*a*a*b",
+)
 FOREIGN = (r"(a)\1", "(?<=a+)b", "(?<n>a)", r"\k<n>", "[", "(", ")", "a" * 5000)
 
 
