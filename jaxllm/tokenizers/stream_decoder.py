@@ -71,7 +71,7 @@ def token_ids(ids: Any) -> Iterator[int]:
     """
     if _is_id(ids):
         ids = (ids,)
-    elif isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+    elif isinstance(ids, str | bytes | Mapping) or not hasattr(ids, "__iter__"):
         raise InputError(f"token ids: expected an int or a list of ints, found {_describe(ids)}")
     elif getattr(ids, "ndim", 1) != 1:
         raise InputError(
