@@ -5,8 +5,17 @@ from __future__ import annotations
 import os
 from typing import Any
 
-FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-AS_USERS = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+FAST = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    # One module for LLVM instead of one for each core, of which the small programs of tests need none.
+    " --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_disable_expensive_passes=true"
+)
+AS_USERS = {
+    "xla_backend_optimization_level": 3,
+    "xla_cpu_use_fusion_emitters": True,
+    "xla_cpu_parallel_codegen_split_count": 32,
+    "xla_llvm_disable_expensive_passes": False,
+}
 """XLA's defaults for the same."""
 
 
