@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 # Before jax is imported: on a machine with a GPU the tests still compare float32 on the CPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,16 +21,22 @@ from jaxllm.common.errors import MissingFileError
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tracing makes many objects that live on: looking through them for cycles takes 5% of the time.
+    gc.set_threshold(100_000, 20, 100)
+    # A run in the background ignores SIGINT, and so would the processes that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.option.markexpr == "not slow":
+        compile_fast()
+
+
+def compile_fast() -> None:
     """XLA spends most of the tests' time on compiling small programs, which takes it a third as
     long without optimizing the machine code. `make test-all` compiles as users do.
 
     An XLA that does not know a flag ends the process, so others than these are left alone.
     """
-    known = version("jaxlib").startswith("0.10.")
-    # Tracing makes many objects that live on: looking through them for cycles takes 5% of the time.
-    gc.set_threshold(100_000, 20, 100)
     flags = os.environ.get("XLA_FLAGS", "")
-    if known and config.option.markexpr == "not slow" and compiling.FAST not in flags:
+    if version("jaxlib").startswith("0.10.") and compiling.FAST not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {compiling.FAST}"
 
 
