@@ -140,7 +140,7 @@ print("done")
         pytest.param(EVERY_FAMILY, ["gpt2", "t5"], id="others", marks=pytest.mark.slow),
         pytest.param(BEAMS, ["llama", "gpt2", "t5"], id="beams", marks=pytest.mark.slow),
         pytest.param(OTHER_ROWS, [], id="rows", marks=pytest.mark.slow),
-        pytest.param(COLLECTIVES, ["llama"], id="llama collectives"),
+        pytest.param(COLLECTIVES, ["llama"], id="llama collectives", marks=pytest.mark.slow),
         pytest.param(BEAM_COLLECTIVES, [], id="beam collectives", marks=pytest.mark.slow),
         pytest.param(COLLECTIVES, ["gpt2", "t5"], id="others collectives", marks=pytest.mark.slow),
     ],

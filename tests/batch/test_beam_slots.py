@@ -57,7 +57,7 @@ def check(family: str, rows: list[dict[str, Any]], slots: int, **fields: Any) ->
     return engine
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), "t5"])
+@pytest.mark.parametrize("family", tiny.mostly("t5"))
 def test_rows_equal_rows_alone(family):
     """With lengths, end tokens, penalties and numbers of results of their own, in few slots."""
     rows = beam_rows(12, num_beams=3)
@@ -176,6 +176,7 @@ def test_a_text_that_never_began_was_ended_by_no_stop_string():
     assert (output.output_ids, output.finish_reasons) == (([],), ("length",))
 
 
+@pytest.mark.slow
 def test_memory_knows_the_beams():
     """Predictions alone: no row runs."""
     rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 29, "num_return_sequences": 2}]
