@@ -7,7 +7,7 @@ from typing import Any
 
 FAST = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    # One LLVM module: more of them let cores compile side by side, which small programs do not repay.
+    # One LLVM module: more let cores compile side by side, which small ones do not repay.
     " --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_disable_expensive_passes=true"
 )
 AS_USERS = {
