@@ -25,7 +25,7 @@ from jaxllm.batch.slots import PrefillBatch, Slots
 from jaxllm.common.errors import InputError
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
-from jaxllm.parallel.sharding import row_shards, use
+from jaxllm.parallel.sharding import row_shards, use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 
@@ -129,7 +129,7 @@ def predict(
     if not prediction.fits and not (compile_always and prediction.weights < budget):
         return prediction
     stops = group.criteria(tokenizer, mesh)
-    with use(mesh):
+    with use_mesh(mesh):
         programs = traced_programs(model, shapes, batch, stops, group, sizes)
         activations = max(
             working_memory(program.lower().compile(), prediction.cache) for program in programs

@@ -18,7 +18,7 @@ from jaxllm.batch.slot_strategies import SlotStrategy
 from jaxllm.batch.slots import PrefillBatch, RowSettings, SlotCache, Slots
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.field_axes import map_with_axes
-from jaxllm.parallel.sharding import ROWS, context_mesh, partition, use
+from jaxllm.parallel.sharding import ROWS, context_mesh, partition, use_mesh
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ def slot_shapes(
         cache = empty_cache(model, count, sizes.capacity, sizes.encoder_columns)
         return strategy.initial_slots(batch, cache, sizes)
 
-    with use(mesh):
+    with use_mesh(mesh):
         shapes = jax.eval_shape(initial_slots, model, batch)
     return with_shardings(shapes, mesh)
 

@@ -22,7 +22,7 @@ from jaxllm.batch.slot_placement import empty_slots, slot_shapes
 from jaxllm.batch.slots import PrefillBatch, SlotOutputs
 from jaxllm.generation.strategies.strategy import NEVER
 from jaxllm.models.decoder import Decoder
-from jaxllm.parallel.sharding import use
+from jaxllm.parallel.sharding import use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_STEPS = 256
@@ -100,7 +100,7 @@ class SlotPool:
             for slot, task in zip(free, tasks, strict=False):
                 self._running[slot] = task
             self._next_batch, free = None, free[len(tasks) :]
-            with use(self._mesh):
+            with use_mesh(self._mesh):
                 self._slots = prefill_program(
                     self._model,
                     self._slots,
@@ -116,7 +116,7 @@ class SlotPool:
     def _decode(self) -> DecodeProgress:
         next_batch = self._next_batch
         free_slots = self._sizes.slots if next_batch is None else len(next_batch.tasks)
-        with use(self._mesh):
+        with use_mesh(self._mesh):
             self._slots, progress = decode_program(
                 self._model,
                 self._slots,

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-Slots = Int[Array, ""] | Int[Array, " B"] | Int[Array, "B T"]
+SlotIndices = Int[Array, ""] | Int[Array, " B"] | Int[Array, "B T"]
+"""Cache slots of T new columns: the first one, for all rows or per row, or one for each column."""
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +28,7 @@ class AttentionView:
     horizon: Int[Array, ""] | Int[Array, " B"]
     """1 + the largest position of a real token so far, of the batch or of each row. For RoPE types
     that depend on the length."""
-    write_at: Slots | None
+    write_slots: SlotIndices | None
     """Cache slot of the first query (for all rows or per row), or of each query; None: no cache."""
     used: Int[Array, ""] | None = None
     """Only the first `used` cache slots hold tokens; None: any slot may."""
@@ -70,8 +71,8 @@ def make_view(
         visible = visible & (slots[None, :] <= slots[:, None])
     if segments is not None:
         visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
-        before = jnp.where(document_starts(segments), counts - mask, 0)
-        counts = counts - jax.lax.cummax(before, axis=1)
+        earlier_tokens = jnp.where(document_starts(segments), counts - mask, 0)
+        counts = counts - jax.lax.cummax(earlier_tokens, axis=1)
     positions = jnp.maximum(counts - 1, 0)
     return AttentionView(
         positions=positions,
@@ -79,7 +80,7 @@ def make_view(
         key_slots=slots,
         visible=jnp.broadcast_to(visible, (mask.shape[0], 1, T, T)),
         horizon=jnp.max(counts),
-        write_at=None,
+        write_slots=None,
         query_index=positions,
         key_index=positions,
     )
@@ -91,8 +92,8 @@ def document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     >>> document_starts(jnp.array([[1, 1, 2, 2, 0]])).tolist()
     [[True, False, True, False, True]]
     """
-    before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    return segments != before
+    previous = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return segments != previous
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +106,7 @@ class Branches:
     """
 
     seen: Bool[Array, "B T S"]
-    """Slots that each branch attends to, its own new one included."""
+    """SlotIndices that each branch attends to, its own new one included."""
     columns: Int[Array, " S"] | Int[Array, "B S"]
     """Column of the sequence that each slot belongs to, for all rows or for each."""
 

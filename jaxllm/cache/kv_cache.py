@@ -17,11 +17,12 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.attention_view import AttentionView, Branches, Slots, make_view
+from jaxllm.cache.attention_view import AttentionView, Branches, SlotIndices, make_view
+from jaxllm.cache.layout import heads_first, per_head, write_columns, write_heads
 from jaxllm.parallel.field_axes import axes
-from jaxllm.parallel.sharding import constrain, heads_apart
+from jaxllm.parallel.sharding import constrain, heads_are_sharded
 
 KV_AXES = axes("rows", "heads", None, None)
 
@@ -35,14 +36,14 @@ class KV:
     v: Float[Array, "*BK S H"] = dataclasses.field(metadata=KV_AXES)
 
     @staticmethod
-    def of(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> KV:
-        """From the keys and values of a whole sequence, as the projections return them."""
+    def from_sequence(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> KV:
+        """Keys and values of a whole sequence, as the projections return them."""
         return KV(heads_first(k), heads_first(v))
 
     @staticmethod
     def zeros(batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> KV:
         # Not `jnp.empty`: masked slots are multiplied by weight 0, and 0 * NaN is NaN.
-        heads = (batch, kv_heads) if heads_apart() else (batch * kv_heads,)
+        heads = (batch, kv_heads) if heads_are_sharded() else (batch * kv_heads,)
         shape = (*heads, length, head_dim)
         k, v = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
         return KV(*constrain((k, v), *("rows", "heads")[: len(heads)], batch=batch))
@@ -51,10 +52,10 @@ class KV:
         self,
         k: Float[Array, "B T K H"],
         v: Float[Array, "B T K H"],
-        slot: Slots,
+        slots: SlotIndices,
     ) -> KV:
-        """Writes T new columns at `slot` and after, or each at its own slot (`put_columns`)."""
-        return KV(put_heads(self.k, k, slot), put_heads(self.v, v, slot))
+        """Writes T new columns at `slots` (`write_columns`)."""
+        return KV(write_heads(self.k, k, slots), write_heads(self.v, v, slots))
 
     @property
     def length(self) -> int:
@@ -83,61 +84,6 @@ class KV:
     def plain(self) -> KV:
         """The same keys and values in floating point."""
         return self
-
-
-def heads_first(x: Float[Array, "B S K H"]) -> Float[Array, "*BK S H"]:
-    B, S, K, H = x.shape
-    x = x.transpose(0, 2, 1, 3)
-    return constrain(x, "rows", "heads") if heads_apart() else x.reshape(B * K, S, H)
-
-
-def per_head(
-    index: Shaped[Array, " B *rest"], x: Shaped[Array, "*BK S H"]
-) -> Shaped[Array, " ..."]:
-    """Repeats a per-row array for each head of x: [*BK, *rest]."""
-    if x.ndim == 3:
-        return jnp.repeat(index, x.shape[0] // index.shape[0], axis=0)
-    return jnp.broadcast_to(index[:, None], (*x.shape[:2], *index.shape[1:]))
-
-
-def put_heads(
-    old: Shaped[Array, "*BK S H"], new: Shaped[Array, "B T K H"], slot: Slots
-) -> Shaped[Array, "*BK S H"]:
-    """Writes T columns of every head into `old`; see `put_columns`."""
-    if jnp.ndim(slot) == 1 and slot.shape[0] == 1:  # one row: written in one piece
-        slot = slot[0]
-    if old.ndim == 3:
-        B, T, K, H = new.shape
-        merged = new.transpose(0, 2, 1, 3).reshape(B * K, T, H)
-        at = slot if jnp.ndim(slot) == 0 else per_head(slot, old)
-        return put_columns(old, merged.astype(old.dtype), at)
-    new = new.transpose(0, 2, 1, 3).astype(old.dtype)
-    if jnp.ndim(slot) == 0:
-        return jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2)
-    if jnp.ndim(slot) == 2:
-        rows, heads = jnp.arange(old.shape[0])[:, None, None], jnp.arange(old.shape[1])[:, None]
-        return old.at[rows, heads, slot[:, None]].set(new, mode="drop")
-    put = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=1))
-    return put(old, new, slot)
-
-
-def put_columns(
-    rows: Shaped[Array, "B S *rest"], new: Shaped[Array, "B T *rest"], at: Slots
-) -> Shaped[Array, "B S *rest"]:
-    """Writes T columns into every row.
-
-    Args:
-        at: first column, one for all rows or one per row [B]: the caller guarantees that T columns
-            fit. Or the index of every column [B, T]: columns at S or beyond are dropped.
-    """
-    if jnp.ndim(at) == 0:
-        return jax.lax.dynamic_update_slice_in_dim(rows, new, at, axis=1)
-    if jnp.ndim(at) == 2:
-        # vmap over rows: if rows are sharded, one scatter would all-gather the indices.
-        scatter = jax.vmap(lambda row, part, i: row.at[i].set(part, mode="drop"))
-        return scatter(rows, new, at)
-    put = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=0))
-    return put(rows, new, at)
 
 
 @jax.tree_util.register_dataclass
@@ -231,36 +177,38 @@ class Cache:
 
         return jax.tree.map(rows, self)
 
-    def first(self, n: int) -> Self:
+    def first_rows(self, n: int) -> Self:
         """The first n rows. `length` is kept: one number, or already the lengths of these rows."""
         batch, length = self.mask.shape[0], self.length
         if n == batch:
             return self
-        whole = self.replace(length=jnp.int32(0))
-        kept = jax.tree.map(lambda x: x[: x.shape[0] // batch * n] if x.ndim else x, whole)
-        return kept.replace(length=length)
-
-    def below(self, other: Self) -> Self:
-        """Concatenates rows: `other`'s, then this cache's. Both have the same columns; `length` is
-        taken from `other`."""
         rows = jax.tree.map(
-            lambda x, y: jnp.concatenate([x, y]) if x.ndim else x,
-            other.replace(length=jnp.int32(0)),
+            lambda x: x[: x.shape[0] // batch * n] if x.ndim else x,
             self.replace(length=jnp.int32(0)),
         )
-        return rows.replace(length=other.length)
+        return rows.replace(length=length)
 
-    def cut(self, length: Int[Array, " R"]) -> Self:
+    def append_rows(self, other: Self) -> Self:
+        """Concatenates rows: this cache's, then `other`'s. Both have the same columns; `length` is
+        this cache's."""
+        rows = jax.tree.map(
+            lambda x, y: jnp.concatenate([x, y]) if x.ndim else x,
+            self.replace(length=jnp.int32(0)),
+            other.replace(length=jnp.int32(0)),
+        )
+        return rows.replace(length=self.length)
+
+    def truncate(self, length: Int[Array, " R"]) -> Self:
         """Truncates each row to its first `length` columns. Nothing moves; later slots become free.
 
         With guidance the cache has twice as many rows as `length`; both halves get the same.
         """
-        each = jnp.tile(length, self.mask.shape[0] // length.shape[0])
-        kept = self.mask & (jnp.arange(self.capacity) < each[:, None])
-        known = jnp.sum(kept, axis=-1, dtype=jnp.int32)
-        return self.replace(mask=kept, length=length, next_position=known)
+        row_length = jnp.tile(length, self.mask.shape[0] // length.shape[0])
+        mask = self.mask & (jnp.arange(self.capacity) < row_length[:, None])
+        tokens = jnp.sum(mask, axis=-1, dtype=jnp.int32)
+        return self.replace(mask=mask, length=length, next_position=tokens)
 
-    def aligned(self) -> Self:
+    def with_common_length(self) -> Self:
         """The cache with the largest `length` for all rows: writes are then one slice update.
         Shorter rows get a gap, which the mask hides."""
         return self.replace(length=jnp.max(self.length))
@@ -282,20 +230,20 @@ class Cache:
         if branches is not None:
             steps = jnp.broadcast_to(jnp.any(mask, axis=-1, keepdims=True), mask.shape)
         counts = self.next_position[:, None] + steps.astype(jnp.int32)
-        known = put_columns(self.mask, mask, self.length)
-        reserved = self.replace(mask=known, length=self.length + T, next_position=counts[:, -1])
-        positions, held = jnp.maximum(counts - 1, 0), self.positions
-        if held is not None:
-            held = put_columns(held, positions, self.length)
-            reserved = reserved.replace(positions=held)
+        new_mask = write_columns(self.mask, mask, self.length)
+        reserved = self.replace(mask=new_mask, length=self.length + T, next_position=counts[:, -1])
+        positions, slot_positions = jnp.maximum(counts - 1, 0), self.positions
+        if slot_positions is not None:
+            slot_positions = write_columns(slot_positions, positions, self.length)
+            reserved = reserved.replace(positions=slot_positions)
         if cache_is_empty:
-            return dataclasses.replace(make_view(mask), write_at=self.length), reserved
+            return dataclasses.replace(make_view(mask), write_slots=self.length), reserved
         key_slots = jnp.arange(self.capacity, dtype=jnp.int32)
         query_slots = jnp.asarray(self.length)[..., None] + jnp.arange(T, dtype=jnp.int32)
         if branches is None:
-            visible = known[:, None, :] & (key_slots <= query_slots[..., None])
+            visible = new_mask[:, None, :] & (key_slots <= query_slots[..., None])
         else:
-            visible = known[:, None, :] & branches.seen
+            visible = new_mask[:, None, :] & branches.seen
             key_slots, query_slots = branches.columns, branches.columns_of(query_slots)
         view = AttentionView(
             positions=positions,
@@ -303,9 +251,9 @@ class Cache:
             key_slots=key_slots,
             visible=visible[:, None],
             horizon=jnp.max(counts[:, -1]),
-            write_at=self.length,
+            write_slots=self.length,
             used=jnp.max(self.length) + T,
-            query_index=None if held is None else positions,
-            key_index=held,
+            query_index=None if slot_positions is None else positions,
+            key_index=slot_positions,
         )
         return view, reserved

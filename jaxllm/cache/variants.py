@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from jaxllm.cache.attention_view import AttentionView, Slots, make_view
-from jaxllm.cache.kv_cache import KV, KV_AXES, Cache, put_heads
+from jaxllm.cache.attention_view import AttentionView, SlotIndices, make_view
+from jaxllm.cache.kv_cache import KV, KV_AXES, Cache
+from jaxllm.cache.layout import write_heads
 
 
 @jax.tree_util.register_dataclass
@@ -32,20 +33,18 @@ class QuantizedKV(KV):
     @staticmethod
     def like(kv: KV) -> QuantizedKV:
         """An empty quantized cache with the shape of `kv`."""
-        whole, scale = (
-            jnp.zeros(kv.k.shape, jnp.int8),
-            jnp.zeros((*kv.k.shape[:-1], 1), jnp.float32),
-        )
-        return QuantizedKV(whole, whole, scale, scale, kv.k.dtype)
+        numbers = jnp.zeros(kv.k.shape, jnp.int8)
+        scale = jnp.zeros((*kv.k.shape[:-1], 1), jnp.float32)
+        return QuantizedKV(numbers, numbers, scale, scale, kv.k.dtype)
 
-    def write(self, k, v, slot: Slots) -> QuantizedKV:
+    def write(self, k, v, slots: SlotIndices) -> QuantizedKV:
         (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
         return dataclasses.replace(
             self,
-            k=put_heads(self.k, k, slot),
-            v=put_heads(self.v, v, slot),
-            k_scale=put_heads(self.k_scale, k_scale, slot),
-            v_scale=put_heads(self.v_scale, v_scale, slot),
+            k=write_heads(self.k, k, slots),
+            v=write_heads(self.v, v, slots),
+            k_scale=write_heads(self.k_scale, k_scale, slots),
+            v_scale=write_heads(self.v_scale, v_scale, slots),
         )
 
     def scores(self, q):
@@ -110,22 +109,25 @@ class RingCache(Cache):
         counts = self.next_position[:, None] + steps
         positions, last = jnp.maximum(counts - 1, 0), counts[:, -1:] - 1
         # Position of the newest token that each slot can hold; negative where there is none yet.
-        held = last - (last - jnp.arange(size, dtype=jnp.int32)) % size
-        reserved = self.replace(mask=held >= 0, length=self.length + T, next_position=counts[:, -1])
-        write_at = jnp.where(mask & (positions > last - size), positions % size, size)
+        slot_positions = last - (last - jnp.arange(size, dtype=jnp.int32)) % size
+        reserved = self.replace(
+            mask=slot_positions >= 0, length=self.length + T, next_position=counts[:, -1]
+        )
+        write_slots = jnp.where(mask & (positions > last - size), positions % size, size)
         if cache_is_empty:
             view = make_view(mask).within(self.window)
-            return dataclasses.replace(view, write_at=write_at), reserved
-        visible = (held >= 0) & (held <= positions) & (held > positions - self.window)
+            return dataclasses.replace(view, write_slots=write_slots), reserved
+        visible = (slot_positions >= 0) & (slot_positions <= positions)
+        visible = visible & (slot_positions > positions - self.window)
         view = AttentionView(
             positions=positions,
             query_slots=positions,
-            key_slots=held,
+            key_slots=slot_positions,
             visible=visible[:, None, None, :],
             horizon=jnp.max(counts[:, -1]),
-            write_at=write_at,
+            write_slots=write_slots,
             query_index=positions,
-            key_index=jnp.broadcast_to(held, (mask.shape[0], size)),
+            key_index=jnp.broadcast_to(slot_positions, (mask.shape[0], size)),
         )
         return view, reserved
 
@@ -149,7 +151,7 @@ class CacheKind:
             window=cache.window if isinstance(cache, WindowCache) else None,
         )
 
-    def of(self, empty: Cache) -> Cache:
+    def convert(self, empty: Cache) -> Cache:
         """Converts a plain empty cache to an empty one of this kind."""
         layers = empty.layers
         if self.quantized:

@@ -168,7 +168,7 @@ def with_tied_head(spec: ModelSpec, source: WeightSource) -> ModelSpec:
         return spec
     if config.tie_word_embeddings and has_head:
         path = spec.table.copied_from("lm_head.weight")
-        entry = next(entry for entry in spec.table.entries if entry.ours == (path,))
+        entry = next(entry for entry in spec.table.entries if entry.parameters == (path,))
         embedding = tensor_name(entry, spec.table, lacks_prefix(spec.table, source.names()))
         tied = embedding in source.names() and same_bits(
             source.read("lm_head.weight"), source.read(embedding)
@@ -209,7 +209,7 @@ def lacks_prefix(table: Table, names: list[str]) -> bool:
 
 def tensor_name(entry: Entry, table: Table, stripped: bool) -> str:
     """Name of an entry's tensor in the file."""
-    return entry.theirs.removeprefix(table.prefix) if stripped else entry.theirs
+    return entry.tensor.removeprefix(table.prefix) if stripped else entry.tensor
 
 
 def check_depth(spec: ModelSpec, source: WeightSource, where: Path) -> None:
@@ -243,7 +243,7 @@ def check_names(
     """
     names, table = source.names(), spec.table
     file = source.info(names[0]).file if names else spec.architecture
-    tensor_of = {entry.ours[0]: name for name, entry in entries.items()}
+    tensor_of = {entry.parameters[0]: name for name, entry in entries.items()}
     present = set(names)
     missing = [name for name in entries if name not in present]
     copies, unexpected = [], []
@@ -279,8 +279,8 @@ def check_shapes(
     """Raises CheckpointError or UnsupportedError for a tensor of another shape or dtype."""
     for name, entry in entries.items():
         info = source.info(name)
-        rows, *columns = expected[entry.ours[0]].shape
-        shape = (rows * len(entry.ours), *columns)
+        rows, *columns = expected[entry.parameters[0]].shape
+        shape = (rows * len(entry.parameters), *columns)
         shape = shape[::-1] if entry.transposed else shape
         if info.shape != shape:
             fields = {f for size in (rows, *columns) for f in fields_of_size(spec.config, size)}

@@ -49,7 +49,7 @@ def load_parameters(
         info = source.info(name)
         tensor = _Tensor(source, name, entry, allow_nonfinite)
         whole = entry.split(tensor.read(())) if mesh is None else ()
-        for number, ours in enumerate(entry.ours):
+        for number, ours in enumerate(entry.parameters):
             shape, dtype = expected[ours].shape, expected[ours].dtype
             if param_dtype is None:
                 dtype = jnp.promote_types(info.dtype, dtype)

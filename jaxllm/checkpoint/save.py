@@ -65,7 +65,7 @@ def hf_tensors(model: Model, arrays: Mapping[str, HostArray]) -> Iterator[tuple[
         )
     for entry in table.for_model(arrays):
         name = tensor_name(entry, table, stripped=origin is not None and origin.stripped)
-        parts = [arrays[path] for path in entry.ours]
+        parts = [arrays[path] for path in entry.parameters]
         rows, *rest = parts[0].shape
         shape = (rows * len(parts), *rest)
         yield (

@@ -36,7 +36,7 @@ from jaxllm.generation.strategies.records import check_size
 from jaxllm.generation.strategies.strategy import Result
 from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.model import without_metadata
-from jaxllm.parallel.sharding import use
+from jaxllm.parallel.sharding import use_mesh
 
 Rows: TypeAlias = Array | np.ndarray | Sequence[Sequence[int]]
 
@@ -101,7 +101,7 @@ def generate(
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise InputError(f"streamer: expected an object with put() and end(), found {streamer!r}")
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    with use(request.mesh):
+    with use_mesh(request.mesh):
         return run(model, request, streamer)
 
 
@@ -226,7 +226,7 @@ def partial_results(model: Decoder, request: Request, chunk: int) -> Iterator[tu
     strategy, settings, beams = request.strategy, request.settings, not request.strategy.can_stream
     state, next_length = None, 0
     while True:
-        with use(request.mesh), reraise_failures():
+        with use_mesh(request.mesh), reraise_failures():
             if state is None:
                 state = run_prefill(model, request, prefill_program)
             else:

@@ -46,7 +46,9 @@ def prefill(
     encoded = None
     if prompt.past_cache is None:
         inputs, encoded = recorded_encoding(model, prompt.encoder_inputs, output_options)
-        cache = prompt.cache_kind.of(model.init_cache(prompt.mask.shape[0], capacity, **inputs))
+        cache = prompt.cache_kind.convert(
+            model.init_cache(prompt.mask.shape[0], capacity, **inputs)
+        )
     else:
         cache = prompt.past_cache.compact(capacity)
     options = {

@@ -22,13 +22,13 @@ from jaxllm.nn.linear import Linear
 class SequenceClassifier(DecoderOnly):
     """Backbone and a linear head on each row's last real token, with left or right padding."""
 
-    body: ClassVar[Callable[..., Backbone]]
+    backbone_class: ClassVar[Callable[..., Backbone]]
     """Backbone class of the family."""
     score: Linear
 
     def __init__(self, config: Any, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config)
-        self.backbone = type(self).body(config, options, rngs=rngs)
+        self.backbone = type(self).backbone_class(config, options, rngs=rngs)
         sizes, std = (config.width, config.num_labels), config.initializer_range
         self.score = Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
 
@@ -47,9 +47,9 @@ class SequenceClassifier(DecoderOnly):
         `logits_to_keep`, `cache` and `segment_ids`.
         """
         if options.get("cache") is not None:
-            raise InputError("cache: a classifier reads its text in one call")
+            raise InputError("cache: a classifier reads its sequence in one call")
         if options.get("segment_ids") is not None:
-            raise InputError("segment_ids: a classifier reads one text a row")
+            raise InputError("segment_ids: a classifier reads one sequence a row")
         key, head_key = split(options.pop("dropout_key", None), 2)
         out = self.hidden(input_ids, attention_mask, dropout_key=key, **options)
         x = out.last_hidden_state

@@ -141,7 +141,7 @@ class DecoderOnly(Model[ModelConfig]):
     ) -> tuple[AttentionView, Cache | None]:
         """Attention view of a call, and the cache with the new columns reserved."""
         mask, segments, limit = inputs.mask, inputs.segments, self.config.max_positions
-        check.check_room(mask, cache, None if position_ids is not None else limit, segments)
+        check.check_capacity(mask, cache, None if position_ids is not None else limit, segments)
         if cache is None:
             view = make_view(mask, segments=segments)
         else:
@@ -175,13 +175,13 @@ class DecoderOnly(Model[ModelConfig]):
 class CausalLM(DecoderOnly):
     """Decoder-only language model: backbone and LM head. `lm_head` None: tied embedding."""
 
-    body: ClassVar[Callable[..., Backbone]]
+    backbone_class: ClassVar[Callable[..., Backbone]]
     """Backbone class of the family."""
     lm_head: Linear | None
 
     def __init__(self, config: Any, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config)
-        self.backbone = type(self).body(config, options, rngs=rngs)
+        self.backbone = type(self).backbone_class(config, options, rngs=rngs)
         sizes, std = (config.width, config.vocab_size), config.initializer_range
         self.lm_head = (
             None
@@ -309,7 +309,7 @@ class CausalLM(DecoderOnly):
         return self.backbone.embed(tokens)
 
     def early_exit(self, layers: int) -> Self:
-        first = shallow_copy(self.backbone, stack=self.backbone.stack.first(layers))
+        first = shallow_copy(self.backbone, stack=self.backbone.stack.first_blocks(layers))
         return shallow_copy(self, backbone=first)
 
 

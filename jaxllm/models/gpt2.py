@@ -96,16 +96,16 @@ class GPT2Model(Backbone):
     """GPT-2 backbone: learned positions, pre-norm blocks with LayerNorm, biases and GELU."""
 
     def __init__(self, config: GPT2Config, options: Options, *, rngs: nnx.Rngs | None):
-        c, kinds = config, options.dtypes
+        c, dtypes = config, options.dtypes
         size = c.n_embd // c.n_head
 
         def project(inputs: int, outputs: int) -> Linear:
             return Linear(
-                inputs, outputs, use_bias=True, std=c.initializer_range, rngs=rngs, **kinds
+                inputs, outputs, use_bias=True, std=c.initializer_range, rngs=rngs, **dtypes
             )
 
         def layer_norm() -> LayerNorm:
-            return LayerNorm(c.n_embd, eps=c.layer_norm_epsilon, **kinds)
+            return LayerNorm(c.n_embd, eps=c.layer_norm_epsilon, **dtypes)
 
         def attention(layer: int) -> Attention:
             scale = size**-0.5 if c.scale_attn_weights else 1.0
@@ -129,22 +129,21 @@ class GPT2Model(Backbone):
             inner = 4 * c.n_embd if c.n_inner is None else c.n_inner
             act = activation(c.activation_function, where="activation_function")
             mlp = MLP(project(c.n_embd, inner), project(inner, c.n_embd), act)
-            crossing = c.add_cross_attention
             return Block(
                 layer_norm(),
                 attention(layer),
                 layer_norm(),
                 mlp,
-                cross_norm=layer_norm() if crossing else None,
-                cross=attention(layer) if crossing else None,
+                cross_norm=layer_norm() if c.add_cross_attention else None,
+                cross=attention(layer) if c.add_cross_attention else None,
                 dropout_rate=c.resid_pdrop,
             )
 
-        def table(rows: int) -> Embedding:
-            return Embedding(rows, c.n_embd, std=c.initializer_range, rngs=rngs, **kinds)
+        def embedding(rows: int) -> Embedding:
+            return Embedding(rows, c.n_embd, std=c.initializer_range, rngs=rngs, **dtypes)
 
         self.config = c
-        self.embed, self.positions = table(c.vocab_size), table(c.n_positions)
+        self.embed, self.positions = embedding(c.vocab_size), embedding(c.n_positions)
         self.stack = Stack(
             [block(i) for i in range(c.n_layer)],
             layer_norm(),
@@ -153,20 +152,20 @@ class GPT2Model(Backbone):
         )
 
     def embed_tokens(self, input_ids, inputs_embeds, view, token_type_ids):
-        x = self.embed.of(input_ids, inputs_embeds) + self.positions(view.positions)
+        x = self.embed.from_ids_or_embeds(input_ids, inputs_embeds) + self.positions(view.positions)
         # Token types share the token embedding, as in transformers.
         return x if token_type_ids is None else x + self.embed(token_type_ids)
 
 
 class GPT2LMHeadModel(CausalLM):
-    body = GPT2Model
+    backbone_class = GPT2Model
 
 
 class GPT2ForSequenceClassification(SequenceClassifier):
-    body = GPT2Model
+    backbone_class = GPT2Model
 
 
-LAYER, THEIRS = "backbone.stack.blocks.{i}", "transformer.h.{i}"
+LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "transformer.h.{i}"
 QKV = tuple(f"{LAYER}.attn.{x}" for x in "qkv")
 CROSS_KV = tuple(f"{LAYER}.cross.{x}" for x in "kv")
 GPT2_TABLE = Table(
@@ -174,16 +173,16 @@ GPT2_TABLE = Table(
     entries=(
         *same("backbone.embed.weight", "transformer.wte.weight"),
         *same("backbone.positions.weight", "transformer.wpe.weight"),
-        *norm(f"{LAYER}.attn_norm", f"{THEIRS}.ln_1", bias=True),
-        *linear(QKV, f"{THEIRS}.attn.c_attn", transposed=True),
-        *linear(f"{LAYER}.attn.o", f"{THEIRS}.attn.c_proj", transposed=True),
-        *norm(f"{LAYER}.cross_norm", f"{THEIRS}.ln_cross_attn", bias=True),
-        *linear(f"{LAYER}.cross.q", f"{THEIRS}.crossattention.q_attn", transposed=True),
-        *linear(CROSS_KV, f"{THEIRS}.crossattention.c_attn", transposed=True),
-        *linear(f"{LAYER}.cross.o", f"{THEIRS}.crossattention.c_proj", transposed=True),
-        *norm(f"{LAYER}.mlp_norm", f"{THEIRS}.ln_2", bias=True),
-        *linear(f"{LAYER}.mlp.up", f"{THEIRS}.mlp.c_fc", transposed=True),
-        *linear(f"{LAYER}.mlp.down", f"{THEIRS}.mlp.c_proj", transposed=True),
+        *norm(f"{LAYER}.attn_norm", f"{HF_LAYER}.ln_1", bias=True),
+        *linear(QKV, f"{HF_LAYER}.attn.c_attn", transposed=True),
+        *linear(f"{LAYER}.attn.o", f"{HF_LAYER}.attn.c_proj", transposed=True),
+        *norm(f"{LAYER}.cross_norm", f"{HF_LAYER}.ln_cross_attn", bias=True),
+        *linear(f"{LAYER}.cross.q", f"{HF_LAYER}.crossattention.q_attn", transposed=True),
+        *linear(CROSS_KV, f"{HF_LAYER}.crossattention.c_attn", transposed=True),
+        *linear(f"{LAYER}.cross.o", f"{HF_LAYER}.crossattention.c_proj", transposed=True),
+        *norm(f"{LAYER}.mlp_norm", f"{HF_LAYER}.ln_2", bias=True),
+        *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.mlp.c_fc", transposed=True),
+        *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.mlp.c_proj", transposed=True),
         *norm("backbone.stack.norm", "transformer.ln_f", bias=True),
         *same("lm_head.weight", "lm_head.weight"),
         *same("score.weight", "score.weight"),

@@ -174,7 +174,7 @@ def position_ids(ids: Any, shape: tuple[int, ...], limit: int | None) -> Int[Arr
     return jnp.broadcast_to(jnp.asarray(ids, jnp.int32), shape)
 
 
-def check_room(mask: Any, cache: Cache | None, limit: int | None, segments: Any = None) -> None:
+def check_capacity(mask: Any, cache: Cache | None, limit: int | None, segments: Any = None) -> None:
     """Checks that new columns fit the cache, and each row's (or document's) tokens the positions.
 
     The length of a traced cache is not checked: under jit that is up to the caller.

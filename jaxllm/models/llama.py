@@ -41,11 +41,11 @@ class LlamaModel(RotaryModel):
 
 
 class LlamaForCausalLM(CausalLM):
-    body = LlamaModel
+    backbone_class = LlamaModel
 
 
 class LlamaForSequenceClassification(SequenceClassifier):
-    body = LlamaModel
+    backbone_class = LlamaModel
 
 
 LLAMA_TABLE = ROTARY_TABLE

@@ -117,10 +117,10 @@ def add_lora(model: Any, config: LoraConfig | None = None, *, key: int | Array =
     config = LoraConfig() if config is None else config
     check_plain(model)
     names = module_names(model)
-    wanted = config.modules_to_save
+    patterns = config.modules_to_save
     if isinstance(model, SequenceClassifier):
-        wanted = (*wanted, "score")
-    saved = select("modules_to_save", wanted, names)
+        patterns = (*patterns, "score")
+    saved = select("modules_to_save", patterns, names)
     linears = {path: names[path] for path in names if isinstance(module_at(model, path), Linear)}
     chosen = [path for path in select("targets", config.targets, linears) if path not in saved]
     if not chosen:
@@ -212,9 +212,9 @@ def base_entries(model: Any) -> list[Entry]:
 def module_names(model: Any) -> dict[str, str]:
     """Our path -> Hugging Face's name, for every module that directly has parameters."""
     return {
-        ours.rpartition(".")[0]: entry.theirs.rpartition(".")[0]
+        path.rpartition(".")[0]: entry.tensor.rpartition(".")[0]
         for entry in base_entries(model)
-        for ours in entry.ours
+        for path in entry.parameters
     }
 
 
@@ -224,22 +224,22 @@ def select(field: str, patterns: Iterable[str], names: Mapping[str, str]) -> lis
     Raises:
         InputError: A pattern matches nothing.
     """
-    found = set()
+    selected = set()
     for pattern in patterns:
         if field == "targets" and pattern == ALL_LINEAR:
             matched = {path for path in names if path not in HEADS}
         else:
             whole = re.compile(rf"(?:.*\.)?(?:{pattern})")
-            matched = {ours for ours, hf in names.items() if any(map(whole.fullmatch, (ours, hf)))}
+            matched = {path for path, hf in names.items() if any(map(whole.fullmatch, (path, hf)))}
         if not matched:
-            there = dict.fromkeys(
-                _layers_as_i(o) + f" ({_layers_as_i(h)})" for o, h in names.items()
+            known = dict.fromkeys(
+                _layers_as_i(path) + f" ({_layers_as_i(hf)})" for path, hf in names.items()
             )
             raise InputError(
-                f"{field}: {pattern!r} matches no module; there are {', '.join(there)}"
+                f"{field}: {pattern!r} matches no module; there are {', '.join(known)}"
             )
-        found |= matched
-    return [path for path in names if path in found]
+        selected |= matched
+    return [path for path in names if path in selected]
 
 
 def _layers_as_i(name: str) -> str:

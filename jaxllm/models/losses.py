@@ -30,16 +30,17 @@ def label_logits(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Fl
     the gather would be a scatter into an array the size of the logits.
     """
     labels = labels.astype(jnp.int32)  # a narrower type may not hold V
-    known = (labels >= 0) & (labels < logits.shape[-1])
-    at = jnp.where(known, labels, 0)[..., None]
-    return jnp.where(known, jnp.take_along_axis(logits, at, axis=-1)[..., 0], 0.0)
+    in_vocabulary = (labels >= 0) & (labels < logits.shape[-1])
+    index = jnp.where(in_vocabulary, labels, 0)[..., None]
+    label_logit = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
+    return jnp.where(in_vocabulary, label_logit, 0.0)
 
 
 @label_logits.defjvp
 def _label_logits_jvp(primals, tangents):
     logits, labels = primals
-    chosen = jnp.arange(logits.shape[-1]) == labels[..., None]
-    return label_logits(logits, labels), jnp.where(chosen, tangents[0], 0.0).sum(axis=-1)
+    is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
+    return label_logits(logits, labels), jnp.where(is_label, tangents[0], 0.0).sum(axis=-1)
 
 
 def token_loss(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, ""]:

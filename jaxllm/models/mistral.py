@@ -38,11 +38,11 @@ class MistralModel(RotaryModel):
 
 
 class MistralForCausalLM(CausalLM):
-    body = MistralModel
+    backbone_class = MistralModel
 
 
 class MistralForSequenceClassification(SequenceClassifier):
-    body = MistralModel
+    backbone_class = MistralModel
 
 
 MISTRAL_TABLE = ROTARY_TABLE

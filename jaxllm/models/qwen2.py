@@ -76,11 +76,11 @@ class Qwen2Model(RotaryModel):
 
 
 class Qwen2ForCausalLM(CausalLM):
-    body = Qwen2Model
+    backbone_class = Qwen2Model
 
 
 class Qwen2ForSequenceClassification(SequenceClassifier):
-    body = Qwen2Model
+    backbone_class = Qwen2Model
 
 
 QWEN2_TABLE = ROTARY_TABLE

@@ -7,7 +7,7 @@ import dataclasses
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.qwen2 import Qwen2Config
-from jaxllm.models.rotary_decoder import LAYER, ROTARY_TABLE, THEIRS, Layers, RotaryModel
+from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, Layers, RotaryModel
 from jaxllm.models.weights import norm
 from jaxllm.nn.blocks import Block
 
@@ -35,18 +35,18 @@ class Qwen3Model(RotaryModel):
 
 
 class Qwen3ForCausalLM(CausalLM):
-    body = Qwen3Model
+    backbone_class = Qwen3Model
 
 
 class Qwen3ForSequenceClassification(SequenceClassifier):
-    body = Qwen3Model
+    backbone_class = Qwen3Model
 
 
 QWEN3_TABLE = dataclasses.replace(
     ROTARY_TABLE,
     entries=(
         *ROTARY_TABLE.entries,
-        *norm(f"{LAYER}.attn.q_norm", f"{THEIRS}.self_attn.q_norm"),
-        *norm(f"{LAYER}.attn.k_norm", f"{THEIRS}.self_attn.k_norm"),
+        *norm(f"{LAYER}.attn.q_norm", f"{HF_LAYER}.self_attn.q_norm"),
+        *norm(f"{LAYER}.attn.k_norm", f"{HF_LAYER}.self_attn.k_norm"),
     ),
 )

@@ -50,7 +50,7 @@ def _decoder_only(
         classes={cls.__name__: cls for cls in classes},
         table=lambda config: table,
         structure=(*structure, "tie_word_embeddings"),
-        aliases=dict.fromkeys((classes[0].body.__name__, *old_names), language_model),
+        aliases=dict.fromkeys((classes[0].backbone_class.__name__, *old_names), language_model),
     )
 
 

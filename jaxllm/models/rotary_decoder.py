@@ -212,26 +212,26 @@ class RotaryModel(Backbone):
     def embed_tokens(self, input_ids, inputs_embeds, view, token_type_ids):
         if token_type_ids is not None:
             raise InputError("token_type_ids: only GPT-2 has token types")
-        return self.embed.of(input_ids, inputs_embeds)
+        return self.embed.from_ids_or_embeds(input_ids, inputs_embeds)
 
     def rotary(self, view):
         return self.rope.angles(view.positions, view.horizon)
 
 
-LAYER, THEIRS = "backbone.stack.blocks.{i}", "model.layers.{i}"
+LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "model.layers.{i}"
 ROTARY_TABLE = Table(
     prefix="model.",
     entries=(
         *same("backbone.embed.weight", "model.embed_tokens.weight"),
-        *norm(f"{LAYER}.attn_norm", f"{THEIRS}.input_layernorm"),
-        *linear(f"{LAYER}.attn.q", f"{THEIRS}.self_attn.q_proj"),
-        *linear(f"{LAYER}.attn.k", f"{THEIRS}.self_attn.k_proj"),
-        *linear(f"{LAYER}.attn.v", f"{THEIRS}.self_attn.v_proj"),
-        *linear(f"{LAYER}.attn.o", f"{THEIRS}.self_attn.o_proj"),
-        *norm(f"{LAYER}.mlp_norm", f"{THEIRS}.post_attention_layernorm"),
-        *linear(f"{LAYER}.mlp.gate", f"{THEIRS}.mlp.gate_proj"),
-        *linear(f"{LAYER}.mlp.up", f"{THEIRS}.mlp.up_proj"),
-        *linear(f"{LAYER}.mlp.down", f"{THEIRS}.mlp.down_proj"),
+        *norm(f"{LAYER}.attn_norm", f"{HF_LAYER}.input_layernorm"),
+        *linear(f"{LAYER}.attn.q", f"{HF_LAYER}.self_attn.q_proj"),
+        *linear(f"{LAYER}.attn.k", f"{HF_LAYER}.self_attn.k_proj"),
+        *linear(f"{LAYER}.attn.v", f"{HF_LAYER}.self_attn.v_proj"),
+        *linear(f"{LAYER}.attn.o", f"{HF_LAYER}.self_attn.o_proj"),
+        *norm(f"{LAYER}.mlp_norm", f"{HF_LAYER}.post_attention_layernorm"),
+        *linear(f"{LAYER}.mlp.gate", f"{HF_LAYER}.mlp.gate_proj"),
+        *linear(f"{LAYER}.mlp.up", f"{HF_LAYER}.mlp.up_proj"),
+        *linear(f"{LAYER}.mlp.down", f"{HF_LAYER}.mlp.down_proj"),
         *norm("backbone.stack.norm", "model.norm"),
         *same("lm_head.weight", "lm_head.weight"),
         *same("score.weight", "score.weight"),

@@ -16,43 +16,43 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One Hugging Face tensor (`theirs`) and the parameters that it holds (`ours`).
+    """Name of one Hugging Face tensor, and paths of our parameters that it holds.
 
-    Ours are [out, in]. `transposed`: theirs is [in, out] (GPT-2's Conv1D). With several in `ours`,
-    theirs is their concatenation along the output axis (GPT-2's fused q, k, v).
+    Parameters are [out, in]. `transposed`: the tensor is [in, out] (GPT-2's Conv1D). With several
+    `parameters` it is their concatenation along the output axis (GPT-2's fused q, k, v).
     """
 
-    ours: tuple[str, ...]
-    theirs: str
+    parameters: tuple[str, ...]
+    tensor: str
     transposed: bool = False
 
-    def split(self, theirs: np.ndarray) -> list[np.ndarray]:
+    def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """Splits a tensor into our parameters; the parts are [out, in] views."""
-        whole = theirs.T if self.transposed else theirs
-        return np.split(whole, len(self.ours)) if len(self.ours) > 1 else [whole]
+        whole = tensor.T if self.transposed else tensor
+        return np.split(whole, len(self.parameters)) if len(self.parameters) > 1 else [whole]
 
-    def index(self, number: int, rows: int, ours: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Index in their tensor of a slice of our parameter `number`, which has `rows` rows.
+    def index(self, number: int, rows: int, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Index in the tensor of a slice of parameter `number`, which has `rows` rows.
 
         >>> entry = Entry(("q", "k", "v"), "qkv", transposed=True)
         >>> entry.index(1, 4, (slice(0, 2), slice(2, 4)))
         (slice(2, 4, None), slice(4, 6, None))
         """
-        first, *rest = ours
+        first, *rest = index
         start, stop, _ = first.indices(rows)
         whole = (slice(number * rows + start, number * rows + stop), *rest)
         return whole[::-1] if self.transposed else whole
 
-    def join(self, ours: Sequence[np.ndarray]) -> np.ndarray:
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Inverse of `split`; the result is contiguous."""
-        whole = np.concatenate(ours) if len(ours) > 1 else ours[0]
+        whole = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         return np.ascontiguousarray(whole.T if self.transposed else whole)
 
-    def at(self, i: str) -> Entry:
+    def for_layer(self, i: str) -> Entry:
         """The entry of layer i."""
         return Entry(
-            tuple(o.replace("{i}", i) for o in self.ours),
-            self.theirs.replace("{i}", i),
+            tuple(o.replace("{i}", i) for o in self.parameters),
+            self.tensor.replace("{i}", i),
             self.transposed,
         )
 
@@ -73,23 +73,23 @@ class Table:
 
     def for_model(self, paths: Iterable[str]) -> list[Entry]:
         """Entries of a model with these parameters; each parameter is in exactly one."""
-        wanted = dict.fromkeys(paths)
-        found = []
-        for path in wanted:
+        paths = dict.fromkeys(paths)
+        entries = []
+        for path in paths:
             entry = self._entry_of(path)
-            if path == entry.ours[0]:
-                missing = [o for o in entry.ours if o not in wanted]
+            if path == entry.parameters[0]:
+                missing = [o for o in entry.parameters if o not in paths]
                 if missing:
-                    raise KeyError(f"{entry.theirs}: the model has {path} but not {missing}")
-                found.append(entry)
-        return found
+                    raise KeyError(f"{entry.tensor}: the model has {path} but not {missing}")
+                entries.append(entry)
+        return entries
 
     def _entry_of(self, path: str) -> Entry:
         layer = re.search(r"\.(\d+)\.", path)
         template = path if layer is None else path.replace(layer[0], ".{i}.", 1)
         for entry in self.entries:
-            if template in entry.ours:
-                return entry if layer is None else entry.at(layer[1])
+            if template in entry.parameters:
+                return entry if layer is None else entry.for_layer(layer[1])
         raise KeyError(f"{path}: no tensor in the table of this family")
 
     def is_buffer(self, name: str) -> bool:
@@ -97,27 +97,27 @@ class Table:
 
     def copied_from(self, name: str) -> str | None:
         """Our path of the parameter that tensor `name` duplicates; None if it is no known copy."""
-        return next((ours for pattern, ours in self.copies if re.fullmatch(pattern, name)), None)
+        return next((path for pattern, path in self.copies if re.fullmatch(pattern, name)), None)
 
 
-def same(ours: str, theirs: str) -> Iterator[Entry]:
-    yield Entry((ours,), theirs)
+def same(path: str, tensor: str) -> Iterator[Entry]:
+    yield Entry((path,), tensor)
 
 
 def linear(
-    ours: str | tuple[str, ...], theirs: str, *, transposed: bool = False, bias: bool = True
+    paths: str | tuple[str, ...], tensor: str, *, transposed: bool = False, bias: bool = True
 ) -> Iterator[Entry]:
     """Entries for the weight and bias of a Linear, or of several fused in one tensor."""
-    ours = (ours,) if isinstance(ours, str) else ours
-    yield Entry(tuple(f"{o}.weight" for o in ours), f"{theirs}.weight", transposed)
+    paths = (paths,) if isinstance(paths, str) else paths
+    yield Entry(tuple(f"{path}.weight" for path in paths), f"{tensor}.weight", transposed)
     if bias:
-        yield Entry(tuple(f"{o}.bias" for o in ours), f"{theirs}.bias")
+        yield Entry(tuple(f"{path}.bias" for path in paths), f"{tensor}.bias")
 
 
-def norm(ours: str, theirs: str, *, bias: bool = False) -> Iterator[Entry]:
-    yield Entry((f"{ours}.weight",), f"{theirs}.weight")
+def norm(path: str, tensor: str, *, bias: bool = False) -> Iterator[Entry]:
+    yield Entry((f"{path}.weight",), f"{tensor}.weight")
     if bias:
-        yield Entry((f"{ours}.bias",), f"{theirs}.bias")
+        yield Entry((f"{path}.bias",), f"{tensor}.bias")
 
 
 def parameter_path(key_path: tuple) -> str:

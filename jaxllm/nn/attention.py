@@ -15,7 +15,7 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.nn.dropout import dropout, split
 from jaxllm.nn.linear import Linear
-from jaxllm.nn.platform import over_used_slots, splits_cache
+from jaxllm.nn.platform import attend_used_slots, splits_cache
 from jaxllm.nn.rope import rotate
 from jaxllm.parallel.sharding import constrain
 
@@ -184,5 +184,5 @@ class Attention(nnx.Module):
             return attend(q, kv, visible=visible, bias=bias, scale=self.scale)[0]
 
         if used is not None and splits_cache(kv.length, q.shape[1]):
-            return over_used_slots(run, q, kv, used, visible=visible, bias=bias)
+            return attend_used_slots(run, q, kv, used, visible=visible, bias=bias)
         return run(q, kv, visible, bias)

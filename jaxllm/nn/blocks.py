@@ -88,7 +88,7 @@ class StackOutput:
 class Block(nnx.Module):
     """Pre-norm block: ``x += attn(norm(x))``, cross-attention if any, ``x += mlp(norm(x))``.
 
-    `limit` is applied after each residual addition (T5 in float16 clamps there).
+    `clamp` is applied after each residual addition (T5 in float16 clamps there).
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class Block(nnx.Module):
         cross: Attention | None = None,
         *,
         dropout_rate: float = 0.0,
-        limit: Callable[[Array], Array] | None = None,
+        clamp: Callable[[Array], Array] | None = None,
     ):
         self.attn_norm, self.attn = attn_norm, attn
         self.cross_norm, self.cross = cross_norm, cross
         self.mlp_norm, self.mlp = mlp_norm, mlp
-        self.dropout_rate, self.limit = dropout_rate, limit
+        self.dropout_rate, self.clamp = dropout_rate, clamp
 
     def __call__(
         self,
@@ -123,11 +123,11 @@ class Block(nnx.Module):
         y = self.attn_norm(x)
         k, v = self.attn.keys_values(y, context.rotary, keys[6])
         kv = used = None
-        if cache is not None and context.view.write_at is not None:
-            cache = kv = cache.write(k, v, context.view.write_at)
+        if cache is not None and context.view.write_slots is not None:
+            cache = kv = cache.write(k, v, context.view.write_slots)
             used = context.view.used
         if kv is None or cache_is_empty:  # attend to the new positions only
-            kv, used = KV.of(k, v), None
+            kv, used = KV.from_sequence(k, v), None
         y, weights = self.attn(
             y,
             kv,
@@ -158,7 +158,7 @@ class Block(nnx.Module):
     def _add(self, x, y, key):
         # With this constraint XLA all-reduces the partial sums of tensor parallelism.
         x = constrain(x + dropout(y, self.dropout_rate, key), "rows")
-        return x if self.limit is None else self.limit(x)
+        return x if self.clamp is None else self.clamp(x)
 
 
 def _run(block, x, context, cache, cross_kv, options, cache_is_empty, want_weights) -> BlockOutput:
@@ -197,7 +197,7 @@ _run_traced_once = jax.jit(_run, static_argnums=(6, 7))
 _run_remat = jax.jit(_run_recomputed, static_argnums=(6, 7))
 
 
-def _of_layer(head_mask, i: int):
+def _layer_head_mask(head_mask, i: int):
     """Layer i's head mask: row i of [L, N]; a mask [N] applies to every layer."""
     if head_mask is None:
         return None
@@ -232,7 +232,7 @@ class Stack(nnx.Module):
         """True if any block uses sliding-window attention."""
         return any(block.attn.window is not None for block in self.blocks)
 
-    def first(self, count: int) -> Stack:
+    def first_blocks(self, count: int) -> Stack:
         """A stack of the first `count` blocks and the final norm, with shared parameters.
 
         Raises:
@@ -251,7 +251,7 @@ class Stack(nnx.Module):
         """Computes the cross-attention keys and values of every block, once per generation."""
         crosses = [block.cross for block in self.blocks if block.cross is not None]
         return tuple(
-            KV.of(*cross.keys_values(encoder_states, key=k))
+            KV.from_sequence(*cross.keys_values(encoder_states, key=k))
             for cross, k in zip(crosses, split(key, len(crosses)), strict=True)
         )
 
@@ -287,7 +287,11 @@ class Stack(nnx.Module):
         contexts = self._contexts(context)
         for i, block in enumerate(self.blocks):
             hidden.append(x)
-            options = BlockOptions(_of_layer(head_mask, i), _of_layer(cross_head_mask, i), keys[i])
+            options = BlockOptions(
+                head_mask=_layer_head_mask(head_mask, i),
+                cross_head_mask=_layer_head_mask(cross_head_mask, i),
+                key=keys[i],
+            )
             cache = None if layers is None else layers[i]
             cross = None if cross_kv is None else cross_kv[i]
             flags = (cache_is_empty, output_attentions)
@@ -309,14 +313,14 @@ class Stack(nnx.Module):
 
     def _contexts(self, context: Context) -> list[Context]:
         """Each block's context, with its attention window and its relative bias."""
-        view = context.view
         windows = dict.fromkeys(block.attn.window for block in self.blocks)
-        views = {window: view.for_layer(window) for window in windows}
-        biases = [bias(view.query_slots, view.key_slots) for bias in self.position_bias]
+        views = {window: context.view.for_layer(window) for window in windows}
+        slots = (context.view.query_slots, context.view.key_slots)
+        biases = [bias(*slots) for bias in self.position_bias]
         contexts = []
         for i, block in enumerate(self.blocks):
             # T5 has one bias for all blocks, umT5 one per block.
             bias = biases[min(i, len(biases) - 1)] if biases else context.bias
-            of_block = dataclasses.replace(context, view=views[block.attn.window], bias=bias)
-            contexts.append(of_block)
+            view = views[block.attn.window]
+            contexts.append(dataclasses.replace(context, view=view, bias=bias))
         return contexts

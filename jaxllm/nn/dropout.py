@@ -21,11 +21,11 @@ def dropout(x: Float[Array, ...], rate: float, key: Array | None) -> Float[Array
         return x
     if dropped == LEVELS:
         return jnp.zeros_like(x)
-    kept = jnp.where(keep(key, dropped, x.shape), x * (LEVELS / (LEVELS - dropped)), 0)
+    kept = jnp.where(dropout_mask(key, dropped, x.shape), x * (LEVELS / (LEVELS - dropped)), 0)
     return kept.astype(x.dtype)
 
 
-def keep(key: Array, dropped: int, shape: tuple[int, ...]) -> Bool[Array, ...]:
+def dropout_mask(key: Array, dropped: int, shape: tuple[int, ...]) -> Bool[Array, ...]:
     """Dropout mask: False with probability `dropped` / 65536."""
     return random_uint16(key, math.prod(shape)).reshape(shape) >= dropped
 

@@ -78,7 +78,7 @@ class Embedding(nnx.Module):
         # Ids are checked on the host. Without `clip` a bad traced id would give a vector of NaN.
         return jnp.take(table, ids, axis=0, mode="clip").astype(self.dtype)
 
-    def of(
+    def from_ids_or_embeds(
         self, ids: Int[Array, ...] | None, embeds: Float[Array, "... D"] | None
     ) -> Float[Array, "... D"]:
         """`embeds` if given, else the embeddings of `ids`; in this layer's dtype."""

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt16
 from jaxllm.cache.kv_cache import KV
 
 PREFIXES = 4
-SMALLEST_SPLIT_CACHE = 64
-MOST_SPLIT_QUERIES = 8
+MIN_SPLIT_SLOTS = 64
+MAX_SPLIT_QUERIES = 8
 
 
 def times_transposed(x: Float[Array, "*rest I"], w: Float[Array, "O I"]) -> Float[Array, "*rest O"]:
@@ -47,11 +47,11 @@ def after_gradient(x: Array, gradient: Array) -> Array:
 
 
 def splits_cache(slots: int, queries: int) -> bool:
-    """True if `over_used_slots` is worth its branch for this many slots and queries."""
-    return slots >= SMALLEST_SPLIT_CACHE and queries <= MOST_SPLIT_QUERIES
+    """True if `attend_used_slots` is worth its branch for this many slots and queries."""
+    return slots >= MIN_SPLIT_SLOTS and queries <= MAX_SPLIT_QUERIES
 
 
-def over_used_slots(
+def attend_used_slots(
     attend: Callable[..., Array],
     q: Float[Array, "B T N H"],
     kv: KV,

@@ -67,8 +67,8 @@ class RelativeBias(nnx.Module):
         distance = key_slots - query_slots[..., None]
         num_buckets = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         table = jnp.asarray(buckets_by_distance(num_buckets, self.max_distance))
-        back = jnp.abs(distance) if self.bidirectional else jnp.maximum(-distance, 0)
-        bucket = table[jnp.minimum(back, self.max_distance)]
+        absolute = jnp.abs(distance) if self.bidirectional else jnp.maximum(-distance, 0)
+        bucket = table[jnp.minimum(absolute, self.max_distance)]
         if self.bidirectional:
             bucket = bucket + jnp.where(distance > 0, num_buckets, 0)
         # `rows`, since the table is sharded by heads, not by its first axis as a vocabulary is.

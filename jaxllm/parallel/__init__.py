@@ -12,7 +12,7 @@ from jaxllm.parallel.sharding import (
     make_mesh,
     parameter_sharding,
     tree_shardings,
-    use,
+    use_mesh,
 )
 
 __all__ = [
@@ -27,5 +27,5 @@ __all__ = [
     "row_share",
     "together",
     "tree_shardings",
-    "use",
+    "use_mesh",
 ]

@@ -50,10 +50,10 @@ def map_with_axes(f: Callable[..., Any], tree: T, *others: Any) -> T:
     State(tokens=('rows',), logits=[(None, 'rows')])
     """
 
-    def one(path: tuple, x: Any, *rest: Any) -> Any:
+    def apply(path: tuple, x: Any, *rest: Any) -> Any:
         return f(_axes_at(tree, path), x, *rest)
 
-    return jax.tree_util.tree_map_with_path(one, tree, *others)
+    return jax.tree_util.tree_map_with_path(apply, tree, *others)
 
 
 def constrain_fields(tree: T, *, batch: int) -> T:
@@ -66,21 +66,21 @@ def constrain_fields(tree: T, *, batch: int) -> T:
     if context_mesh() is None:
         return tree
 
-    def one(names: Axes, x: Any) -> Any:
-        own, rows = _axes_of(x, names, batch)
-        return constrain(x, *own, batch=rows)
+    def shard(names: Axes, x: Any) -> Any:
+        array_axes, rows = _axes_of(x, names, batch)
+        return constrain(x, *array_axes, batch=rows)
 
-    return map_with_axes(one, tree)
+    return map_with_axes(shard, tree)
 
 
 def field_shardings(tree: T, mesh: Mesh, *, batch: int) -> T:
     """The shardings that `constrain_fields` gives the arrays, or shapes, of a tree."""
 
-    def one(names: Axes, x: Any) -> NamedSharding:
-        own, rows = _axes_of(x, names, batch)
-        return NamedSharding(mesh, partition(x.shape, own, mesh, rows))
+    def sharding(names: Axes, x: Any) -> NamedSharding:
+        array_axes, rows = _axes_of(x, names, batch)
+        return NamedSharding(mesh, partition(x.shape, array_axes, mesh, rows))
 
-    return map_with_axes(one, tree)
+    return map_with_axes(sharding, tree)
 
 
 def _axes_of(x: Any, names: Axes, batch: int) -> tuple[Axes, int | None]:

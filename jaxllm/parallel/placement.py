@@ -23,17 +23,17 @@ def row_share(mesh: Mesh) -> tuple[int, int]:
         InputError: the parts of two processes overlap without being equal.
     """
     grid = mesh.devices.reshape(row_shards(mesh), -1)
-    held: dict[int, list[int]] = {}
+    process_rows: dict[int, list[int]] = {}
     for row, devices in enumerate(grid):
         for process in dict.fromkeys(device.process_index for device in devices):
-            held.setdefault(process, []).append(row)
-    parts = sorted(set(map(tuple, held.values())))
+            process_rows.setdefault(process, []).append(row)
+    parts = sorted(set(map(tuple, process_rows.values())))
     if sum(map(len, parts)) != len(grid) or len(set(map(len, parts))) != 1:
         raise InputError(
-            f"mesh: {dict(mesh.shape)} splits rows unevenly between {len(held)} processes; let "
-            "data * fsdp be a multiple of them, or tensor a multiple of the devices of each"
+            f"mesh: {dict(mesh.shape)} splits rows unevenly between {len(process_rows)} processes; "
+            "let data * fsdp be a multiple of them, or tensor a multiple of the devices of each"
         )
-    return parts.index(tuple(held[jax.process_index()])), len(parts)
+    return parts.index(tuple(process_rows[jax.process_index()])), len(parts)
 
 
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
@@ -46,12 +46,12 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
         InputError: the rows do not divide over the mesh.
     """
     sharding, parts = batch_sharding(mesh), row_share(mesh)[1]
-    mine = row_shards(mesh) // parts
+    shards = row_shards(mesh) // parts
     for name, rows in batch.items():
-        if np.ndim(rows) == 0 or len(rows) % mine:
+        if np.ndim(rows) == 0 or len(rows) % shards:
             found = "a scalar" if np.ndim(rows) == 0 else f"{len(rows)} rows"
             raise InputError(
-                f"{name}: {found} cannot be split over {mine} devices of this process "
+                f"{name}: {found} cannot be split over {shards} devices of this process "
                 f"(data={mesh.shape[DATA]}, fsdp={mesh.shape[FSDP]}); make the batch a multiple"
             )
     return {
@@ -67,21 +67,21 @@ def put_rows(tree: Any, mesh: Mesh) -> Any:
 
     Rows that do not divide evenly are replicated; arrays already on a mesh are unchanged.
     """
-    rows, everywhere = batch_sharding(mesh), NamedSharding(mesh, PartitionSpec())
+    rows, replicated = batch_sharding(mesh), NamedSharding(mesh, PartitionSpec())
 
     def one(x):
         if mesh_of(x) is not None:
             return x
         split = np.ndim(x) > 0 and np.shape(x)[0] % row_shards(mesh) == 0
-        return put(x, rows if split else everywhere)
+        return put(x, rows if split else replicated)
 
     return jax.tree.map(one, tree)
 
 
 def put_everywhere(tree: Any, mesh: Mesh) -> Any:
     """Replicates arrays, equal in all processes; those already on a mesh are unchanged."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: x if mesh_of(x) is not None else put(x, everywhere), tree)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if mesh_of(x) is not None else put(x, replicated), tree)
 
 
 def put_tree(tree: Any, mesh: Mesh, shardings: Any = None) -> Any:

@@ -76,25 +76,25 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = {DATA: data, FSDP: fsdp, TENSOR: tensor}
-    said = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    open_axes = [name for name, size in sizes.items() if size == -1]
+    shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    unknown_axes = [name for name, size in sizes.items() if size == -1]
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise InputError(f"mesh: {name}: expected an integer of 1 or more, or -1, found {size}")
-    if len(open_axes) > 1:
-        raise InputError(f"mesh: {said}: only one axis can be -1 (what is left)")
+    if len(unknown_axes) > 1:
+        raise InputError(f"mesh: {shape}: only one axis can be -1 (what is left)")
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if open_axes and len(devices) % fixed == 0:
-        sizes[open_axes[0]] = len(devices) // fixed
-    elif open_axes:
+    if unknown_axes and len(devices) % fixed == 0:
+        sizes[unknown_axes[0]] = len(devices) // fixed
+    elif unknown_axes:
         raise InputError(
-            f"mesh: {said}: {len(devices)} devices cannot be divided by {fixed}; change one of the "
-            "two"
+            f"mesh: {shape}: {len(devices)} devices cannot be divided by {fixed}; change one of "
+            "the two"
         )
     elif fixed != len(devices):
         raise InputError(
-            f"mesh: {said} makes {fixed} devices, but there are {len(devices)}; set one axis to -1 "
-            "(what is left), or name the devices"
+            f"mesh: {shape} makes {fixed} devices, but there are {len(devices)}; set one axis to "
+            "-1 (what is left), or name the devices"
         )
     # Auto: the compiler propagates shardings; the models only add constraints (`constrain`).
     automatic = (AxisType.Auto,) * len(AXES)
@@ -103,8 +103,8 @@ def make_mesh(
 
 def check_mesh(mesh: Any) -> None:
     """Raises InputError unless `mesh` has the axes and axis types of `make_mesh`."""
-    ours = isinstance(mesh, Mesh) and mesh.axis_names == AXES
-    if not ours or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    has_axes = isinstance(mesh, Mesh) and mesh.axis_names == AXES
+    if not has_axes or any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):
         raise InputError(
             f"mesh: expected what jaxllm.make_mesh returns, with the automatic axes "
             f"{', '.join(AXES)}; found {mesh!r}"
@@ -123,13 +123,13 @@ def logical_axes(path: str) -> tuple[str | None, ...]:
     ('embed', None)
     """
     stem, _, leaf = path.rpartition(".")
-    if leaf in _OF_WEIGHT:
+    if leaf in _LORA_AXES:
         axes = logical_axes(f"{stem}.weight")
-        return _OF_WEIGHT[leaf](axes) if len(axes) == 2 else ()
+        return _LORA_AXES[leaf](axes) if len(axes) == 2 else ()
     return next((axes for rule, axes in _RULES if rule.fullmatch(path)), ())
 
 
-_OF_WEIGHT = {
+_LORA_AXES = {
     "lora_a": lambda axes: (None, axes[1]),
     "lora_b": lambda axes: (axes[0], None),
     "lora_magnitude": lambda axes: axes[:1],
@@ -164,10 +164,10 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
     Leaves need a shape only, so the output of `jax.eval_shape` works too.
     """
 
-    def of(key_path, leaf) -> NamedSharding:
+    def leaf_sharding(key_path, leaf) -> NamedSharding:
         return parameter_sharding(key_name(key_path), leaf.shape, mesh)
 
-    return jax.tree_util.tree_map_with_path(of, tree)
+    return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
 
 
 def key_name(key_path: tuple) -> str:
@@ -201,7 +201,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
-def use(mesh: Mesh | None) -> AbstractContextManager[Any]:
+def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
     """Context manager that sets the mesh for programs traced inside (`constrain`); None: no change.
 
     The mesh is part of the key of jax's compilation cache, so a function may run with and without.
@@ -210,12 +210,12 @@ def use(mesh: Mesh | None) -> AbstractContextManager[Any]:
 
 
 def context_mesh() -> AbstractMesh | None:
-    """The mesh that `use` set; None if there is none."""
+    """The mesh that `use_mesh` set; None if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.axis_names != AXES else mesh
 
 
-def heads_apart() -> bool:
+def heads_are_sharded() -> bool:
     """True if heads are sharded, and so need a separate axis in every array."""
     mesh = context_mesh()
     return mesh is not None and mesh.shape[TENSOR] > 1
@@ -224,7 +224,7 @@ def heads_apart() -> bool:
 def constrain(x: T, *axes: str | None, batch: int | None = None) -> T:
     """Constrains the sharding of an array: ``constrain(q, "rows", None, "heads", None)``.
 
-    Does nothing without a mesh in use (`use`). "rows" stands for `data` and `fsdp` together. Axes
+    Does nothing without a mesh (`use_mesh`). "rows" stands for `data` and `fsdp` together. Axes
     that are omitted or None, and sizes that do not divide, are replicated.
 
     Args:

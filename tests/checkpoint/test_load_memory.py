@@ -41,7 +41,7 @@ def write(tmp_path_factory):
         spec = model_spec(CONFIG)
         shapes = parameters(nnx.eval_shape(lambda: spec.make(spec.config, rngs=nnx.Rngs(0))))
         tensors = {
-            e.theirs: np.full(shapes[e.ours[0]].shape, 0.01, dtype)
+            e.tensor: np.full(shapes[e.parameters[0]].shape, 0.01, dtype)
             for e in spec.table.for_model(shapes)
         }
         write_safetensors(folder / "model.safetensors", tensors)

@@ -42,7 +42,7 @@ def test_peak_memory_of_each_process(tmp_path):
     spec = model_spec(CONFIG)
     shapes = parameters(nnx.eval_shape(lambda: spec.make(spec.config, rngs=None)))
     tensors = {
-        e.theirs: np.full(shapes[e.ours[0]].shape, 0.01, np.float32)
+        e.tensor: np.full(shapes[e.parameters[0]].shape, 0.01, np.float32)
         for e in spec.table.for_model(shapes)
     }
     write_safetensors(tmp_path / "model.safetensors", tensors)

@@ -14,7 +14,7 @@ from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation import loop
 from jaxllm.generation.generate import prepare_call, program_model
-from jaxllm.parallel.sharding import make_mesh, use
+from jaxllm.parallel.sharding import make_mesh, use_mesh
 from jaxllm.parallel.placement import put_tree
 from tiny_meshes import make, mesh
 
@@ -78,7 +78,7 @@ def collectives(model, **fields):
     fields = {"max_new_tokens": 12, "pad_token_id": 0, **fields}
     request = prepare_call(model, ids, mask, None, None, fields)
     bare = program_model(model, request)
-    with use(request.mesh):
+    with use_mesh(request.mesh):
         state = loop.prefill_program(
             request.strategy, bare, request.prompt, request.settings,
             capacity=request.layout.capacity,

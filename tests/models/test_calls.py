@@ -11,7 +11,7 @@ import tiny
 from jaxllm.models.build_options import Options
 from jaxllm.models.losses import classification_loss, token_loss
 from jaxllm.models.outputs import BaseOutput
-from jaxllm.models.t5.stack import clamp_float16
+from jaxllm.models.t5.stack import clamp_to_float16
 from jaxllm.models.weights import parameters
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
@@ -186,11 +186,11 @@ def test_t5_is_finite_on_large_activations(dtype):
 def test_clamp():
     top = float(jnp.finfo(jnp.float16).max)
     x = jnp.array([jnp.inf, -jnp.inf, 1.0], jnp.float16)
-    np.testing.assert_allclose(clamp_float16(x), [top - 1000, 1000 - top, 1.0], atol=32)
-    np.testing.assert_array_equal(clamp_float16(x[2:] * top), [top])
+    np.testing.assert_allclose(clamp_to_float16(x), [top - 1000, 1000 - top, 1.0], atol=32)
+    np.testing.assert_array_equal(clamp_to_float16(x[2:] * top), [top])
     for dtype in (jnp.float32, jnp.bfloat16):
         loud = jnp.array([1e6, -1e6], dtype)
-        np.testing.assert_array_equal(clamp_float16(loud), loud)
+        np.testing.assert_array_equal(clamp_to_float16(loud), loud)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -73,7 +73,7 @@ def test_gradients(name):
     model_type, _ = architecture_of(model)
     ours = parameters(grads)
     entries = FAMILIES[model_type].table(model.config).for_model(ours)
-    got = {e.theirs: e.join([np.asarray(ours[o]) for o in e.ours]) for e in entries}
+    got = {e.tensor: e.join([np.asarray(ours[o]) for o in e.parameters]) for e in entries}
     expected = {k.removeprefix("grad/"): v for k, v in call.outputs.items() if "grad/" in k}
     for parameter, gradient in expected.items():
         largest = np.abs(gradient).max()

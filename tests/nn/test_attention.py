@@ -21,7 +21,7 @@ def made(kv_heads: int, dtype=np.float32, seed=0):
     visible[1, 0, 2] = False  # a query that sees nothing
     visible[2] = False  # a row that sees nothing
     bias = rng.standard_normal((1, N, T, S)).astype(np.float32)
-    kv = KV.of(jnp.asarray(k, dtype), jnp.asarray(v, dtype))
+    kv = KV.from_sequence(jnp.asarray(k, dtype), jnp.asarray(v, dtype))
     return jnp.asarray(q, dtype), kv, jnp.asarray(visible), jnp.asarray(bias), k, v
 
 

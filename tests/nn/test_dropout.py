@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.nn.dropout import LEVELS, dropout, keep, split
+from jaxllm.nn.dropout import LEVELS, dropout, dropout_mask, split
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -24,11 +24,11 @@ def test_statistics(rate):
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5, 7), (0, 4)])
 def test_any_shape(shape):
     """Two elements share a random word, whether or not the elements are even in number."""
-    assert keep(jax.random.key(0), LEVELS // 2, shape).shape == shape
+    assert dropout_mask(jax.random.key(0), LEVELS // 2, shape).shape == shape
 
 
 def test_elements_of_one_word_are_independent():
-    mask = np.asarray(keep(jax.random.key(1), LEVELS // 10, (100_000, 2)))
+    mask = np.asarray(dropout_mask(jax.random.key(1), LEVELS // 10, (100_000, 2)))
     both = (~mask).all(axis=1).mean()
     assert both == pytest.approx(0.01, abs=0.001)
     assert (~mask).mean(axis=0) == pytest.approx([0.1, 0.1], abs=0.004)

@@ -36,11 +36,11 @@ def test_keys_and_values_have_heads_and_everything_else_rows(quantized):
 FOUR_DEVICES = """
 import dataclasses, jax, jax.numpy as jnp, tiny
 from jaxllm.parallel.field_axes import constrain_fields, field_shardings
-from jaxllm.parallel.sharding import make_mesh, use
+from jaxllm.parallel.sharding import make_mesh, use_mesh
 
 cache = tiny.cached("llama").init_cache(4, 8)
 mesh = make_mesh(data=2, tensor=2)
-with use(mesh):
+with use_mesh(mesh):
     for shape in ((4, 2, 8, 3), (8, 8, 3)):
         x = jnp.zeros(shape)
         layers = tuple(dataclasses.replace(kv, k=x, v=x) for kv in cache.layers)

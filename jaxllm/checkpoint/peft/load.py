@@ -94,13 +94,13 @@ def with_adapter(model: Model, config: PeftConfig, tensors: Mapping[str, np.ndar
             raise CheckpointError(f"{name}.{A} is missing, but target_modules names its module")
     saved: dict[str, Any] = {}
     for name in config.modules_to_save:
-        matching = [e for e in base_entries(model) if e.theirs.rpartition(".")[0].endswith(name)]
+        matching = [e for e in base_entries(model) if e.tensor.rpartition(".")[0].endswith(name)]
         if not matching and not (task_of(model) == "SEQ_CLS" and name in CLASSIFIER_NAMES):
             raise CheckpointError(
                 f"modules_to_save: {name!r} is no module with weights in this model"
             )
         for entry in matching:
-            if not set(entry.ours) <= saved.keys():
+            if not set(entry.parameters) <= saved.keys():
                 saved |= take_saved(model, entry, left)
     if left:
         more = (
@@ -148,7 +148,7 @@ def check_base(model: Model, name: str, entry: Entry, left: dict[str, np.ndarray
     if tensor is None:
         return
     params = parameters(model)
-    base = entry.join([np.asarray(params[ours]) for ours in entry.ours])
+    base = entry.join([np.asarray(params[ours]) for ours in entry.parameters])
     if tensor.shape != base.shape or not (tensor.astype(base.dtype) == base).all():
         raise CheckpointError(
             f"{name}.base_layer.weight differs from the model's; the adapter is for another base "
@@ -159,12 +159,12 @@ def check_base(model: Model, name: str, entry: Entry, left: dict[str, np.ndarray
 def take_saved(model: Model, entry: Entry, left: dict[str, np.ndarray]) -> dict[str, Any]:
     """Parameters from one tensor of modules_to_save; removes it from `left`."""
     params = parameters(model)
-    rows, *columns = params[entry.ours[0]].shape
-    shape = (rows * len(entry.ours), *columns)
-    tensor = take(left, entry.theirs, shape[::-1] if entry.transposed else shape)
+    rows, *columns = params[entry.parameters[0]].shape
+    shape = (rows * len(entry.parameters), *columns)
+    tensor = take(left, entry.tensor, shape[::-1] if entry.transposed else shape)
     return {
         ours: jnp.array(part, jnp.promote_types(part.dtype, params[ours].dtype))
-        for ours, part in zip(entry.ours, entry.split(tensor), strict=True)
+        for ours, part in zip(entry.parameters, entry.split(tensor), strict=True)
     }
 
 

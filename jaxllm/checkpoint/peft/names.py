@@ -21,15 +21,15 @@ A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 def weight_entries(model: Model) -> dict[str, Entry]:
     """Table entries of the base model's weights, by the module's Hugging Face name."""
     return {
-        entry.theirs.removesuffix(".weight"): entry
+        entry.tensor.removesuffix(".weight"): entry
         for entry in base_entries(model)
-        if entry.theirs.endswith(".weight")
+        if entry.tensor.endswith(".weight")
     }
 
 
 def paths_of(entry: Entry) -> list[str]:
     """Paths of our modules that share one Hugging Face weight."""
-    return [ours.removesuffix(".weight") for ours in entry.ours]
+    return [ours.removesuffix(".weight") for ours in entry.parameters]
 
 
 def task_of(model: Model) -> str:

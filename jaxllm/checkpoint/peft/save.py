@@ -164,14 +164,14 @@ def saved_tensors(model: Model) -> dict[str, np.ndarray]:
     check_tied(model, paths)
     tensors = {}
     for entry in base_entries(model):
-        if paths.isdisjoint(entry.ours):
+        if paths.isdisjoint(entry.parameters):
             continue
-        if not paths.issuperset(entry.ours):
+        if not paths.issuperset(entry.parameters):
             raise UnsupportedError(
-                f"{entry.theirs}: only a part is in modules_to_save; name all of it: "
-                f"{', '.join(entry.ours)}"
+                f"{entry.tensor}: only a part is in modules_to_save; name all of it: "
+                f"{', '.join(entry.parameters)}"
             )
-        tensors[entry.theirs] = entry.join([np.asarray(params[o]) for o in entry.ours])
+        tensors[entry.tensor] = entry.join([np.asarray(params[o]) for o in entry.parameters])
     return tensors
 
 

@@ -21,7 +21,7 @@ from jaxllm.generation.strategies.token_choice import choose_greedy
 from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of, put_rows
-from jaxllm.parallel.sharding import constrain, use
+from jaxllm.parallel.sharding import constrain, use_mesh
 
 MOST_LOGIT_BYTES = 2**26
 """Largest size of a block of logits in bytes; limits the columns that are scored at a time."""
@@ -107,7 +107,7 @@ def batch_scorer(model: GenerativeModel) -> Callable[[list[Pair]], list[tuple[np
         arrays = padded_pairs(batch)
         if mesh is not None:
             arrays = put_rows(arrays, mesh)
-        with use(mesh):
+        with use_mesh(mesh):
             return list(zip(*jax.device_get(_score_batch(bare, *arrays)), strict=True))
 
     return run

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import Branches
-from jaxllm.cache.kv_cache import Cache, per_head, put_columns
+from jaxllm.cache.kv_cache import Cache
+from jaxllm.cache.layout import per_head, write_columns
 from jaxllm.generation.strategies.records import initial_records
 from jaxllm.generation.strategies.sample import (
     SampleState,
@@ -117,7 +118,7 @@ class Contrastive(Strategy[ContrastiveState]):
         return after.replace(
             next_logits=out.logits[:, 0],
             next_unconditional=unconditional(out),
-            directions=put_columns(state.directions, unit_vectors(out.last_hidden_state), slot),
+            directions=write_columns(state.directions, unit_vectors(out.last_hidden_state), slot),
             cache=cache.replace(layers=jax.tree.map(put_slot(slot), cache.layers, best.column)),
         )
 

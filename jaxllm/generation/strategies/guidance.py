@@ -158,12 +158,12 @@ class Guided:
         negative, rows = self.negative, mask.shape[0]
         conditional = self.model.decode(tokens, mask, cache, **options)
         options.update(logits_column=negative.last_column, inputs_embeds=None)
-        empty = cache.cut(jnp.zeros((rows,), jnp.int32))
+        empty = cache.truncate(jnp.zeros((rows,), jnp.int32))
         unconditional = self.model.decode(
             negative.tokens, negative.mask, empty, cache_is_empty=True, **options
         )
         return conditional.replace(
-            cache=unconditional.cache.below(conditional.cache),
+            cache=conditional.cache.append_rows(unconditional.cache),
             unconditional_logits=unconditional.logits,
         )
 

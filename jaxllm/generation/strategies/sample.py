@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from jaxllm.cache.kv_cache import Cache, put_columns
+from jaxllm.cache.kv_cache import Cache
+from jaxllm.cache.layout import write_columns
 from jaxllm.generation.strategies.records import Records, initial_records
 from jaxllm.generation.strategies.strategy import (
     NEVER,
@@ -239,8 +240,8 @@ def append(
         first_nonfinite_step = note_nonfinite(
             first_nonfinite_step, state.step, unfinished, logits, scores
         )
-    sequences = put_columns(state.sequences, token[:, None], state.cur_len)
-    mask = put_columns(state.mask, unfinished[:, None], state.cur_len)
+    sequences = write_columns(state.sequences, token[:, None], state.cur_len)
+    mask = write_columns(state.mask, unfinished[:, None], state.cur_len)
     ends = jnp.any(token[:, None] == settings.eos, axis=1)
     stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=mask)
     return state.replace(

@@ -212,7 +212,7 @@ class Strategy(Generic[S]):
     def returned_cache(self, state: Any) -> ReturnedCache:
         """Cache of the returned rows, from which a later call continues."""
         # With guidance the last rows are unconditional contexts, which belong to this call only.
-        cache = state.cache.first(state.mask.shape[0])
+        cache = state.cache.first_rows(state.mask.shape[0])
         return ReturnedCache(cache, state.sequences, state.mask)
 
 

@@ -53,7 +53,7 @@ class T5Encoder(Model[T5Config]):
         **options: Any,
     ) -> StackOutput:
         """Runs the encoder on checked arrays."""
-        x = self.shared.of(input_ids, inputs_embeds)
+        x = self.shared.from_ids_or_embeds(input_ids, inputs_embeds)
         view = make_view(mask, causal=False, segments=segments)
         return self.encoder(x, Context(view=view), **options)
 
@@ -195,7 +195,7 @@ class T5ForConditionalGeneration(T5Encoder):
         encoded = self._encoded(inputs, key=encoder_key, **records)
         decoder = self._decoder_inputs(inputs, encoded, labels)
         out = self.decoder(
-            self.shared.of(decoder.input_ids, decoder.inputs_embeds),
+            self.shared.from_ids_or_embeds(decoder.input_ids, decoder.inputs_embeds),
             Context(
                 view=make_view(decoder.mask, segments=decoder.segments),
                 cross_visible=cross_visible(encoded.mask, encoded.segments, decoder.segments),
@@ -345,7 +345,7 @@ class T5ForConditionalGeneration(T5Encoder):
         return self.shared(tokens)
 
     def early_exit(self, layers: int) -> Self:
-        return shallow_copy(self, decoder=self.decoder.first(layers))
+        return shallow_copy(self, decoder=self.decoder.first_blocks(layers))
 
 
 def cross_visible(

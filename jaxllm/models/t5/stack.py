@@ -19,13 +19,13 @@ from jaxllm.nn.norm import RMSNorm
 from jaxllm.nn.relative_bias import RelativeBias
 
 
-def wide(kinds: dict[str, Any]) -> dict[str, Any]:
+def float32_if_half(dtypes: dict[str, Any]) -> dict[str, Any]:
     """Replaces half-precision dtypes by float32: `wo` overflows or rounds badly in less."""
     half = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
-    return {k: jnp.float32 if jnp.dtype(v) in half else v for k, v in kinds.items()}
+    return {k: jnp.float32 if jnp.dtype(v) in half else v for k, v in dtypes.items()}
 
 
-def clamp_float16(x: jax.Array) -> jax.Array:
+def clamp_to_float16(x: jax.Array) -> jax.Array:
     """Clamps float16 activations to finite values, as in Hugging Face; other dtypes are unchanged.
 
     As `wo` is float32, the residual stream is too, from the first feed-forward layer on.
@@ -41,12 +41,12 @@ def make_stack(
     config: T5Config, options: Options, *, decoder: bool, rngs: nnx.Rngs | None
 ) -> Stack:
     """Encoder, or decoder with cross-attention. Scores are not scaled; the init of q is."""
-    c, kinds, factor = config, options.dtypes, config.initializer_factor
+    c, dtypes, factor = config, options.dtypes, config.initializer_factor
     inner = c.num_heads * c.d_kv
     half = jnp.dtype(options.dtype) == jnp.float16
 
-    def project(inputs: int, outputs: int, std: float, kinds: dict[str, Any] = kinds) -> Linear:
-        return Linear(inputs, outputs, std=factor * std, rngs=rngs, **kinds)
+    def project(inputs: int, outputs: int, std: float, dtypes: dict[str, Any] = dtypes) -> Linear:
+        return Linear(inputs, outputs, std=factor * std, rngs=rngs, **dtypes)
 
     def attention() -> Attention:
         return Attention(
@@ -65,14 +65,14 @@ def make_stack(
     def feed_forward() -> MLP | GatedMLP:
         act = activation(c.act, where="feed_forward_proj")
         up = project(c.d_model, c.d_ff, c.d_model**-0.5)
-        down = project(c.d_ff, c.d_model, c.d_ff**-0.5, wide(kinds))
+        down = project(c.d_ff, c.d_model, c.d_ff**-0.5, float32_if_half(dtypes))
         if not c.gated:
             return MLP(up, down, act, dropout_rate=c.dropout_rate)
         gate = project(c.d_model, c.d_ff, c.d_model**-0.5)
         return GatedMLP(gate, up, down, act, dropout_rate=c.dropout_rate)
 
     def rms() -> RMSNorm:
-        return RMSNorm(c.d_model, eps=c.layer_norm_epsilon, **kinds)
+        return RMSNorm(c.d_model, eps=c.layer_norm_epsilon, **dtypes)
 
     def block() -> Block:
         return Block(
@@ -83,7 +83,7 @@ def make_stack(
             cross_norm=rms() if decoder else None,
             cross=attention() if decoder else None,
             dropout_rate=c.dropout_rate,
-            limit=clamp_float16 if half else None,
+            clamp=clamp_to_float16 if half else None,
         )
 
     depth = c.decoder_layers if decoder else c.num_layers
@@ -95,7 +95,7 @@ def make_stack(
             bidirectional=not decoder,
             std=factor * c.d_model**-0.5,
             rngs=rngs,
-            **kinds,
+            **dtypes,
         )
         for _ in range(depth if c.bias_per_layer else 1)
     ]

@@ -8,33 +8,33 @@ from collections.abc import Iterator
 from jaxllm.models.weights import Entry, Table, linear, norm, same
 
 
-def _stack_entries(ours: str, theirs: str, *, decoder: bool) -> tuple[Entry, ...]:
-    layer, their_layer = f"{ours}.blocks.{{i}}", f"{theirs}.block.{{i}}.layer"
-    attn, ff = f"{their_layer}.0.SelfAttention", 2 if decoder else 1
-    dense = f"{their_layer}.{ff}.DenseReluDense"
+def _stack_entries(path: str, tensor: str, *, decoder: bool) -> tuple[Entry, ...]:
+    layer, tensor_layer = f"{path}.blocks.{{i}}", f"{tensor}.block.{{i}}.layer"
+    attn, ff = f"{tensor_layer}.0.SelfAttention", 2 if decoder else 1
+    dense = f"{tensor_layer}.{ff}.DenseReluDense"
     cross = (
-        *norm(f"{layer}.cross_norm", f"{their_layer}.1.layer_norm"),
+        *norm(f"{layer}.cross_norm", f"{tensor_layer}.1.layer_norm"),
         *(
             e
             for x in "qkvo"
-            for e in _plain(f"{layer}.cross.{x}", f"{their_layer}.1.EncDecAttention.{x}")
+            for e in _plain(f"{layer}.cross.{x}", f"{tensor_layer}.1.EncDecAttention.{x}")
         ),
     )
     return (
-        *same(f"{ours}.position_bias.{{i}}.table.weight", f"{attn}.relative_attention_bias.weight"),
-        *norm(f"{layer}.attn_norm", f"{their_layer}.0.layer_norm"),
+        *same(f"{path}.position_bias.{{i}}.table.weight", f"{attn}.relative_attention_bias.weight"),
+        *norm(f"{layer}.attn_norm", f"{tensor_layer}.0.layer_norm"),
         *(e for x in "qkvo" for e in _plain(f"{layer}.attn.{x}", f"{attn}.{x}")),
         *(cross if decoder else ()),
-        *norm(f"{layer}.mlp_norm", f"{their_layer}.{ff}.layer_norm"),
+        *norm(f"{layer}.mlp_norm", f"{tensor_layer}.{ff}.layer_norm"),
         *_plain(f"{layer}.mlp.gate", f"{dense}.wi_0"),
         *_plain(f"{layer}.mlp.up", f"{dense}.wi_1"),
         *_plain(f"{layer}.mlp.down", f"{dense}.wo"),
-        *norm(f"{ours}.norm", f"{theirs}.final_layer_norm"),
+        *norm(f"{path}.norm", f"{tensor}.final_layer_norm"),
     )
 
 
-def _plain(ours: str, theirs: str) -> Iterator[Entry]:
-    return linear(ours, theirs, bias=False)
+def _plain(path: str, tensor: str) -> Iterator[Entry]:
+    return linear(path, tensor, bias=False)
 
 
 def t5_table(*, gated: bool) -> Table:
@@ -47,7 +47,7 @@ def t5_table(*, gated: bool) -> Table:
     )
     if not gated:
         entries = tuple(
-            dataclasses.replace(e, theirs=e.theirs.replace(".wi_1.", ".wi.")) for e in entries
+            dataclasses.replace(e, tensor=e.tensor.replace(".wi_1.", ".wi.")) for e in entries
         )
     return Table(
         entries,

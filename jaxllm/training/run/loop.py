@@ -17,7 +17,7 @@ from jaxllm.common.validation import to_plain
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
 from jaxllm.parallel.placement import put_batch, row_share
-from jaxllm.parallel.sharding import use
+from jaxllm.parallel.sharding import use_mesh
 from jaxllm.training.evaluation.evaluate import evaluate
 from jaxllm.training.evaluation.generation import (
     EvalPrompt,
@@ -122,7 +122,7 @@ class Loop:
             batch = next(self.setup.batches)
             seq2seq = self.setup.info.kind == "seq2seq"
             tokens = count_tokens(batch, is_encoder_decoder=seq2seq).times(self._parts)
-            with use(self._mesh):
+            with use_mesh(self._mesh):
                 state, metrics = self.setup.step(state, put_batch(batch, self.setup.mesh))
             if pending is not None:
                 self.write(self.measure(pending), {})
@@ -228,7 +228,7 @@ class Loop:
 
         try:
             with self.progress.phase("evaluating"):
-                with use(self._mesh):
+                with use_mesh(self._mesh):
                     result = evaluate(model, batches(), setup.eval_loss)
                 metrics: Row = result.metrics(predicted(setup.info))
             if setup.prompts:

@@ -119,7 +119,7 @@ def gradients(case: str) -> dict[str, np.ndarray]:
                 rows = [params[f"{path}.lora_magnitude"] for path in paths]
                 found[f"{name}.{MAGNITUDE}"] = jnp.concatenate(rows)
         elif paths[0] in model.modules_to_save:
-            found[entry.theirs] = params[entry.ours[0]]
+            found[entry.tensor] = params[entry.parameters[0]]
     return {PREFIX + name: np.asarray(x) for name, x in found.items()}
 
 

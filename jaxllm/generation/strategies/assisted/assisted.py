@@ -134,7 +134,7 @@ class Assisted(Strategy[AssistedState]):
         length = state.cache.length + new
         return after.replace(
             step=state.step + 1,
-            cache=out.cache.cut(length),
+            cache=out.cache.truncate(length),
             draft=self.draft.drop_rejected(proposal.draft_state, length),
             counts=self.updated_counts(state.counts, unfinished, drafted.size, accepted, new),
         )

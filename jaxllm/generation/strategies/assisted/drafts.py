@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.kv_cache import Cache, put_columns
+from jaxllm.cache.kv_cache import Cache
+from jaxllm.cache.layout import write_columns
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation.strategies.assisted.acceptance import Drafted
 from jaxllm.generation.strategies.guidance import with_guidance_of
@@ -49,8 +50,8 @@ class TokenBuffer:
         position = self.cur_len + offset
         return dataclasses.replace(
             self,
-            sequences=put_columns(self.sequences, tokens, position),
-            mask=put_columns(self.mask, real, position),
+            sequences=write_columns(self.sequences, tokens, position),
+            mask=write_columns(self.mask, real, position),
         )
 
 
@@ -138,7 +139,7 @@ class AssistantModel(Draft):
         if prompt.past_cache is None:
             cache = network.init_cache(batch, capacity, **prompt.encoder_inputs)
             cache = network.decode(
-                cache=prompt.cache_kind.of(cache),
+                cache=prompt.cache_kind.convert(cache),
                 cache_is_empty=True,
                 logits_column=prompt.last_column,
                 **prompt.decoder_inputs,
@@ -156,7 +157,7 @@ class AssistantModel(Draft):
                 )
             cache = network.init_cache(batch, width, **prompt.encoder_inputs)
             cache = network.decode(
-                prompt.sequences, prompt.mask, prompt.cache_kind.of(cache), cache_is_empty=True
+                prompt.sequences, prompt.mask, prompt.cache_kind.convert(cache), cache_is_empty=True
             ).cache.compact(capacity)
         length = repeat_for_samples(prompt.cache_len, batch * samples)
         return cache.repeat(samples).replace(length=length)

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxllm.cache.kv_cache import Cache, put_columns
+from jaxllm.cache.kv_cache import Cache
+from jaxllm.cache.layout import write_columns
 from jaxllm.generation.strategies.assisted.drafts import TokenBuffer
 from jaxllm.generation.strategies.records import Records
 from jaxllm.generation.strategies.strategy import NEVER, AssistedCounts, DecodeSettings, nonfinite
@@ -147,7 +148,7 @@ def append_columns(
     def write(steps, values):
         if steps is None:
             return None
-        return put_columns(steps, jnp.where(is_new[..., None], values, 0.0), position)
+        return write_columns(steps, jnp.where(is_new[..., None], values, 0.0), position)
 
     buffer = state.buffer.put(jnp.where(is_new, tokens, settings.pad), is_new)
     after = state.replace(

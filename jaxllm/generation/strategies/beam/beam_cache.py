@@ -39,7 +39,7 @@ class BeamCache:
     @staticmethod
     def init(cache: Cache, batch: int, beams: int) -> BeamCache:
         """Cache of beams after the prompt in `cache` (2 * batch rows with guidance)."""
-        aligned = cache.aligned()
+        aligned = cache.with_common_length()
         seen = jnp.arange(cache.capacity) < aligned.length[..., None, None]
         seen = jnp.broadcast_to(seen, (batch, beams, cache.capacity))
         return BeamCache(aligned, seen, aligned.length, cache.length)
@@ -84,7 +84,7 @@ class BeamCache:
             & (step >= 0)
             & (step < new_token_bucket)
         )
-        cache = self.cache.first(batch)  # later rows are unconditional contexts
+        cache = self.cache.first_rows(batch)  # later rows are unconditional contexts
         in_prompt = (cache.mask & (slots < self.prompt_slots))[:, None]
         mask = (in_prompt | own).reshape(batch * count, -1)
         cache = cache.repeat(count)

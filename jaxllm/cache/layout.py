@@ -1,0 +1,70 @@
+"""Layout of keys and values in a cache, and writes of new columns.
+
+Shapes: B rows, K key/value heads, S cache slots, H head size. ``*BK`` is ``B*K``, or ``B, K`` where
+a mesh shards heads; see `kv_cache`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from jaxllm.cache.attention_view import SlotIndices
+from jaxllm.parallel.sharding import constrain, heads_are_sharded
+
+
+def heads_first(x: Float[Array, "B S K H"]) -> Float[Array, "*BK S H"]:
+    """Keys or values of a whole sequence in the layout of the cache."""
+    B, S, K, H = x.shape
+    x = x.transpose(0, 2, 1, 3)
+    return constrain(x, "rows", "heads") if heads_are_sharded() else x.reshape(B * K, S, H)
+
+
+def per_head(
+    index: Shaped[Array, " B *rest"], x: Shaped[Array, "*BK S H"]
+) -> Shaped[Array, " ..."]:
+    """Repeats a per-row array for each head of x: [*BK, *rest]."""
+    if x.ndim == 3:
+        return jnp.repeat(index, x.shape[0] // index.shape[0], axis=0)
+    return jnp.broadcast_to(index[:, None], (*x.shape[:2], *index.shape[1:]))
+
+
+def write_heads(
+    old: Shaped[Array, "*BK S H"], new: Shaped[Array, "B T K H"], slots: SlotIndices
+) -> Shaped[Array, "*BK S H"]:
+    """Writes T columns of every head into `old`; see `write_columns`."""
+    if jnp.ndim(slots) == 1 and slots.shape[0] == 1:  # one row: written in one piece
+        slots = slots[0]
+    if old.ndim == 3:
+        B, T, K, H = new.shape
+        merged = new.transpose(0, 2, 1, 3).reshape(B * K, T, H)
+        slots = slots if jnp.ndim(slots) == 0 else per_head(slots, old)
+        return write_columns(old, merged.astype(old.dtype), slots)
+    new = new.transpose(0, 2, 1, 3).astype(old.dtype)
+    if jnp.ndim(slots) == 0:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, slots, axis=2)
+    if jnp.ndim(slots) == 2:
+        rows, heads = jnp.arange(old.shape[0])[:, None, None], jnp.arange(old.shape[1])[:, None]
+        return old.at[rows, heads, slots[:, None]].set(new, mode="drop")
+    write = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=1))
+    return write(old, new, slots)
+
+
+def write_columns(
+    rows: Shaped[Array, "B S *rest"], new: Shaped[Array, "B T *rest"], slots: SlotIndices
+) -> Shaped[Array, "B S *rest"]:
+    """Writes T columns into every row.
+
+    Args:
+        slots: first slot, one for all rows or one per row [B]: the caller guarantees that T columns
+            fit. Or the slot of every column [B, T]: columns at S or beyond are dropped.
+    """
+    if jnp.ndim(slots) == 0:
+        return jax.lax.dynamic_update_slice_in_dim(rows, new, slots, axis=1)
+    if jnp.ndim(slots) == 2:
+        # vmap over rows: if rows are sharded, one scatter would all-gather the indices.
+        scatter = jax.vmap(lambda row, part, i: row.at[i].set(part, mode="drop"))
+        return scatter(rows, new, slots)
+    write = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=0))
+    return write(rows, new, slots)
