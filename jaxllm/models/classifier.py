@@ -11,8 +11,8 @@ from jaxtyping import Array, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.build_options import FLOAT32, Options
-from jaxllm.models.decoder import take_column
 from jaxllm.models.decoder_only import Backbone, DecoderOnly
+from jaxllm.models.language_model import take_column
 from jaxllm.models.losses import classification_loss
 from jaxllm.models.outputs import SequenceClassifierOutput
 from jaxllm.nn.dropout import split

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.rotary_decoder import RotaryConfig
 from jaxllm.models.t5.config import T5Config
-from jaxllm.nn.rope import Rope
+from jaxllm.nn.rope_config import rope_to_config
 
 
-def config_to_json(config: Any, model_type: str, architecture: str) -> dict[str, Any]:
+def config_to_json(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
     """A config.json object from which the config class's `from_dict` restores an equal config.
 
     >>> from jaxllm.models.gpt2 import GPT2Config
@@ -33,38 +34,8 @@ def config_to_json(config: Any, model_type: str, architecture: str) -> dict[str,
     if config.problem_type is not None:
         raw["problem_type"] = config.problem_type
     if isinstance(config, RotaryConfig):
-        raw["rope_theta"] = config.rotary.theta
-        raw["rope_scaling"] = _rope_scaling(config.rotary)
+        raw |= rope_to_config(config.rotary)
     if isinstance(config, T5Config):
         raw["scale_decoder_outputs"] = config.scaled
         raw["is_encoder_decoder"] = "Encoder" not in architecture
     return raw
-
-
-def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
-    keys = {
-        "default": (),
-        "linear": ("factor",),
-        "dynamic": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-        "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
-        "yarn": (
-            "factor",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        ),
-    }[rope.rope_type]
-    if rope.rope_type == "default":
-        return None
-    scaling: dict[str, Any] = {"rope_type": rope.rope_type}
-    for key in keys:
-        value = getattr(rope, key)
-        if value is not None:
-            scaling[key] = list(value) if isinstance(value, tuple) else value
-    if rope.rope_type in ("llama3", "longrope", "yarn"):
-        scaling["original_max_position_embeddings"] = rope.original_positions
-    return scaling

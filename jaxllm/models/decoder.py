@@ -8,10 +8,8 @@ Models do not depend on strategies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import Branches
@@ -19,7 +17,6 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.nn.blocks import StackOutput
-from jaxllm.parallel.sharding import constrain
 
 
 class Decoder(Protocol):
@@ -113,28 +110,3 @@ class GenerativeModel(Decoder, Protocol):
 
     generation_config: Any
     extra_eos_token_ids: tuple[int, ...]
-
-
-def decode_output(
-    out: StackOutput,
-    logits: Callable[[Array], Array],
-    cache: Cache,
-    logits_column: Int[Array, " B"] | None,
-) -> DecodeOutput:
-    """Builds the output of `Decoder.decode` from the output of the decoder's stack."""
-    scores = logits(out.x if logits_column is None else take_column(out.x, logits_column))
-    # Keep logits vocab-sharded, then all-gather: in one step XLA may all-gather the head's weights.
-    scores = constrain(constrain(scores, "rows", None, "vocab"), "rows")
-    return DecodeOutput(
-        logits=scores,
-        cache=cache.replace(layers=out.layers),
-        last_hidden_state=out.x,
-        hidden_states=out.hidden_states,
-        attentions=out.attentions,
-        cross_attentions=out.cross_attentions,
-    )
-
-
-def take_column(x: Float[Array, "B T D"], column: Int[Array, " B"]) -> Float[Array, "B 1 D"]:
-    """Takes x[b, column[b]] of each row b, as a sequence of length 1."""
-    return jnp.take_along_axis(x, column[:, None, None], axis=1)

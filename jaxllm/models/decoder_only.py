@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.attention_view import AttentionView, Branches, make_view
+from jaxllm.cache.attention_view import AttentionView, make_view
 from jaxllm.cache.kv_cache import KV, Cache
 from jaxllm.common.errors import InputError
 from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.decoder import Decoder, decode_output
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.models.losses import causal_loss
 from jaxllm.models.model import Model
 from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput, base_output
@@ -108,18 +109,9 @@ class DecoderOnly(Model[ModelConfig]):
         blocks = self.backbone.stack.blocks
         head_mask = check.head_mask("head_mask", head_mask, len(blocks), blocks[0].attn.heads)
         dropout_key, cross_key = split(dropout_key, 2)
-        cross_kv = cross_mask = None
-        if encoder_hidden_states is not None:
-            cross_kv, cross_mask = self.cross_kv(
-                encoder_hidden_states, encoder_attention_mask, cross_key
-            )
-            rows, expected = cross_mask.shape[0], inputs.mask.shape[0]
-            if rows != expected:
-                raise InputError(f"encoder_hidden_states: {rows} rows, but the call has {expected}")
-        elif encoder_attention_mask is not None:
-            raise InputError("encoder_attention_mask: given without encoder_hidden_states")
-        elif cache is not None and cache.cross is not None:
-            cross_kv, cross_mask = cache.cross, cache.cross_mask
+        cross_kv, cross_mask = self._cross_inputs(
+            encoder_hidden_states, encoder_attention_mask, cache, len(inputs.mask), cross_key
+        )
         out = self.backbone.run(
             inputs.input_ids,
             view,
@@ -151,6 +143,21 @@ class DecoderOnly(Model[ModelConfig]):
             view = dataclasses.replace(view, positions=positions, horizon=jnp.max(positions) + 1)
         return view, cache
 
+    def _cross_inputs(
+        self, states: Any, mask: Any, cache: Cache | None, rows: int, key: Array | None
+    ) -> tuple[tuple[KV, ...] | None, Any]:
+        """Keys and values of the call's encoder output with its mask, or those of the cache."""
+        if states is not None:
+            cross_kv, cross_mask = self.cross_kv(states, mask, key)
+            if len(cross_mask) != rows:
+                raise InputError(
+                    f"encoder_hidden_states: {len(cross_mask)} rows, but the call has {rows}"
+                )
+            return cross_kv, cross_mask
+        if mask is not None:
+            raise InputError("encoder_attention_mask: given without encoder_hidden_states")
+        return (None, None) if cache is None else (cache.cross, cache.cross_mask)
+
     def _token_types(self, ids: Any, shape: tuple[int, ...]) -> Int[Array, "B T"]:
         ids = check.token_ids("token_type_ids", ids, self.config.vocab_size)
         if ids.shape != shape:
@@ -172,12 +179,11 @@ class DecoderOnly(Model[ModelConfig]):
         return self.backbone.stack.project_cross_kv(states, key), mask
 
 
-class CausalLM(DecoderOnly):
+class CausalLM(DecoderOnly, LanguageModel[ModelConfig]):
     """Decoder-only language model: backbone and LM head. `lm_head` None: tied embedding."""
 
     backbone_class: ClassVar[Callable[..., Backbone]]
     """Backbone class of the family."""
-    lm_head: Linear | None
 
     def __init__(self, config: Any, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config)
@@ -188,12 +194,6 @@ class CausalLM(DecoderOnly):
             if config.tie_word_embeddings
             else Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
         )
-
-    def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
-        """Float32 logits of hidden states."""
-        if self.lm_head is None:
-            return self.backbone.embed.attend(x).astype(jnp.float32)
-        return self.lm_head(x, key).astype(jnp.float32)
 
     def __call__(
         self,
@@ -248,20 +248,23 @@ class CausalLM(DecoderOnly):
         encoder_hidden_states: Float[Array, "B E D"] | None = None,
         encoder_attention_mask: Bool[Array, "B E"] | None = None,
     ) -> Cache:
-        attn = self.backbone.stack.blocks[0].attn
-        cache = Cache.empty(
-            len(self.backbone.stack.blocks),
-            batch,
-            capacity,
-            attn.kv_heads,
-            attn.head_dim,
-            attn.k.dtype,
-            windows=self.backbone.stack.has_windows,
-        )
+        cache = self.empty_cache(batch, capacity)
         if encoder_hidden_states is None:
             return cache
         cross, mask = self.cross_kv(encoder_hidden_states, encoder_attention_mask)
         return cache.replace(cross=cross, cross_mask=mask)
+
+    @property
+    def embedding(self) -> Embedding:
+        return self.backbone.embed
+
+    @property
+    def decoder_stack(self) -> Stack:
+        return self.backbone.stack
+
+    def run_decoder(self, tokens, view, cache, **options: Any) -> StackOutput:
+        cross = {"cross_kv": cache.cross, "cross_mask": cache.cross_mask}
+        return self.backbone.run(tokens, view, cache=cache, **cross, **options)
 
     def decode(
         self,
@@ -269,44 +272,18 @@ class CausalLM(DecoderOnly):
         mask: Bool[Array, "B T"],
         cache: Cache,
         *,
-        cache_is_empty: bool = False,
         logits_column: Int[Array, " B"] | None = None,
-        branches: Branches | None = None,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
-        inputs_embeds: Float[Array, "B T D"] | None = None,
         token_type_ids: Int[Array, "B T"] | None = None,
+        **options: Any,
     ) -> DecodeOutput:
-        view, cache = cache.make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
+        """`Decoder.decode`, with token types (GPT-2) and `inputs_embeds` [B, T, D]."""
         if token_type_ids is None and cache.token_type is not None:
             token_type_ids = jnp.broadcast_to(cache.token_type[:, None], mask.shape)
         elif token_type_ids is not None:
             # New tokens get the type of the prompt's last column, as in transformers.
             cache = cache.replace(token_type=column_of(token_type_ids, logits_column))
-        out = self.backbone.run(
-            tokens,
-            view,
-            inputs_embeds=inputs_embeds,
-            token_type_ids=token_type_ids,
-            cache=cache,
-            cross_kv=cache.cross,
-            cross_mask=cache.cross_mask,
-            cache_is_empty=cache_is_empty,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
-        return decode_output(out, self.logits, cache, logits_column)
-
-    @property
-    def depth(self) -> int:
-        return len(self.backbone.stack.blocks)
-
-    @property
-    def tied_embedding(self) -> bool:
-        return self.lm_head is None
-
-    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return self.backbone.embed(tokens)
+        options.update(logits_column=logits_column, token_type_ids=token_type_ids)
+        return super().decode(tokens, mask, cache, **options)
 
     def early_exit(self, layers: int) -> Self:
         first = shallow_copy(self.backbone, stack=self.backbone.stack.first_blocks(layers))

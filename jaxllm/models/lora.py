@@ -11,7 +11,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import Entry, Table, parameters
 from jaxllm.nn.linear import Linear
@@ -27,6 +28,8 @@ from jaxllm.nn.lora import LoraLinear, row_norms
 
 ALL_LINEAR = "all-linear"
 HEADS = ("lm_head", "score")
+
+M = TypeVar("M", bound=Model)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +98,7 @@ def check_number(name: str, value: Any, kind: type, fits: Callable[[Any], bool],
         raise InputError(f"{name}: expected {what}, found {value!r}")
 
 
-def add_lora(model: Any, config: LoraConfig | None = None, *, key: int | Array = 0) -> Any:
+def add_lora(model: M, config: LoraConfig | None = None, *, key: int | Array = 0) -> M:
     """Adds LoRA to the config's targets; the new model computes the same until it is trained.
 
     `model` is unchanged and shares its arrays. New parameters are float32: A is uniform in
@@ -148,14 +151,14 @@ def new_layer(base: Linear, config: LoraConfig, key: Array) -> LoraLinear:
     )
 
 
-def with_lora(model: Any, layers: Mapping[str, LoraLinear], saved: Iterable[str]) -> Any:
+def with_lora(model: M, layers: Mapping[str, LoraLinear], saved: Iterable[str]) -> M:
     """Replaces layers by their LoRA versions and sets `modules_to_save`."""
     model = replace_modules(model, layers)
     model.modules_to_save = tuple(saved)
     return model
 
 
-def merge_lora(model: Any) -> Any:
+def merge_lora(model: M) -> M:
     """Merges LoRA into the weights; the result is a plain model, which `save_hf` can write.
 
     Sums are in float32; each weight keeps its dtype, so a half-precision one is rounded.
@@ -171,18 +174,18 @@ def merge_lora(model: Any) -> Any:
     return model
 
 
-def lora_layers(model: Any) -> dict[str, LoraLinear]:
+def lora_layers(model: Model) -> dict[str, LoraLinear]:
     """The layers with LoRA by path."""
     paths = (p.removesuffix(".lora_a") for p in parameters(model) if p.endswith(".lora_a"))
     return {path: module_at(model, path) for path in paths}
 
 
-def check_plain(model: Any) -> None:
+def check_plain(model: Model) -> None:
     if lora_layers(model):
         raise InputError("the model has LoRA already; merge_lora makes a plain one of it")
 
 
-def replace_modules(model: Any, modules: Mapping[str, nnx.Module]) -> Any:
+def replace_modules(model: M, modules: Mapping[str, nnx.Module]) -> M:
     """Replaces the modules at these paths in a copy of the model; all arrays are shared."""
     model = jax.tree.map(lambda x: x, model)
     for path, module in modules.items():
@@ -191,25 +194,26 @@ def replace_modules(model: Any, modules: Mapping[str, nnx.Module]) -> Any:
     return model
 
 
-def module_at(model: Any, path: str) -> Any:
+def module_at(model: Model, path: str) -> Any:
     """The module at a path such as ``backbone.stack.blocks.0.attn``; the model itself at ""."""
+    module: Any = model
     for part in path.split(".") if path else ():
-        model = model[int(part)] if part.isdigit() else getattr(model, part)
-    return model
+        module = module[int(part)] if part.isdigit() else getattr(module, part)
+    return module
 
 
-def table_of(model: Any) -> Table:
+def table_of(model: Model) -> Table:
     """The weight table of the model's family."""
     return FAMILIES[architecture_of(model)[0]].table(model.config)
 
 
-def base_entries(model: Any) -> list[Entry]:
+def base_entries(model: Model) -> list[Entry]:
     """Table entries of the model's tensors, without the LoRA parameters."""
     paths = (p for p in parameters(model) if not p.rpartition(".")[2].startswith("lora_"))
     return table_of(model).for_model(paths)
 
 
-def module_names(model: Any) -> dict[str, str]:
+def module_names(model: Model) -> dict[str, str]:
     """Our path -> Hugging Face's name, for every module that directly has parameters."""
     return {
         path.rpartition(".")[0]: entry.tensor.rpartition(".")[0]

@@ -9,6 +9,7 @@ from typing import Any
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.models import gpt2, llama, mistral, qwen2, qwen3
 from jaxllm.models.config import ModelConfig
+from jaxllm.models.model import Model
 from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.model import T5EncoderModel, T5ForConditionalGeneration
 from jaxllm.models.t5.weights import t5_table
@@ -172,7 +173,7 @@ def _listed(raw: Mapping[str, Any], family: Family) -> str:
     return listed[0]
 
 
-def architecture_of(model: Any) -> tuple[str, str]:
+def architecture_of(model: Model) -> tuple[str, str]:
     """Model type and Hugging Face class name of a model; T5's for mT5 and umT5 too."""
     for model_type, family in FAMILIES.items():
         for name, cls in family.classes.items():

@@ -22,7 +22,8 @@ from jaxllm.nn.blocks import Block, Stack
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.mlp import GatedMLP
 from jaxllm.nn.norm import RMSNorm
-from jaxllm.nn.rope import Rope, rope_from_config
+from jaxllm.nn.rope import Rope
+from jaxllm.nn.rope_config import rope_from_config
 
 ROPE_KEYS = frozenset(
     {

@@ -12,7 +12,8 @@ from jaxllm.nn.lora import LoraLinear
 from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.norm import LayerNorm, RMSNorm
 from jaxllm.nn.relative_bias import RelativeBias
-from jaxllm.nn.rope import Rope, rope_from_config
+from jaxllm.nn.rope import Rope
+from jaxllm.nn.rope_config import rope_from_config
 
 __all__ = [
     "MLP",

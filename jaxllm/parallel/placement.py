@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxllm.common.errors import InputError
 from jaxllm.parallel.sharding import DATA, FSDP, batch_sharding, row_shards, tree_shardings
+
+T = TypeVar("T")
 
 
 def row_share(mesh: Mesh) -> tuple[int, int]:
@@ -62,7 +64,7 @@ def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
     }
 
 
-def put_rows(tree: Any, mesh: Mesh) -> Any:
+def put_rows(tree: T, mesh: Mesh) -> T:
     """Shards arrays by their first axis, rows; every process passes the whole arrays.
 
     Rows that do not divide evenly are replicated; arrays already on a mesh are unchanged.
@@ -78,13 +80,13 @@ def put_rows(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, tree)
 
 
-def put_everywhere(tree: Any, mesh: Mesh) -> Any:
+def put_everywhere(tree: T, mesh: Mesh) -> T:
     """Replicates arrays, equal in all processes; those already on a mesh are unchanged."""
     replicated = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: x if mesh_of(x) is not None else put(x, replicated), tree)
 
 
-def put_tree(tree: Any, mesh: Mesh, shardings: Any = None) -> Any:
+def put_tree(tree: T, mesh: Mesh, shardings: Any = None) -> T:
     """Shards the leaves over the mesh; every process passes whole arrays and keeps its shards.
 
     Args:

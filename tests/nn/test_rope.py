@@ -11,7 +11,8 @@ from parity_data import cases, load_case
 from parity_runs import model_of
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
-from jaxllm.nn.rope import ROPE_TYPES, Rope, rope_from_config, rotate
+from jaxllm.nn.rope import Rope, rotate
+from jaxllm.nn.rope_config import ROPE_TYPES, rope_from_config
 
 TABLES = [
     (name, call)

@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.strategies.sample import Sample
-from jaxllm.models.decoder import Decoder, take_column
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.language_model import take_column
 
 RELATIVE_TOP = 0.1
 """Tokens below this share of the best one's probability are forbidden (`_relative_top_filter`)."""

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.attention_view import Branches, document_starts, make_view
+from jaxllm.cache.attention_view import document_starts, make_view
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
-from jaxllm.models.decoder import EncoderDecoder, decode_output
+from jaxllm.models.decoder import EncoderDecoder
 from jaxllm.models.input_checks import IGNORED
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.models.losses import token_loss
 from jaxllm.models.model import Model
-from jaxllm.models.outputs import BaseOutput, DecodeOutput, Seq2SeqLMOutput, base_output
+from jaxllm.models.outputs import BaseOutput, Seq2SeqLMOutput, base_output
 from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.stack import make_stack
 from jaxllm.nn.blocks import Context, Stack, StackOutput, shallow_copy
@@ -138,11 +139,10 @@ class Encoded:
     segments: Int[Array, "B E"] | None = None
 
 
-class T5ForConditionalGeneration(T5Encoder):
+class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
     """T5 encoder-decoder with LM head. `lm_head` None: tied embedding."""
 
     is_encoder_decoder = True
-    lm_head: Linear | None
 
     def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config, options, rngs=rngs)
@@ -158,9 +158,7 @@ class T5ForConditionalGeneration(T5Encoder):
         """Float32 logits. Scaling is independent of tying; see `T5Config`."""
         if self.config.scaled:
             x = x * self.config.d_model**-0.5
-        if self.lm_head is None:
-            return self.shared.attend(x).astype(jnp.float32)
-        return self.lm_head(x, key).astype(jnp.float32)
+        return super().logits(x, key)
 
     def __call__(
         self,
@@ -297,52 +295,28 @@ class T5ForConditionalGeneration(T5Encoder):
 
         Runs the encoder, unless its output is passed as `encoder_states`.
         """
-        attn = self.decoder.blocks[0].attn
-        cache = Cache.empty(
-            len(self.decoder.blocks), batch, capacity, attn.kv_heads, attn.head_dim, attn.k.dtype
-        )
         if attention_mask is None:
             raise InputError("attention_mask: init_cache() needs the encoder's mask")
         if encoder_states is None:
             encoder_states = self.encode(input_ids, attention_mask, inputs_embeds=inputs_embeds).x
         cross = self.decoder.project_cross_kv(encoder_states)
+        cache = self.empty_cache(batch, capacity)
         return cache.replace(cross=cross, cross_mask=attention_mask)
 
-    def decode(
-        self,
-        tokens: Int[Array, "B T"],
-        mask: Bool[Array, "B T"],
-        cache: Cache,
-        *,
-        cache_is_empty: bool = False,
-        logits_column: Int[Array, " B"] | None = None,
-        branches: Branches | None = None,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
-    ) -> DecodeOutput:
-        view, cache = cache.make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
+    @property
+    def embedding(self) -> Embedding:
+        return self.shared
+
+    @property
+    def decoder_stack(self) -> Stack:
+        return self.decoder
+
+    def run_decoder(self, tokens, view, cache, **options: Any) -> StackOutput:
+        assert tokens is not None
         assert cache.cross_mask is not None
-        out = self.decoder(
-            self.embed(tokens),
-            Context(view=view, cross_visible=cache.cross_mask[:, None, None, :]),
-            layers=cache.layers,
-            cross_kv=cache.cross,
-            cache_is_empty=cache_is_empty,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
-        return decode_output(out, self.logits, cache, logits_column)
-
-    @property
-    def depth(self) -> int:
-        return len(self.decoder.blocks)
-
-    @property
-    def tied_embedding(self) -> bool:
-        return self.lm_head is None
-
-    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return self.shared(tokens)
+        context = Context(view=view, cross_visible=cache.cross_mask[:, None, None, :])
+        caches = {"layers": cache.layers, "cross_kv": cache.cross}
+        return self.decoder(self.embed(tokens), context, **caches, **options)
 
     def early_exit(self, layers: int) -> Self:
         return shallow_copy(self, decoder=self.decoder.first_blocks(layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -37,73 +38,89 @@ def clamp_to_float16(x: jax.Array) -> jax.Array:
     return jnp.clip(x, -limit, limit)
 
 
-def make_stack(
-    config: T5Config, options: Options, *, decoder: bool, rngs: nnx.Rngs | None
-) -> Stack:
-    """Encoder, or decoder with cross-attention. Scores are not scaled; the init of q is."""
-    c, dtypes, factor = config, options.dtypes, config.initializer_factor
-    inner = c.num_heads * c.d_kv
-    half = jnp.dtype(options.dtype) == jnp.float16
+@dataclasses.dataclass(frozen=True)
+class T5Layers:
+    """Builds the layers of a stack with the sizes and dtypes of one model."""
 
-    def project(inputs: int, outputs: int, std: float, dtypes: dict[str, Any] = dtypes) -> Linear:
-        return Linear(inputs, outputs, std=factor * std, rngs=rngs, **dtypes)
+    config: T5Config
+    options: Options
+    rngs: nnx.Rngs | None
 
-    def attention() -> Attention:
+    def linear(self, inputs: int, outputs: int, std: float, **dtypes: Any) -> Linear:
+        """Linear without bias, drawn with `std` times the config's `initializer_factor`."""
+        dtypes = {**self.options.dtypes, **dtypes}
+        std = self.config.initializer_factor * std
+        return Linear(inputs, outputs, std=std, rngs=self.rngs, **dtypes)
+
+    def norm(self) -> RMSNorm:
+        c = self.config
+        return RMSNorm(c.d_model, eps=c.layer_norm_epsilon, **self.options.dtypes)
+
+    def attention(self) -> Attention:
+        """Attention without scale: the initial weights of q are scaled instead."""
+        c = self.config
+        inner = c.num_heads * c.d_kv
         return Attention(
-            q=project(c.d_model, inner, (c.d_model * c.d_kv) ** -0.5),
-            k=project(c.d_model, inner, c.d_model**-0.5),
-            v=project(c.d_model, inner, c.d_model**-0.5),
-            o=project(inner, c.d_model, inner**-0.5),
+            q=self.linear(c.d_model, inner, (c.d_model * c.d_kv) ** -0.5),
+            k=self.linear(c.d_model, inner, c.d_model**-0.5),
+            v=self.linear(c.d_model, inner, c.d_model**-0.5),
+            o=self.linear(inner, c.d_model, inner**-0.5),
             heads=c.num_heads,
             kv_heads=c.num_heads,
             head_dim=c.d_kv,
             scale=1.0,
             dropout_rate=c.dropout_rate,
-            implementation=options.attn_implementation,
+            implementation=self.options.attn_implementation,
         )
 
-    def feed_forward() -> MLP | GatedMLP:
+    def mlp(self) -> MLP | GatedMLP:
+        c = self.config
         act = activation(c.act, where="feed_forward_proj")
-        up = project(c.d_model, c.d_ff, c.d_model**-0.5)
-        down = project(c.d_ff, c.d_model, c.d_ff**-0.5, float32_if_half(dtypes))
+        up = self.linear(c.d_model, c.d_ff, c.d_model**-0.5)
+        down = self.linear(c.d_ff, c.d_model, c.d_ff**-0.5, **float32_if_half(self.options.dtypes))
         if not c.gated:
             return MLP(up, down, act, dropout_rate=c.dropout_rate)
-        gate = project(c.d_model, c.d_ff, c.d_model**-0.5)
+        gate = self.linear(c.d_model, c.d_ff, c.d_model**-0.5)
         return GatedMLP(gate, up, down, act, dropout_rate=c.dropout_rate)
 
-    def rms() -> RMSNorm:
-        return RMSNorm(c.d_model, eps=c.layer_norm_epsilon, **dtypes)
-
-    def block() -> Block:
+    def block(self, *, decoder: bool) -> Block:
         return Block(
-            rms(),
-            attention(),
-            rms(),
-            feed_forward(),
-            cross_norm=rms() if decoder else None,
-            cross=attention() if decoder else None,
-            dropout_rate=c.dropout_rate,
-            clamp=clamp_to_float16 if half else None,
+            self.norm(),
+            self.attention(),
+            self.norm(),
+            self.mlp(),
+            cross_norm=self.norm() if decoder else None,
+            cross=self.attention() if decoder else None,
+            dropout_rate=self.config.dropout_rate,
+            clamp=clamp_to_float16 if jnp.dtype(self.options.dtype) == jnp.float16 else None,
         )
 
-    depth = c.decoder_layers if decoder else c.num_layers
-    bias = [
-        RelativeBias(
+    def relative_bias(self, *, decoder: bool) -> RelativeBias:
+        c = self.config
+        return RelativeBias(
             c.relative_attention_num_buckets,
             c.relative_attention_max_distance,
             c.num_heads,
             bidirectional=not decoder,
-            std=factor * c.d_model**-0.5,
-            rngs=rngs,
-            **dtypes,
+            std=c.initializer_factor * c.d_model**-0.5,
+            rngs=self.rngs,
+            **self.options.dtypes,
         )
-        for _ in range(depth if c.bias_per_layer else 1)
-    ]
+
+
+def make_stack(
+    config: T5Config, options: Options, *, decoder: bool, rngs: nnx.Rngs | None
+) -> Stack:
+    """Encoder, or decoder with cross-attention."""
+    make = T5Layers(config, options, rngs)
+    depth = config.decoder_layers if decoder else config.num_layers
+    biases = depth if config.bias_per_layer else 1
+    position_bias = [make.relative_bias(decoder=decoder) for _ in range(biases)]
     return Stack(
-        [block() for _ in range(depth)],
-        rms(),
-        position_bias=bias,
-        embedding_dropout=c.dropout_rate,
-        output_dropout=c.dropout_rate,
+        [make.block(decoder=decoder) for _ in range(depth)],
+        make.norm(),
+        position_bias=position_bias,
+        embedding_dropout=config.dropout_rate,
+        output_dropout=config.dropout_rate,
         remat=options.remat,
     )

@@ -1,0 +1,116 @@
+"""Base of language models: LM head, and decoding with a KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.cache.attention_view import AttentionView, Branches
+from jaxllm.cache.kv_cache import Cache
+from jaxllm.models.model import C, Model
+from jaxllm.models.outputs import DecodeOutput
+from jaxllm.nn.blocks import Stack, StackOutput
+from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.parallel.sharding import constrain
+
+
+class LanguageModel(Model[C]):
+    """A model with an LM head. It implements `Decoder`, over three members of a subclass."""
+
+    lm_head: Linear | None
+    """None: tied embedding."""
+
+    @property
+    def embedding(self) -> Embedding:
+        """Token embedding of the decoder."""
+        raise NotImplementedError
+
+    @property
+    def decoder_stack(self) -> Stack:
+        """Blocks of the decoder."""
+        raise NotImplementedError
+
+    def run_decoder(
+        self,
+        tokens: Int[Array, "B T"] | None,
+        view: AttentionView,
+        cache: Cache,
+        **options: Any,
+    ) -> StackOutput:
+        """Runs new columns; `options` are other inputs of the family and those of `Stack`."""
+        raise NotImplementedError
+
+    @property
+    def depth(self) -> int:
+        return len(self.decoder_stack.blocks)
+
+    @property
+    def tied_embedding(self) -> bool:
+        return self.lm_head is None
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return self.embedding(tokens)
+
+    def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
+        """Float32 logits of hidden states."""
+        if self.lm_head is None:
+            return self.embedding.attend(x).astype(jnp.float32)
+        return self.lm_head(x, key).astype(jnp.float32)
+
+    def empty_cache(self, batch: int, capacity: int) -> Cache:
+        """A self-attention cache of `capacity` columns, without tokens."""
+        stack = self.decoder_stack
+        attn = stack.blocks[0].attn
+        return Cache.empty(
+            len(stack.blocks),
+            batch,
+            capacity,
+            attn.kv_heads,
+            attn.head_dim,
+            attn.k.dtype,
+            windows=stack.has_windows,
+        )
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"] | None,
+        mask: Bool[Array, "B T"],
+        cache: Cache,
+        *,
+        cache_is_empty: bool = False,
+        logits_column: Int[Array, " B"] | None = None,
+        branches: Branches | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+        **inputs: Any,
+    ) -> DecodeOutput:
+        """Runs new columns after the cached ones (`Decoder.decode`); `inputs` are the family's."""
+        view, cache = cache.make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
+        out = self.run_decoder(
+            tokens,
+            view,
+            cache,
+            cache_is_empty=cache_is_empty,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            **inputs,
+        )
+        logits = self.logits(out.x if logits_column is None else take_column(out.x, logits_column))
+        # Keep logits vocab-sharded, then all-gather: in one step XLA may all-gather the head's
+        # weights.
+        logits = constrain(constrain(logits, "rows", None, "vocab"), "rows")
+        return DecodeOutput(
+            logits=logits,
+            cache=cache.replace(layers=out.layers),
+            last_hidden_state=out.x,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+            cross_attentions=out.cross_attentions,
+        )
+
+
+def take_column(x: Float[Array, "B T D"], column: Int[Array, " B"]) -> Float[Array, "B 1 D"]:
+    """Takes x[b, column[b]] of each row b, as a sequence of length 1."""
+    return jnp.take_along_axis(x, column[:, None, None], axis=1)
