@@ -160,7 +160,7 @@ CLASSIFIERS = [
     ({"labels": np.array([0, 1, 2])}, "labels: expected one a row"),
     ({"labels": np.ones((2, 2))}, "labels: expected shape"),
     ({"attention_mask": None}, "attention_mask: needed for a batch"),
-    ({"cache": object()}, "cache: a classifier reads its text in one call"),
+    ({"cache": object()}, "cache: a classifier reads its sequence in one call"),
 ]
 
 
