@@ -202,7 +202,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 
-def check_size(config: ModelConfig, *names: str, limit: int = MAX_SIZE) -> None:
+def check_size(config: Any, *names: str, limit: int = MAX_SIZE) -> None:
     """Checks that each named field is an integer in 1..limit."""
     for name in names:
         value = getattr(config, name)
@@ -210,7 +210,7 @@ def check_size(config: ModelConfig, *names: str, limit: int = MAX_SIZE) -> None:
             raise ConfigError(f"{name}: expected 1 to {limit}, found {value}")
 
 
-def check_rate(config: ModelConfig, *names: str) -> None:
+def check_rate(config: Any, *names: str) -> None:
     """Checks that each named field is a probability below 1."""
     for name in names:
         value = getattr(config, name)
@@ -218,14 +218,14 @@ def check_rate(config: ModelConfig, *names: str) -> None:
             raise ConfigError(f"{name}: expected 0 <= rate < 1, found {value}")
 
 
-def check_positive(config: ModelConfig, *names: str) -> None:
+def check_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if not value > 0:
             raise ConfigError(f"{name}: expected a number > 0, found {value}")
 
 
-def check_divides(config: ModelConfig, whole: str, part: str) -> None:
+def check_divides(config: Any, whole: str, part: str) -> None:
     a, b = getattr(config, whole), getattr(config, part)
     if a % b:
         raise ConfigError(f"{whole}: {a} is not a multiple of {part}, {b}")

@@ -19,7 +19,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.models.losses import causal_loss
-from jaxllm.models.model import Model
+from jaxllm.models.model import Model, allows_label_trees
 from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput, base_output
 from jaxllm.nn.blocks import Context, Stack, StackOutput, shallow_copy
 from jaxllm.nn.dropout import split
@@ -195,6 +195,7 @@ class CausalLM(DecoderOnly, LanguageModel[ModelConfig]):
             else Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
         )
 
+    @allows_label_trees
     def __call__(
         self,
         input_ids: Int[Array, "B T"] | None = None,

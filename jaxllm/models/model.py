@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Generic, TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+import jax
+import numpy as np
 from flax import nnx
 
 from jaxllm.models.config import ModelConfig
+from jaxllm.models.summary import summary
 from jaxllm.nn.blocks import shallow_copy
 
 C = TypeVar("C", bound=ModelConfig)
 M = TypeVar("M")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +63,33 @@ class Model(nnx.Module, Generic[C]):
         self.extra_eos_token_ids = ()
         self.origin = None
         self.modules_to_save = ()
+
+    def __repr__(self) -> str:
+        return summary(self)
+
+    __str__ = __repr__
+
+
+def has_arrays(tree: Any) -> bool:
+    """True if any leaf is an array or the shape of one."""
+    arrays = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)
+    return any(isinstance(leaf, arrays) for leaf in jax.tree.leaves(tree))
+
+
+def allows_label_trees(call: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+    """Decorates a model's `__call__` so that optax takes trees of labels made from the model.
+
+    `optax.multi_transform` and `optax.masked` call a tree of labels or masks if it is callable. One
+    with the structure of a model is, and returns itself then.
+    """
+
+    @functools.wraps(call)
+    def wrapped(self: M, *args: P.args, **kwargs: P.kwargs) -> Any:
+        if list(map(type, args)) == [type(self)] and not has_arrays(self):
+            return self
+        return call(self, *args, **kwargs)
+
+    return wrapped
 
 
 def without_metadata(model: M) -> M:

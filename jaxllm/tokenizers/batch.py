@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +25,16 @@ class BatchEncoding:
 
     input_ids: Int32[np.ndarray, "B T"]
     attention_mask: Int32[np.ndarray, "B T"]
+
+    # `keys` and `__getitem__` make ``model(**tokenizer(texts))`` work, as in transformers.
+
+    def keys(self) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(self))
+
+    def __getitem__(self, name: str) -> Int32[np.ndarray, "B T"]:
+        if name not in self.keys():
+            raise KeyError(name)
+        return getattr(self, name)
 
 
 def pad_rows(

@@ -18,7 +18,7 @@ from jaxllm.models.decoder import EncoderDecoder
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.models.losses import token_loss
-from jaxllm.models.model import Model
+from jaxllm.models.model import Model, allows_label_trees
 from jaxllm.models.outputs import BaseOutput, Seq2SeqLMOutput, base_output
 from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.stack import make_stack
@@ -73,6 +73,7 @@ class T5EncoderModel(T5Encoder):
     def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config, options, rngs=rngs)
 
+    @allows_label_trees
     def __call__(
         self,
         input_ids: Int[Array, "B E"] | None = None,
@@ -160,6 +161,7 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
             x = x * self.config.d_model**-0.5
         return super().logits(x, key)
 
+    @allows_label_trees
     def __call__(
         self,
         input_ids: Int[Array, "B E"] | None = None,
