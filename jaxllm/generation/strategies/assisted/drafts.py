@@ -170,7 +170,7 @@ class AssistantModel(Draft):
         return Proposal(drafted, buffer, inputs.cache, cache)
 
     def drop_rejected(self, draft_state, length):
-        return draft_state.cut(jnp.minimum(draft_state.length, length))
+        return draft_state.truncate(jnp.minimum(draft_state.length, length))
 
 
 @jax.tree_util.register_dataclass
