@@ -10,6 +10,7 @@ from jaxllm.generation.scoring.transition_scores import compute_transition_score
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.loading import load, load_orbax, save_hf, save_orbax
 from jaxllm.parallel.sharding import make_mesh
+from jaxllm.planning import abstract_model, lower, plan
 
 __version__ = "0.1.0"
 
@@ -20,11 +21,14 @@ __all__ = [
     "GenerationConfig",
     "JaxLLMError",
     "ScoreOutput",
+    "abstract_model",
     "compute_transition_scores",
     "generate",
     "load",
     "load_orbax",
+    "lower",
     "make_mesh",
+    "plan",
     "save_hf",
     "save_orbax",
     "score",

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "jaxllm"
 # (loading, ...) are the public functions, below the commands, training and batches.
 LAYERS = [
     {"cli", "__main__"},
+    {"planning"},
     {"training.run"},
     {"training.monitor"},
     {"training.evaluation"},
@@ -45,7 +46,10 @@ LAYERS = [
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 # The top of the package gathers what people call from the layers above the public functions too.
 # jaxllm.generation has the names of the watermarks, which it imports on demand.
-GATHERS = {"jaxllm": {"jaxllm.batch"}, "jaxllm.generation": {"jaxllm.contrib.watermark"}}
+GATHERS = {
+    "jaxllm": {"jaxllm.batch", "jaxllm.planning"},
+    "jaxllm.generation": {"jaxllm.contrib.watermark"},
+}
 FOREIGN = {"torch", "transformers", "tensorflow", "keras"}
 # The one module that compares with the reference, and imports it inside a function.
 COMPARES = PACKAGE / "cli" / "verify.py"

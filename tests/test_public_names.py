@@ -7,11 +7,18 @@ import importlib
 import pytest
 
 PACKAGES = ["models", "nn", "cache", "parallel", "checkpoint", "tokenizers", "generation", "batch"]
-PACKAGES += ["training", "training.data", "training.run", "training.evaluation", "errors"]
+PACKAGES += [
+    "planning",
+    "training",
+    "training.data",
+    "training.run",
+    "training.evaluation",
+    "errors",
+]
 
 DOCUMENTED = {
-    "jaxllm": "BatchGenerator GenerationConfig JaxLLMError compute_transition_scores generate load"
-    " load_orbax make_mesh save_hf save_orbax score stream",
+    "jaxllm": "BatchGenerator GenerationConfig JaxLLMError abstract_model compute_transition_scores"
+    " generate load load_orbax lower make_mesh plan save_hf save_orbax score stream",
     "jaxllm.checkpoint": "RunCheckpoints load_adapter save_adapter smollm2",
     "jaxllm.checkpoint.bundled": "smollm2",
     "jaxllm.checkpoint.peft": "load_adapter save_adapter",

@@ -1,0 +1,151 @@
+"""``jaxllm plan MODEL``: what a model's programs cost on a TPU or GPU that is not there.
+
+Their own compilers say it, from config.json alone; nothing runs, and no weights are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+
+import jax
+from rich.console import Console
+from rich.table import Column, Table
+
+from jaxllm.cli.devices import mesh_sizes
+from jaxllm.cli.exits import Parser, run_command
+from jaxllm.cli.progress import Reporter
+from jaxllm.planning import Plan, plan
+
+DTYPES = ("float32", "bfloat16", "float16")
+_EXAMPLES = """\
+examples:
+  jaxllm plan ~/models/llama --topology v5e:2x4 --mesh tensor=8 --program decode
+  jaxllm plan ~/models/gpt2 --topology h100 --batch 8 --prompt 1024 --program train --json
+"""
+
+
+def main(argv: Sequence[str] | None = None, program: str = "jaxllm plan") -> int:
+    """Entry point; returns the exit code."""
+    return run_command(
+        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
+    )
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = Parser(
+        prog=program,
+        usage=f"{program} [options] MODEL",
+        description=__doc__,
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder with config.json, or a .gguf file")
+    parser.add_argument(
+        "--topology",
+        default="v5e:2x2",
+        help="v5e:2x4, v6e:2x2, v5p:2x2x1, h100, h100:8 or cpu (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--mesh",
+        type=mesh_sizes,
+        metavar="SIZES",
+        help="shard over the first devices of the topology: data=2,tensor=4 (default: one device)",
+    )
+    sizes = (
+        ("--batch", 8, "rows of prefill, decode loop and training step"),
+        ("--prompt", 512, "tokens of a prompt, or of a row of the training step"),
+        ("--new", 128, "new tokens of a row"),
+        ("--slots", 64, "slots of the batch engine"),
+    )
+    for flag, default, text in sizes:
+        parser.add_argument(
+            flag, type=int, metavar="N", default=default, help=f"{text} (default: {default})"
+        )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="weights and computation (bfloat16)"
+    )
+    parser.add_argument(
+        "--program",
+        choices=("decode", "prefill", "batch", "train"),
+        action="append",
+        help="what to compile; may be repeated (default: all)",
+    )
+    parser.add_argument("--attn-implementation", default="eager", help="eager, xla or cudnn")
+    parser.add_argument("--remat", action="store_true", help="training recomputes activations")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # The accelerator is described, not used: the process needs no other device than the CPU.
+    jax.config.update("jax_platforms", "cpu")
+    reporter = Reporter(quiet=arguments.json)
+    found = plan(
+        arguments.model,
+        arguments.topology,
+        mesh=arguments.mesh,
+        batch=arguments.batch,
+        prompt=arguments.prompt,
+        new=arguments.new,
+        slots=arguments.slots,
+        dtype=arguments.dtype,
+        program=arguments.program,
+        attn_implementation=arguments.attn_implementation,
+        remat=arguments.remat,
+        progress=lambda name: reporter.say(f"compiling {name}"),
+    )
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        console = Console(highlight=False)
+        console.print(title_of(found), soft_wrap=True)
+        console.print(table_of(found))
+    return 0
+
+
+def title_of(plan: Plan) -> str:
+    """Devices, mesh, dtype and workload of a plan."""
+    place = f"{plan.devices} x {plan.device} of {plan.topology}"
+    if plan.mesh is not None:
+        place += " (" + ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) + ")"
+    sizes = ", ".join(f"{name} {size}" for name, size in vars(plan.workload).items())
+    return f"{place}, {plan.dtype}; {sizes}"
+
+
+def table_of(plan: Plan) -> Table:
+    """The plan as a table with one column for each program."""
+    table = Table("", *(Column(program.name, justify="right") for program in plan.programs))
+    for field, label, shown in _ROWS:
+        table.add_row(label, *(_cell(getattr(program, field), shown) for program in plan.programs))
+    return table
+
+
+def _cell(value: object, shown: Callable) -> str:
+    return "-" if value is None else shown(value)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+_ROWS: tuple[tuple[str, str, Callable], ...] = (
+    ("weight_bytes", "weights, MiB", _mib),
+    ("cache_bytes", "KV cache, MiB", _mib),
+    ("argument_bytes", "arguments, MiB", _mib),
+    ("temp_bytes", "temporary, MiB", _mib),
+    ("peak_bytes", "peak, MiB", _mib),
+    ("fits", "fits", lambda fits: "yes" if fits else "NO"),
+    ("estimated_step_us", "step, estimated us", _number),
+    ("floor_step_us", "step, at least us", _number),
+    ("inner_loops", "loops in a step", _number),
+    ("cache_copies", "copies of the cache", _number),
+    ("kernels", "kernels of a step", _number),
+    ("collectives", "collectives of a step", _number),
+    ("compile_seconds", "compiled in, s", lambda seconds: f"{seconds:.1f}"),
+)
+"""Fields of `ProgramPlan`, and how the table shows them. Bytes are those of one device."""

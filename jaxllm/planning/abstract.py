@@ -1,0 +1,120 @@
+"""Abstract models: shapes, dtypes and shardings from config.json alone, without weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from jaxllm.checkpoint.gguf.names import HFView
+from jaxllm.checkpoint.gguf.reader import GGUFFile
+from jaxllm.checkpoint.load import MAX_JSON_BYTES, float_dtype
+from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError
+from jaxllm.common.strict_json import read_json
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.build_options import Options
+from jaxllm.models.registry import model_spec
+from jaxllm.parallel.placement import put_tree
+from jaxllm.parallel.sharding import check_heads, check_mesh
+
+
+def abstract_model(
+    source: str | PathLike[str] | Mapping[str, Any],
+    *,
+    mesh: Mesh | None = None,
+    device: Any = None,
+    dtype: Any = "bfloat16",
+    attn_implementation: str = "eager",
+    remat: bool = False,
+) -> Any:
+    """A model whose parameters are `jax.ShapeDtypeStruct`s: no weights are read or allocated.
+
+    `jaxllm.lower` compiles the library's programs for it.
+
+    Args:
+        source: a folder with config.json, the path of a config.json or of a .gguf file (only its
+            header is read), or the object in a config.json.
+        mesh: a mesh of `jaxllm.make_mesh` that the parameters are sharded over, also of devices
+            that this machine does not have.
+        device: the device that holds all parameters, in place of a mesh. None: the first of JAX.
+        dtype: dtype of weights and computation: float32, bfloat16 or float16.
+        attn_implementation, remat: as `jaxllm.load`.
+
+    Raises:
+        MissingFileError: there is no config.json.
+        ConfigError, UnsupportedError: as `jaxllm.load`, with the file and the field.
+        InputError: the mesh does not divide the model's heads.
+    """
+    raw, where = read_config(source)
+    try:
+        spec = model_spec(raw)
+    except JaxLLMError as error:
+        raise type(error)(f"{where}: {error}") from None
+    dtype = float_dtype("dtype", dtype)
+    options = Options(
+        dtype=dtype, param_dtype=dtype, attn_implementation=attn_implementation, remat=remat
+    )
+    model = jax.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
+    if mesh is not None:
+        check_mesh(mesh)
+        check_heads(spec.config.head_counts, mesh)
+        model = put_tree(model, mesh)
+    else:
+        model = on_device(model, device if device is not None else jax.devices()[0])
+    model.generation_config = GenerationConfig()
+    return model
+
+
+def read_config(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """The object in a config.json, and its path for errors."""
+    if isinstance(source, Mapping):
+        return source, "config"
+    path = Path(source).expanduser()
+    if path.suffix.lower() == ".gguf":
+        with GGUFFile(path) as file:
+            return HFView(file).config, str(path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise MissingFileError(
+            f"{path}: no such file; give a folder with config.json, or the path of one"
+        )
+    raw = read_json(path, max_bytes=MAX_JSON_BYTES, error=ConfigError)
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected an object")
+    return raw, str(path)
+
+
+def on_device(tree: Any, device: Any) -> Any:
+    """The shapes of a tree of arrays or shapes, with a sharding on one device."""
+    sharding = SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: x.update(sharding=sharding), shapes_of(tree))
+
+
+def shapes_of(tree: Any) -> Any:
+    """The shapes and dtypes of arrays; shapes stay as they are."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        x = x if isinstance(x, jax.Array) else np.asarray(x)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes per device of a pytree of shapes; a sharded array counts as its shard."""
+
+    def one(x: Any) -> int:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return math.prod(shape) * (8 if is_key else np.dtype(x.dtype).itemsize)
+
+    return sum(map(one, jax.tree.leaves(tree)))

@@ -1,0 +1,297 @@
+"""Reads the text of optimized HLO: computations, loops and their trips, and counts of operations.
+
+XLA's own description of the text: https://openxla.org/xla/operation_semantics. On a TPU every
+operation carries the compiler's estimate of its cycles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+NO_KERNEL = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "opt-barrier",
+        "partition-id",
+        "replica-id",
+        "while",
+        "conditional",
+        "call",
+    )
+)
+"""Operations that launch nothing by themselves. Neither do those that end in ``-done``."""
+RELAYOUTS = ("copy", "transpose", "copy-start")
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_CALLED = re.compile(
+    r"(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+    r"|branch_computations=\{([^}]*)\}"
+)
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)([^}]*)\})?")
+_BRACKETS = re.compile(r"[()]")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_OPERAND = re.compile(r"(?:^|[\s,])%?([\w.\-]+)\s*(?=,|$)")
+_MEMORY_SPACE = re.compile(r"S\((\d+)\)")
+
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
+"""HLO's names of the dtypes that a KV cache can have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayType:
+    """Dtype, shape and place of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    """Order of the dimensions in memory, the fastest first, as ``"2,1,0"``."""
+    space: str
+    """Number of the memory space, "0" if it is the device's main memory."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def array_types(text: str) -> list[ArrayType]:
+    """The array types in the text of an instruction's type, which may be a tuple.
+
+    >>> array_types("(bf16[8,64]{1,0:T(8,128)(2,1)S(1)}, s32[])")[0]
+    ArrayType(dtype='bfloat16', shape=(8, 64), layout='1,0', space='1')
+    """
+    return [
+        ArrayType(
+            DTYPES.get(dtype, dtype),
+            tuple(int(size) for size in shape.split(",") if size),
+            layout or "",
+            found[1] if (found := _MEMORY_SPACE.search(tiling or "")) else "0",
+        )
+        for dtype, shape, layout, tiling in _ARRAY.findall(text)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction of a computation."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool = False
+
+    @property
+    def cycles(self) -> int:
+        """The compiler's estimate; 0 where it gives none."""
+        found = _CYCLES.search(self.attributes)
+        return int(found[1]) if found else 0
+
+    def called(self, *kinds: str) -> list[str]:
+        """Names of the computations that it calls, all or those of some attributes."""
+        names = []
+        for kind, name, branches in _CALLED.findall(self.attributes):
+            if kind and (not kinds or kind in kinds):
+                names.append(name)
+            elif branches and (not kinds or "branch_computations" in kinds):
+                names += [branch.strip().lstrip("%") for branch in branches.split(",")]
+        return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program: its computations by name, and the name of the one that runs first."""
+
+    computations: dict[str, tuple[Instruction, ...]]
+    entry: str
+
+    @staticmethod
+    def parse(text: str) -> Module:
+        """Reads what `jax.stages.Compiled.as_text` returns."""
+        computations: dict[str, list[Instruction]] = {}
+        entry, lines = "", None
+        for line in text.split("\n"):
+            if line.startswith("}"):
+                lines = None
+            elif lines is not None:
+                if (instruction := _instruction(line)) is not None:
+                    lines.append(instruction)
+            elif (header := _HEADER.match(line)) is not None:
+                lines = computations.setdefault(header[2], [])
+                entry = header[2] if header[1] else entry
+        if not entry:
+            raise ValueError("not the text of an HLO module: it has no ENTRY computation")
+        return Module({name: tuple(found) for name, found in computations.items()}, entry)
+
+    def reachable(self, start: str) -> Iterator[Instruction]:
+        """All instructions of a computation and of those it calls, once for each call."""
+        for instruction in self.computations.get(start, ()):
+            yield instruction
+            for name in instruction.called():
+                yield from self.reachable(name)
+
+    def main_loop(self) -> str:
+        """Body of the outermost loop with the most instructions; the entry if there is no loop."""
+        bodies = [body for loop in self.outer_loops(self.entry) for body in loop.called("body")]
+
+        def length(body: str) -> int:
+            return sum(1 for _ in self.reachable(body))
+
+        return max(bodies, key=length, default=self.entry)
+
+    def outer_loops(self, start: str) -> Iterator[Instruction]:
+        """The loops of a computation that are not inside of another loop."""
+        for instruction in self.computations.get(start, ()):
+            if instruction.opcode == "while":
+                yield instruction
+            else:
+                for name in instruction.called():
+                    yield from self.outer_loops(name)
+
+    def trips(self, loop: Instruction) -> int | None:
+        """Number of iterations of a loop, if it is a constant of the program.
+
+        XLA states it for some backends; otherwise the condition is read, if it compares a counter
+        that starts at 0 with a constant.
+        """
+        if (known := _KNOWN_TRIPS.search(loop.attributes)) is not None:
+            return int(known[1])
+        (condition,) = loop.called("condition")
+        instructions = {x.name: x for x in self.computations.get(condition, ())}
+        root = next((x for x in instructions.values() if x.is_root), None)
+        if root is None or root.opcode != "compare" or "direction=LT" not in root.attributes:
+            return None
+        counter, limit = (instructions.get(name) for name in root.operands)
+        if counter is None or limit is None or counter.opcode != "get-tuple-element":
+            return None
+        value = re.fullmatch(r"-?\d+", limit.operands[0]) if limit.operands else None
+        return int(value[0]) if limit.opcode == "constant" and value is not None else None
+
+    def total(self, start: str, value: Callable[[Instruction], int]) -> int:
+        """Sum of a value over what one run of a computation executes: bodies of loops times their
+        trips (1 where they are unknown), and of the branches of a conditional the largest."""
+        result = 0
+        for instruction in self.computations.get(start, ()):
+            result += value(instruction)
+            if instruction.opcode == "while":
+                (body,) = instruction.called("body")
+                trips = self.trips(instruction)
+                result += (1 if trips is None else trips) * self.total(body, value)
+            elif instruction.opcode == "conditional":
+                result += max((self.total(x, value) for x in instruction.called()), default=0)
+            elif instruction.opcode == "call":
+                result += sum(self.total(x, value) for x in instruction.called())
+        return result
+
+
+def cycles(module: Module, step: str) -> int:
+    """The compiler's estimate of the cycles of one step; TPU only."""
+    return module.total(step, lambda instruction: instruction.cycles)
+
+
+def kernels(module: Module, step: str) -> int:
+    """Operations that one step launches on the device; those in loops count once for each trip."""
+
+    def one(instruction: Instruction) -> int:
+        opcode = instruction.opcode
+        return 0 if opcode in NO_KERNEL or opcode.endswith("-done") else 1
+
+    return module.total(step, one)
+
+
+def inner_loops(module: Module, step: str) -> int:
+    """Number of while loops in a step."""
+    return sum(instruction.opcode == "while" for instruction in module.reachable(step))
+
+
+def collectives(module: Module, step: str) -> int:
+    """Number of collective operations in a step; one that starts and ends counts once."""
+    opcodes = (instruction.opcode.removesuffix("-start") for instruction in module.reachable(step))
+    return sum(opcode in COLLECTIVES for opcode in opcodes)
+
+
+def array_copies(module: Module, arrays: Iterable[tuple[str, int]]) -> int:
+    """Number of copies of certain arrays anywhere in the program, in a fusion or not.
+
+    A move between the memory spaces of a chip in the same layout is not counted: the compiler
+    fetches small arrays ahead of their use.
+
+    Args:
+        arrays: dtype and number of elements of each array.
+    """
+    wanted = set(arrays)
+    count = 0
+    for instructions in module.computations.values():
+        types = {x.name: x.type for x in instructions}
+        for x in instructions:
+            if x.opcode not in RELAYOUTS or not x.operands:
+                continue
+            result, source = array_types(x.type)[:1], array_types(types.get(x.operands[0], ""))[:1]
+            if result and source and (result[0].dtype, result[0].size) in wanted:
+                moved = result[0].space != source[0].space
+                count += not (moved and result[0].layout == source[0].layout)
+    return count
+
+
+def _instruction(line: str) -> Instruction | None:
+    """Reads ``%name = type opcode(operands), attributes``; None for other lines."""
+    head = _INSTRUCTION.match(line)
+    if head is None:
+        return None
+    end = _end_of_type(line, head.end())
+    opcode, bracket, _ = line[end + 1 :].partition("(")
+    start = end + 1 + len(opcode)
+    if not bracket or not re.fullmatch(r"[a-z][\w\-]*", opcode):
+        return None
+    close = _closing(line, start)
+    return Instruction(
+        name=head[2],
+        type=line[head.end() : end],
+        opcode=opcode,
+        operands=_operands(line[start + 1 : close]),
+        attributes=line[close + 1 :],
+        is_root=head[1] is not None,
+    )
+
+
+def _end_of_type(line: str, start: int) -> int:
+    """Index after a type: of the first space outside of brackets."""
+    if line[start] == "(":
+        return _closing(line, start) + 1
+    end = line.find(" ", start)
+    return len(line) if end < 0 else end
+
+
+def _closing(line: str, start: int) -> int:
+    """Index of the bracket that closes the one at `start`."""
+    depth = 0
+    for found in _BRACKETS.finditer(line, start):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.start()
+    return len(line)
+
+
+def _operands(text: str) -> tuple[str, ...]:
+    """Names of the operands, or the value of a constant."""
+    return tuple(_OPERAND.findall(_COMMENT.sub("", text)))

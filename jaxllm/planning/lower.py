@@ -1,0 +1,287 @@
+"""Lowers the library's programs for an abstract model, for this machine's devices or others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxllm.batch.plan import traced_programs
+from jaxllm.batch.row_groups import groups, prefill_batch
+from jaxllm.batch.rows import RawRow, RowReader
+from jaxllm.batch.sizes import sizes_for
+from jaxllm.batch.slot_placement import slot_shapes
+from jaxllm.common.errors import InputError
+from jaxllm.generation.call.prepare import Request, prepare_call
+from jaxllm.generation.generate import program_model, run_prefill
+from jaxllm.generation.inputs.values import is_integer
+from jaxllm.generation.loop import decode_program, prefill_program
+from jaxllm.models.model import without_metadata
+from jaxllm.parallel.field_axes import field_shardings
+from jaxllm.parallel.placement import mesh_of, put, put_everywhere, put_tree
+from jaxllm.parallel.sharding import batch_sharding, row_shards, use_mesh
+from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Sizes of the programs' inputs."""
+
+    batch: int = 8
+    """Rows of prefill, decode loop and training step."""
+    prompt: int = 512
+    """Tokens of a prompt, or of a row of the training step."""
+    new: int = 128
+    """New tokens of a row."""
+    slots: int = 64
+    """Slots of the batch engine."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not is_integer(value) or value < 1:
+                raise InputError(f"{field.name}: expected an integer of 1 or more, found {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredProgram:
+    """A program of the library, lowered and not yet compiled. Bytes are those of one device."""
+
+    name: str
+    """`decode`, `prefill`, `batch.step`, `batch.admit` or `train`."""
+    lowered: jax.stages.Lowered
+    loops: bool
+    """True if a step is the body of the program's loop; False if it is the whole program."""
+    weight_bytes: int
+    """The model's parameters."""
+    read_weight_bytes: int
+    """The parameters that the program reads: a decode step of T5 reads no encoder."""
+    cache_bytes: int = 0
+    """The KV cache; 0 for a training step."""
+    cache_arrays: frozenset[tuple[str, int]] = frozenset()
+    """Dtype and number of elements of the arrays of keys and values."""
+
+
+def lower(
+    model: Any, program: str = "decode", *, workload: Workload = Workload(), **fields: Any
+) -> tuple[LoweredProgram, ...]:
+    """Lowers programs of the library for a model, without weights and without running anything.
+
+    The devices are those of the model's shardings: a single one or a mesh, of one or several
+    processes, here or in a topology description (`topology_devices`).
+
+    Args:
+        model: a model of `abstract_model`, or a loaded one.
+        program: "decode" (the loop of `generate`), "prefill", "batch" (the two programs of
+            `BatchGenerator`, `batch.step` and `batch.admit`) or "train" (the step of
+            `make_train_step` with the default optimizer of a recipe).
+        workload: rows and lengths.
+        fields: generation fields, such as `do_sample` or `num_beams`; greedy search by default.
+
+    Returns:
+        The programs, lowered; `.lowered.compile()` compiles one for the devices of the model.
+
+    Raises:
+        InputError, UnsupportedError: as the library's functions raise for such a call.
+    """
+    if program not in PROGRAMS:
+        raise InputError(f"program: unknown {program!r}; known: {', '.join(PROGRAMS)}")
+    return tuple(PROGRAMS[program](Target.of(model), workload, fields))
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A model and the devices that programs are lowered for."""
+
+    model: Any
+    """Shapes with shardings, and without metadata: an argument of the compiled programs."""
+    unplaced: Any
+    """Shapes without shardings, and with the metadata that the host reads."""
+    mesh: Mesh | None
+    device: Any
+    """The device, or the mesh's first one."""
+
+    @staticmethod
+    def of(model: Any) -> Target:
+        mesh, leaf = mesh_of(model), jax.tree.leaves(model)[0]
+        device = min(leaf.sharding.device_set, key=lambda device: device.id)
+        placed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model
+        )
+        unplaced = jax.tree.map(lambda x: x.update(sharding=None), placed)
+        return Target(without_metadata(placed), unplaced, mesh, device)
+
+    def everywhere(self, tree: Any) -> Any:
+        """Shapes of arrays that every device holds whole."""
+        tree = shapes_of(tree)
+        return (
+            on_device(tree, self.device) if self.mesh is None else put_everywhere(tree, self.mesh)
+        )
+
+    def lowered(
+        self, name: str, traced: jax.stages.Traced, position: int = 0, **numbers: Any
+    ) -> LoweredProgram:
+        """The program, lowered for the platform of the devices.
+
+        Args:
+            position: index of the first leaf of the model among the leaves of the arguments.
+        """
+        weights = jax.tree.leaves(self.model)
+        with use_mesh(self.mesh):
+            lowered = traced.lower(lowering_platforms=(platform_of(self.device),))
+        return LoweredProgram(
+            name=name,
+            lowered=lowered,
+            weight_bytes=device_bytes(weights),
+            read_weight_bytes=device_bytes(used_arguments(traced, weights, position)),
+            **numbers,
+        )
+
+
+def platform_of(device: Any) -> str:
+    """The platform that JAX lowers for: "cuda" where a device says "gpu"."""
+    return {"gpu": "cuda"}.get(device.platform, device.platform)
+
+
+def used_arguments(traced: Any, arrays: list[Any], position: int) -> list[Any]:
+    """Those of the arrays, arguments from `position` on, that the traced program reads."""
+    jaxpr = traced.jaxpr.jaxpr
+    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars}
+    variables = jaxpr.invars[position : position + len(arrays)]
+    return [x for x, var in zip(arrays, variables, strict=True) if id(var) in used]
+
+
+def abstract_request(target: Target, workload: Workload, fields: Mapping[str, Any]) -> Request:
+    """A call of `generate` with this workload, whose arrays are shapes on the target's devices."""
+    ids = np.zeros((workload.batch, workload.prompt), np.int32)
+    keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
+    request = prepare_call(target.unplaced, ids, np.ones_like(ids), None, 0, keywords)
+    arrays = (request.prompt, request.negative, request.settings, request.strategy)
+    arrays = shapes_of(arrays) if target.mesh is not None else on_device(arrays, target.device)
+    prompt, negative, settings, strategy = arrays
+    layout = dataclasses.replace(request.layout, prompt=prompt)
+    request = dataclasses.replace(
+        request, layout=layout, negative=negative, settings=settings, strategy=strategy
+    )
+    return request if target.mesh is None else request.on_mesh(target.mesh)
+
+
+def decode_state(target: Target, request: Request) -> Any:
+    """The state after prefill, as shapes with the shardings that the programs give it."""
+    with use_mesh(target.mesh):
+        model = program_model(target.model, request)
+        state = run_prefill(model, request, prefill_program.eval_shape)
+    if target.mesh is None:
+        return on_device(state, target.device)
+    shardings = field_shardings(state, target.mesh, batch=state.cache.mask.shape[0])
+    return put_tree(state, target.mesh, shardings)
+
+
+def lower_decode(
+    target: Target, workload: Workload, fields: Mapping[str, Any]
+) -> Iterator[LoweredProgram]:
+    """The decode loop of `generate`."""
+    request = abstract_request(target, workload, fields)
+    state = decode_state(target, request)
+    max_length = target.everywhere(np.int32(request.max_length))
+    model = program_model(target.model, request)
+    with use_mesh(target.mesh):
+        traced = decode_program.trace(request.strategy, model, state, request.settings, max_length)
+    position = len(jax.tree.leaves(request.strategy))
+    yield target.lowered("decode", traced, position, loops=True, **cache_numbers(state.cache))
+
+
+def lower_prefill(
+    target: Target, workload: Workload, fields: Mapping[str, Any]
+) -> Iterator[LoweredProgram]:
+    """The prefill of `generate`."""
+    request = abstract_request(target, workload, fields)
+    model = program_model(target.model, request)
+    with use_mesh(target.mesh):
+        traced = run_prefill(model, request, prefill_program.trace)
+    position = len(jax.tree.leaves(request.strategy))
+    cache = decode_state(target, request).cache
+    yield target.lowered("prefill", traced, position, loops=False, **cache_numbers(cache))
+
+
+def lower_batch(
+    target: Target, workload: Workload, fields: Mapping[str, Any]
+) -> Iterator[LoweredProgram]:
+    """The programs of the batch engine: the step of all slots, and the admission of prompts."""
+    keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
+    reader = RowReader(target.unplaced, None, keywords, seed=0)
+    row = reader.read(RawRow(0, 0, {"input_ids": [0] * workload.prompt}))
+    vocab_size = target.unplaced.config.vocab_size
+    (group,) = groups([row], vocab_size)
+    (task,) = group.tasks()[:1]
+    is_seq2seq, shards = target.unplaced.is_encoder_decoder, row_shards(target.mesh)
+    sizes = sizes_for([task], 1, is_seq2seq, shards, group.strategy.beams)
+    sizes = sizes.with_slots(workload.slots)
+    prompts = prefill_batch([task], group, sizes, vocab_size)
+    slots = slot_shapes(target.model, group.strategy, sizes, prompts.settings, target.mesh)
+    if target.mesh is None:
+        slots = on_device(slots, target.device)
+    stops = group.criteria(None, None)
+    with use_mesh(target.mesh):
+        admit, step = traced_programs(target.model, slots, prompts, stops, group, sizes)
+    numbers = cache_numbers(slots.state.cache)
+    yield target.lowered("batch.step", step, loops=True, **numbers)
+    yield target.lowered("batch.admit", admit, loops=False, **numbers)
+
+
+def lower_train(
+    target: Target, workload: Workload, fields: Mapping[str, Any]
+) -> Iterator[LoweredProgram]:
+    """The training step on rows of `prompt` tokens, with a recipe's default optimizer."""
+    # Training takes a second to import, and `import jaxllm` imports this module.
+    from jaxllm.training.losses import loss_for
+    from jaxllm.training.optimizers import OptimizerConfig, make_optimizer
+    from jaxllm.training.state import TrainState
+    from jaxllm.training.step import make_train_step
+
+    if fields:
+        raise InputError(f"{next(iter(fields))}: a training step has no generation fields")
+    if workload.batch % row_shards(target.mesh):
+        raise InputError(
+            f"batch: {workload.batch} rows cannot be split over data * fsdp = "
+            f"{row_shards(target.mesh)} devices; make it a multiple"
+        )
+    optimizer = make_optimizer(OptimizerConfig())
+    step = make_train_step(optimizer, loss_for(target.model))
+    state = jax.eval_shape(partial(TrainState.create, optimizer=optimizer), target.model)
+    ids = jax.ShapeDtypeStruct((workload.batch, workload.prompt), jnp.int32)
+    batch = {"input_ids": ids, "labels": ids}
+    if target.mesh is None:
+        state, batch = on_device((state, batch), target.device)
+    else:
+        state = put_tree(state, target.mesh)
+        batch = {name: put(x, batch_sharding(target.mesh)) for name, x in batch.items()}
+    with use_mesh(target.mesh):
+        traced = step.trace(state, batch)
+    program = target.lowered("train", traced, loops=False)
+    # A step reads float32 parameters, whatever the model's dtype.
+    weights = device_bytes(state.params)
+    yield dataclasses.replace(program, weight_bytes=weights, read_weight_bytes=weights)
+
+
+def cache_numbers(cache: Any) -> dict[str, Any]:
+    """The fields of `LoweredProgram` about the KV cache."""
+    arrays = jax.tree.leaves((cache.layers, cache.cross))
+    kinds = {
+        (jnp.dtype(x.dtype).name, int(np.prod(x.sharding.shard_shape(x.shape)))) for x in arrays
+    }
+    return {"cache_bytes": device_bytes(cache), "cache_arrays": frozenset(kinds)}
+
+
+PROGRAMS: dict[str, Callable[..., Iterator[LoweredProgram]]] = {
+    "decode": lower_decode,
+    "prefill": lower_prefill,
+    "batch": lower_batch,
+    "train": lower_train,
+}

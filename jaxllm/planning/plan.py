@@ -1,0 +1,250 @@
+"""`plan()`: what the library's programs cost on devices that are not there, by their compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxllm.common.errors import InputError
+from jaxllm.parallel.sharding import make_mesh, use_mesh
+from jaxllm.planning import hlo
+from jaxllm.planning.abstract import abstract_model
+from jaxllm.planning.lower import PROGRAMS, LoweredProgram, Workload, lower
+from jaxllm.planning.topology import Chip, Topology, find_topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramPlan:
+    """Costs of one program. Bytes are those of one device.
+
+    None: the compiler does not say, or it refused a program that does not fit (`fits` is False).
+    """
+
+    name: str
+    """`decode`, `prefill`, `batch.step`, `batch.admit` or `train`."""
+    weight_bytes: int
+    """The model's parameters (float32 for `train`)."""
+    cache_bytes: int
+    """The KV cache; 0 for `train`."""
+    argument_bytes: int | None = None
+    """All inputs: weights that the program reads, cache and other state."""
+    temp_bytes: int | None = None
+    """Temporary arrays."""
+    peak_bytes: int | None = None
+    """Inputs, outputs, temporary arrays and code at once, and the weights that only other programs
+    read."""
+    fits: bool | None = None
+    """Whether `peak_bytes` fits the memory of a device; None: that is unknown (CPU)."""
+    estimated_step_us: float | None = None
+    """The compiler's cycles of one step at the chip's clock, those of loops times their trips.
+    TPU only."""
+    floor_step_us: float | None = None
+    """Weights that the step reads, and cache, over the memory's bandwidth."""
+    inner_loops: int | None = None
+    """While loops inside a step."""
+    cache_copies: int | None = None
+    """Copies of a layer's keys or values anywhere in the program."""
+    kernels: int | None = None
+    """Operations that a step launches, those of loops times their trips."""
+    collectives: int | None = None
+    """Collective operations in a step."""
+    compile_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Costs of the programs of one model and workload on one topology."""
+
+    topology: str
+    device: str
+    """Name of the device."""
+    devices: int
+    """Number of devices that the programs use."""
+    mesh: Mapping[str, int] | None
+    dtype: str
+    workload: Workload
+    programs: tuple[ProgramPlan, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object; the figures of the programs are in the list `programs`."""
+        return dataclasses.asdict(self)
+
+
+def plan(
+    model: str | PathLike[str] | Mapping[str, Any],
+    topology: str = "v5e:2x2",
+    *,
+    mesh: Mapping[str, int] | None = None,
+    batch: int = 8,
+    prompt: int = 512,
+    new: int = 128,
+    slots: int = 64,
+    dtype: str = "bfloat16",
+    program: str | Sequence[str] | None = None,
+    attn_implementation: str = "eager",
+    remat: bool = False,
+    progress: Callable[[str], object] | None = None,
+) -> Plan:
+    """Compiles the library's programs for devices that are not there, and says what they cost.
+
+    Args:
+        model: a folder with config.json, the path of a config.json or of a .gguf file, or the
+            object in a config.json. Weights are not read.
+        topology: ``"v5e:2x4"``, ``"v6e:2x2"``, ``"v5p:2x2x1"``, ``"h100"``, ``"h100:8"``, or
+            ``"cpu"``, this machine's CPU.
+        mesh: sizes of `jaxllm.make_mesh`, such as ``{"tensor": 8}``, over the first devices of the
+            topology; axes that are not named are 1. None: one device.
+        batch: rows of prefill, decode loop and training step.
+        prompt: tokens of a prompt, or of a row of the training step.
+        new: new tokens of a row.
+        slots: slots of the batch engine.
+        dtype: dtype of weights and computation; a training step keeps its weights in float32.
+        program: "decode", "prefill", "batch" (its programs are `batch.step` and `batch.admit`),
+            "train", or several of them. None: all.
+        attn_implementation, remat: as `jaxllm.load`.
+        progress: called with the name of each program before it is compiled.
+
+    Returns:
+        A `Plan`. A program that the compiler refuses because it does not fit has `fits` False.
+
+    Raises:
+        MissingExtraError: the compiler for the topology is not installed.
+        UnsupportedError, InputError: an unknown topology or program, or a mesh larger than the
+            topology.
+        JaxLLMError: as `abstract_model`.
+    """
+    names = (
+        list(PROGRAMS) if program is None else [program] if isinstance(program, str) else program
+    )
+    workload = Workload(batch=batch, prompt=prompt, new=new, slots=slots)
+    found = find_topology(topology)
+    grid = None if mesh is None else topology_mesh(found, mesh)
+    abstract = abstract_model(
+        model,
+        mesh=grid,
+        device=found.devices[0],
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        remat=remat,
+    )
+    plans = []
+    for name in names:
+        for lowered in lower(abstract, name, workload=workload):
+            if progress is not None:
+                progress(lowered.name)
+            plans.append(plan_program(lowered, found.chip, grid))
+    return Plan(
+        topology=topology,
+        device=found.chip.name,
+        devices=1 if grid is None else grid.size,
+        mesh=None if grid is None else dict(grid.shape),
+        dtype=dtype,
+        workload=workload,
+        programs=tuple(plans),
+    )
+
+
+def topology_mesh(topology: Topology, sizes: Mapping[str, int]) -> Mesh:
+    """A mesh over the first devices of a topology.
+
+    Raises:
+        InputError: an unknown axis, or more devices than there are.
+    """
+    axes = {"data": 1, "fsdp": 1, "tensor": 1}
+    for name in sizes:
+        if name not in axes:
+            raise InputError(f"mesh: unknown axis {name!r}; known: {', '.join(axes)}")
+    axes |= sizes
+    devices = topology.devices
+    if all(isinstance(size, int) and size > 0 for size in axes.values()):
+        needed = math.prod(axes.values())
+        if needed > len(devices):
+            said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise InputError(
+                f"mesh: {said} makes {needed} devices, but topology {topology.name} has "
+                f"{len(devices)}; choose a larger topology"
+            )
+        devices = devices[:needed]
+    return make_mesh(**axes, devices=devices)
+
+
+def plan_program(program: LoweredProgram, chip: Chip, mesh: Mesh | None) -> ProgramPlan:
+    """Compiles one program and reads its costs."""
+    stated = {
+        "name": program.name,
+        "weight_bytes": program.weight_bytes,
+        "cache_bytes": program.cache_bytes,
+        "floor_step_us": floor_us(program, chip),
+    }
+    began = time.perf_counter()
+    try:
+        with use_mesh(mesh):
+            compiled = program.lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        seconds = round(time.perf_counter() - began, 2)
+        needed = needed_bytes(str(error))
+        return ProgramPlan(**stated, peak_bytes=needed, fits=False, compile_seconds=seconds)
+    seconds = round(time.perf_counter() - began, 2)
+    memory = memory_of(compiled, program)
+    module = hlo.Module.parse(compiled.as_text())
+    step = module.main_loop() if program.loops else module.entry
+    estimate = None
+    if chip.clock is not None:
+        estimate = round(hlo.cycles(module, step) / chip.clock * 1e6, 1)
+    return ProgramPlan(
+        **stated,
+        **memory,
+        fits=None if chip.memory_bytes is None else memory["peak_bytes"] <= chip.memory_bytes,
+        estimated_step_us=estimate,
+        inner_loops=hlo.inner_loops(module, step),
+        cache_copies=hlo.array_copies(module, program.cache_arrays),
+        kernels=hlo.kernels(module, step),
+        collectives=hlo.collectives(module, step),
+        compile_seconds=seconds,
+    )
+
+
+def floor_us(program: LoweredProgram, chip: Chip) -> float | None:
+    """Microseconds in which the memory delivers the weights that a step reads, and the cache."""
+    if chip.bandwidth is None:
+        return None
+    return round((program.read_weight_bytes + program.cache_bytes) / chip.bandwidth * 1e6, 1)
+
+
+def memory_of(compiled: jax.stages.Compiled, program: LoweredProgram) -> dict[str, int]:
+    """Bytes of arguments, temporary arrays and all together."""
+    stats = compiled.memory_analysis()
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    peak = stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
+    unread = program.weight_bytes - program.read_weight_bytes
+    return {
+        "argument_bytes": stats.argument_size_in_bytes,
+        "temp_bytes": stats.temp_size_in_bytes,
+        "peak_bytes": peak + stats.generated_code_size_in_bytes + unread,
+    }
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def needed_bytes(message: str) -> int | None:
+    """The bytes that a program needs, from the error of a compiler that has fewer.
+
+    >>> needed_bytes("Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm.")
+    22011707392
+    """
+    found = re.search(r"Used ([\d.]+)([KMGT]?) of|HLO temporaries \(([\d.]+)([KMGT]?)\)", message)
+    if found is None:
+        return None
+    number, unit = (found[1], found[2]) if found[1] else (found[3], found[4])
+    return int(float(number) * _UNITS[unit])

@@ -1,0 +1,146 @@
+"""Optimized HLO text: loops and trips, cycles, kernels, collectives, copies of the cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxllm.planning import hlo
+
+CYCLES = ', backend_config={{"window_config":{{"estimated_cycles":"{}","iteration_bounds":["1"]}}}}'
+KV = "bf16[6,32,64]{2,1,0:T(8,128)(2,1)}"
+OTHER_LAYOUT = "bf16[6,32,64]{1,2,0:T(8,128)(2,1)}"
+FAST_MEMORY = "bf16[6,32,64]{2,1,0:T(8,128)(2,1)S(1)}"
+
+# A decode loop as XLA prints it for a TPU: a serial write of the cache inside of it, a branch, an
+# all-reduce, and the cache in another layout at the beginning.
+TPU = f"""HloModule jit_decode, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+
+%fused (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0:T(128)}} parameter(0)
+  ROOT %neg = f32[8]{{0:T(128)}} negate(%p)
+}}
+
+%write (w: (s32[], bf16[6,32,64])) -> (s32[], bf16[6,32,64]) {{
+  %w = (s32[]{{:T(128)}}, {KV}) parameter(0)
+  %i = s32[]{{:T(128)}} get-tuple-element(%w), index=0
+  %kv = {KV} get-tuple-element(%w), index=1
+  %one = s32[]{{:T(128)}} constant(1)
+  %next = s32[]{{:T(128)}} add(%i, %one)
+  %update = {KV} dynamic-update-slice(%kv, %kv, %i, %i, /*index=4*/%i){CYCLES.format(100)}
+  ROOT %out = (s32[]{{:T(128)}}, {KV}) tuple(%next, %update)
+}}
+
+%written (c: (s32[], bf16[6,32,64])) -> pred[] {{
+  %limit = s32[]{{:T(128)}} constant(6), metadata={{op_name="jit(decode)/while"}}
+  %c = (s32[]{{:T(128)}}, {KV}) parameter(0)
+  %j = s32[]{{:T(128)}} get-tuple-element(%c), index=0
+  ROOT %less = pred[]{{:T(512)}} compare(%j, %limit), direction=LT
+}}
+
+%cheap (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0:T(128)}} parameter(0)
+  ROOT %y = f32[8]{{0:T(128)}} copy(%x){CYCLES.format(5)}
+}}
+
+%dear (x.1: f32[8]) -> f32[8] {{
+  %x.1 = f32[8]{{0:T(128)}} parameter(0)
+  ROOT %y.1 = f32[8]{{0:T(128)}} fusion(%x.1), kind=kLoop, calls=%fused{CYCLES.format(40)}
+}}
+
+%body (s: (s32[], bf16[6,32,64], f32[8])) -> (s32[], bf16[6,32,64], f32[8]) {{
+  %s = (s32[]{{:T(128)}}, {KV}, f32[8]{{0:T(128)}}) parameter(0)
+  %n = s32[]{{:T(128)}} get-tuple-element(%s), index=0
+  %cache = {KV} get-tuple-element(%s), index=1
+  %h = f32[8]{{0:T(128)}} get-tuple-element(%s), index=2
+  %start = (s32[]{{:T(128)}}, {KV}) tuple(%n, %cache)
+  %loop = (s32[]{{:T(128)}}, {KV}) while(%start), condition=%written, body=%write
+  %kv.2 = {KV} get-tuple-element(%loop), index=1
+  %either = f32[8]{{0:T(128)}} conditional(%n, %h, %h), branch_computations={{%cheap, %dear}}
+  %ar = f32[8]{{0:T(128)}} all-reduce-start(%either), to_apply=%add{CYCLES.format(7)}
+  %done = f32[8]{{0:T(128)}} all-reduce-done(%ar)
+  ROOT %again = (s32[]{{:T(128)}}, {KV}, f32[8]{{0:T(128)}}) tuple(%n, %kv.2, %done)
+}}
+
+%more (m: (s32[], bf16[6,32,64], f32[8])) -> pred[] {{
+  %m = (s32[]{{:T(128)}}, {KV}, f32[8]{{0:T(128)}}) parameter(0)
+  ROOT %yes = pred[]{{:T(512)}} constant(true)
+}}
+
+ENTRY %main (k: bf16[6,32,64], z: f32[8]) -> bf16[6,32,64] {{
+  %k = {OTHER_LAYOUT} parameter(0)
+  %z = f32[8]{{0:T(128)}} parameter(1)
+  %zero = s32[]{{:T(128)}} constant(0)
+  %relaid = {KV} copy(%k){CYCLES.format(9999)}
+  %move = ({FAST_MEMORY}, {KV}, u32[]{{:S(2)}}) copy-start(%relaid)
+  %moved = {FAST_MEMORY} copy-done(%move)
+  %init = (s32[]{{:T(128)}}, {KV}, f32[8]{{0:T(128)}}) tuple(%zero, %relaid, %z)
+  %decode = (s32[]{{:T(128)}}, {KV}, f32[8]{{0:T(128)}}) while(%init), condition=%more, body=%body
+  ROOT %result = {KV} get-tuple-element(%decode), index=1
+}}
+"""
+CACHE = {("bfloat16", 6 * 32 * 64)}
+
+
+@pytest.fixture
+def module() -> hlo.Module:
+    return hlo.Module.parse(TPU)
+
+
+def test_the_decode_loop_is_the_largest_outermost_one(module: hlo.Module) -> None:
+    assert module.entry == "main"
+    assert module.main_loop() == "body"
+
+
+def test_trips_are_read_from_the_condition(module: hlo.Module) -> None:
+    loops = {x.name: x for x in module.reachable("main") if x.opcode == "while"}
+    assert module.trips(loops["loop"]) == 6
+    assert module.trips(loops["decode"]) is None
+
+
+def test_trips_that_xla_states() -> None:
+    stated = TPU.replace(
+        "body=%write", 'body=%write, backend_config={"known_trip_count":{"n":"11"}}'
+    )
+    module = hlo.Module.parse(stated)
+    (loop,) = (x for x in module.reachable("body") if x.opcode == "while")
+    assert module.trips(loop) == 11
+
+
+def test_cycles_count_loops_times_their_trips_and_the_dearest_branch(module: hlo.Module) -> None:
+    assert hlo.cycles(module, "body") == 6 * 100 + 40 + 7
+    assert hlo.cycles(module, "main") == 9999 + 6 * 100 + 40 + 7
+
+
+def test_kernels_are_what_a_step_launches(module: hlo.Module) -> None:
+    # The counter's addition and the write, six times; a branch; the all-reduce, once.
+    assert hlo.kernels(module, "body") == 6 * 2 + 1 + 1
+
+
+def test_loops_and_collectives_of_a_step(module: hlo.Module) -> None:
+    assert hlo.inner_loops(module, "body") == 1
+    assert hlo.collectives(module, "body") == 1
+
+
+def test_copies_of_the_cache_but_not_moves_between_memories(module: hlo.Module) -> None:
+    assert hlo.array_copies(module, CACHE) == 1
+    assert hlo.array_copies(module, {("float32", 6 * 32 * 64)}) == 0
+    same_layout = hlo.Module.parse(TPU.replace(OTHER_LAYOUT, FAST_MEMORY))
+    assert hlo.array_copies(same_layout, CACHE) == 0
+
+
+def test_a_program_without_loops_is_one_step() -> None:
+    text = "ENTRY %main (x: f32[2]) -> f32[2] {\n  %x = f32[2]{0} parameter(0)\n"
+    module = hlo.Module.parse(text + "  ROOT %y = f32[2]{0} negate(%x)\n}\n")
+    assert module.main_loop() == "main"
+    assert hlo.kernels(module, "main") == 1
+
+
+def test_other_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="no ENTRY"):
+        hlo.Module.parse("module @jit_f {}")

@@ -1,0 +1,267 @@
+"""`plan` and `lower`: the library's own programs, on abstract models, meshes and topologies."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from devices import on_devices
+
+import jaxllm
+from jaxllm.common.errors import (
+    ConfigError,
+    InputError,
+    MissingExtraError,
+    MissingFileError,
+    UnsupportedError,
+)
+from jaxllm.generation.call.prepare import prepare_call
+from jaxllm.generation.generate import program_model
+from jaxllm.planning import LoweredProgram, Workload, lower
+from jaxllm.planning.plan import plan_program
+from jaxllm.planning.topology import CHIPS
+
+SMALL = Workload(batch=2, prompt=5, new=6, slots=4)
+SIZES = {"batch": 2, "prompt": 5, "new": 6, "slots": 4}
+FIELDS = (
+    "name",
+    "weight_bytes",
+    "cache_bytes",
+    "argument_bytes",
+    "temp_bytes",
+    "peak_bytes",
+    "fits",
+    "estimated_step_us",
+    "floor_step_us",
+    "inner_loops",
+    "cache_copies",
+    "kernels",
+    "collectives",
+    "compile_seconds",
+)
+
+
+def installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_tpu = pytest.mark.skipif(not installed("libtpu"), reason="libtpu is not installed")
+needs_gpu = pytest.mark.skipif(
+    not installed("jax_plugins.xla_cuda12"), reason="JAX's CUDA plugin is not installed"
+)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_lowered_programs_are_those_that_generate_runs(family: str) -> None:
+    model = tiny.cached(family)
+    ids = tiny.ids(SMALL.batch, SMALL.prompt)
+    keywords = {"max_new_tokens": SMALL.new, "do_sample": False}
+    request = prepare_call(model, ids, None, None, 0, keywords)
+    bare = program_model(model, request)
+    prefill, decode = (
+        lower(model, name, workload=SMALL)[0].lowered.compile() for name in ("prefill", "decode")
+    )
+    # A compiled program refuses arguments of other shapes, dtypes or structure.
+    state = prefill(request.strategy, bare, request.prompt, request.settings)
+    limit = np.int32(request.max_length)
+    state = decode(request.strategy, bare, state, request.settings, limit)
+    expected = jaxllm.generate(model, ids, **keywords).sequences
+    np.testing.assert_array_equal(state.sequences[:, : expected.shape[1]], expected)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return jaxllm.abstract_model(tiny.CONFIGS["llama"], dtype="float32")
+
+
+def test_an_abstract_model_has_the_shapes_of_a_real_one(llama: Any) -> None:
+    real = tiny.cached("llama")
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (llama, real), is_leaf=is_array)
+    assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(llama))
+
+
+def is_array(x: object) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct | jax.Array)
+
+
+def test_an_abstract_model_of_a_gguf_header(smollm2_gguf: Path) -> None:
+    model = jaxllm.abstract_model(smollm2_gguf)
+    assert sum(x.size for x in jax.tree.leaves(model)) == 134_515_008
+
+
+@pytest.mark.parametrize("family", tiny.mostly("llama"))
+def test_costs_of_all_programs(family: str) -> None:
+    found = jaxllm.plan(tiny.CONFIGS[family], "cpu", dtype="float32", **SIZES)
+    by_name = {program.name: program for program in found.programs}
+    assert list(by_name) == ["decode", "prefill", "batch.step", "batch.admit", "train"]
+    weights = sum(x.nbytes for x in jax.tree.leaves(tiny.cached(family)))
+    assert {program.weight_bytes for program in found.programs} == {weights}
+    for program in found.programs:
+        assert program.peak_bytes >= program.argument_bytes + program.temp_bytes > 0
+        assert program.kernels > 0
+        assert program.collectives == 0
+        assert (program.fits, program.estimated_step_us, program.floor_step_us) == (None,) * 3
+    assert by_name["decode"].cache_copies == by_name["batch.step"].cache_copies == 0
+    if family != "t5":  # two rows of 16 + 16 slots, or four slots of 16 columns, and counters
+        cache = tiny.cached(family).init_cache(2, 32)
+        keys_and_values = sum(x.nbytes for x in jax.tree.leaves(cache.layers))
+        assert 0 < by_name["decode"].cache_bytes - keys_and_values < 100
+        assert 0 < by_name["batch.step"].cache_bytes - keys_and_values < 200
+    assert by_name["train"].cache_bytes == 0
+    assert by_name["train"].argument_bytes > 3 * weights  # with Adam's moments
+
+
+def test_a_decode_step_of_t5_reads_no_encoder() -> None:
+    (program,) = lower(tiny.cached("t5"), "decode", workload=SMALL)
+    assert program.read_weight_bytes < program.weight_bytes
+    (prefill,) = lower(tiny.cached("t5"), "prefill", workload=SMALL)
+    assert prefill.read_weight_bytes == prefill.weight_bytes
+
+
+MESH = """
+import json, sys, tiny, jaxllm
+sizes = {"batch": 4, "prompt": 5, "new": 6, "slots": 4}
+for mesh in ({"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}):
+    found = jaxllm.plan(tiny.CONFIGS["llama"], "cpu", mesh=mesh, dtype="float32", **sizes)
+    for p in found.programs:
+        print(found.devices, p.name, p.weight_bytes, p.cache_bytes, p.collectives)
+try:
+    jaxllm.plan(tiny.CONFIGS["llama"], "cpu", mesh={"data": 16}, program="decode")
+except jaxllm.JaxLLMError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_meshes_over_the_first_devices() -> None:
+    *lines, error = on_devices(MESH).splitlines()
+    rows = [line.split() for line in lines]
+    assert [row[0] for row in rows] == ["2"] * 5 + ["8"] * 5
+    whole = sum(x.nbytes for x in jax.tree.leaves(tiny.cached("llama")))
+    assert all(0.5 <= int(row[2]) / whole < 0.6 for row in rows[:5])
+    assert all(0.25 <= int(row[2]) / whole < 0.4 for row in rows[5:])
+    assert int(rows[5][3]) < int(rows[0][3]) / 2  # rows of the cache are sharded too
+    assert all(int(row[4]) > 0 for row in rows)
+    assert (
+        error == "mesh: data=16 makes 16 devices, but topology cpu has 8; choose a larger topology"
+    )
+
+
+def test_an_unknown_topology_and_a_compiler_that_is_missing(monkeypatch: Any) -> None:
+    config = tiny.CONFIGS["llama"]
+    with pytest.raises(UnsupportedError, match="topology: unknown 'v9:2x2'; known: v5e:2x4"):
+        jaxllm.plan(config, "v9:2x2")
+    with pytest.raises(UnsupportedError, match="expected the sizes of a slice, such as v5e:2x4"):
+        jaxllm.plan(config, "v5e")
+    with pytest.raises(UnsupportedError, match="expected h100 or a number of them"):
+        jaxllm.plan(config, "h100:2x2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for topology, package in (("v5e:2x2", "libtpu"), ("h100", "jax-cuda12-plugin")):
+        extra = "plan-tpu" if package == "libtpu" else "plan-gpu"
+        with pytest.raises(MissingExtraError, match=rf"{package}: pip install 'jaxllm\[{extra}\]'"):
+            jaxllm.plan(config, topology)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"config.json: no such file; give a folder with"):
+        jaxllm.plan(tmp_path, "cpu")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 0}')
+    with pytest.raises(ConfigError, match=r"config.json: .*vocab_size"):
+        jaxllm.plan(tmp_path, "cpu")
+    config = tiny.CONFIGS["llama"]
+    with pytest.raises(InputError, match="mesh: tensor=4 makes 4 devices, but topology cpu has 1"):
+        jaxllm.plan(config, "cpu", mesh={"tensor": 4})
+    with pytest.raises(InputError, match="mesh: unknown axis 'pipe'"):
+        jaxllm.plan(config, "cpu", mesh={"pipe": 1})
+    with pytest.raises(InputError, match="slots: expected an integer of 1 or more, found 0"):
+        jaxllm.plan(config, "cpu", slots=0)
+    with pytest.raises(InputError, match="program: unknown 'score'"):
+        jaxllm.plan(config, "cpu", program="score")
+    with pytest.raises(UnsupportedError, match="dtype: expected float32, bfloat16 or float16"):
+        jaxllm.plan(config, "cpu", dtype="int8")
+    with pytest.raises(InputError, match="positions"):
+        jaxllm.plan(tiny.CONFIGS["gpt2"], "cpu", program="decode", prompt=60, new=60)
+
+
+class Refused:
+    """A lowered program that its compiler refuses, with libtpu's words."""
+
+    def compile(self) -> None:
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+            "space hbm. Used 20.50G of 15.75G hbm. Exceeded hbm capacity by 4.75G."
+        )
+
+
+def test_a_program_that_the_compiler_refuses_does_not_fit() -> None:
+    program = LoweredProgram("decode", Refused(), True, 100, 100, 10)  # type: ignore[arg-type]
+    found = plan_program(program, CHIPS["v5e"], None)
+    assert found.fits is False
+    assert found.peak_bytes == int(20.5 * 2**30)
+    assert found.temp_bytes is found.estimated_step_us is None
+
+
+def check_decode(topology: str) -> Any:
+    found = jaxllm.plan(tiny.CONFIGS["llama"], topology, program="decode", **SIZES)
+    (program,) = found.programs
+    assert program.fits
+    assert program.floor_step_us > 0
+    assert program.kernels > 0
+    assert program.temp_bytes < 2**20
+    return program
+
+
+@needs_tpu
+def test_a_tpu_compiles_the_decode_loop() -> None:
+    program = check_decode("v5e:2x2")
+    assert program.estimated_step_us > program.floor_step_us
+
+
+@needs_tpu
+def test_a_tpu_mesh_of_two_processes() -> None:
+    found = jaxllm.plan(
+        tiny.CONFIGS["llama"],
+        "v5e:2x4",
+        mesh={"data": 4, "tensor": 2},
+        program=("decode", "batch"),
+        **SIZES | {"batch": 4},
+    )
+    assert found.devices == 8
+    assert [p.name for p in found.programs] == ["decode", "batch.step", "batch.admit"]
+    assert all(program.collectives > 0 for program in found.programs)
+
+
+@needs_gpu
+def test_a_gpu_compiles_the_decode_loop() -> None:
+    assert check_decode("h100").estimated_step_us is None
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: Any) -> None:
+    from jaxllm.cli.main import main
+
+    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIGS["gpt2"]))
+    command = ["plan", str(tmp_path), "--topology", "cpu", "--batch", "2", "--prompt", "5"]
+    command += ["--new", "6", "--program", "decode"]
+    assert main([*command, "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert captured.err == ""
+    assert [tuple(program) for program in found["programs"]] == [FIELDS]
+    assert found["workload"] == {"batch": 2, "prompt": 5, "new": 6, "slots": 64}
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "compiling decode\n"
+    assert captured.out.startswith("1 x CPU of cpu, bfloat16; batch 2, prompt 5, new 6, slots 64\n")
+    assert "kernels of a step" in captured.out
+    assert main(["plan", str(tmp_path / "no"), "--topology", "cpu"]) == 2
+    assert capsys.readouterr().err.endswith("give a folder with config.json, or the path of one\n")
