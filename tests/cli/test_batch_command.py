@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,12 +74,13 @@ def test_chat(tmp_path, capsys):
     _, tokenizer = jaxllm.load(MODEL)
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hello"}])
     files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
-    code, _ = in_process(capsys, "--model", MODEL, *files, "--chat", "--max-new-tokens", 3)
-    assert code == 0
+    code, err = in_process(capsys, "--model", MODEL, *files, "--chat", "--max-new-tokens", 3)
     (line,) = read_lines(tmp_path / "out.jsonl")
     if tokenizer.chat_template is None:
         assert line["error_kind"] == "TemplateError"
+        assert (code, "no row succeeded" in err) == (1, True)
     else:
+        assert code == 0
         assert len(line["output_ids"]) == 3
 
 
@@ -91,12 +94,60 @@ def test_chat(tmp_path, capsys):
         (("--input", "a", "--output", "b", "--input-ids", "1"), "--input-ids: not together"),
         (("--input", "none.jsonl", "--output", "b"), "no such file"),
         (("--input", "a", "--output", "b", "--seed", "-1"), "--seed must be"),
+        (("--input", "-", "--output", "b"), "--input -: a batch reads and writes files"),
+        (("--input", "a", "--output", "-"), "--output -: a batch reads and writes files"),
+        (("--input", "rows.csv", "--output", "b"), "rows.csv: is a table of text"),
     ],
 )
 def test_mixed_up_options(arguments, why, capsys):
     code, err = in_process(capsys, *arguments)
     assert code == 2
     assert why in err
+
+
+OPENAI = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (["id,prompt", "1,Hello"], r"no line has a prompt, .*line 1: not JSON"),
+        ([json.dumps(OPENAI)], r"line 1 has custom_id, method, url, body"),
+        ([json.dumps({"text": "Hi"})] * 2, r"no line has a prompt, messages or input_ids"),
+        ([], "has no rows"),
+        (['{"id": "a", "prompt": "x"}'] * 2, r"lines 1 and 2 have the same id, 'a'"),
+        (['{"id": 2, "prompt": "x"}', '{"prompt": "x"}'], r"lines 1 and 2 have the same id, 2"),
+    ],
+)
+def test_input_that_is_refused_before_loading(tmp_path, capsys, lines, why):
+    (tmp_path / "rows").write_text("\n".join(lines))
+    files = ("--input", tmp_path / "rows", "--output", tmp_path / "out.jsonl")
+    code, err = in_process(capsys, "--model", MODEL, *files)
+    (line,) = err.splitlines()
+    assert code == 2
+    assert re.search(why, line)
+    assert "loading" not in err
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_another_model_under_the_same_path_is_refused(tmp_path, capsys):
+    model = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hello", "max_new_tokens": 2}])
+    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl", "--resume")
+    assert in_process(capsys, "--model", model, *files)[0] == 0
+    changes = {
+        "model weights": (model / "model.safetensors", b"\x00"),
+        "model config": (model / "config.json", b" "),
+        "generation config": (model / "generation_config.json", b" "),
+        "tokenizer": (next(model.glob("tokenizer*")), b" "),
+    }
+    for name, (path, more) in changes.items():
+        before = path.read_bytes() if path.exists() else None
+        path.write_bytes((before or b"{}") + more)
+        code, err = in_process(capsys, "--model", model, *files)
+        assert (code, f"{name}: was " in err) == (2, True), err
+        path.unlink() if before is None else path.write_bytes(before)
+    assert in_process(capsys, "--model", model.rename(tmp_path / "moved"), *files)[0] == 0
 
 
 class Killed:

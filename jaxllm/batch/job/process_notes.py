@@ -1,7 +1,8 @@
 """Notes that the processes of one job exchange: files in the job's folder.
 
 Each process answers its rows independently. At its end it writes a note with its counters or its
-error; process 0 waits for all notes, and the others until it has merged the parts.
+error; process 0 waits for all notes, and the others until it has merged the parts. Notes are of one
+run, the journal is of all runs of a job.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.batch.job.journal import read, started_file
+from jaxllm.batch.job.job_files import read_json_file, started_file
 from jaxllm.common.atomic_file import write_whole
-from jaxllm.common.errors import RunError
+from jaxllm.common.errors import RunError, naming_file
 
 POLL_SECONDS = 0.2
 
@@ -24,43 +25,45 @@ def note_file(folder: Path, process: int) -> Path:
     return folder / f"run-{process:05d}.json"
 
 
-def forget(folder: Path) -> None:
+def remove_notes(folder: Path) -> None:
     """Removes the notes of earlier runs."""
     for path in folder.glob("run-*.json"):
         path.unlink()
 
 
-def leave(folder: Path, process: int, note: Mapping[str, Any]) -> None:
-    write_whole(note_file(folder, process), json.dumps(note).encode())
+def write_note(folder: Path, process: int, note: Mapping[str, Any]) -> None:
+    path = note_file(folder, process)
+    with naming_file(path, RunError, "written"):
+        write_whole(path, json.dumps(note).encode())
 
 
 @contextlib.contextmanager
-def failure_left(folder: Path, process: int) -> Iterator[None]:
+def noting_failure(folder: Path, process: int) -> Iterator[None]:
     """Writes a failure inside as this process's note."""
     try:
         yield
     except BaseException as failure:
         # The disk may be what failed; the failure itself matters more than that.
-        with contextlib.suppress(OSError):
-            leave(folder, process, {"error": str(failure) or type(failure).__name__})
+        with contextlib.suppress(RunError):
+            write_note(folder, process, {"error": str(failure) or type(failure).__name__})
         raise
 
 
-def wait_for_others(folder: Path, processes: int) -> list[dict[str, Any]]:
+def wait_for_notes(folder: Path, processes: int) -> list[dict[str, Any]]:
     """Waits for the notes of processes 1 and above, and returns them.
 
     Raises:
         RunError: one of them failed.
     """
-    waiting = [(process, note_file(folder, process)) for process in range(1, processes)]
+    files = [(process, note_file(folder, process)) for process in range(1, processes)]
     notes = []
-    for process, path in waiting:
+    for process, path in files:
         while not path.exists():
-            for other, failed in waiting:
-                _raise_failure(other, failed)
+            for other_process, other_path in files:
+                _raise_failure(other_process, other_path)
             time.sleep(POLL_SECONDS)
         _raise_failure(process, path)
-        notes.append(read(path))
+        notes.append(read_json_file(path))
     return notes
 
 
@@ -76,5 +79,5 @@ def wait_for_merge(folder: Path) -> None:
 
 
 def _raise_failure(process: int, path: Path) -> None:
-    if path.exists() and "error" in (note := read(path)):
+    if path.exists() and "error" in (note := read_json_file(path)):
         raise RunError(f"process {process} failed ({note['error']}); go on with --resume")

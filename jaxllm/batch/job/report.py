@@ -1,4 +1,7 @@
-"""Report of a finished job: as JSON, and as a table for people."""
+"""Report of a finished job: as JSON, and as a table for people.
+
+Apart from job.py, which only fills it in.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from jaxllm.batch.memory import Prediction
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunCounters:
     """Counters and times of one run of a job, without earlier runs."""
 
     counts: Counts
@@ -32,19 +35,19 @@ class Run:
         return {**vars(self), "counts": vars(self.counts), "memory": memory}
 
     @staticmethod
-    def total(notes: Sequence[Mapping[str, Any]]) -> Run:
+    def total(notes: Sequence[Mapping[str, Any]]) -> RunCounters:
         """The sum over several processes; the time is that of the longest."""
         longest = max(notes, key=lambda note: note["seconds"])
-        return Run(
+        return RunCounters(
             counts=Counts.total(note["counts"] for note in notes),
-            memory=[Prediction(**found) for note in notes for found in note["memory"]],
+            memory=[Prediction(**fields) for note in notes for fields in note["memory"]],
             seconds=longest["seconds"],
             compile_seconds=longest["compile_seconds"],
             programs=sum(note["programs"] for note in notes),
             programs_from_cache=sum(note["programs_from_cache"] for note in notes),
         )
 
-    def speed(self, count: int) -> float:
+    def per_second(self, count: int) -> float:
         """`count` per second, compilation time excluded."""
         return count / max(self.seconds - self.compile_seconds, 1e-9)
 
@@ -56,9 +59,9 @@ class Run:
             "compile_seconds": self.compile_seconds,
             "programs": self.programs,
             "programs_from_cache": self.programs_from_cache,
-            "rows_per_second": self.speed(counts.rows),
-            "prompt_tokens_per_second": self.speed(counts.prompt_tokens),
-            "new_tokens_per_second": self.speed(counts.new_tokens),
+            "rows_per_second": self.per_second(counts.rows),
+            "prompt_tokens_per_second": self.per_second(counts.prompt_tokens),
+            "new_tokens_per_second": self.per_second(counts.new_tokens),
             "memory": [dataclasses.asdict(prediction) for prediction in self.memory],
         }
 
@@ -71,7 +74,7 @@ class Report:
     output: str
     settings: Mapping[str, Any]
     rows: int
-    texts: int
+    sequences: int
     resumed: int
     """Rows that runs before the last one answered."""
     processes: int
@@ -81,7 +84,12 @@ class Report:
     finish_reasons: Mapping[str, int]
     prompt_lengths: Mapping[str, float]
     new_lengths: Mapping[str, float]
-    run: Run
+    run: RunCounters
+
+    @property
+    def successes(self) -> int:
+        """Rows without an error."""
+        return self.rows - sum(self.errors.values())
 
     def to_json(self) -> bytes:
         """Contents of the file beside the output."""
@@ -92,20 +100,20 @@ class Report:
     def table(self) -> list[tuple[str, str]]:
         """Names and formatted values."""
         run, counts = self.run, self.run.counts
-        done = f"{self.rows:,}" + (f", {self.resumed:,} of them before" if self.resumed else "")
+        rows = f"{self.rows:,}" + (f", {self.resumed:,} of them before" if self.resumed else "")
         lines = [
-            ("rows", done),
-            ("errors", listed(self.errors)),
-            ("finished by", listed(self.finish_reasons)),
-            ("prompt lengths", spread(self.prompt_lengths)),
-            ("new lengths", spread(self.new_lengths)),
+            ("rows", rows),
+            ("errors", format_counts(self.errors)),
+            ("finished by", format_counts(self.finish_reasons)),
+            ("prompt lengths", format_summary(self.prompt_lengths)),
+            ("new lengths", format_summary(self.new_lengths)),
             ("time", f"{run.seconds:.1f} s, {run.compile_seconds:.1f} s of it compiling"),
             ("programs", f"{run.programs}, {run.programs_from_cache} of them from the cache"),
             (
                 "speed",
-                f"{run.speed(counts.rows):.2f} rows/s, "
-                f"{run.speed(counts.prompt_tokens):.1f} prompt and "
-                f"{run.speed(counts.new_tokens):.1f} new tokens/s",
+                f"{run.per_second(counts.rows):.2f} rows/s, "
+                f"{run.per_second(counts.prompt_tokens):.1f} prompt and "
+                f"{run.per_second(counts.new_tokens):.1f} new tokens/s",
             ),
             ("slots", f"{counts.utilisation:.1%} busy over {counts.decode_steps:,} steps"),
         ]
@@ -117,12 +125,12 @@ class Report:
         return lines
 
 
-def lengths(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def row_statistics(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Computes the fields of a `Report` that follow from the journal's records."""
-    prompts: list[int] = []
-    new: list[int] = []
+    prompt_lengths: list[int] = []
+    new_lengths: list[int] = []
     errors: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
+    finish_reasons: Counter[str] = Counter()
     rows = 0
     for record in records:
         rows, line = rows + 1, record["line"]
@@ -130,17 +138,17 @@ def lengths(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             errors[line["error_kind"]] += 1
             continue
         several = not isinstance(line["finish_reason"], str)
-        texts = line["output_ids"] if several else [line["output_ids"]]
-        reasons.update(line["finish_reason"] if several else [line["finish_reason"]])
-        prompts.append(record["prompt_tokens"])
-        new += map(len, texts)
+        sequences = line["output_ids"] if several else [line["output_ids"]]
+        finish_reasons.update(line["finish_reason"] if several else [line["finish_reason"]])
+        prompt_lengths.append(record["prompt_tokens"])
+        new_lengths += map(len, sequences)
     return {
         "rows": rows,
-        "texts": len(new),
+        "sequences": len(new_lengths),
         "errors": dict(errors),
-        "finish_reasons": dict(reasons),
-        "prompt_lengths": summary(prompts),
-        "new_lengths": summary(new),
+        "finish_reasons": dict(finish_reasons),
+        "prompt_lengths": summary(prompt_lengths),
+        "new_lengths": summary(new_lengths),
     }
 
 
@@ -152,25 +160,26 @@ def summary(values: Sequence[int]) -> dict[str, float]:
     """
     if not values:
         return {"total": 0.0}
-    low, median, high, most = np.quantile(values, [0, 0.5, 0.95, 1])
-    found = {"total": np.sum(values), "mean": np.mean(values), "min": low, "median": median}
-    return {name: float(x) for name, x in {**found, "p95": high, "max": most}.items()}
+    names = ("min", "median", "p95", "max")
+    quantiles = zip(names, np.quantile(values, [0, 0.5, 0.95, 1]), strict=True)
+    result = {"total": np.sum(values), "mean": np.mean(values), **dict(quantiles)}
+    return {name: float(value) for name, value in result.items()}
 
 
-def spread(found: Mapping[str, float]) -> str:
+def format_summary(values: Mapping[str, float]) -> str:
     """A summary on one line."""
-    if "mean" not in found:
+    if "mean" not in values:
         return "none"
     return (
-        f"{found['min']:.0f} to {found['max']:.0f}, mean {found['mean']:.1f}, median "
-        f"{found['median']:.0f}, 95% up to {found['p95']:.0f}; {found['total']:,.0f} in all"
+        f"{values['min']:.0f} to {values['max']:.0f}, mean {values['mean']:.1f}, median "
+        f"{values['median']:.0f}, 95% up to {values['p95']:.0f}; {values['total']:,.0f} in all"
     )
 
 
-def listed(counts: Mapping[str, int]) -> str:
+def format_counts(counts: Mapping[str, int]) -> str:
     """Counts on one line.
 
-    >>> listed({"eos": 3, "length": 1}), listed({})
+    >>> format_counts({"eos": 3, "length": 1}), format_counts({})
     ('3 eos, 1 length', 'none')
     """
     return ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "none"

@@ -14,9 +14,10 @@ import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.batch.counts import Counts
 from jaxllm.batch.job import process_notes as notes
-from jaxllm.batch.job.job import Input, Job, share
-from jaxllm.batch.job.journal import Journal, is_finished, whole_lines
-from jaxllm.batch.job.report import Run
+from jaxllm.batch.job.job import InputFile, Job, rows_of_process
+from jaxllm.batch.job.job_files import is_finished
+from jaxllm.batch.job.journal import Journal, read_part
+from jaxllm.batch.job.report import RunCounters
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import DataError, MissingFileError, RunError
 
@@ -29,7 +30,7 @@ def job(folder: Path, rows: list[Any], *, resume=False, settings=SETTINGS, **fie
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     source.write_text("\n".join(lines) + "\n")
     engine = BatchGenerator(MODEL, TOKENIZER, slots=4, **{"max_new_tokens": 6, **fields})
-    return Job(engine, Input.read(source), folder / "out.jsonl", settings, resume=resume)
+    return Job(engine, InputFile.read(source), folder / "out.jsonl", settings, resume=resume)
 
 
 def run(work: Job, *, until: int | None = None) -> list[dict[str, Any]]:
@@ -126,9 +127,9 @@ def test_a_torn_last_line_is_repaired(tmp_path):
 
 def test_a_damaged_line_is_named(tmp_path):
     part = tmp_path / "part-00000.jsonl"
-    part.write_bytes(b'{"index": 0, "line": {}}\n{"index"\n{"index": 1, "line": {}}\n')
+    part.write_bytes(b'{"job": "j", "index": 0, "line": {}}\n{"index"\n{"index": 1, "line": {}}\n')
     with pytest.raises(DataError, match="line 2"):
-        whole_lines(part, repair=True)
+        read_part(part, "j", repair=True)
 
 
 def test_merging_is_repeated_after_a_crash_in_it(tmp_path):
@@ -141,7 +142,7 @@ def test_merging_is_repeated_after_a_crash_in_it(tmp_path):
 
 def test_what_is_refused(tmp_path):
     with pytest.raises(MissingFileError, match=r"none\.jsonl"):
-        Input.read(tmp_path / "none.jsonl")
+        InputFile.read(tmp_path / "none.jsonl")
     run(job(tmp_path, ROWS), until=2)
     for changes, name in (
         ({"settings": {**SETTINGS, "--temperature": 0.6}}, "--temperature: was 0.5"),
@@ -156,12 +157,12 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(RunError, match="exists already"):
         run(job(tmp_path, ROWS))
     finished = job(tmp_path, ROWS)
-    assert is_finished(finished.output, finished.settings, resume=True)
+    assert is_finished(finished.output, finished.identity, resume=True)
     with pytest.raises(RunError, match="--top-k: was None"):
-        is_finished(finished.output, {**finished.settings, "--top-k": 6}, resume=True)
+        is_finished(finished.output, {**finished.identity, "--top-k": 6}, resume=True)
     finished.report_path.unlink()
     with pytest.raises(RunError, match="no output of a job"):
-        is_finished(finished.output, finished.settings, resume=True)
+        is_finished(finished.output, finished.identity, resume=True)
 
 
 def test_one_process_a_job(tmp_path):
@@ -204,27 +205,27 @@ def test_a_process_of_an_earlier_run_is_waited_for(tmp_path):
 @pytest.mark.parametrize("processes", [1, 2, 3, 20])
 def test_shares_are_all_rows_once(processes):
     rows = [0, 1, 2, 5, 6, 7, 9, 11]
-    shares = [share(rows, process, processes) for process in range(processes)]
+    shares = [rows_of_process(rows, process, processes) for process in range(processes)]
     assert sorted(row for each in shares for row in each) == rows
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_notes_of_processes(tmp_path):
-    notes.leave(tmp_path, 1, {"seconds": 1.0})
-    notes.leave(tmp_path, 2, {"seconds": 2.0})
-    assert notes.wait_for_others(tmp_path, 3) == [{"seconds": 1.0}, {"seconds": 2.0}]
-    assert notes.wait_for_others(tmp_path, 1) == []
-    with pytest.raises(OSError, match="disk"), notes.failure_left(tmp_path, 2):
+    notes.write_note(tmp_path, 1, {"seconds": 1.0})
+    notes.write_note(tmp_path, 2, {"seconds": 2.0})
+    assert notes.wait_for_notes(tmp_path, 3) == [{"seconds": 1.0}, {"seconds": 2.0}]
+    assert notes.wait_for_notes(tmp_path, 1) == []
+    with pytest.raises(OSError, match="disk"), notes.noting_failure(tmp_path, 2):
         raise OSError("the disk is full")
     with pytest.raises(RunError, match=r"process 2 failed \(the disk is full\)"):
-        notes.wait_for_others(tmp_path, 4)  # although process 3 has left no note
+        notes.wait_for_notes(tmp_path, 4)  # although process 3 has left no note
     (tmp_path / "job.json").touch()
-    notes.leave(tmp_path, 0, {"error": "no space"})
+    notes.write_note(tmp_path, 0, {"error": "no space"})
     with pytest.raises(RunError, match=r"process 0 failed \(no space\)"):
         notes.wait_for_merge(tmp_path)
     (tmp_path / "job.json").unlink()
     notes.wait_for_merge(tmp_path)
-    notes.forget(tmp_path)
+    notes.remove_notes(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,11 +233,11 @@ def test_runs_of_processes_add_up(tmp_path):
     work = job(tmp_path, ROWS)
     run(work)
     one = work.report.run.to_note()
-    total = Run.total([one, {**one, "seconds": 99.0, "compile_seconds": 9.0}])
+    total = RunCounters.total([one, {**one, "seconds": 99.0, "compile_seconds": 9.0}])
     mine, both = Counts.total([one["counts"]]), total.counts
     assert mine.rows == 9
     assert (both.rows, both.new_tokens) == (18, 2 * mine.new_tokens)
     assert both.finish_reasons == mine.finish_reasons + mine.finish_reasons
     assert both.program_calls.keys() == mine.program_calls.keys()
-    assert (total.seconds, total.speed(180)) == (99.0, 2.0)
+    assert (total.seconds, total.per_second(180)) == (99.0, 2.0)
     assert json.dumps(one)

@@ -1,0 +1,145 @@
+"""Files of a job beside its output, and the identity by which a job is resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxllm.common.errors import MissingFileError, RunError, naming_file
+from jaxllm.common.run_lock import RunLock
+from jaxllm.common.strict_json import read_json
+
+NOT_COMPARED = frozenset({"--model"})
+"""Parts of an identity that may change: the model's files are compared, not their path."""
+_MAX_IDENTITY_BYTES = 1 << 24
+
+
+def is_finished(output: Path, identity: Mapping[str, Any], *, resume: bool) -> bool:
+    """True if the output exists and its report is of the same job.
+
+    Raises:
+        RunError: an output or a journal exists and `resume` is False; or the job is another one
+            than that of the journal or report. Names the first part of its identity that differs.
+    """
+    started = started_file(journal_folder(output))
+    if not resume:
+        if started.exists():
+            raise RunError(
+                f"{started.parent}: holds a job that was not finished; go on with --resume, or "
+                "remove the folder"
+            )
+        if output.exists():
+            raise RunError(f"{output}: exists already; give another --output, or remove it")
+        return False
+    if started.exists():
+        check_identity(read_json_file(started), identity)
+        return False
+    if not output.exists():
+        return False  # nothing was done before it was stopped
+    if not report_file(output).exists():
+        raise RunError(f"{output}: exists, but is no output of a job; give another --output")
+    check_identity(read_json_file(report_file(output)).get("settings", {}), identity)
+    return True
+
+
+def check_output(
+    output: Path, identity: Mapping[str, Any], *, resume: bool, process: int = 0
+) -> bool:
+    """`is_finished`; before that process 0 checks that no other run is writing this output.
+
+    Raises:
+        RunError: also if the output and the files beside it cannot be written.
+    """
+    check_paths(output)
+    folder = journal_folder(output)
+    if process > 0 or not folder.exists():
+        return is_finished(output, identity, resume=resume)
+    lock = RunLock(folder / "process-00000")
+    try:
+        finished = is_finished(output, identity, resume=resume)
+        if finished:
+            with naming_file(folder, RunError, "written"):
+                remove_files(folder)
+        return finished
+    finally:
+        lock.release()
+
+
+def check_paths(output: Path) -> None:
+    """Checks the path of an output and the names of the files beside it.
+
+    Raises:
+        MissingFileError: its folder does not exist.
+        RunError: a name is too long, or no path.
+    """
+    with naming_file(output, RunError, "created"):
+        if not output.parent.is_dir():
+            raise MissingFileError(f"--output: {output.parent}: no such folder; create it")
+        report = report_file(output)
+        # The longest name is that of the report while it is written.
+        for path in (output, journal_folder(output), report.with_name(f".{report.name}.partial")):
+            with contextlib.suppress(FileNotFoundError):
+                path.lstat()
+
+
+def check_identity(before: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    now = json.loads(json.dumps(identity))  # as read from a file
+    for name in dict.fromkeys((*before, *now)):
+        old, new = before.get(name), now.get(name)
+        if old != new and name not in NOT_COMPARED:
+            raise RunError(
+                f"{name}: was {old!r:.80} when this job began, and is {new!r:.80} now; resume "
+                "with what it was, or begin another output"
+            )
+
+
+def job_id(identity: Mapping[str, Any]) -> str:
+    """Digest of an identity."""
+    compared = {name: value for name, value in identity.items() if name not in NOT_COMPARED}
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_json_file(path: Path) -> Any:
+    return read_json(path, max_bytes=_MAX_IDENTITY_BYTES, error=RunError)
+
+
+def report_file(output: Path) -> Path:
+    return output.with_name(output.name + ".report.json")
+
+
+def journal_folder(output: Path) -> Path:
+    return output.with_name(output.name + ".parts")
+
+
+def started_file(folder: Path) -> Path:
+    """The file that exists while a job is unfinished."""
+    return folder / "job.json"
+
+
+def finished_file(folder: Path) -> Path:
+    """The file that exists while the folder of a finished job is removed."""
+    return folder / "finished.json"
+
+
+def remove_files(folder: Path, keep: Path | None = None) -> None:
+    """Removes the folder of a finished job; the file that marks it as such goes last.
+
+    Args:
+        keep: a folder in it that stays, and so does `folder`.
+    """
+    marker = finished_file(folder)
+    for path in folder.iterdir():
+        if path in (marker, keep):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    marker.unlink(missing_ok=True)
+    if keep is None:
+        folder.rmdir()

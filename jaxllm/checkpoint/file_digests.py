@@ -1,0 +1,81 @@
+"""Digests of a checkpoint's files, by which a resumed job notices that its model has changed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxllm.common.errors import CheckpointError, naming_file
+
+HEAD_BYTES = 16 << 20
+"""Bytes at the start of a weight file that are always hashed: headers, a GGUF file's vocabulary."""
+STRIDE_BYTES = 1 << 20
+"""Distance of the samples in the rest of a weight file."""
+SAMPLE_BYTES = 4096
+
+FILES = {
+    "model config": ("config.json", "*.safetensors.index.json", "adapter_config.json"),
+    "tokenizer": (
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+        *("added_tokens.json", "vocab.json", "merges.txt", "*.model", "chat_template.*"),
+    ),
+    "generation config": ("generation_config.json",),
+}
+
+
+def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | None]:
+    """SHA-256 digests of a checkpoint: weights, config, tokenizer, generation config.
+
+    The digest of weights covers names and sizes of the files, their headers, and samples in every
+    mebibyte, so that it takes less than a second for many gigabytes: a changed tensor of a mebibyte
+    or more changes it.
+
+    Args:
+        path: a folder, or a .safetensors or .gguf file.
+        whole: hash all bytes of the weights.
+
+    Returns:
+        A digest of 16 hexadecimal digits by part; None for a part without files.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return {"model weights": _digest([path], whole=whole)}
+    folder = path.parent if path.is_file() else path
+    weights = [path] if path.is_file() else sorted(folder.glob("*.safetensors"))
+    names = {part: sorted(_matching(folder, patterns)) for part, patterns in FILES.items()}
+    return {
+        "model weights": _digest(weights, whole=whole),
+        **{part: _digest(files, whole=True) for part, files in names.items()},
+    }
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> set[Path]:
+    return {file for pattern in patterns for file in folder.glob(pattern)}
+
+
+def _digest(files: Sequence[Path], *, whole: bool) -> str | None:
+    """Digest of files with their names and sizes."""
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in files:
+        with naming_file(path, CheckpointError, "read"), path.open("rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            _update(digest, file, size if whole else min(size, HEAD_BYTES))
+            if not whole:
+                for offset in range(HEAD_BYTES, size, STRIDE_BYTES):
+                    file.seek(offset)
+                    digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _update(digest: Any, file: Any, count: int) -> None:
+    """Hashes the next `count` bytes."""
+    while count > 0 and (block := file.read(min(count, 1 << 20))):
+        digest.update(block)
+        count -= len(block)

@@ -1,0 +1,99 @@
+"""A job dies, or its disk is full, at file operations: nothing is lost, repeated or foreign."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import recorded_job
+from file_faults import disk_full_at
+from paths import ROOT
+from recorded_job import IDENTITY, run
+
+from jaxllm.batch.job import journal
+from jaxllm.batch.job.job_files import check_output, journal_folder
+from jaxllm.batch.job.journal import Journal
+from jaxllm.common.errors import DataError, MissingFileError, RunError
+
+
+def kill_points(folder: Path, step: int) -> int:
+    """Kills a job at every `step`-th file operation; returns the last one."""
+    command = [sys.executable, str(Path(recorded_job.__file__)), str(folder), str(step)]
+    paths = f"{ROOT / 'tests'}:{ROOT}"
+    environment = {"PYTHONPATH": paths, "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return int(done.stdout)
+
+
+def test_a_job_that_dies_at_a_file_operation_goes_on(tmp_path):
+    assert kill_points(tmp_path, 9) > 40
+
+
+@pytest.mark.slow
+def test_a_job_that_dies_at_any_file_operation_goes_on(tmp_path):
+    assert kill_points(tmp_path, 1) > 40
+
+
+def test_a_full_disk_is_one_error_and_the_job_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "COMMIT_ROWS", 2)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    with disk_full_at(1000) as count:
+        expected = run(recorded_job.recorded_job(whole))
+    assert count[0] > 8
+    for write in range(1, count[0] + 1, 2):
+        folder = tmp_path / str(write)
+        folder.mkdir()
+        work = recorded_job.recorded_job(folder)
+        with (
+            disk_full_at(write),
+            pytest.raises(RunError, match=f"{folder}.*No space left on device"),
+        ):
+            run(work)
+        assert run(recorded_job.recorded_job(folder)) == expected
+
+
+def test_parts_of_another_job_are_never_used(tmp_path):
+    output, folder = tmp_path / "out.jsonl", tmp_path / "out.jsonl.parts"
+    with Journal(output, IDENTITY, resume=False) as first:
+        first.add(0, {"id": "old"}, 1)
+        started = (folder / "job.json").rename(folder / "elsewhere.json")
+    with pytest.raises(DataError, match=r"part-00000\.jsonl, line 1: is a row of another job"):
+        Journal(output, {**IDENTITY, "input": "other"}, resume=False)
+    # A finished job whose folder was not removed to the end.
+    started.rename(folder / "finished.json")
+    with Journal(output, {**IDENTITY, "input": "other"}, resume=False) as second:
+        assert second.done == {}
+    assert json.loads((folder / "job.json").read_text())["input"] == "other"
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+    Journal(tmp_path / "out", IDENTITY, resume=False).__exit__()
+    other = {**IDENTITY, "--model": "moved", "model weights": "4567"}
+    with pytest.raises(RunError, match="model weights: was '0123'"):
+        Journal(tmp_path / "out", other, resume=True)
+    Journal(tmp_path / "out", {**other, "model weights": "0123"}, resume=True).__exit__()
+
+
+def test_a_running_job_is_named_before_what_it_left(tmp_path):
+    output = tmp_path / "out"
+    with Journal(output, IDENTITY, resume=False):
+        for resume in (False, True):
+            with pytest.raises(RunError, match="is writing here"):
+                check_output(output, IDENTITY, resume=resume)
+            with pytest.raises(RunError, match="is writing here"):
+                Journal(output, IDENTITY, resume=resume)
+    with pytest.raises(RunError, match="go on with --resume"):
+        check_output(output, IDENTITY, resume=False)
+
+
+@pytest.mark.parametrize("name", ["x" * 240, "x" * 256, "no/dir/out.jsonl"])
+def test_paths_that_cannot_be_written(tmp_path, name):
+    with pytest.raises((RunError, MissingFileError), match=r"too long|no such folder"):
+        check_output(tmp_path / name, IDENTITY, resume=False)
+    assert not journal_folder(tmp_path / name).parent.joinpath("x").exists()
+    assert list(tmp_path.iterdir()) == []
