@@ -1,6 +1,6 @@
 """Tokenizers: sentencepiece, tokenizer.json, GGUF vocabularies, chat templates."""
 
-from jaxllm.tokenizers.batch import BatchEncoding, bucket_length
+from jaxllm.tokenizers.batch import BatchEncoding, ListEncoding, bucket_length
 from jaxllm.tokenizers.gguf_vocab import tokenizer_from_gguf
 from jaxllm.tokenizers.loading import load_tokenizer
 from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
@@ -14,6 +14,7 @@ __all__ = [
     "BatchEncoding",
     "FastTokenizer",
     "GPT2Tokenizer",
+    "ListEncoding",
     "LlamaTokenizer",
     "StreamDecoder",
     "T5Tokenizer",

@@ -1,52 +1,78 @@
-"""Pads lists of token ids to a batch with a padding mask."""
+"""Batches of token ids: truncation, padding to one length, and the padding mask."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
 
-from jaxllm.common.errors import InputError, TokenizerError
+from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
 
 PaddingSide = Literal["left", "right"]
+Padding = bool | Literal["longest", "max_length", "do_not_pad"]
+Truncation = bool | Literal["longest_first", "only_first", "only_second", "do_not_truncate"] | None
 Bucket = int | Literal["power_of_two"] | None
+ReturnTensors = Literal["np", "jax"] | None
 
 
-@dataclass(frozen=True)
-class BatchEncoding:
-    """A batch of prompts, padded to one length.
+class _FieldMapping(Mapping[str, Any]):
+    """Mapping from a dataclass's field names to their values, so that ``**`` passes them on."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.keys():
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))  # pyright: ignore[reportArgumentType]
+
+    def __len__(self) -> int:
+        return len(fields(self))  # pyright: ignore[reportArgumentType]
+
+    def keys(self) -> Any:
+        return dict.fromkeys(self).keys()
+
+
+@dataclass(frozen=True, eq=False)
+class BatchEncoding(_FieldMapping):
+    """A batch of prompts, padded to one length; also a mapping: ``model(**batch)``.
 
     ``attention_mask`` is 1 at real tokens and 0 at padding. Only the mask marks padding, since the
     pad id may also be a real token.
     """
 
-    input_ids: Int32[np.ndarray, "B T"]
-    attention_mask: Int32[np.ndarray, "B T"]
+    input_ids: Int32[np.ndarray | jax.Array, "B T"]
+    attention_mask: Int32[np.ndarray | jax.Array, "B T"]
 
-    # `keys` and `__getitem__` make ``model(**tokenizer(texts))`` work, as in transformers.
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
-    def keys(self) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(self))
+    def __hash__(self) -> int:
+        return id(self)
 
-    def __getitem__(self, name: str) -> Int32[np.ndarray, "B T"]:
-        if name not in self.keys():
-            raise KeyError(name)
-        return getattr(self, name)
+
+@dataclass(frozen=True, eq=False)
+class ListEncoding(_FieldMapping):
+    """Ids and mask of a text, or of several, as lists (``return_tensors=None``); also a mapping."""
+
+    input_ids: list[int] | list[list[int]]
+    attention_mask: list[int] | list[list[int]]
 
 
 def pad_rows(
-    rows: Sequence[Sequence[int]], pad: int, side: PaddingSide, bucket: Bucket
+    rows: Sequence[Sequence[int]], pad: int, side: PaddingSide, length: int
 ) -> BatchEncoding:
-    """Pads one or more rows to the bucket of the longest row.
+    """Pads one or more rows to ``length``.
 
     >>> batch = pad_rows([[5, 6, 7], [8]], 0, "left", 4)
     >>> batch.input_ids.tolist(), batch.attention_mask.tolist()
     ([[0, 5, 6, 7], [0, 0, 0, 8]], [[0, 1, 1, 1], [0, 0, 0, 1]])
     """
-    length = bucket_length(max(len(row) for row in rows), bucket)
     input_ids = np.full((len(rows), length), pad, np.int32)
     attention_mask = np.zeros((len(rows), length), np.int32)
     for number, row in enumerate(rows):
@@ -54,6 +80,43 @@ def pad_rows(
         input_ids[number, columns] = row
         attention_mask[number, columns] = 1
     return BatchEncoding(input_ids, attention_mask)
+
+
+def as_tensors(batch: BatchEncoding, return_tensors: ReturnTensors) -> BatchEncoding:
+    """NumPy arrays as they are, or as JAX arrays."""
+    if return_tensors == "jax":
+        return BatchEncoding(jnp.asarray(batch.input_ids), jnp.asarray(batch.attention_mask))
+    return batch
+
+
+def unpadded(rows: list[list[int]]) -> ListEncoding:
+    return ListEncoding(rows, [[1] * len(row) for row in rows])
+
+
+def padded_length(
+    rows: Sequence[Sequence[int]],
+    padding: Padding,
+    max_length: int | None,
+    bucket: Bucket,
+) -> int | None:
+    """Length to pad rows to; None for no padding.
+
+    >>> rows = [[5, 6, 7], [8]]
+    >>> padded_length(rows, True, None, 8), padded_length(rows, "max_length", 5, None)
+    (8, 5)
+    """
+    longest = max(map(len, rows))
+    if padding is False or padding == "do_not_pad":
+        return None
+    if padding is True or padding == "longest":
+        return bucket_length(longest, bucket)
+    if padding == "max_length":
+        if max_length is None:
+            raise InputError("padding='max_length' needs max_length: the tokenizer has none")
+        return bucket_length(max(longest, max_length), bucket)
+    raise InputError(
+        f"padding is {padding!r}: give True ('longest'), 'max_length' or False ('do_not_pad')"
+    )
 
 
 def bucket_length(length: int, bucket: Bucket) -> int:
@@ -71,10 +134,79 @@ def bucket_length(length: int, bucket: Bucket) -> int:
     return -(-length // bucket) * bucket
 
 
+def truncate(
+    ids: list[int],
+    pair: list[int] | None,
+    length: int,
+    strategy: Truncation,
+    side: PaddingSide,
+) -> tuple[list[int], list[int] | None]:
+    """Cuts one or two sequences so that together they have at most ``length`` ids.
+
+    The lengths are those of the tokenizers library. ``side`` is the side that is cut off.
+
+    >>> truncate([1, 2, 3], None, 2, "longest_first", "right")
+    ([1, 2], None)
+    >>> truncate([1, 2, 3, 4], [5, 6], 4, "longest_first", "left")
+    ([3, 4], [5, 6])
+    """
+    sizes = [len(ids), 0 if pair is None else len(pair)]
+    excess = sum(sizes) - length
+    if excess <= 0:
+        return ids, pair
+    if length < 0:
+        raise InputError(f"max_length leaves no room: the special tokens alone are {-length} more")
+    if strategy in (True, "longest_first"):
+        sizes = [length, 0] if pair is None else _longest_first(sizes[0], sizes[1], length)
+    elif strategy in ("only_first", "only_second"):
+        cut = 0 if strategy == "only_first" else 1
+        if sizes[cut] <= excess:
+            raise InputError(
+                f"truncation={strategy!r} would have to remove {excess} tokens, but that sequence"
+                f" has {sizes[cut]}: raise max_length, or use 'longest_first'"
+            )
+        sizes[cut] -= excess
+    return _cut(ids, sizes[0], side), None if pair is None else _cut(pair, sizes[1], side)
+
+
+def _longest_first(first: int, second: int, length: int) -> list[int]:
+    """Lengths of a truncated pair: the longer one is cut first, down to the shorter one."""
+    shorter, longer = sorted((first, second))
+    longer = shorter if shorter > length else max(shorter, length - shorter)
+    if shorter + longer > length:
+        shorter = length // 2
+        longer = shorter + length % 2
+    return [shorter, longer] if first <= second else [longer, shorter]
+
+
+def _cut(ids: list[int], size: int, side: PaddingSide) -> list[int]:
+    return ids[:size] if side == "right" else ids[len(ids) - size :]
+
+
+def check_truncation(truncation: Truncation) -> bool:
+    """True if texts are truncated; raises InputError for an unknown strategy."""
+    if truncation in (None, False, "do_not_truncate"):
+        return False
+    if truncation not in (True, "longest_first", "only_first", "only_second"):
+        raise InputError(
+            f"truncation is {truncation!r}: give True ('longest_first'), 'only_first',"
+            " 'only_second' or False ('do_not_truncate')"
+        )
+    return True
+
+
+def check_return_tensors(return_tensors: Any) -> None:
+    """Raises unless arrays of NumPy or JAX, or lists, are asked for."""
+    if return_tensors in ("pt", "tf", "mlx"):
+        raise UnsupportedError(f"return_tensors={return_tensors!r}: give 'np' or 'jax'")
+    if return_tensors not in ("np", "jax", None):
+        raise InputError(f"return_tensors is {return_tensors!r}: give 'np', 'jax' or None (lists)")
+
+
 def checked_side(
-    side: Any, error: type[InputError] | type[TokenizerError], where: str = ""
+    side: Any, error: type[InputError] | type[TokenizerError], name: str = "padding_side"
 ) -> PaddingSide:
     """Returns ``side``, or raises ``error`` unless it is "left" or "right"."""
     if side not in ("left", "right"):
-        raise error(f"{where}padding_side is {side!r}: it must be 'left' or 'right'")
+        raise error(f"{name} is {side!r}: it must be 'left' or 'right'")
     return side

@@ -18,12 +18,12 @@ from jaxllm.tokenizers.tokenizer_json.regex_check import LINEAR_PATTERNS, TWO_SP
 
 MAX_TOKEN_BYTES = 1024
 MAX_NORMALIZER_GROWTH = 1024
-MAX_NORMALIZED_BYTES = 4 * 2**20
+MAX_NORMALIZED_BYTES = 2**20
 MAX_DECODER_GROWTH = 8
 # Bytes of UTF-8 that a normalizer can make of one byte, over all of Unicode.
 _UNICODE_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 2}
 _FIRST_PROBE_CHARACTERS = 256
-_FREE_SECONDS = 1.0
+_FREE_SECONDS = 0.25
 _SECONDS_PER_BYTE = 4e-6  # several times what tokenizers in use take
 
 
@@ -46,10 +46,14 @@ def check_growth(spec: Mapping[str, Any], source: str) -> int:
                 f"{source}: {section}: it can make a text more than {limit} times longer, which no"
                 " known tokenizer does"
             )
-    names = [step["type"] for step in _steps(spec["pre_tokenizer"])]
-    for name in ("ByteLevel", "Metaspace"):  # each may double the text, or more
-        if names.count(name) > 1:
-            raise UnsupportedError(f"{source}: pre_tokenizer: {name} more than once")
+    # Each may double the text, or more; Prepend adds to each part between two added tokens.
+    for section, name in (
+        ("pre_tokenizer", "ByteLevel"),
+        ("pre_tokenizer", "Metaspace"),
+        ("normalizer", "Prepend"),
+    ):
+        if sum(step["type"] == name for step in _steps(spec[section])) > 1:
+            raise UnsupportedError(f"{source}: {section}: {name} more than once")
     # The library normalizes added tokens while it loads the file.
     added = sum(_size(token["content"]) for token in spec["added_tokens"] if token["normalized"])
     if added * growth > MAX_NORMALIZED_BYTES:
@@ -94,7 +98,7 @@ def _step_growth(step: Mapping[str, Any]) -> int:
                 return max(1, -(-size // _size(pattern)))
             # A regular expression may match the empty string before each byte.
             return max(1, -(-size // 2)) if pattern == TWO_SPACES else 1 + size
-        case "Prepend":  # to each text between two added tokens
+        case "Prepend":
             return 1 + _size(step["prepend"])
         case "Precompiled":
             return charsmap_growth(base64.b64decode(step["precompiled_charsmap"]))
@@ -114,13 +118,13 @@ def check_normalized_size(
     If the bound ``growth`` does not rule that out, the text is normalized in parts to see it.
 
     Raises:
-        InputError: the normalized text has more than 4 MiB and is over four times longer.
+        InputError: the normalized text has 1 MiB more than twice the bytes of the text.
     """
     size = _size(text)
-    limit = max(MAX_NORMALIZED_BYTES, 4 * size)
+    limit = MAX_NORMALIZED_BYTES + 2 * size
     if size * growth <= limit:
         return
-    step = MAX_NORMALIZED_BYTES // (4 * growth)
+    step = MAX_NORMALIZED_BYTES // growth
     total = 0
     for start in range(0, len(text), step):
         total += _size(normalize(text[start : start + step]))
@@ -145,7 +149,7 @@ def check_seconds(encode: Callable[[str], Any], text: str, source: str) -> None:
     nothing can stop the library while it runs.
 
     Raises:
-        InputError: the CPU time of a part was beyond one second and 4 µs per byte.
+        InputError: the CPU time of a part was beyond 0.25 s and 4 µs per byte.
     """
     length = _FIRST_PROBE_CHARACTERS
     while length < len(text):

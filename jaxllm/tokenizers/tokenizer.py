@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jaxllm.common.errors import InputError, TemplateError, TokenizerError, UnsupportedError
-from jaxllm.tokenizers.batch import BatchEncoding, Bucket, PaddingSide, checked_side, pad_rows
+from jaxllm.tokenizers.batch import (
+    BatchEncoding,
+    Bucket,
+    ListEncoding,
+    Padding,
+    PaddingSide,
+    ReturnTensors,
+    Truncation,
+    as_tensors,
+    check_return_tensors,
+    checked_side,
+    pad_rows,
+    padded_length,
+    unpadded,
+)
 from jaxllm.tokenizers.chat import templates as chat
-from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
-from jaxllm.tokenizers.stream_decoder import Stage, StreamDecoder
+from jaxllm.tokenizers.settings import TokenizerSettings
+from jaxllm.tokenizers.text_encoder import MAX_TEXT_BYTES, TextEncoder, check_text
 
-MAX_TEXT_BYTES = 1_000_000
 # Options of transformers' apply_chat_template that would become template variables here.
 _UNSUPPORTED_CHAT_OPTIONS = frozenset(
     {
@@ -31,225 +42,180 @@ _UNSUPPORTED_CHAT_OPTIONS = frozenset(
 )
 
 
-class Tokenizer(ABC):
+class PaddingOptions(TypedDict, total=False):
+    """Options of :meth:`Tokenizer.pad`."""
+
+    padding: Padding
+    max_length: int | None
+    pad_to_multiple_of: int | None
+    bucket: Bucket
+    padding_side: PaddingSide | None
+
+
+class EncodingOptions(PaddingOptions, total=False):
+    """Options of a tokenizer's call."""
+
+    truncation: Truncation
+    add_special_tokens: bool
+    split_special_tokens: bool | None
+    max_bytes: int
+
+
+_ONLY_PADDING = PaddingOptions.__annotations__.keys() - {"max_length"}
+
+
+class Tokenizer(TextEncoder):
     """Converts text to token ids and back, with Hugging Face's names and ids.
 
     Attributes:
-        vocab_size: size of the vocabulary without added tokens; ``len(tokenizer)`` includes them.
-        bos_token_id, eos_token_id, pad_token_id, unk_token_id: ids, or None.
-        special_ids: ids that ``decode(..., skip_special_tokens=True)`` skips.
-        padding_side: default of ``__call__``: "left" or "right".
+        padding_side, truncation_side: defaults of ``__call__``: "left" or "right".
     """
 
-    vocab_size: int
-    special_ids: frozenset[int]
     padding_side: PaddingSide
+    truncation_side: PaddingSide
 
     def __init__(
         self, settings: TokenizerSettings, files: Mapping[str, bytes], padding_side: PaddingSide
     ) -> None:
-        self.settings = settings
-        self._files = dict(files)
-        side = settings.options.get("padding_side", padding_side)
-        self.padding_side = checked_side(side, TokenizerError, "tokenizer_config.json: ")
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Number of ids: the largest id plus one."""
-
-    @abstractmethod
-    def token_to_id(self, token: str) -> int | None:
-        """Id of a token of the vocabulary; None if it does not exist."""
-
-    @abstractmethod
-    def id_to_token(self, index: int) -> str | None:
-        """Token of an id, as in the vocabulary; None beyond the vocabulary."""
-
-    @abstractmethod
-    def _encode_text(self, text: str) -> list[int]:
-        """Encodes a text, parsing special tokens in it; adds none."""
-
-    @abstractmethod
-    def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
-        """Encodes a text whose special tokens are already split off; adds none.
-
-        If ``_encode_text`` would parse the same special tokens, the ids are the same.
-        """
-
-    @abstractmethod
-    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
-        """Adds BOS, EOS and similar tokens to one or two lists of ids."""
-
-    @abstractmethod
-    def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
-        """Makes new stages that decode tokens to text."""
-
-    @property
-    @abstractmethod
-    def special_tokens(self) -> Mapping[str, AddedToken]:
-        """Special tokens by text."""
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.settings.named.get(name)
-        return None if token is None else self.token_to_id(token.content)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._named_id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._named_id("eos_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._named_id("pad_token")
-
-    @property
-    def unk_token_id(self) -> int | None:
-        return self._named_id("unk_token")
+        super().__init__(settings, files)
+        for name, default in (("padding_side", padding_side), ("truncation_side", "right")):
+            side = settings.options.get(name, default)
+            setattr(
+                self, name, checked_side(side, TokenizerError, f"tokenizer_config.json: {name}")
+            )
 
     @property
     def chat_template(self) -> str | None:
         """Default chat template (Jinja source), or None."""
         return self.settings.chat_templates.get("default")
 
-    def encode(
-        self,
-        text: str,
-        pair: str | None = None,
-        *,
-        add_special_tokens: bool = True,
-        split_special_tokens: bool | None = None,
-        max_bytes: int = MAX_TEXT_BYTES,
-    ) -> list[int]:
-        """Encodes a text, or a pair of texts.
-
-        Args:
-            text: the text.
-            pair: a second text; Llama gives ``BOS text BOS pair``, T5 ``text </s> pair </s>``.
-            add_special_tokens: add BOS and EOS as the model's tokenizer does.
-            split_special_tokens: treat a special token in the text, such as ``</s>``, as plain
-                text. Off by default, as in transformers; turn it on for untrusted text.
-            max_bytes: maximum length of a text, in bytes of UTF-8.
-
-        Raises:
-            InputError: a text is not a ``str``, is too long, or has unpaired surrogates.
-        """
-        if split_special_tokens is None:
-            split_special_tokens = self.settings.flag("split_special_tokens", False)
-        encoded = []
-        for part in (text,) if pair is None else (text, pair):
-            _check_text(part, max_bytes)
-            ids = self._encode_parts([part]) if split_special_tokens else self._encode_text(part)
-            encoded.append(ids)
-        if not add_special_tokens:
-            return [index for ids in encoded for index in ids]
-        return self._add_special_tokens(encoded[0], encoded[1] if pair is not None else None)
-
-    def encode_user(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
-        """Encodes untrusted text: special tokens in it are plain text; adds none."""
-        return self.encode(
-            text, add_special_tokens=False, split_special_tokens=True, max_bytes=max_bytes
-        )
-
-    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Decodes ids. Ids beyond the vocabulary (of a padded embedding) are skipped.
-
-        Raises:
-            InputError: not an id, or not a list or one-dimensional array of ids.
-        """
-        stream = self.stream_decoder(skip_special_tokens)
-        return stream.put(ids) + stream.end()
-
-    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """Makes an incremental decoder for generated ids; see :class:`StreamDecoder`."""
-        skipped = self.special_ids if skip_special_tokens else frozenset()
-
-        def id_to_token(index: int) -> str | None:
-            return None if index in skipped else self.id_to_token(index)
-
-        return StreamDecoder(id_to_token, self._decode_stages(skip_special_tokens))
-
-    def token_bytes(self) -> tuple[bytes | None, ...]:
-        """UTF-8 bytes of each id inside a text; None for an id without a token.
-
-        A byte-level or byte token may be part of a character. A special token is its own text.
-        Spaces that ``decode`` removes or adds between tokens are ignored, as in transformers.
-        """
-        return self._token_bytes
-
-    @cached_property
-    def _token_bytes(self) -> tuple[bytes | None, ...]:
-        stages = self._decode_stages(skip_special_tokens=False)
-
-        def encode_token(token: str) -> bytes:
-            for stage in stages:
-                text = stage.token_text(token)
-                if isinstance(text, bytes):
-                    return text
-                token = text
-            return token.encode("utf-8")
-
-        tokens = map(self.id_to_token, range(len(self)))
-        return tuple(None if token is None else encode_token(token) for token in tokens)
-
+    @overload
     def __call__(
         self,
-        texts: str | Sequence[str],
+        text: str | Sequence[str],
+        text_pair: str | Sequence[str] | None = None,
         *,
-        padding_side: PaddingSide | None = None,
-        bucket: Bucket = None,
-        add_special_tokens: bool = True,
-        split_special_tokens: bool | None = None,
-        max_length: int | None = None,
-        max_bytes: int = MAX_TEXT_BYTES,
-    ) -> BatchEncoding:
-        """Encodes and pads a batch of prompts.
+        return_tensors: Literal["np", "jax"] = "np",
+        **options: Unpack[EncodingOptions],
+    ) -> BatchEncoding: ...
+    @overload
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        text_pair: str | Sequence[str] | None = None,
+        *,
+        return_tensors: None,
+        **options: Unpack[EncodingOptions],
+    ) -> ListEncoding: ...
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        text_pair: str | Sequence[str] | None = None,
+        *,
+        return_tensors: ReturnTensors = "np",
+        **options: Unpack[EncodingOptions],
+    ) -> BatchEncoding | ListEncoding:
+        """Encodes and pads one or more prompts, as transformers does with the same arguments.
+
+        The defaults differ: transformers pads nothing and returns lists (``padding=False,
+        return_tensors=None``), and a longer text than ``max_length`` is no error there.
 
         Args:
-            texts: one or more prompts. An empty prompt becomes BOS if the tokenizer has one.
+            text: one or more prompts. In arrays an empty prompt becomes BOS if the tokenizer has
+                one.
+            text_pair: as many second texts; see :meth:`encode`.
+            return_tensors: "np" or "jax" for arrays [B, T] of int32; None for lists, and one list
+                if ``text`` is one string.
+            padding: True or "longest" pads to the longest prompt, "max_length" to ``max_length``,
+                False not at all.
+            truncation: True or "longest_first" shortens the longer text until there are at most
+                ``max_length`` tokens; "only_first" and "only_second" shorten that text.
+            max_length: maximum tokens of a prompt, special tokens included; a longer one is an
+                error without ``truncation``. By default the tokenizer's ``model_max_length``.
+            pad_to_multiple_of: rounds the padded length up to a multiple.
+            bucket: the same, or ``"power_of_two"``, so that few lengths are compiled.
             padding_side: "left" or "right"; the tokenizer's own by default.
-            bucket: None pads to the longest prompt. An int rounds that length up to a multiple of
-                it, ``"power_of_two"`` to a power of two, so that few lengths are compiled.
             add_special_tokens, split_special_tokens, max_bytes: as for :meth:`encode`.
-            max_length: maximum tokens of a prompt; a longer one is an error.
 
         Raises:
             InputError: no prompt, an empty one without BOS, or one that is too long.
+            UnsupportedError: another option of transformers.
         """
-        side = checked_side(padding_side or self.padding_side, InputError)
-        rows = [
-            self.encode(
-                text,
-                add_special_tokens=add_special_tokens,
-                split_special_tokens=split_special_tokens,
-                max_bytes=max_bytes,
-            )
-            for text in _text_list(texts)
-        ]
-        return self.pad(rows, padding_side=side, bucket=bucket, max_length=max_length)
+        unknown = options.keys() - EncodingOptions.__annotations__.keys()
+        if unknown:
+            raise UnsupportedError(f"a tokenizer's call does not take {sorted(unknown)}")
+        texts = _text_list(text)
+        pairs = [None] * len(texts) if text_pair is None else _text_list(text_pair)
+        if len(pairs) != len(texts) or isinstance(text, str) != isinstance(text_pair or text, str):
+            raise InputError(f"text_pair: {len(pairs)} second texts for {len(texts)} texts")
+        encoding: Any = {k: v for k, v in options.items() if k not in _ONLY_PADDING}
+        rows = [self.encode(*both, **encoding) for both in zip(texts, pairs, strict=True)]
+        padding: Any = {k: v for k, v in options.items() if k in PaddingOptions.__annotations__}
+        batch = self.pad(rows, return_tensors=return_tensors, **padding)
+        if isinstance(batch, ListEncoding) and isinstance(text, str):
+            return ListEncoding(*(rows[0] for rows in batch.values()))
+        return batch
 
+    @overload
     def pad(
         self,
         rows: Sequence[Sequence[int]],
         *,
-        padding_side: PaddingSide | None = None,
-        bucket: Bucket = None,
+        return_tensors: Literal["np", "jax"] = "np",
+        **options: Unpack[PaddingOptions],
+    ) -> BatchEncoding: ...
+    @overload
+    def pad(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        return_tensors: ReturnTensors,
+        **options: Unpack[PaddingOptions],
+    ) -> BatchEncoding | ListEncoding: ...
+    def pad(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        return_tensors: ReturnTensors = "np",
+        padding: Padding = True,
         max_length: int | None = None,
-    ) -> BatchEncoding:
+        pad_to_multiple_of: int | None = None,
+        bucket: Bucket = None,
+        padding_side: PaddingSide | None = None,
+    ) -> BatchEncoding | ListEncoding:
         """Pads lists of ids to one length; arguments and errors are those of ``__call__``."""
+        check_return_tensors(return_tensors)
         side = checked_side(padding_side or self.padding_side, InputError)
+        if bucket is not None and pad_to_multiple_of is not None:
+            raise InputError("give bucket or pad_to_multiple_of, not both")
         if len(rows) == 0:
             raise InputError("the batch is empty: give at least one prompt")
-        rows = [self._bos_if_empty(row, number) for number, row in enumerate(rows)]
+        if max_length is not None or padding == "max_length":
+            max_length = self._max_length(max_length, "padding='max_length'")
+        if return_tensors is not None:
+            rows = [self._bos_if_empty(row, number) for number, row in enumerate(rows)]
         for number, row in enumerate(rows):
             if max_length is not None and len(row) > max_length:
                 raise InputError(
                     f"prompt {number} has {len(row)} tokens, but max_length is {max_length}"
                 )
+        length = padded_length(
+            rows, padding, max_length, pad_to_multiple_of if bucket is None else bucket
+        )
+        if length is None:
+            if return_tensors is None:
+                return unpadded([list(row) for row in rows])
+            length = len(rows[0])
+            if any(len(row) != length for row in rows):
+                raise InputError(
+                    "the prompts have different lengths: an array needs padding=True, or"
+                    " truncation and padding='max_length'"
+                )
         pad = self.pad_token_id if self.pad_token_id is not None else self.eos_token_id
-        return pad_rows(rows, 0 if pad is None else pad, side, bucket)
+        batch = pad_rows(rows, 0 if pad is None else pad, side, length)
+        if return_tensors is None:
+            return ListEncoding(batch.input_ids.tolist(), batch.attention_mask.tolist())
+        return as_tensors(batch, return_tensors)
 
     def _bos_if_empty(self, row: Sequence[int], number: int) -> Sequence[int]:
         if len(row) > 0:
@@ -314,7 +280,7 @@ class Tokenizer(ABC):
             return chat.render(template, {**untrusted, **variables})
         rendered = chat.render_parts(template, untrusted, variables, self.special_tokens)
         parts = [rendered] if isinstance(rendered, str) else rendered
-        _check_text("".join(p if isinstance(p, str) else p.content for p in parts), max_bytes)
+        check_text("".join(p if isinstance(p, str) else p.content for p in parts), max_bytes)
         return (
             self._encode_text(rendered) if isinstance(rendered, str) else self._encode_parts(parts)
         )
@@ -336,11 +302,17 @@ class Tokenizer(ABC):
             )
         return templates["default"]
 
-    def save(self, folder: str | PathLike[str]) -> None:
-        """Writes the tokenizer's files, for transformers and jaxllm.
+    def save_pretrained(self, save_directory: str | PathLike[str]) -> tuple[str, ...]:
+        """Writes the tokenizer's files, for transformers and jaxllm; returns their paths.
 
-        Files that were loaded from a folder are written byte for byte.
+        Files that were loaded from a folder are written byte for byte, except for a named token
+        that was changed.
         """
+        self.save(save_directory)
+        return tuple(str(Path(save_directory) / name) for name in self._files)
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """As :meth:`save_pretrained`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
@@ -354,19 +326,3 @@ def _text_list(texts: Any) -> list[Any]:
     if isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
         raise InputError(f"expected a str or a list of str, found {type(texts).__name__}")
     return list(texts)
-
-
-def _check_text(text: Any, max_bytes: int) -> None:
-    if not isinstance(text, str):
-        raise InputError(f"a text must be a str, not {type(text).__name__}")
-    try:
-        size = len(text.encode("utf-8"))
-    except UnicodeEncodeError as failure:
-        raise InputError(
-            f"the text holds an unpaired surrogate at character {failure.start}"
-        ) from failure
-    if size > max_bytes:
-        raise InputError(
-            f"the text has {size} bytes, but at most {max_bytes} are taken: pass max_bytes"
-            " to allow more"
-        )

@@ -74,7 +74,7 @@ HOSTILE_PARTS = (
     ("normalizer", replace("a", "b" * 10**6)),
     ("normalizer", replace(" ", "▁" * 300)),
     ("normalizer", {"type": "NFKD"}),
-    ("normalizer", {"type": "Prepend", "prepend": "▁" * 64}),
+    ("normalizer", {"type": "Prepend", "prepend": "▁" * 4}),
     ("decoder", {"type": "Sequence", "decoders": [replace("a", "a" * 10)] * 9}),
     ("decoder", replace("a", "a" * 8)),
     ("pre_tokenizer", split("a+[bc]d")),
@@ -109,7 +109,7 @@ def mutate_pair(data: bytes, rng: random.Random) -> bytes:
         tree = json.loads(mutate_json(json.dumps(tree).encode(), rng))
     if not isinstance(tree, dict):
         tree = {"model": tree}
-    length = rng.choice((0, 1, 20, 1000, 50_000, 400_000))
+    length = rng.choice((0, 1, 20, 1000, 50_000, 100_000))
     parts = rng.choices(PROMPTS, k=rng.randint(1, 3))
     tree["prompt"] = ("".join(parts) * length)[:length] + rng.choice(("", "b 1cd", "\ud800"))
     return json.dumps(tree).encode()

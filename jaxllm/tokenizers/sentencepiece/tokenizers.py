@@ -120,10 +120,13 @@ class SentencePieceTokenizer(Tokenizer):
         return self._special
 
     def _encode_text(self, text: str) -> list[int]:
-        return self._encode([text], self._any_added)
+        return list(map(self._id, self._split([text], self._any_added)))
+
+    def _text_tokens(self, text: str) -> list[str]:
+        return self._split([text], self._any_added)
 
     def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
-        return self._encode(parts, self._plain_added)
+        return list(map(self._id, self._split(parts, self._plain_added)))
 
     def _prefixed(self, parts: Sequence[str | AddedToken]) -> list[str | AddedToken]:
         """Adds the prefix space once, at the start of the text (non-legacy)."""
@@ -135,7 +138,8 @@ class SentencePieceTokenizer(Tokenizer):
         first = texts[0]
         return [SPACE + first, *texts[1:]] if isinstance(first, str) else [SPACE, *texts]
 
-    def _encode(self, parts: Sequence[str | AddedToken], pattern: re.Pattern[str]) -> list[int]:
+    def _split(self, parts: Sequence[str | AddedToken], pattern: re.Pattern[str]) -> list[str]:
+        """Splits a text into added tokens and pieces."""
         tokens: list[str | AddedToken] = []
         for item in split_added_tokens(self._prefixed(parts), self._tokens, pattern):
             tokens += [item] if isinstance(item, AddedToken) else self._tokenize(item)
@@ -147,7 +151,7 @@ class SentencePieceTokenizer(Tokenizer):
             and tokens[1].content in self._special
         ):
             tokens = tokens[1:]
-        return [self._id(t.content if isinstance(t, AddedToken) else t) for t in tokens]
+        return [t.content if isinstance(t, AddedToken) else t for t in tokens]
 
     def _id(self, token: str) -> int:
         """The id of an added token or a piece."""
@@ -216,7 +220,7 @@ class LlamaTokenizer(SentencePieceTokenizer):
     def _marker(self, name: str, default: bool) -> list[int]:
         if not self.settings.flag(f"add_{name}_token", default):
             return []
-        index = self._named_id(f"{name}_token")
+        index = getattr(self, f"{name}_token_id")
         if index is None:
             raise TokenizerError(f"tokenizer_config.json: add_{name}_token, but no {name}_token")
         return [index]

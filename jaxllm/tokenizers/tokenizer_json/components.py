@@ -124,7 +124,7 @@ def _check_field(rule: Any, value: Any, source: str) -> None:
     elif rule == "character":
         valid = isinstance(value, str) and len(value) == 1
     elif rule == "text":
-        valid = isinstance(value, str) and 0 < len(value) <= 64
+        valid = isinstance(value, str) and 0 < len(value) <= 4
     elif rule == "count":
         valid = is_count(value)
     elif rule == "template":

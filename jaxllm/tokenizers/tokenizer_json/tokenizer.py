@@ -137,18 +137,21 @@ class FastTokenizer(Tokenizer):
         return self._special
 
     def _encode_text(self, text: str) -> list[int]:
-        return self._encode_by(self._backend, text)
+        return self._run(self._backend, text).ids
+
+    def _text_tokens(self, text: str) -> list[str]:
+        return self._run(self._backend, text).tokens
 
     def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
         backend, names = self._backend_for_parts
         text = "".join(p if isinstance(p, str) else names[p.content] for p in parts)
-        return self._encode_by(backend, text)
+        return self._run(backend, text).ids
 
-    def _encode_by(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
-        def encode(text: str) -> list[int]:
-            return backend.encode(text, add_special_tokens=False).ids
+    def _run(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+        def encode(text: str) -> tokenizers.Encoding:
+            return backend.encode(text, add_special_tokens=False)
 
-        def check_and_encode() -> list[int]:
+        def check_and_encode() -> tokenizers.Encoding:
             if self._normalizer is not None:
                 normalize = self._normalizer.normalize_str
                 check_normalized_size(normalize, text, self._growth, self._source)

@@ -1,5 +1,7 @@
 """Texts that tokenizers get wrong, and a small corpus to train vocabularies on."""
 
+import random
+
 CORPUS = [
     "The garden is quiet in the morning, and the water is cold.",
     "Nice to meet you. How are you today?",
@@ -82,3 +84,26 @@ TEXTS = [
     "https://example.com/a/b?c=d&e=%20#f",
     "(a)[b]{c}<d>|e|\\f/",
 ]
+
+
+def random_texts(count: int, seed: int) -> list[str]:
+    """Texts of words, white space, special tokens and characters from all of Unicode."""
+    rng = random.Random(seed)
+    specials = ("</s>", "<s>", "<|im_end|>", "<|endoftext|>", "<extra_id_1>", "<unk>", "<pad>")
+    blocks = ((32, 127), (160, 0x250), (0x370, 0x600), (0x3040, 0x3100), (0x4E00, 0x5000))
+    blocks += ((0, 32), (0x1F300, 0x1F600), (0x2000, 0x2070), (0xFB00, 0xFE00), (0xFF00, 0xFFF0))
+
+    def part() -> str:
+        match rng.randrange(6):
+            case 0:
+                return rng.choice(specials)
+            case 1:
+                return rng.choice((" ", "  ", "\n", "\t", " \n ", "\u00a0", "▁"))
+            case 2:
+                return "".join(chr(rng.randrange(*rng.choice(blocks))) for _ in range(3))
+            case 3:
+                return str(rng.randrange(10**5))
+            case _:
+                return rng.choice(rng.choice(CORPUS).split()) + rng.choice((" ", "", ", "))
+
+    return ["".join(part() for _ in range(rng.randrange(12))) for _ in range(count)]

@@ -304,7 +304,7 @@ def test_texts_that_a_normalizer_makes_too_long_are_refused():
     tokenizer = FastTokenizer(spec() | {"normalizer": normalizer}, TokenizerSettings())
     assert len(tokenizer.encode("a" * 100)) == 50_000
     assert len(tokenizer.encode("b" * 100_000)) == 100_000  # long enough to be measured
-    with pytest.raises(InputError, match="text of 100000 bytes longer than 4194304 bytes"):
+    with pytest.raises(InputError, match="text of 100000 bytes longer than 1248576 bytes"):
         tokenizer.encode("a" * 100_000)
 
 

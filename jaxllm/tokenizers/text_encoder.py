@@ -1,0 +1,193 @@
+"""Encodes and decodes single texts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jaxllm.common.errors import InputError
+from jaxllm.tokenizers.batch import PaddingSide, Truncation, check_truncation, truncate
+from jaxllm.tokenizers.settings import AddedToken
+from jaxllm.tokenizers.stream_decoder import Stage, StreamDecoder
+from jaxllm.tokenizers.vocabulary import NO_MAX_LENGTH, Vocabulary
+
+MAX_TEXT_BYTES = 1_000_000
+
+
+class TextEncoder(Vocabulary):
+    """Encodes a text to ids, and decodes ids to a text, at once or as they come.
+
+    Attributes:
+        truncation_side: side at which ``truncation`` cuts a text off: "left" or "right".
+    """
+
+    truncation_side: PaddingSide
+
+    @abstractmethod
+    def _encode_text(self, text: str) -> list[int]:
+        """Encodes a text, parsing special tokens in it; adds none."""
+
+    @abstractmethod
+    def _text_tokens(self, text: str) -> list[str]:
+        """Splits a text into tokens; unknown characters are tokens as they are."""
+
+    @abstractmethod
+    def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
+        """Encodes a text whose special tokens are already split off; adds none.
+
+        If ``_encode_text`` would parse the same special tokens, the ids are the same.
+        """
+
+    @abstractmethod
+    def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
+        """Adds BOS, EOS and similar tokens to one or two lists of ids."""
+
+    @abstractmethod
+    def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
+        """Makes new stages that decode tokens to text."""
+
+    def encode(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation = False,
+        max_length: int | None = None,
+        split_special_tokens: bool | None = None,
+        max_bytes: int = MAX_TEXT_BYTES,
+    ) -> list[int]:
+        """Encodes a text, or a pair of texts.
+
+        Args:
+            text: the text.
+            text_pair: a second text; Llama gives ``BOS text BOS pair``, T5 ``text </s> pair </s>``.
+            add_special_tokens: add BOS and EOS as the model's tokenizer does.
+            truncation, max_length: as for ``__call__``.
+            split_special_tokens: treat a special token in the text, such as ``</s>``, as plain
+                text. Off by default, as in transformers; turn it on for untrusted text.
+            max_bytes: maximum length of a text, in bytes of UTF-8.
+
+        Raises:
+            InputError: a text is not a ``str``, is too long, or has unpaired surrogates.
+        """
+        if split_special_tokens is None:
+            split_special_tokens = self.settings.flag("split_special_tokens", False)
+
+        def encode(text: str) -> list[int]:
+            check_text(text, max_bytes)
+            return self._encode_parts([text]) if split_special_tokens else self._encode_text(text)
+
+        ids = encode(text)
+        pair = None if text_pair is None else encode(text_pair)
+        if check_truncation(truncation):
+            limit = self._max_length(max_length, "truncation")
+            if add_special_tokens:
+                limit -= self.num_special_tokens_to_add(pair is not None)
+            ids, pair = truncate(ids, pair, limit, truncation, self.truncation_side)
+        if add_special_tokens:
+            return self._add_special_tokens(ids, pair)
+        return ids + (pair or [])
+
+    def num_special_tokens_to_add(self, pair: bool = False) -> int:
+        """Number of special tokens that encoding adds to a text, or to a pair of texts."""
+        return len(self._add_special_tokens([], [] if pair else None))
+
+    def tokenize(
+        self, text: str, pair: str | None = None, add_special_tokens: bool = False
+    ) -> list[str]:
+        """Splits a text into tokens, which for unknown characters are not in the vocabulary."""
+        texts = [text] if pair is None else [text, pair]
+        for each in texts:
+            check_text(each, MAX_TEXT_BYTES)
+        tokens = [self._text_tokens(each) for each in texts]
+        everything = [token for each in tokens for token in each]
+        if not add_special_tokens:
+            return everything
+        # Numbers below zero stand for the text's tokens, in order.
+        first = [-1 - number for number in range(len(tokens[0]))]
+        second = [-1 - number for number in range(len(tokens[0]), len(everything))]
+        ids = self._add_special_tokens(first, None if pair is None else second)
+        return [everything[-1 - i] if i < 0 else str(self.id_to_token(i)) for i in ids]
+
+    def encode_user(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
+        """Encodes untrusted text: special tokens in it are plain text; adds none."""
+        return self.encode(
+            text, add_special_tokens=False, split_special_tokens=True, max_bytes=max_bytes
+        )
+
+    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Decodes ids. Ids beyond the vocabulary (of a padded embedding) are skipped.
+
+        Raises:
+            InputError: not an id, or not a list or one-dimensional array of ids.
+        """
+        stream = self.stream_decoder(skip_special_tokens)
+        return stream.put(ids) + stream.end()
+
+    def batch_decode(
+        self, rows: Iterable[Iterable[int]], skip_special_tokens: bool = False
+    ) -> list[str]:
+        """Decodes several lists of ids, or the rows of a two-dimensional array."""
+        if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__iter__"):
+            raise InputError(f"expected a list of lists of ids, found {type(rows).__name__}")
+        return [self.decode(row, skip_special_tokens) for row in rows]
+
+    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
+        """Makes an incremental decoder for generated ids; see :class:`StreamDecoder`."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+
+        def id_to_token(index: int) -> str | None:
+            return None if index in skipped else self.id_to_token(index)
+
+        return StreamDecoder(id_to_token, self._decode_stages(skip_special_tokens))
+
+    def token_bytes(self) -> tuple[bytes | None, ...]:
+        """UTF-8 bytes of each id inside a text; None for an id without a token.
+
+        A byte-level or byte token may be part of a character. A special token is its own text.
+        Spaces that ``decode`` removes or adds between tokens are ignored, as in transformers.
+        """
+        return self._token_bytes
+
+    @cached_property
+    def _token_bytes(self) -> tuple[bytes | None, ...]:
+        stages = self._decode_stages(skip_special_tokens=False)
+
+        def encode_token(token: str) -> bytes:
+            for stage in stages:
+                text = stage.token_text(token)
+                if isinstance(text, bytes):
+                    return text
+                token = text
+            return token.encode("utf-8")
+
+        tokens = map(self.id_to_token, range(len(self)))
+        return tuple(None if token is None else encode_token(token) for token in tokens)
+
+    def _max_length(self, max_length: int | None, use: str) -> int:
+        """``max_length``, or else the tokenizer's own."""
+        if max_length is None and self.model_max_length == NO_MAX_LENGTH:
+            raise InputError(f"{use} needs max_length: the tokenizer has no model_max_length")
+        length = self.model_max_length if max_length is None else max_length
+        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+            raise InputError(f"max_length is {max_length!r}: expected an int")
+        return length
+
+
+def check_text(text: Any, max_bytes: int) -> None:
+    if not isinstance(text, str):
+        raise InputError(f"a text must be a str, not {type(text).__name__}")
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError as failure:
+        raise InputError(
+            f"the text holds an unpaired surrogate at character {failure.start}"
+        ) from failure
+    if size > max_bytes:
+        raise InputError(
+            f"the text has {size} bytes, but at most {max_bytes} are taken: pass max_bytes"
+            " to allow more"
+        )
