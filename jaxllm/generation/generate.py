@@ -29,7 +29,7 @@ from jaxllm.generation.loop import (
     prefill,
     prefill_program,
 )
-from jaxllm.generation.processors.host.errors import reraise_failures
+from jaxllm.generation.processors.host.callbacks import reraise_failures
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_size

@@ -20,6 +20,7 @@ from jaxllm.contrib.watermark.int64 import Int64
 from jaxllm.contrib.watermark.torch_random import random_bits
 from jaxllm.generation.inputs.values import int_leaf, is_integer
 from jaxllm.generation.processors.base import (
+    CurLen,
     History,
     LogitsProcessor,
     Scores,
@@ -119,7 +120,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         self,
         input_ids: Int[Array, "B L"],
         scores: Scores,
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
         prompt_len: Int[Array, ""] | int | None = None,

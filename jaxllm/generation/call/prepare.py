@@ -34,7 +34,7 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.generation.settings.special_tokens import checked_pad
 from jaxllm.generation.stopping import MaxTimeCriteria
-from jaxllm.generation.stopping.build import build_criteria
+from jaxllm.generation.stopping.criteria import build_criteria
 from jaxllm.generation.strategies.assisted.select_draft import check_assistant_inputs
 from jaxllm.generation.strategies.guidance import NegativePrompt, negative_prompt
 from jaxllm.generation.strategies.select_strategy import Call, choose_strategy

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.common.errors import InputError
 
 Scores = Float[Array, "B V"]
+CurLen: TypeAlias = Int[Array, " ..."] | int | None
+"""Number of columns in use: one number, or one per row ``[B]``; None: all columns."""
 C = TypeVar("C", bound=type)
 
 
@@ -43,12 +45,12 @@ class History(NamedTuple):
     def of(
         cls,
         input_ids: Int[Array, "B L"],
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         mask: Bool[Array, "B L"] | None = None,
-        length: Int[Array, " ..."] | int | None = None,
+        length: CurLen = None,
     ) -> Self:
         ids = jnp.asarray(input_ids, jnp.int32)
-        column = jnp.asarray(cur_len, jnp.int32).reshape(-1, 1)
+        column = column_count(ids, cur_len).reshape(-1, 1)
         real = jnp.broadcast_to(jnp.arange(ids.shape[1]) < column, ids.shape)
         tokens, size = ids, column
         if mask is not None:
@@ -71,6 +73,11 @@ class History(NamedTuple):
         return tokens, columns >= 0
 
 
+def column_count(input_ids: Int[Array, "B L"], cur_len: CurLen) -> Int[Array, " ..."]:
+    """``cur_len`` as int32, ``[]`` or ``[B]``: the columns of ``input_ids`` if it is None."""
+    return jnp.asarray(input_ids.shape[1] if cur_len is None else cur_len, jnp.int32)
+
+
 def align_left(
     ids: Int[Array, "B L"], real: Bool[Array, "B L"]
 ) -> tuple[Int[Array, "B L"], Int[Array, "B 1"]]:
@@ -87,19 +94,25 @@ def align_left(
 class LogitsProcessor:
     """Base class of processors: a pure function from the tokens so far and scores to new scores.
 
-    Called like transformers' Flax processors, ``processor(input_ids, scores, cur_len)``, also under
-    ``jit``, ``vmap`` and ``lax.while_loop``. Subclasses define :meth:`process`, or ``__call__``
-    itself.
+    Called like transformers' processors, ``processor(input_ids, scores)``, or like its Flax ones,
+    ``processor(input_ids, scores, cur_len)``, also under ``jit``, ``vmap`` and ``lax.while_loop``.
+    Subclasses define :meth:`process`, or ``__call__`` itself.
+
+    Attributes:
+        reads_tokens: False if the result depends on the scores alone; then ``input_ids`` may be
+            None.
     """
+
+    reads_tokens: ClassVar[bool] = True
 
     def __call__(
         self,
-        input_ids: Int[Array, "B L"],
+        input_ids: Int[Array, "B L"] | None,
         scores: Scores,
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
-        length: Int[Array, " ..."] | int | None = None,
+        length: CurLen = None,
         **_: Any,
     ) -> Scores:
         """Processes the scores of the next token.
@@ -109,7 +122,7 @@ class LogitsProcessor:
                 other columns have no effect.
             scores: ``[B, V]`` logits (log-probabilities in beam search), without NaN.
             cur_len: The number of columns in use, prompt included: an int, a traced scalar, or one
-                per row, ``[B]``.
+                per row, ``[B]``. None: all.
             mask: bool ``[B, L]``, True at real tokens. None: all of the first ``cur_len`` columns.
                 Padding on either side has no effect, except on rules about lengths.
             length: The length that rules about lengths use. It differs from ``cur_len`` where the
@@ -117,9 +130,16 @@ class LogitsProcessor:
 
         Returns:
             float32 ``[B, V]``.
+
+        Raises:
+            InputError: ``input_ids`` is None, but the processor reads them.
         """
-        history = History.of(input_ids, cur_len, mask, length)
-        return self.process(history, jnp.asarray(scores, jnp.float32))
+        scores = jnp.asarray(scores, jnp.float32)
+        if input_ids is None:
+            if self.reads_tokens:
+                raise InputError(f"{type(self).__name__}: needs `input_ids`, the tokens so far")
+            input_ids = jnp.zeros((scores.shape[0], 0), jnp.int32)
+        return self.process(History.of(input_ids, cur_len, mask, length), scores)
 
     def process(self, history: History, scores: Scores) -> Scores:
         """Applies the rule to float32 scores."""
@@ -195,16 +215,18 @@ class LogitsProcessorList(tuple[Callable[..., Scores], ...]):
 
     def __call__(
         self,
-        input_ids: Int[Array, "B L"],
+        input_ids: Int[Array, "B L"] | None,
         scores: Scores,
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         **kwargs: Any,
     ) -> Scores:
         """float32 ``[B, V]``; the arguments are those of :class:`LogitsProcessor`."""
         scores = jnp.asarray(scores, jnp.float32)
+        if cur_len is None and input_ids is not None:
+            cur_len = input_ids.shape[1]
         for processor in self:
-            found = processor(input_ids, scores, cur_len, **accepted_arguments(processor, kwargs))
-            scores = checked_scores(processor, found, scores.shape)
+            out = processor(input_ids, scores, cur_len, **accepted_arguments(processor, kwargs))
+            scores = checked_scores(processor, out, scores.shape)
         return scores
 
 
@@ -216,32 +238,54 @@ def accepted_arguments(function: Callable[..., Any], kwargs: dict[str, Any]) -> 
     return {name: value for name, value in kwargs.items() if name in parameters}
 
 
-def checked_scores(processor: Any, found: Any, shape: tuple[int, ...]) -> Scores:
+def checked_scores(processor: Any, out: Any, shape: tuple[int, ...]) -> Scores:
     """Checks that a processor's result has the shape and dtype of scores; casts to float32."""
-    kind = getattr(found, "dtype", None)
-    if kind is None or np.shape(found) != shape or not jnp.issubdtype(kind, jnp.floating):
-        what = type(found).__name__ if kind is None else f"{kind}{list(np.shape(found))}"
-        name = getattr(processor, "__name__", type(processor).__name__)
+    dtype = getattr(out, "dtype", None)
+    if dtype is None or np.shape(out) != shape or not jnp.issubdtype(dtype, jnp.floating):
         raise InputError(
-            f"logits_processor: {name} must return scores, float32{list(shape)}, but returned "
-            f"{what}"
+            f"logits_processor: {name_of(processor)} must return scores, float32{list(shape)}, but "
+            f"returned {describe(out)}"
         )
-    return jnp.asarray(found, jnp.float32)
+    return jnp.asarray(out, jnp.float32)
+
+
+def name_of(function: Any) -> str:
+    """Name of a processor or criterion in messages."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def describe(out: Any) -> str:
+    """Dtype and shape of an array, such as ``int32[2]``, or the type of another object."""
+    dtype = getattr(out, "dtype", None)
+    return type(out).__name__ if dtype is None else f"{dtype}{list(np.shape(out))}"
 
 
 def token_set(
     ids: Int[Array, "B n"], where: Bool[Array, "B n"], vocab_size: int
 ) -> Bool[Array, "B V"]:
     """Mask of the tokens that occur in each row, at the columns where ``where`` is True."""
-    inside = where & (ids >= 0) & (ids < vocab_size)
+    in_vocabulary = where & (ids >= 0) & (ids < vocab_size)
     rows = jnp.arange(ids.shape[0])[:, None]
     empty = jnp.zeros((ids.shape[0], vocab_size), bool)
-    return empty.at[rows, jnp.where(inside, ids, vocab_size)].set(True, mode="drop")
+    return empty.at[rows, jnp.where(in_vocabulary, ids, vocab_size)].set(True, mode="drop")
 
 
 def id_mask(ids: Int[Array, " E"], vocab_size: int) -> Bool[Array, " V"]:
     """Mask of the tokens in a table of ids (see ``values.id_table``)."""
     return token_set(ids[None], jnp.ones((1, ids.shape[0]), bool), vocab_size)[0]
+
+
+def forbid(
+    scores: Scores, ids: Int[Array, " E"], where: Bool[Array, "#B 1"] | bool = True
+) -> Scores:
+    """Sets the scores of a table of ids to -inf, in the rows where ``where`` is True."""
+    return jnp.where(where & id_mask(ids, scores.shape[1]), -jnp.inf, scores)
+
+
+def force(scores: Scores, ids: Int[Array, " E"], where: Bool[Array, "#B 1"]) -> Scores:
+    """Sets the scores of a table of ids to 0 and all others to -inf, where ``where`` is True."""
+    forced = jnp.where(id_mask(ids, scores.shape[1]), 0.0, -jnp.inf)
+    return jnp.where(where, forced, scores)
 
 
 class EncoderTokens(NamedTuple):
@@ -280,10 +324,10 @@ def prompt_length(processor: Any, from_call: Int[Array, ""] | int | None) -> Int
     Raises:
         InputError: Neither specifies it.
     """
-    found = processor.prompt_len if from_call is None else from_call
-    if found is None:
+    prompt_len = processor.prompt_len if from_call is None else from_call
+    if prompt_len is None:
         raise InputError(
             f"{type(processor).__name__}: needs `prompt_len`, the number of columns of the prompt: "
             "give it to the processor when it is made"
         )
-    return found
+    return prompt_len

@@ -10,7 +10,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import Number, float_leaf
-from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_processor, store
+from jaxllm.generation.processors.base import (
+    CurLen,
+    LogitsProcessor,
+    Scores,
+    logits_processor,
+    store,
+)
 
 
 @logits_processor()
@@ -43,7 +49,7 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         self,
         input_ids: Int[Array, "B L"],
         scores: Scores,
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         *,
         unconditional_logits: Scores | None = None,
         **_: Any,

@@ -15,6 +15,7 @@ from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
     Scores,
+    forbid,
     id_mask,
     logits_processor,
     store,
@@ -47,7 +48,7 @@ class MinLengthLogitsProcessor(LogitsProcessor):
 
     def process(self, history: History, scores: Scores) -> Scores:
         early = history.length < jnp.reshape(self.min_length, (-1, 1))
-        return jnp.where(early & id_mask(self.eos_token_id, scores.shape[1]), -jnp.inf, scores)
+        return forbid(scores, self.eos_token_id, early)
 
 
 @logits_processor()
@@ -75,7 +76,7 @@ class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
     def process(self, history: History, scores: Scores) -> Scores:
         new = history.length - jnp.reshape(self.prompt_length_to_skip, (-1, 1))
         early = new < jnp.reshape(self.min_new_tokens, (-1, 1))
-        return jnp.where(early & id_mask(self.eos_token_id, scores.shape[1]), -jnp.inf, scores)
+        return forbid(scores, self.eos_token_id, early)
 
 
 @logits_processor()

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer
 from jaxllm.generation.processors.base import (
+    CurLen,
     EncoderTokens,
     History,
     LogitsProcessor,
@@ -114,7 +115,7 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         self,
         input_ids: Int[Array, "rows L"],
         scores: Float[Array, "rows V"],
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         *,
         current_tokens: Int[Array, " all_beams"],
         beam_group_idx: Int[Array, ""] | int,

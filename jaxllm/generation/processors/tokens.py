@@ -11,7 +11,8 @@ from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
     Scores,
-    id_mask,
+    forbid,
+    force,
     logits_processor,
     store,
 )
@@ -33,8 +34,7 @@ class ForcedBOSTokenLogitsProcessor(LogitsProcessor):
         store(self, bos_token_id=id_table(type(self).__name__, "bos_token_id", bos_token_id))
 
     def process(self, history: History, scores: Scores) -> Scores:
-        forced = jnp.where(id_mask(self.bos_token_id, scores.shape[1]), 0.0, -jnp.inf)
-        return jnp.where(history.length == 1, forced, scores)
+        return force(scores, self.bos_token_id, history.length == 1)
 
 
 @logits_processor()
@@ -53,15 +53,15 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
         )
 
     def process(self, history: History, scores: Scores) -> Scores:
-        forced = jnp.where(id_mask(self.eos_token_id, scores.shape[1]), 0.0, -jnp.inf)
         is_last = history.length == jnp.reshape(self.max_length, (-1, 1)) - 1
-        return jnp.where(is_last, forced, scores)
+        return force(scores, self.eos_token_id, is_last)
 
 
 @logits_processor()
 class SuppressTokensLogitsProcessor(LogitsProcessor):
     """Forbids the given tokens."""
 
+    reads_tokens = False
     suppress_tokens: Int[Array, " E"]
 
     def __init__(self, suppress_tokens: TokenIds) -> None:
@@ -69,7 +69,7 @@ class SuppressTokensLogitsProcessor(LogitsProcessor):
         store(self, suppress_tokens=table)
 
     def process(self, history: History, scores: Scores) -> Scores:
-        return jnp.where(id_mask(self.suppress_tokens, scores.shape[1]), -jnp.inf, scores)
+        return forbid(scores, self.suppress_tokens)
 
 
 @logits_processor()
@@ -88,14 +88,15 @@ class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
         )
 
     def process(self, history: History, scores: Scores) -> Scores:
-        first = history.length == jnp.reshape(self.begin_index, (-1, 1))
-        forbidden = id_mask(self.begin_suppress_tokens, scores.shape[1])
-        return jnp.where(first & forbidden, -jnp.inf, scores)
+        at_begin = history.length == jnp.reshape(self.begin_index, (-1, 1))
+        return forbid(scores, self.begin_suppress_tokens, at_begin)
 
 
 @logits_processor()
 class InfNanRemoveLogitsProcessor(LogitsProcessor):
     """Replaces NaN by 0 and infinities by the largest finite numbers of their sign."""
+
+    reads_tokens = False
 
     def __init__(self) -> None:
         store(self)
@@ -107,6 +108,8 @@ class InfNanRemoveLogitsProcessor(LogitsProcessor):
 @logits_processor()
 class LogitNormalization(LogitsProcessor):
     """Normalises the scores to log-probabilities (log-softmax)."""
+
+    reads_tokens = False
 
     def __init__(self) -> None:
         store(self)

@@ -7,8 +7,9 @@ it:
 - Otherwise bisection finds the threshold: the bits of float32 numbers, with the sign mapped, sort
   as unsigned integers in the same order, so 32 passes over the scores determine its 32 bits.
 
-Sums of probabilities are float32 (XLA adds in blocks; relative error about 1e-7), so a
-token whose cumulative probability is within about 1e-6 of p may be kept or dropped.
+Sums of probabilities are float32 (XLA adds in blocks; relative error about 1e-7). So a sum within
+1e-6 of p counts as p: of 0.5, 0.3, 0.1, 0.1, top-p 0.8 keeps two tokens, although their sum is
+below 0.8 in float32.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 CANDIDATES = 128
 """Number of largest scores that ``lax.top_k`` finds before falling back to bisection."""
+_ROUNDING = 1e-6  # relative; sums of probabilities this close to the target reach it
 
 
 def ordered_bits(x: Float[Array, " ..."]) -> UInt32[Array, " ..."]:
@@ -70,16 +72,15 @@ def column(x: Array) -> Array:
 
 def kth_largest(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Float[Array, " B"]:
     """The ``k``-th largest value of each row, counting ties; ``k`` is traced, 1 to V."""
-    width, each = min(CANDIDATES, x.shape[1]), jnp.broadcast_to(k, x.shape[:1])
-    few = each <= width
+    width, row_k = min(CANDIDATES, x.shape[1]), jnp.broadcast_to(k, x.shape[:1])
 
     def among_candidates() -> Float[Array, " B"]:
-        return _pick(lax.top_k(x, width)[0], jnp.minimum(each, width) - 1)
+        return _pick(lax.top_k(x, width)[0], jnp.minimum(row_k, width) - 1)
 
     def by_bisection() -> Float[Array, " B"]:
-        return threshold(x, 1.0, each.astype(jnp.float32))
+        return threshold(x, 1.0, row_k.astype(jnp.float32))
 
-    return lax.cond(jnp.all(few), among_candidates, by_bisection)
+    return lax.cond(jnp.all(row_k <= width), among_candidates, by_bisection)
 
 
 def top_k_mask(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Bool[Array, "B V"]:
@@ -88,22 +89,22 @@ def top_k_mask(x: Float[Array, "B V"], k: Int[Array, "*B"]) -> Bool[Array, "B V"
 
 
 def top_p_mask(x: Float[Array, "B V"], p: Float[Array, "*B"], least: int = 1) -> Bool[Array, "B V"]:
-    """True at the fewest largest scores whose probabilities add up to at least ``p``.
+    """True at the fewest largest scores whose probabilities add up to ``p`` (within 1e-6) or more.
 
     Among equal scores at the threshold, the later columns are kept, as by a stable ascending sort
     that drops from the front. At least ``least`` are kept.
     """
     weights = unnormalised(x)
-    mass = p * jnp.sum(weights, axis=-1)
+    mass = p * (1 - _ROUNDING) * jnp.sum(weights, axis=-1)
     width = min(CANDIDATES, x.shape[1])
     least = min(least, x.shape[1])
-    top, at = lax.top_k(x, max(width, least))
-    top_weights = jnp.take_along_axis(weights, at, axis=1)
-    reached = jnp.cumsum(top_weights, axis=-1)
+    top, top_columns = lax.top_k(x, max(width, least))
+    top_weights = jnp.take_along_axis(weights, top_columns, axis=1)
+    cumulative = jnp.cumsum(top_weights, axis=-1)
 
     def among_candidates() -> tuple[Float[Array, " B"], Float[Array, " B"]]:
         # A token is kept if the mass of the larger ones is below the target.
-        kept = jnp.sum(reached - top_weights < mass[:, None], axis=-1)
+        kept = jnp.sum(cumulative - top_weights < mass[:, None], axis=-1)
         edge = _pick(top, jnp.maximum(kept, least) - 1)
         above = jnp.sum(top > edge[:, None], axis=-1)
         return edge, (jnp.maximum(kept, least) - above).astype(jnp.float32)
@@ -111,9 +112,9 @@ def top_p_mask(x: Float[Array, "B V"], p: Float[Array, "*B"], least: int = 1) ->
     def by_bisection() -> tuple[Float[Array, " B"], Float[Array, " B"]]:
         # On the weights alone, since reading one array is twice as fast as reading two.
         edge_weight = threshold(weights, weights, mass)[:, None]
-        short = mass - jnp.sum(jnp.where(weights > edge_weight, weights, 0.0), axis=-1)
-        one = jnp.maximum(edge_weight[:, 0], jnp.finfo(jnp.float32).tiny)
-        kept = jnp.maximum(jnp.ceil(short / one), 1.0)
+        missing = mass - jnp.sum(jnp.where(weights > edge_weight, weights, 0.0), axis=-1)
+        weight = jnp.maximum(edge_weight[:, 0], jnp.finfo(jnp.float32).tiny)
+        kept = jnp.maximum(jnp.ceil(missing / weight), 1.0)
         at_edge = weights == edge_weight
         kept = jnp.minimum(kept, jnp.sum(at_edge, axis=-1))
         edge = _kth_of_equal_weight(x, at_edge, kept)
@@ -122,8 +123,7 @@ def top_p_mask(x: Float[Array, "B V"], p: Float[Array, "*B"], least: int = 1) ->
         kept += jnp.sum(weights > edge_weight, axis=-1)
         return edge, jnp.maximum(kept, least) - above
 
-    everything = x.shape[1] <= width
-    enough = everything | jnp.all(reached[:, -1] >= mass)
+    enough = (x.shape[1] <= width) | jnp.all(cumulative[:, -1] >= mass)
     edge, kept_at_edge = lax.cond(enough, among_candidates, by_bisection)
     return x >= _later_of_equals(x, edge, jnp.maximum(kept_at_edge, 1))
 
@@ -164,14 +164,14 @@ def nearest_mask(
     mass: Float[Array, " B"],
     least: int = 1,
 ) -> Bool[Array, "B V"]:
-    """True at the smallest distances, up to the one at which the summed weights reach ``mass``.
+    """True at the smallest distances, up to where the summed weights reach ``mass`` (within 1e-6).
 
     Ties with it are kept. At least ``least`` are kept, earlier columns first among equals.
     """
-    near = -distance
-    keep = near >= threshold(near, weights, mass)[:, None]
-    _, first = lax.top_k(near, min(least, near.shape[1]))
-    return keep | _marked(first, near.shape[1])
+    nearness = -distance
+    kept = nearness >= threshold(nearness, weights, mass * (1 - _ROUNDING))[:, None]
+    _, nearest = lax.top_k(nearness, min(least, nearness.shape[1]))
+    return kept | _mask_of(nearest, nearness.shape[1])
 
 
 def top_mask(x: Float[Array, "B V"], count: int) -> Bool[Array, "B V"]:
@@ -186,12 +186,12 @@ def entropy_mask(x: Float[Array, "B V"], fraction: Float[Array, "*B"]) -> Bool[A
 
     Uses the 100 largest scores only, renormalised; the largest is always kept.
     """
-    top, at = lax.top_k(x, min(100, x.shape[1]))
+    top, columns = lax.top_k(x, min(100, x.shape[1]))
     p = jax.nn.softmax(top, axis=-1)
     terms = jnp.where(p > 0, -p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
     budget = column(fraction) * jnp.sum(terms, axis=-1, keepdims=True)
     keep = (jnp.cumsum(terms, axis=-1) <= budget) & (p > 0)
-    return _marked(jnp.where(keep.at[:, 0].set(True), at, x.shape[1]), x.shape[1])
+    return _mask_of(jnp.where(keep.at[:, 0].set(True), columns, x.shape[1]), x.shape[1])
 
 
 def unnormalised(x: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -204,6 +204,6 @@ def _pick(rows: Float[Array, "B n"], column: Int[Array, " B"]) -> Float[Array, "
     return jnp.take_along_axis(rows, column[:, None], axis=1)[:, 0]
 
 
-def _marked(columns: Int[Array, "B n"], width: int) -> Bool[Array, "B width"]:
+def _mask_of(columns: Int[Array, "B n"], width: int) -> Bool[Array, "B width"]:
     rows = jnp.arange(columns.shape[0])[:, None]
     return jnp.zeros((columns.shape[0], width), bool).at[rows, columns].set(True, mode="drop")

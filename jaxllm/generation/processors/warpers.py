@@ -49,6 +49,7 @@ class TemperatureLogitsWarper(LogitsProcessor):
     [[2.0, 6.0]]
     """
 
+    reads_tokens = False
     temperature: Float[Array, "*B"]
 
     def __init__(self, temperature: Number) -> None:
@@ -71,6 +72,7 @@ class Filter(LogitsProcessor):
     :meth:`keep` is not computed at run time if :meth:`off` is True for every row.
     """
 
+    reads_tokens = False
     filter_value: Float[Array, "*B"]
     min_tokens_to_keep: int
 
@@ -87,11 +89,11 @@ class Filter(LogitsProcessor):
     def process(self, history: History, scores: Scores) -> Scores:
         off = self.off(scores)
 
-        def cut() -> Scores:
+        def apply() -> Scores:
             kept = self.keep(scores) | column(off)
             return jnp.where(kept, scores, column(self.filter_value))
 
-        return lax.cond(jnp.all(off), lambda: scores, cut)
+        return lax.cond(jnp.all(off), lambda: scores, apply)
 
     def off(self, scores: Scores) -> Bool[Array, "*B"]:
         raise NotImplementedError

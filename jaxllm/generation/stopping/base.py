@@ -17,10 +17,13 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.processors.base import (
+    CurLen,
     History,
     Scores,
     accepted_arguments,
+    describe,
     logits_processor,
+    name_of,
     tuple_of_callables,
 )
 from jaxllm.generation.processors.per_row import per_sequence
@@ -42,10 +45,10 @@ class StoppingCriteria:
         self,
         input_ids: Int[Array, "B L"],
         scores: Scores,
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
-        length: Int[Array, " ..."] | int | None = None,
+        length: CurLen = None,
         **_: Any,
     ) -> Done:
         """Mask of the rows that end.
@@ -56,7 +59,7 @@ class StoppingCriteria:
             scores: ``[B, V]``, the scores that the newest token was chosen by. (transformers passes
                 the scores of all steps.)
             cur_len: The number of columns in use, prompt included: an int, a traced scalar, or one
-                per row, ``[B]``.
+                per row, ``[B]``. None: all.
             mask: bool ``[B, L]``, True at real tokens; None: all of the first ``cur_len`` columns.
             length: The length that rules about lengths use; None: ``cur_len``.
 
@@ -92,27 +95,27 @@ class StoppingCriteriaList(tuple[Callable[..., Done], ...]):
         self,
         input_ids: Int[Array, "B L"],
         scores: Scores,
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         **kwargs: Any,
     ) -> Done:
         """bool ``[B]``; the arguments are those of :class:`StoppingCriteria`."""
+        cur_len = input_ids.shape[1] if cur_len is None else cur_len
         done = jnp.zeros(input_ids.shape[0], bool)
         for criterion in self:
-            found = criterion(input_ids, scores, cur_len, **accepted_arguments(criterion, kwargs))
-            done |= checked_done(criterion, found, done.shape)
+            out = criterion(input_ids, scores, cur_len, **accepted_arguments(criterion, kwargs))
+            done |= checked_done(criterion, out, done.shape)
         return done
 
 
-def checked_done(criterion: Any, found: Any, shape: tuple[int, ...]) -> Done:
-    """Checks that a criterion's result is one boolean per row, or one for all; returns it."""
-    kind = np.dtype(bool) if isinstance(found, bool) else getattr(found, "dtype", None)
-    if kind != np.dtype(bool) or np.shape(found) not in (shape, ()):
-        what = type(found).__name__ if kind is None else f"{kind}{list(np.shape(found))}"
-        name = getattr(criterion, "__name__", type(criterion).__name__)
+def checked_done(criterion: Any, out: Any, shape: tuple[int, ...]) -> Done:
+    """Checks that a criterion's result is one boolean per row, or one for all, which it repeats."""
+    dtype = np.dtype(bool) if isinstance(out, bool) else getattr(out, "dtype", None)
+    if dtype != np.dtype(bool) or np.shape(out) not in (shape, ()):
         raise InputError(
-            f"stopping_criteria: {name} must return booleans {list(shape)}, but returned {what}"
+            f"stopping_criteria: {name_of(criterion)} must return booleans {list(shape)}, but "
+            f"returned {describe(out)}"
         )
-    return jnp.asarray(found)
+    return jnp.broadcast_to(jnp.asarray(out), shape)
 
 
 @jax.tree_util.register_dataclass

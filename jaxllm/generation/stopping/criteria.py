@@ -1,4 +1,4 @@
-"""Stopping criteria: maximum length, end tokens, plain Python functions, time limit."""
+"""Stopping criteria: maximum length, end tokens, Python functions, time limit; their list."""
 
 from __future__ import annotations
 
@@ -10,14 +10,29 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.generation.inputs.values import TokenIds, id_table, int_leaf, is_integer, to_scalar
-from jaxllm.generation.processors.base import History, Scores, store
+from jaxllm.generation.inputs.arguments import CallArguments, needed_tokenizer
+from jaxllm.generation.inputs.values import (
+    TokenIds,
+    any_traced,
+    id_table,
+    int_leaf,
+    is_integer,
+    to_scalar,
+)
+from jaxllm.generation.processors.base import CurLen, History, Scores, column_count, store
 from jaxllm.generation.processors.host.python_function import (
     HostFunction,
-    call_on_host,
+    call_by_row,
     host_function,
 )
-from jaxllm.generation.stopping.base import Done, StoppingCriteria, stopping_criterion
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.stopping.base import (
+    Done,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    stopping_criterion,
+)
+from jaxllm.generation.stopping.stop_strings import StopStringCriteria
 
 
 @stopping_criterion()
@@ -52,11 +67,11 @@ class EosTokenCriteria(StoppingCriteria):
         self,
         input_ids: Int[Array, "B L"],
         scores: Scores,
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         **_: Any,
     ) -> Done:
         ids = jnp.asarray(input_ids, jnp.int32)
-        column = jnp.asarray(cur_len, jnp.int32).reshape(-1, 1) - 1
+        column = column_count(ids, cur_len).reshape(-1, 1) - 1
         column = jnp.broadcast_to(column, (ids.shape[0], 1))
         newest = jnp.take_along_axis(ids, jnp.maximum(column, 0), axis=1)
         return ((column >= 0) & jnp.isin(newest, self.eos_token_id))[:, 0]
@@ -87,23 +102,23 @@ class HostCriteria(StoppingCriteria):
         self,
         input_ids: Int[Array, "B L"],
         scores: Scores,
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
         **_: Any,
     ) -> Done:
+        cur_len = column_count(input_ids, cur_len)
         unfinished = None
-        if mask is not None and jnp.ndim(cur_len) == 1:
-            newest = jnp.asarray(cur_len, jnp.int32)[:, None] - 1
-            unfinished = jnp.take_along_axis(mask, newest, axis=1)[:, 0]
+        if mask is not None and cur_len.ndim == 1:
+            unfinished = jnp.take_along_axis(mask, cur_len[:, None] - 1, axis=1)[:, 0]
         none = jnp.zeros(input_ids.shape[:1], bool)
-        return call_on_host(self.fn, input_ids, scores, cur_len, none, unfinished)
+        return call_by_row(self.fn, input_ids, scores, cur_len, none, unfinished)
 
 
 class MaxTimeCriteria:
     """Time limit, checked on the host: expires after ``max_time`` seconds.
 
-    A compiled loop has no clock, so this is no criterion of the loop: the caller that runs the loop
+    A compiled loop has no clock, so it cannot be called inside one: the caller that runs the loop
     in chunks checks :meth:`expired` between them.
 
     Args:
@@ -123,11 +138,14 @@ class MaxTimeCriteria:
         """Returns whether more than ``max_time`` seconds have passed."""
         return time.time() - self.initial_timestamp > self.max_time
 
-    def __call__(self, *_: Any, **__: Any) -> Done:
-        raise UnsupportedError(
-            "MaxTimeCriteria: a compiled loop has no clock, so it cannot be called as a criterion;"
-            " pass max_time to generate, or ask .expired() between two chunks"
-        )
+    def __call__(self, input_ids: Int[Array, "B L"], *_: Any, **__: Any) -> Done:
+        """Mask [B]: all rows end if the limit has expired. UnsupportedError under ``jit``."""
+        if any_traced(input_ids):
+            raise UnsupportedError(
+                "MaxTimeCriteria: a compiled loop has no clock, so it cannot be called inside one; "
+                "pass max_time to generate, or call .expired() between two chunks"
+            )
+        return jnp.full(input_ids.shape[:1], self.expired())
 
 
 def _seconds(name: str, value: Any) -> float:
@@ -135,3 +153,21 @@ def _seconds(name: str, value: Any) -> float:
     if not (is_integer(value) or isinstance(value, float)) or math.isnan(value):
         raise InputError(f"MaxTimeCriteria: `{name}` must be a number, but is {value!r}")
     return float(value)
+
+
+def build_criteria(
+    config: GenerationConfig, arguments: CallArguments
+) -> tuple[StoppingCriteriaList, tuple[MaxTimeCriteria, ...]]:
+    """Builds the criteria of the compiled loop, and the time limits that the host checks."""
+    criteria = arguments.stopping_criteria
+    criteria = [] if criteria is None else criteria
+    if not isinstance(criteria, list | tuple) or not all(map(callable, criteria)):
+        raise InputError(f"stopping_criteria: expected a list of callables, found {criteria!r}")
+    time_limits = [c for c in criteria if isinstance(c, MaxTimeCriteria)]
+    if config.max_time is not None:
+        time_limits.insert(0, MaxTimeCriteria(config.max_time))
+    in_loop = [c for c in criteria if not isinstance(c, MaxTimeCriteria)]
+    if config.stop_strings is not None:
+        tokenizer = needed_tokenizer(arguments.tokenizer, "stop_strings")
+        in_loop.insert(0, StopStringCriteria(tokenizer, list(config.stop_strings)))
+    return StoppingCriteriaList(in_loop), tuple(time_limits)

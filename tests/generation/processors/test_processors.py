@@ -304,10 +304,12 @@ def test_padding_of_the_encoder_does_not_count():
 
 def test_encoder_rows_are_repeated_for_beams():
     scores = jnp.full((4, 4), 1.0)
-    got = P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER[:, :1])(jnp.zeros((4, 1)), scores, 1)
+    got = P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER[:, :1])(
+        jnp.zeros((4, 1), int), scores, 1
+    )
     assert np.argwhere(np.isneginf(got)).tolist() == [[0, 3], [1, 3], [2, 0], [3, 0]]
     with pytest.raises(InputError, match="3 rows"):
-        P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER)(jnp.zeros((3, 1)), scores[:3], 1)
+        P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER)(jnp.zeros((3, 1), int), scores[:3], 1)
 
 
 def test_tokens_outside_the_scores_are_left_alone():
@@ -378,6 +380,24 @@ def test_a_processor_of_ones_own_may_have_leaves():
 
     chain = P.LogitsProcessorList([Shift(2.0)])
     assert run(chain, jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 2)), 3, {}).tolist() == [[6, 6]]
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=CLASSES)
+def test_without_cur_len_all_columns_count(case):
+    """As transformers calls them: ``processor(input_ids, scores)``."""
+    ids, scores, call = arguments(case)
+    check(build(case)(ids, scores, **call), case)
+    check(P.LogitsProcessorList([build(case)])(ids, scores, **call), case)
+
+
+def test_input_ids_may_be_none_where_only_scores_are_read():
+    """As transformers' Flax tests call them: ``warper(None, scores, cur_len=None)``."""
+    scores = np.log([[0.2, 0.5, 0.3]])
+    warpers = [P.TemperatureLogitsWarper(0.5), P.TopKLogitsWarper(2), P.LogitNormalization()]
+    out = P.LogitsProcessorList(warpers)(None, scores, cur_len=None)
+    np.testing.assert_allclose(np.exp(out), [[0, 25 / 34, 9 / 34]], rtol=1e-5)
+    with pytest.raises(InputError, match="NoRepeatNGramLogitsProcessor: needs `input_ids`"):
+        P.NoRepeatNGramLogitsProcessor(2)(None, scores)
 
 
 def test_half_precision_scores_become_float32():

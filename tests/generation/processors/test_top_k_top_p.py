@@ -138,6 +138,14 @@ def test_top_p_beyond_the_candidates(p, least, rounding):
         assert np.sum(got != expected) <= 1
 
 
+def test_top_p_is_reached_by_a_sum_that_only_rounding_keeps_below():
+    x = jnp.log(jnp.array([[0.3, 0.1, 0.1, 0.5], [0.15, 0.3, 0.3, 0.25]]))
+    kept = jit_top_p(x, jnp.float32(0.8), 1)
+    assert kept.tolist() == [[True, False, False, True], [False, True, True, True]]
+    with_tail = jnp.pad(x, ((0, 0), (0, 300)), constant_values=-jnp.inf)
+    np.testing.assert_array_equal(jit_top_p(with_tail, jnp.float32(0.8), 1)[:, :4], kept)
+
+
 def test_top_p_of_equals_keeps_the_later_ones():
     keep = jit_top_p(jnp.zeros((1, 8)), jnp.float32(0.4), 1)
     assert np.flatnonzero(keep[0]).tolist() == [4, 5, 6, 7]  # half of 8 reach 0.4, three do not

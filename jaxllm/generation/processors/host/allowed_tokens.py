@@ -19,8 +19,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxllm.common.errors import InputError
-from jaxllm.generation.processors.base import History
-from jaxllm.generation.processors.host.errors import check_one_device, record_failures
+from jaxllm.generation.processors.base import CurLen, History, column_count
+from jaxllm.generation.processors.host.callbacks import call_on_host
 from jaxllm.models.input_checks import is_traced
 
 WORD = 32
@@ -58,38 +58,31 @@ def register_rule(rule: Rule, owner: object) -> Int[Array, ""]:
 def allowed_tokens(
     number: Int[Array, ""],
     input_ids: Int[Array, "B L"],
-    cur_len: Int[Array, " ..."] | int,
+    cur_len: CurLen,
     mask: Bool[Array, "B L"] | None,
     prompt_len: Int[Array, ""] | int | None,
     vocab_size: int,
 ) -> Bool[Array, "B V"]:
-    """Calls a rule, inside or outside a compiled program; True at the tokens that it allows.
-
-    The rule must depend on its arguments alone: the program may call it twice or not at all. An
-    exception in it ends the program; see :mod:`jaxllm.generation.processors.host.errors`.
-    """
-    check_one_device()
+    """Calls a rule (see :func:`call_on_host`); True at the tokens that it allows."""
     history = History.of(input_ids, cur_len, mask)
     rows, words = history.ids.shape[0], -(-vocab_size // WORD)
     if is_traced(number):
-        ask = partial(_ask, vocab_size)
+        call = partial(_call_rule, vocab_size)
     else:  # a concrete number binds the program to this rule and keeps it alive
-        ask = partial(_ask, vocab_size, rule=_rule(number))
-    bits = jax.pure_callback(
-        ask,
+        call = partial(_call_rule, vocab_size, rule=_rule(number))
+    bits = call_on_host(
+        call,
         jax.ShapeDtypeStruct((rows, words), jnp.uint32),
         number,
         history.ids,
         history.real,
-        jnp.broadcast_to(jnp.asarray(cur_len, jnp.int32).reshape(-1), (rows,)),
+        jnp.broadcast_to(column_count(input_ids, cur_len).reshape(-1), (rows,)),
         jnp.asarray(_UNKNOWN if prompt_len is None else prompt_len, jnp.int32),
-        vmap_method="sequential",
     )
     return _unpack(bits, vocab_size)
 
 
-@record_failures
-def _ask(
+def _call_rule(
     vocab_size: int,
     number: Any,
     ids: Any,
@@ -100,11 +93,11 @@ def _ask(
     rule: Rule | None = None,
 ) -> np.ndarray:
     # NumPy only: a callback must not call JAX.
-    start = int(np.asarray(prompt_len))
+    start = None if int(prompt_len) == _UNKNOWN else int(prompt_len)
     table = np.asarray(ids, np.int64), np.asarray(real), np.asarray(lengths)
     rows = [
-        HostRow(row[:length], kept[:length], None if start == _UNKNOWN else start)
-        for row, kept, length in zip(*table, strict=True)
+        HostRow(row[:length], row_real[:length], start)
+        for row, row_real, length in zip(*table, strict=True)
     ]
     return (_rule(number) if rule is None else rule)(rows, vocab_size)
 

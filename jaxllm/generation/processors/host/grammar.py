@@ -9,7 +9,11 @@ complete. Needs ``pip install jaxllm[grammar]``.
 
 from __future__ import annotations
 
+import importlib
 import json
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.inputs.values import TokenIds, id_list, int_leaf, is_integer
 from jaxllm.generation.processors.base import (
+    CurLen,
     LogitsProcessor,
     Scores,
     logits_processor,
@@ -33,8 +38,10 @@ from jaxllm.generation.processors.host.allowed_tokens import (
     allowed_tokens,
     register_rule,
 )
-from jaxllm.generation.processors.host.grammar_matching import Grammar, llguidance, vocabulary
 from jaxllm.tokenizers.tokenizer import Tokenizer
+
+_STATES = 4096  # cached states per grammar; a state is small and quick to copy
+_LOCK = threading.Lock()  # programs on several devices may call at once
 
 
 @logits_processor()
@@ -60,14 +67,14 @@ class GrammarLogitsProcessor(LogitsProcessor):
         owner = type(self).__name__
         # The rule keeps the tokenizer alive, which llguidance may call.
         rule = partial(_allowed_rows, tuple(grammars), tokenizer)
-        known = None if prompt_len is None else int_leaf(owner, "prompt_len", prompt_len)
-        store(self, rule=register_rule(rule, owner=self), prompt_len=known)
+        length = None if prompt_len is None else int_leaf(owner, "prompt_len", prompt_len)
+        store(self, rule=register_rule(rule, owner=self), prompt_len=length)
 
     def __call__(
         self,
         input_ids: Int[Array, "B L"],
         scores: Scores,
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
         prompt_len: Int[Array, ""] | int | None = None,
@@ -75,8 +82,8 @@ class GrammarLogitsProcessor(LogitsProcessor):
     ) -> Scores:
         """float32 ``[B, V]``; new tokens begin at column ``prompt_len``."""
         scores = jnp.asarray(scores, jnp.float32)
-        start = prompt_length(self, prompt_len)
-        allowed = allowed_tokens(self.rule, input_ids, cur_len, mask, start, scores.shape[1])
+        prompt_len = prompt_length(self, prompt_len)
+        allowed = allowed_tokens(self.rule, input_ids, cur_len, mask, prompt_len, scores.shape[1])
         return jnp.where(allowed, scores, -jnp.inf)
 
 
@@ -103,13 +110,11 @@ def json_schema(
         UnsupportedError: llguidance is not installed.
     """
 
-    def compiled(guidance: Any, one: Any) -> str:
-        text = one if isinstance(one, str) else json.dumps(one)
-        return guidance.LLMatcher.grammar_from_json_schema(
-            text, defaults={"whitespace_flexible": False}
-        )
+    def compile_schema(matcher: Any, source: Any) -> str:
+        text = source if isinstance(source, str) else json.dumps(source)
+        return matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
 
-    return _processor("json_schema", compiled, schema, tokenizer, eos_token_id, prompt_len)
+    return _processor("json_schema", compile_schema, schema, tokenizer, eos_token_id, prompt_len)
 
 
 def regex(
@@ -127,10 +132,10 @@ def regex(
     The arguments and errors are those of :func:`json_schema`.
     """
 
-    def compiled(guidance: Any, one: Any) -> str:
-        return guidance.LLMatcher.grammar_from_regex(one)
+    def compile_regex(matcher: Any, source: Any) -> str:
+        return matcher.grammar_from_regex(source)
 
-    return _processor("regex", compiled, pattern, tokenizer, eos_token_id, prompt_len)
+    return _processor("regex", compile_regex, pattern, tokenizer, eos_token_id, prompt_len)
 
 
 def lark(
@@ -146,41 +151,40 @@ def lark(
     errors are those of :func:`json_schema`.
     """
 
-    def compiled(guidance: Any, one: Any) -> str:
-        return guidance.LLMatcher.grammar_from_lark(one)
+    def compile_lark(matcher: Any, source: Any) -> str:
+        return matcher.grammar_from_lark(source)
 
-    return _processor("lark", compiled, grammar, tokenizer, eos_token_id, prompt_len)
+    return _processor("lark", compile_lark, grammar, tokenizer, eos_token_id, prompt_len)
 
 
 def _processor(
     name: str,
-    compiled: Callable[[Any, Any], str],
+    compile_source: Callable[[Any, Any], str],
     sources: Any,
     tokenizer: Tokenizer,
     eos_token_id: TokenIds | None,
     prompt_len: int | Array | None,
 ) -> GrammarLogitsProcessor:
-    guidance = llguidance()
-    given = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
-    ends = [] if given is None else list(id_list(given))
+    matcher = llguidance().LLMatcher
+    eos = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
+    ends = [] if eos is None else list(id_list(eos))
     if not ends or not all(is_integer(i) and 0 <= i < len(tokenizer) for i in ends):
         raise InputError(
             f"{name}: `eos_token_id` must name tokens of the tokenizer, since a text ends with one,"
-            f" but is {given!r}"
+            f" but is {eos!r}"
         )
-    theirs, ours = vocabulary(tokenizer, tuple(map(int, ends)))
+    wrapped, vocabulary = _wrapped_tokenizer(tokenizer, tuple(map(int, ends)))
     several = isinstance(sources, Sequence) and not isinstance(sources, str)
     grammars = []
     for source in sources if several else [sources]:
         try:
-            text = compiled(guidance, source)
+            text = compile_source(matcher, source)
         except (TypeError, ValueError) as error:
             raise InputError(f"{name}: {error}") from None
-        failed, messages = guidance.LLMatcher.validate_grammar_with_warnings(text, theirs)
+        failed, messages = matcher.validate_grammar_with_warnings(text, wrapped)
         if failed:
             raise InputError(f"{name}: {messages[0].strip()}")
-        matcher = guidance.LLMatcher(theirs, text)
-        grammars.append(Grammar(matcher, frozenset(ends), ours))
+        grammars.append(Grammar(matcher(wrapped, text), frozenset(ends), vocabulary))
     if not grammars:
         raise InputError(f"{name}: the list of grammars is empty: give one for each prompt")
     return GrammarLogitsProcessor(grammars, tokenizer, prompt_len)
@@ -191,16 +195,142 @@ def _allowed_rows(
 ) -> np.ndarray:
     if len(rows) % len(grammars):
         raise InputError(f"grammar: {len(grammars)} grammars for {len(rows)} rows")
-    each = len(rows) // len(grammars)  # beams or samples of one prompt are adjacent rows
+    rows_per_grammar = len(rows) // len(grammars)  # beams or samples of one prompt are adjacent
     words = np.zeros((len(rows), -(-size // WORD)), np.uint32)
     for number, row in enumerate(rows):
-        grammar = grammars[number // each]
+        grammar = grammars[number // rows_per_grammar]
         if max(grammar.ends) >= size:
             raise InputError(
                 f"grammar: the end token {max(grammar.ends)} is beyond the model's {size} tokens: "
                 "is the tokenizer another model's?"
             )
-        text = row.ids[row.prompt_len :][row.real[row.prompt_len :]]
-        bits = grammar.allowed(tuple(text.tolist()))[: words.shape[1]]
+        ids = row.ids[row.prompt_len :][row.real[row.prompt_len :]]
+        bits = grammar.allowed(tuple(ids.tolist()))[: words.shape[1]]
         words[number, : bits.size] = bits
     return words
+
+
+class Grammar:
+    """Compiled grammar with a cache of its states after token sequences.
+
+    The cache only saves time: a sequence not in it is consumed from its longest cached prefix on.
+
+    Raises:
+        InputError: No token can begin the text, or the grammar is too complex.
+    """
+
+    def __init__(self, matcher: Any, ends: frozenset[int], vocabulary: Vocabulary) -> None:
+        self.ends = ends
+        self._vocabulary = vocabulary
+        self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict({(): matcher})
+        self.allowed(())
+
+    def allowed(self, ids: tuple[int, ...]) -> np.ndarray:
+        """Allowed next tokens as bits, uint32 ``[W]``."""
+        with _LOCK:
+            state = None if self.ends.intersection(ids) else self._state(ids)
+            if state is None:  # ended, or does not match the grammar
+                bits = np.zeros(max(self.ends) // WORD + 1, np.uint32)
+                for end in self.ends:
+                    bits[end // WORD] |= np.uint32(1 << end % WORD)
+                return bits
+            bits = np.frombuffer(state.compute_bitmask(), np.uint32)
+            self._check(state)
+            return bits
+
+    def _state(self, ids: tuple[int, ...]) -> Any:
+        """The matcher after a token sequence, or None if the grammar does not allow it."""
+        cached = next(n for n in range(len(ids), -1, -1) if ids[:n] in self._states)
+        self._states.move_to_end(ids[:cached])
+        state = self._states[ids[:cached]]
+        for end in range(cached + 1, len(ids) + 1):
+            if state is not None:
+                state = state.deep_copy()
+                accepted = state.try_consume_tokens([ids[end - 1]])
+                self._check(state)
+                state = state if accepted else None
+            self._states[ids[:end]] = state
+        self._states.move_to_end(())  # never evicted: every sequence begins here
+        while len(self._states) > _STATES:
+            self._states.popitem(last=False)
+        return state
+
+    def _check(self, state: Any) -> None:
+        unwritable, self._vocabulary.unwritable = self._vocabulary.unwritable, b""
+        if unwritable:
+            text = unwritable.decode("utf-8", "replace")
+            raise InputError(f"grammar: the tokenizer has no tokens for {text!r}")
+        if state.is_error():
+            reason = state.get_error().split("\n<")[0].strip()
+            if reason == "NoExtensionBias":
+                reason = "no token of the tokenizer continues the text"
+            raise InputError(f"grammar: {reason}")
+
+
+_VOCABULARIES: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], Any]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _wrapped_tokenizer(tokenizer: Tokenizer, ends: tuple[int, ...]) -> tuple[Any, Vocabulary]:
+    """llguidance's tokenizer and its vocabulary, made once per tokenizer and end tokens."""
+    by_ends = _VOCABULARIES.setdefault(tokenizer, {})
+    if ends not in by_ends:
+        vocabulary = Vocabulary(tokenizer)
+        by_ends[ends] = llguidance().LLTokenizer(vocabulary, eos_token=list(ends)), vocabulary
+    return by_ends[ends]
+
+
+class Vocabulary:
+    """Tokenizer interface that llguidance expects: its attribute names and ``__call__``."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        named = (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+        special = {*tokenizer.special_ids, *(i for i in named if i is not None)}
+        # An id without a token gets no bytes, so that no grammar can produce it.
+        self.tokens = [token or b"" for token in tokenizer.token_bytes()]
+        self.special_token_ids = sorted(i for i in special if i < len(self.tokens))
+        self.bos_token_id = tokenizer.bos_token_id
+        self.eos_token_id = tokenizer.eos_token_id
+        # Weak: the cache must not keep the tokenizer alive.
+        self._encode = weakref.WeakMethod(tokenizer.encode_user)
+        self._ids = {t: i for i, t in enumerate(self.tokens) if t and i not in special}
+        self._longest = max(map(len, self._ids))
+        self.unwritable = b""  # rest of the last text that tokens cannot spell
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens whose bytes are exactly the text's; llguidance calls it where the text is forced.
+
+        Uses the tokenizer's own tokens if they are exact (it may put a space before the text).
+        """
+        encode, text_bytes = self._encode(), text.encode("utf-8")
+        ids = encode(text) if encode is not None else []
+        for exact in (ids, ids[1:]):
+            if b"".join(self.tokens[i] for i in exact) == text_bytes:
+                return exact
+        return self._longest_tokens(text_bytes)
+
+    def _longest_tokens(self, text: bytes) -> list[int]:
+        ids, start = [], 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is None:  # llguidance would print an exception as a panic
+                self.unwritable = text[start:]
+                break
+            ids.append(self._ids[text[start:end]])
+            start = end
+        return ids
+
+
+def llguidance() -> Any:
+    """The package; UnsupportedError with the way to install it if it cannot be imported."""
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as failure:
+        raise UnsupportedError(
+            f"grammars need llguidance, which cannot be imported ({failure}): "
+            "pip install 'jaxllm[grammar]'"
+        ) from failure

@@ -13,7 +13,14 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import is_integer
-from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_processor, store
+from jaxllm.generation.processors.base import (
+    CurLen,
+    LogitsProcessor,
+    Scores,
+    column_count,
+    logits_processor,
+    store,
+)
 from jaxllm.generation.processors.host.allowed_tokens import (
     HostRow,
     allowed_tokens,
@@ -43,7 +50,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
     Raises:
         InputError: An argument has the wrong type. While the program runs: the function returned
             no token, or one outside the vocabulary
-            (see :mod:`jaxllm.generation.processors.host.errors`).
+            (see :mod:`jaxllm.generation.processors.host.callbacks`).
 
     >>> def even_after_odd(batch_id, ids):
     ...     return [0, 2] if ids[-1] % 2 else [1, 3]
@@ -64,14 +71,14 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
             )
         if not is_integer(num_beams) or num_beams < 1:
             raise InputError(f"{owner}: `num_beams` must be a positive integer, not {num_beams!r}")
-        rule = partial(_ask_each, prefix_allowed_tokens_fn, int(num_beams))
+        rule = partial(_allowed_rows, prefix_allowed_tokens_fn, int(num_beams))
         store(self, rule=register_rule(rule, owner=self), num_beams=int(num_beams))
 
     def __call__(
         self,
         input_ids: Int[Array, "B L"],
         scores: Scores,
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
         prompt_len: Int[Array, ""] | int | None = None,
@@ -88,23 +95,23 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         if rows % self.num_beams:
             raise InputError(f"{rows} rows of scores do not divide into {self.num_beams} beams")
 
-        def ask(ids, length, real):
+        def allowed_in(ids, length, real):
             return allowed_tokens(self.rule, ids, length, real, prompt_len, vocab_size)
 
         if columns == 1:
-            allowed = ask(input_ids, cur_len, mask)
+            allowed = allowed_in(input_ids, cur_len, mask)
         else:  # one draft column of all sequences at a time, so that row indices give prompts
-            parts: Any = (input_ids, cur_len, mask)
+            parts: Any = (input_ids, column_count(input_ids, cur_len), mask)
             table = [jnp.swapaxes(x.reshape(-1, columns, *x.shape[1:]), 0, 1) for x in parts]
-            allowed = jax.lax.map(lambda column: ask(*column), table)
+            allowed = jax.lax.map(lambda column: allowed_in(*column), table)
             allowed = jnp.swapaxes(allowed, 0, 1).reshape(rows, vocab_size)
-        kept = jnp.where(allowed, scores, -jnp.inf)
-        stuck = (kept.max(-1) == -jnp.inf).reshape(-1, self.num_beams).all(-1)
+        constrained = jnp.where(allowed, scores, -jnp.inf)
+        stuck = (constrained.max(-1) == -jnp.inf).reshape(-1, self.num_beams).all(-1)
         stuck = jnp.repeat(stuck, self.num_beams)[:, None]
-        return jnp.where(stuck & allowed, 0.0, kept)
+        return jnp.where(stuck & allowed, 0.0, constrained)
 
 
-def _ask_each(
+def _allowed_rows(
     function: AllowedTokens, num_beams: int, rows: list[HostRow], vocab_size: int
 ) -> np.ndarray:
     allowed = np.zeros((len(rows), vocab_size), bool)
@@ -113,21 +120,20 @@ def _ask_each(
             allowed[number] = True  # the row has ended
             continue
         batch_id = number // num_beams
-        text = np.concatenate([row.ids[~row.real], row.ids[row.real]])
-        found = function(batch_id, text)
-        if not isinstance(found, Iterable):
+        ids = np.concatenate([row.ids[~row.real], row.ids[row.real]])
+        out = function(batch_id, ids)
+        if not isinstance(out, Iterable):
             raise InputError(
                 f"prefix_allowed_tokens_fn: expected a list of token ids for prompt {batch_id}, "
-                f"found {found!r}"
+                f"found {out!r}"
             )
-        tokens = np.array(list(found))
+        tokens = np.array(list(out))
         if tokens.size == 0:
             raise InputError(
                 f"prefix_allowed_tokens_fn: returned no token for prompt {batch_id} after "
-                f"{text.tolist()}; it must allow at least one, for example the end token"
+                f"{ids.tolist()}; it must allow at least one, for example the end token"
             )
-        bad = tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab_size
-        if bad:
+        if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab_size:
             raise InputError(
                 f"prefix_allowed_tokens_fn: expected token ids from 0 to {vocab_size - 1} for "
                 f"prompt {batch_id}, found {tokens[:8].tolist()}"

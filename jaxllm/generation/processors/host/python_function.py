@@ -11,8 +11,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.common.errors import InputError
-from jaxllm.generation.processors.base import LogitsProcessor, Scores, logits_processor, store
-from jaxllm.generation.processors.host.errors import check_one_device, record_failures
+from jaxllm.generation.processors.base import (
+    CurLen,
+    LogitsProcessor,
+    Scores,
+    column_count,
+    describe,
+    logits_processor,
+    name_of,
+    store,
+)
+from jaxllm.generation.processors.host.callbacks import call_on_host
 
 HostFunction = Callable[[np.ndarray, np.ndarray], Any]
 
@@ -42,19 +51,20 @@ class HostLogitsProcessor(LogitsProcessor):
         self,
         input_ids: Int[Array, "B L"],
         scores: Scores,
-        cur_len: Int[Array, " ..."] | int,
+        cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
         prompt_len: Int[Array, ""] | int | None = None,
         **_: Any,
     ) -> Scores:
         scores = jnp.asarray(scores, jnp.float32)
+        cur_len = column_count(input_ids, cur_len)
         unfinished = None
         if mask is not None and prompt_len is not None:
             columns = jnp.arange(mask.shape[1])
             new = (columns >= prompt_len) & (columns < jnp.reshape(cur_len, (-1, 1)))
             unfinished = (mask | ~new).all(axis=1)
-        return call_on_host(self.fn, input_ids, scores, cur_len, scores, unfinished)
+        return call_by_row(self.fn, input_ids, scores, cur_len, scores, unfinished)
 
 
 def host_function(owner: str, fn: Any) -> HostFunction:
@@ -68,15 +78,15 @@ def host_function(owner: str, fn: Any) -> HostFunction:
     return fn
 
 
-def call_on_host(
+def call_by_row(
     fn: HostFunction,
     input_ids: Int[Array, "B L"],
-    scores: Float[Array, "B V"],
-    cur_len: Int[Array, " ..."] | int,
+    scores: Float[Array, "B V"] | None,
+    cur_len: Int[Array, " ..."],
     default: Shaped[Array, "B ..."],
     unfinished: Bool[Array, " B"] | None,
 ) -> Shaped[Array, "B ..."]:
-    """Calls ``fn(input_ids[:, :cur_len], scores)`` from a compiled program.
+    """Calls ``fn(input_ids[:, :cur_len], scores)``, also from a compiled program.
 
     If ``cur_len`` has one length per row, ``fn`` is called for each row separately, with
     ``[1, cur_len]``, and not for rows where ``unfinished`` is False (None: True for all), whose
@@ -84,40 +94,28 @@ def call_on_host(
 
     Raises:
         InputError: The result does not have the shape and kind of dtype of ``default`` (reraised
-            from the program by :mod:`jaxllm.generation.processors.host.errors`).
+            from a program by :mod:`jaxllm.generation.processors.host.callbacks`).
     """
-
-    check_one_device()
     dtype = np.dtype(default.dtype)
 
-    def checked(ids: np.ndarray, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        found = np.asarray(fn(ids, values))
-        if found.shape != shape or not np.can_cast(found.dtype, dtype, "same_kind"):
+    def call(ids: np.ndarray, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        out = np.asarray(fn(ids, values))
+        if out.shape != shape or not np.can_cast(out.dtype, dtype, "same_kind"):
             raise InputError(
-                f"{getattr(fn, '__name__', fn)}: expected {dtype}{list(shape)} as the result, "
-                f"found {found.dtype}{list(found.shape)}"
+                f"{name_of(fn)}: expected {dtype}{list(shape)} as the result, found {describe(out)}"
             )
-        return found.astype(dtype)
+        return out.astype(dtype)
 
-    @record_failures
     def run(*arrays: Any) -> np.ndarray:
-        ids, values, length, found, asked = map(np.asarray, arrays)
+        ids, values, length, result, active = map(np.asarray, arrays)
         if length.ndim == 0:
-            return checked(ids[:, :length], values, found.shape)
-        found = found.copy()
-        for i in np.flatnonzero(asked):
+            return call(ids[:, :length], values, result.shape)
+        result = result.copy()
+        for i in np.flatnonzero(active):
             row = slice(i, i + 1)
-            found[row] = checked(ids[row, : length[i]], values[row], found[row].shape)
-        return found
+            result[row] = call(ids[row, : length[i]], values[row], result[row].shape)
+        return result
 
-    rows = input_ids.shape[0]
-    return jax.pure_callback(
-        run,
-        jax.ShapeDtypeStruct(default.shape, dtype),
-        input_ids,
-        scores,
-        cur_len,
-        default,
-        jnp.ones((rows,), bool) if unfinished is None else unfinished,
-        vmap_method="sequential",
-    )
+    active = jnp.ones(input_ids.shape[:1], bool) if unfinished is None else unfinished
+    result = jax.ShapeDtypeStruct(default.shape, dtype)
+    return call_on_host(run, result, input_ids, scores, cur_len, default, active)

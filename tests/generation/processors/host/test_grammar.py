@@ -17,8 +17,8 @@ from paths import DATA
 import jaxllm
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.generation.processors.host import grammar, grammar_matching
-from jaxllm.generation.processors.host.errors import reraise_failures
+from jaxllm.generation.processors.host import grammar
+from jaxllm.generation.processors.host.callbacks import reraise_failures
 from jaxllm.tokenizers import load_tokenizer, tokenizer_from_gguf
 
 SCHEMA = {
@@ -175,7 +175,7 @@ def test_rows_in_any_order_and_again(tokenizers):
 def test_the_cache_is_bounded_and_changes_nothing(tokenizers, monkeypatch):
     tokenizer = tokenizers["gguf"]
     texts = [walk(grammar.json_schema(SCHEMA, tokenizer), tokenizer, seed) for seed in (1, 2)]
-    monkeypatch.setattr(grammar_matching, "_STATES", 3)
+    monkeypatch.setattr(grammar, "_STATES", 3)
     processor = grammar.json_schema(SCHEMA, tokenizer)
     assert [walk(processor, tokenizer, seed) for seed in (1, 2)] == texts
 

@@ -17,7 +17,7 @@ from compiling import program_count
 import jaxllm
 from jaxllm.common.errors import InputError
 from jaxllm.generation.processors.host.allowed_tokens import _RULES
-from jaxllm.generation.processors.host.errors import reraise_failures
+from jaxllm.generation.processors.host.callbacks import reraise_failures
 from jaxllm.generation.processors.host.prefix import PrefixConstrainedLogitsProcessor
 
 DATA = paths.DATA / "conformance"
@@ -195,6 +195,14 @@ def test_an_error_of_the_function_comes_out_of_generate(model):
     other = [PrefixConstrainedLogitsProcessor(lambda i, ids: [4], 1)]
     out = jaxllm.generate(model, IDS, max_new_tokens=2, logits_processor=other)
     assert out.sequences[:, 3:].tolist() == [[4, 4]] * 2  # and the next call is well
+
+
+@pytest.mark.parametrize("tokens", [[], [99]])
+def test_outside_a_program_the_error_comes_at_once(tokens, caplog):
+    processor = PrefixConstrainedLogitsProcessor(lambda i, ids: tokens, 1)
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="token"):
+        processor(IDS, np.zeros((2, 4), np.float32))
+    assert caplog.text == ""
 
 
 def test_other_errors_of_jax_pass_through():

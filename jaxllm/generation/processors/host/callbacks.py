@@ -1,7 +1,8 @@
-"""Reraises exceptions of host callbacks to the caller of the compiled program.
+"""Calls NumPy functions on the host, also from compiled programs, and reraises their exceptions.
 
-JAX replaces such an exception by its own (a JaxRuntimeError or a ValueError), with the traceback as
-text. Here the original exception is stored under a number that the text contains, and reraised.
+JAX replaces an exception of a callback by its own (a JaxRuntimeError or a ValueError), with the
+traceback as text. Here the original exception is stored under a number that the text contains, and
+reraised.
 """
 
 from __future__ import annotations
@@ -13,23 +14,45 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.common.errors import UnsupportedError
+from jaxllm.generation.inputs.values import any_traced
 from jaxllm.parallel.sharding import context_mesh
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_KEPT = 16
+_MAX_STORED = 16
 _FAILURES: OrderedDict[int, Exception] = OrderedDict()
 _NUMBERS = itertools.count()
-_MARK = re.compile(r"\(host failure (\d+)\)")
+_FAILURE_NUMBER = re.compile(r"\(host failure (\d+)\)")
 _LOGGER = logging.getLogger("jax._src.callback")  # prints each failed callback's traceback
 
 
 class HostError(Exception):
     """Error of a host function; the message ends with the number of the stored exception."""
+
+
+def call_on_host(
+    function: Callable[..., np.ndarray], result: jax.ShapeDtypeStruct, *arrays: Any
+) -> jax.Array:
+    """Calls ``function(*arrays)`` with NumPy arrays: at once, or as a callback of a program.
+
+    ``function`` must not call JAX, and must depend on its arguments alone: a program may call it
+    twice or not at all. An exception in it ends the program (see :func:`reraise_failures`).
+
+    Raises:
+        UnsupportedError: A program on several devices is being traced.
+    """
+    check_one_device()
+    if not any_traced(arrays):
+        return jnp.asarray(function(*map(np.asarray, arrays)), result.dtype)
+    return jax.pure_callback(record_failures(function), result, *arrays, vmap_method="sequential")
 
 
 def check_one_device() -> None:
@@ -59,7 +82,7 @@ def record_failures(function: Callable[P, T]) -> Callable[P, T]:
         except Exception as failure:
             number = next(_NUMBERS)
             _FAILURES[number] = failure
-            while len(_FAILURES) > _KEPT:
+            while len(_FAILURES) > _MAX_STORED:
                 _FAILURES.popitem(last=False)
             raise HostError(f"{failure} (host failure {number})") from failure
 
@@ -72,18 +95,18 @@ def reraise_failures() -> Iterator[None]:
 
     The program must finish inside the context, for example by fetching its result.
     """
-    _LOGGER.addFilter(_of_jax)
+    _LOGGER.addFilter(_is_not_ours)
     try:
         yield
     except Exception as error:
-        mark = _MARK.search(str(error))
-        failure = _FAILURES.pop(int(mark[1]), None) if mark else None
+        match = _FAILURE_NUMBER.search(str(error))
+        failure = _FAILURES.pop(int(match[1]), None) if match else None
         if failure is None:
             raise
         raise failure from None
     finally:
-        _LOGGER.removeFilter(_of_jax)
+        _LOGGER.removeFilter(_is_not_ours)
 
 
-def _of_jax(record: logging.LogRecord) -> bool:
+def _is_not_ours(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], HostError))
