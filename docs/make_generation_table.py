@@ -14,10 +14,11 @@ def table() -> str:
     """One row per field: default, meaning, and values that raise."""
     rows = ["| field | default | what it does | values that raise |", "|---|---|---|---|"]
     for name, field in FIELDS.items():
-        if field.only is None:
+        if field.supported is None:
             raises = ""
         else:
-            raises = "all but " + ", ".join(f"`{value!r}`" for value in field.only)
+            raises = "all but " + ", ".join(f"`{value!r}`" for value in field.supported)
+            raises += " (in a file: no effect)" if field.execution else ""
         needs = f" (needs {field.needs})" if field.needs else ""
         rows.append(f"| `{name}` | `{field.default!r}` | {field.doc}{needs} | {raises} |")
     return "\n".join(rows) + "\n"

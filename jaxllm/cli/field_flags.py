@@ -37,7 +37,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     options: dict[str, Any] = {
         "dest": field.name,
         "default": argparse.SUPPRESS,
-        "help": argparse.SUPPRESS if field.only is not None else text.replace("%", "%%"),
+        "help": argparse.SUPPRESS if field.supported is not None else text.replace("%", "%%"),
     }
     if field.check is boolean:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)

@@ -39,7 +39,7 @@ from jaxllm.contrib.token_healing import heal
 from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.consistency import UnusedFieldWarning, check_supported
+from jaxllm.generation.settings.consistency import UnusedFieldWarning, check_for_use
 from jaxllm.tokenizers.tokenizer import MAX_TEXT_BYTES, Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -120,7 +120,7 @@ def _token_ids(text: str) -> list[int]:
 def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     fields = GenerationConfig(**generation_fields(arguments))
-    check_supported(fields)  # before loading, which takes minutes
+    check_for_use(fields)  # before loading, which takes minutes
     join_processes(arguments)
     has_text_prompt = arguments.input is None and arguments.input_ids is None
     prompt = _prompt(arguments) if has_text_prompt else None

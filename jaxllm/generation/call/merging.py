@@ -12,7 +12,7 @@ from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import (
     UnusedFieldWarning,
     check_consistent,
-    check_supported,
+    check_for_use,
 )
 from jaxllm.generation.settings.special_tokens import resolve_eos
 from jaxllm.models.decoder import GenerativeModel
@@ -43,8 +43,7 @@ def merged_config(
         if FIELDS[name].static and any_traced(value):
             raise InputError(f"{name}: must be known outside jax.jit; found a tracer")
     own = model.generation_config or GenerationConfig()
-    config = own.merge(explicit)
-    check_supported(config)
+    config = check_for_use(own.merge(explicit))
     check_consistent(config, assistant_model)
     if "decoder_start_token_id" in config.explicit and not model.is_encoder_decoder:
         name = "decoder_start_token_id"
@@ -53,4 +52,5 @@ def merged_config(
     if "eos_token_id" in explicit.to_dict():
         return config, resolve_eos(config)
     named = (*resolve_eos(own), *model.config.eos_token_ids, *model.extra_eos_token_ids)
-    return config, tuple(dict.fromkeys(i for i in named if i >= 0))
+    # A file may name a token that is not in the vocabulary: no model can produce it.
+    return config, tuple(dict.fromkeys(i for i in named if 0 <= i < model.config.vocab_size))

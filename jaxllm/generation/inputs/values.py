@@ -54,6 +54,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def is_number(value: Any) -> bool:
+    """Returns whether ``value`` is a Python or NumPy integer or float; booleans do not count."""
+    return is_integer(value) or isinstance(value, float | np.floating)
+
+
 def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Array, ""]:
     """Converts ``value`` to a float32 scalar; checks the interval unless it is a tracer.
 
@@ -63,8 +68,7 @@ def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Arr
     if is_traced(value):
         return jnp.asarray(value, jnp.float32)
     number = to_scalar(value)
-    real = is_integer(number) or isinstance(number, float)
-    if not real or not in_interval(interval, number):
+    if not is_number(number) or not in_interval(interval, number):
         raise InputError(f"{owner}: `{name}` must be a number in {interval}, but is {value!r}")
     return np.float32(number)  # pyright: ignore[reportReturnType]  (a leaf like any other)
 

@@ -45,178 +45,198 @@ class GenerationConfig(Settings):
 
     # fmt: off
     # Lengths and stopping
-    max_length: int = setting(default=20, converter=integer(1), doc="total length, prompt included",
-        off=UNSET)
+    max_length: int = setting(default=20, converter=integer(1),
+        doc="maximum length of a row, prompt included", off=UNSET)
     max_new_tokens: int | None = setting(default=None, converter=integer(1),
-        doc="new tokens; wins over max_length")
+        doc="maximum number of new tokens; overrides max_length")
     min_length: int = setting(default=0, converter=integer(0),
-        doc="no end token before this total length", off=0)
+        doc="no end token before a row has this length, prompt included", off=0)
     min_new_tokens: int | None = setting(default=None, converter=integer(0),
-        doc="no end token before so many new ones", per_row=0)
+        doc="no end token before this number of new tokens; overrides min_length", per_row=0)
     early_stopping: Literal[True, False, "never"] = setting(default=False,
-        converter=choice(True, False, "never"), doc="when beam search stops", off=UNSET,
-        needs="num_beams")
+        converter=choice(True, False, "never"),
+        doc='True: beam search stops with num_beams finished beams; "never": when none can improve',
+        off=UNSET, needs="num_beams")
     max_time: float | None = setting(default=None, converter=number("(0, inf)"),
-        doc="seconds, checked after each token", slots=False)
+        doc="time limit in seconds, checked after each token", slots=False)
     stop_strings: tuple[str, ...] | None = setting(default=None, converter=strings,
-        doc="strings that end a row; needs tokenizer=")
+        doc="strings that end a row when they occur; needs tokenizer=")
 
     # Strategy
     do_sample: bool = setting(default=False, converter=boolean,
-        doc="sample instead of taking the best token", off=UNSET, static=True)
-    num_beams: int = setting(default=1, converter=integer(1), doc="beam search above 1", off=UNSET,
-        static=True)
+        doc="samples instead of choosing the most probable token", off=UNSET, static=True)
+    num_beams: int = setting(default=1, converter=integer(1),
+        doc="number of beams; above 1: beam search", off=UNSET, static=True)
     num_beam_groups: int = setting(default=1, converter=integer(1),
-        doc="diverse beam search above 1", off=UNSET, static=True)
+        doc="number of beam groups; above 1: diverse beam search", off=UNSET, static=True)
     diversity_penalty: float = setting(default=0.0, converter=number("[0, inf)"),
         doc="penalty on tokens that earlier beam groups chose", off=0.0, needs="num_beam_groups")
     penalty_alpha: float | None = setting(default=None, converter=number("[0, 1]"),
-        doc="contrastive search", off=0.0, needs="top_k > 1 and greedy search")
+        doc="weight of the penalty on repetition in contrastive search", off=0.0,
+        needs="top_k > 1 and greedy search")
     dola_layers: Literal["low", "high"] | tuple[int, ...] | None = setting(default=None,
-        converter=layers, doc='DoLa: "low", "high" or a list', needs="greedy search or sampling",
-        static=True, slots=False)
-    constraints: Any = setting(default=None, converter=anything, doc="constrained beam search",
-        slots=False)
-    force_words_ids: Any = setting(default=None, converter=anything, doc="phrases that must occur",
-        slots=False)
-    num_return_sequences: int = setting(default=1, converter=integer(1), doc="results per prompt",
-        off=UNSET, static=True)
-    use_mtp: bool | None = setting(default=None, converter=boolean, doc="multi-token prediction",
-        only=(None, False))
+        converter=layers, doc='layers that DoLa contrasts with the last: "low", "high" or a list',
+        needs="greedy search or sampling", static=True, slots=False)
+    constraints: Any = setting(default=None, converter=anything,
+        doc="list of constraints for constrained beam search", slots=False)
+    force_words_ids: Any = setting(default=None, converter=anything,
+        doc="phrases, as token ids, that beam search must produce", slots=False)
+    num_return_sequences: int = setting(default=1, converter=integer(1),
+        doc="number of results per prompt", off=UNSET, static=True)
+    use_mtp: bool | None = setting(default=None, converter=boolean,
+        doc="drafts by multi-token prediction", execution=True, supported=(None, False))
 
     # Cache and execution
-    use_cache: bool = setting(default=True, converter=boolean, doc="the KV cache is always used",
-        off=UNSET, only=(True,))
+    use_cache: bool = setting(default=True, converter=boolean,
+        doc="uses the KV cache; jaxllm always does", off=UNSET, execution=True, supported=(True,))
     cache_implementation: str | None = setting(default=None, converter=anything,
         doc='kind of KV cache; "dynamic" has a fixed size too',
-        only=(None, "static", "dynamic", "quantized", "sliding_window"), slots=False)
+        execution=True, slots=False,
+        supported=(None, "static", "dynamic", "quantized", "sliding_window"))
     cache_config: dict[str, Any] | None = setting(default=None, converter=options,
-        doc='of the KV cache: {"nbits": 8} or {"sliding_window": W}', static=True, slots=False)
+        doc='options of the KV cache: {"nbits": 8} or {"sliding_window": W}', static=True,
+        slots=False)
     max_cache_len: int | None = setting(default=None, converter=integer(1),
-        doc="least number of cache slots to allocate", static=True, slots=False)
-    return_legacy_cache: bool | None = setting(default=None, converter=boolean, doc="tuple caches",
-        only=(None, False))
+        doc="minimum number of cache slots to allocate", static=True, slots=False)
+    return_legacy_cache: bool | None = setting(default=None, converter=boolean,
+        doc="returns the cache as tuples", execution=True, supported=(None, False))
     low_memory: bool | None = setting(default=None, converter=boolean,
-        doc="decodes candidates one after the other", off=False, needs="penalty_alpha")
+        doc="contrastive search: decodes candidates one after the other", off=False,
+        needs="penalty_alpha")
     prefill_chunk_size: int | None = setting(default=None, converter=integer(1),
-        doc="prefill in chunks", only=(None,))
+        doc="prefills the prompt in chunks of this size", execution=True, supported=(None,))
     compile_config: Any = setting(default=None, converter=anything, doc="options of torch.compile",
-        only=(None,))
+        execution=True, supported=(None,))
     disable_compile: bool = setting(default=False, converter=boolean,
-        doc="generation is always compiled", off=UNSET, only=(False,))
-    continuous_batching_config: Any = setting(default=None, converter=anything, doc="serving",
-        only=(None,))
+        doc="runs without compilation; jaxllm always compiles", off=UNSET, execution=True,
+        supported=(False,))
+    continuous_batching_config: Any = setting(default=None, converter=anything,
+        doc="options of transformers' continuous batching", execution=True, supported=(None,))
 
     # Logits processors
     temperature: float = setting(default=1.0, converter=number("[1e-30, 1e30]"),
-        doc="divides the logits", off=1.0, needs="do_sample", per_row=1.0, always=True)
-    top_k: int = setting(default=50, converter=integer(0), doc="keeps the k best tokens; 0 is off",
-        off=0, needs="do_sample or penalty_alpha", per_row=0, always=True)
+        doc="divides the logits; below 1 sharpens the distribution", off=1.0, needs="do_sample",
+        per_row=1.0, always=True)
+    top_k: int = setting(default=50, converter=integer(0),
+        doc="keeps the k most probable tokens; 0 is off", off=0, needs="do_sample or penalty_alpha",
+        per_row=0, always=True)
     top_p: float = setting(default=1.0, converter=number("[0, 1]"),
-        doc="nucleus sampling; 1 is off", off=1.0, needs="do_sample", per_row=1.0, always=True)
+        doc="keeps the most probable tokens up to this total probability; 1 is off", off=1.0,
+        needs="do_sample", per_row=1.0, always=True)
     min_p: float | None = setting(default=None, converter=number("[0, 1]"),
-        doc="least probability relative to the best token", needs="do_sample", per_row=0.0)
+        doc="drops tokens less probable than this share of the most probable one",
+        needs="do_sample", per_row=0.0)
     top_h: float | None = setting(default=None, converter=number("(0, 1]"),
-        doc="share of the entropy", needs="do_sample")
+        doc="keeps the most probable tokens up to this share of the entropy", needs="do_sample")
     typical_p: float = setting(default=1.0, converter=number("(0, 1]"),
-        doc="locally typical sampling; 1 is off", off=1.0, needs="do_sample", per_row=1.0)
+        doc="keeps the most typical tokens up to this total probability; 1 is off", off=1.0,
+        needs="do_sample", per_row=1.0)
     epsilon_cutoff: float = setting(default=0.0, converter=number("[0, 1)"),
-        doc="least probability", off=0.0, needs="do_sample", per_row=0.0)
+        doc="drops tokens of lower probability; 0 is off", off=0.0, needs="do_sample", per_row=0.0)
     eta_cutoff: float = setting(default=0.0, converter=number("[0, 1)"),
-        doc="least probability, lower where the entropy is high", off=0.0, needs="do_sample",
-        per_row=0.0)
+        doc="as epsilon_cutoff, but lower where the entropy is high; 0 is off", off=0.0,
+        needs="do_sample", per_row=0.0)
     repetition_penalty: float = setting(default=1.0, converter=number("(0, inf)"),
-        doc="on tokens of the sequence so far; 1 is off", off=1.0, per_row=1.0)
+        doc="lowers the scores of tokens in the sequence so far; 1 is off", off=1.0, per_row=1.0)
     encoder_repetition_penalty: float = setting(default=1.0, converter=number("(0, inf)"),
-        doc="favours tokens of the encoder's input", off=1.0, slots=False)
+        doc="raises the scores of tokens of the encoder's input; 1 is off", off=1.0,
+        slots=False)
     length_penalty: float = setting(default=1.0, converter=number("(-inf, inf)"),
-        doc="exponent of the length in beam scores", off=1.0, needs="num_beams")
+        doc="exponent of the length by which beam scores are divided", off=1.0, needs="num_beams")
     no_repeat_ngram_size: int = setting(default=0, converter=integer(0),
-        doc="no n-gram twice; 0 is off", off=0, per_row=0)
+        doc="size n of n-grams that must not occur twice; 0 is off", off=0, per_row=0)
     encoder_no_repeat_ngram_size: int = setting(default=0, converter=integer(0),
-        doc="no n-gram of the encoder's input", off=0, slots=False)
+        doc="size n of n-grams of the encoder's input that must not occur; 0 is off", off=0,
+        slots=False)
     bad_words_ids: tuple[tuple[int, ...], ...] | None = setting(default=None, converter=words,
-        doc="forbidden sequences", static=True)
+        doc="token sequences that must not occur", static=True)
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] | None = setting(default=None,
-        converter=biases, doc="bias on sequences", static=True)
+        converter=biases, doc="bias added to the score of the token that completes a sequence",
+        static=True)
     renormalize_logits: bool = setting(default=False, converter=boolean,
-        doc="log-softmax after all processors", off=False)
+        doc="normalizes the scores (log-softmax) after all processors", off=False)
     forced_bos_token_id: int | None = setting(default=None, converter=integer(0),
-        doc="the token after a single one", static=True)
+        doc="first new token after a prompt of one token", static=True)
     forced_eos_token_id: int | tuple[int, ...] | None = setting(default=None,
-        converter=token_id_or_ids, doc="the token at max_length", static=True)
+        converter=token_id_or_ids, doc="last token of a row that reaches max_length", static=True)
     forced_decoder_ids: Any = setting(default=None, converter=anything,
-        doc="removed in transformers 4.47", only=(None,))
+        doc="pairs (position, token); removed in transformers 4.47", supported=(None,))
     remove_invalid_values: bool = setting(default=False, converter=boolean,
-        doc="replaces NaN and infinities", off=False)
+        doc="replaces NaN and infinities in the logits", off=False)
     exponential_decay_length_penalty: tuple[int, float] | None = setting(default=None,
-        converter=decay, doc="(start, factor) on end tokens")
+        converter=decay,
+        doc="(start, factor): raises the scores of end tokens after start new tokens")
     suppress_tokens: tuple[int, ...] | None = setting(default=None, converter=token_ids,
-        doc="forbidden tokens", static=True)
+        doc="tokens that must not occur", static=True)
     begin_suppress_tokens: tuple[int, ...] | None = setting(default=None, converter=token_ids,
-        doc="forbidden as the first new token", static=True)
+        doc="tokens that must not be the first new one", static=True)
     token_healing: bool = setting(default=False, converter=boolean,
-        doc="chooses the prompt's last token anew; needs tokenizer=", off=False, slots=False)
+        doc="replaces the prompt's last token by one that begins with its text; needs tokenizer=",
+        off=False, slots=False)
     guidance_scale: float | None = setting(default=None, converter=number("(-inf, inf)"),
-        doc="classifier-free guidance; 1 is off", slots=False)
+        doc="scale of classifier-free guidance; 1 is off", slots=False)
     watermarking_config: Any = setting(default=None, converter=anything,
-        doc="green lists or SynthID", slots=False)
+        doc="watermark: green lists or SynthID", slots=False)
 
     # Outputs
     output_attentions: bool = setting(default=False, converter=boolean,
-        doc="returns attentions of each step", off=False, slots=False)
+        doc="returns the attentions of each step", off=False, slots=False)
     output_hidden_states: bool = setting(default=False, converter=boolean,
-        doc="returns hidden states of each step", off=False, slots=False)
-    output_scores: bool = setting(default=False, converter=boolean, doc="returns processed scores",
-        off=False)
-    output_logits: bool | None = setting(default=None, converter=boolean, doc="returns raw logits")
+        doc="returns the hidden states of each step", off=False, slots=False)
+    output_scores: bool = setting(default=False, converter=boolean,
+        doc="returns the processed scores of each step", off=False)
+    output_logits: bool | None = setting(default=None, converter=boolean,
+        doc="returns the raw logits of each step")
     return_dict_in_generate: bool = setting(default=False, converter=boolean,
-        doc="there is one form of result", off=UNSET)
+        doc="accepted; the result always has this form", off=UNSET)
 
     # Special tokens
     pad_token_id: int | None = setting(default=None, converter=integer(0),
-        doc="fills finished rows; the first end token if unset", static=True, unset=-1)
+        doc="token after the end of a row; if unset, the first end token", static=True, unset=-1)
     bos_token_id: int | None = setting(default=None, converter=integer(0),
-        doc="starts an empty prompt", static=True, unset=-1)
+        doc="token that starts an empty prompt", static=True, unset=-1)
     eos_token_id: int | tuple[int, ...] | None = setting(default=None, converter=token_id_or_ids,
-        doc="one end-of-sequence token or several; None in a call switches them off", static=True,
-        unset=-1)
+        doc="end token, or several; None in a call: none", static=True, unset=-1)
     decoder_start_token_id: int | tuple[int, ...] | None = setting(default=None,
-        converter=token_id_or_ids, doc="starts the decoder; bos if unset", static=True)
+        converter=token_id_or_ids, doc="token that starts the decoder; if unset, bos_token_id",
+        static=True)
 
     # Assisted generation
-    is_assistant: Any = setting(default=None, converter=anything, doc="metadata", metadata=True)
-    num_assistant_tokens: int = setting(default=20, converter=integer(1), doc="tokens of a draft",
-        off=UNSET, needs=_ASSISTANT, static=True)
+    is_assistant: Any = setting(default=None, converter=anything,
+        doc="written by transformers; no effect", metadata=True)
+    num_assistant_tokens: int = setting(default=20, converter=integer(1),
+        doc="number of tokens of a draft", off=UNSET, needs=_ASSISTANT, static=True)
     num_assistant_tokens_schedule: str = setting(default="constant",
         converter=choice("constant", "heuristic", "heuristic_transient"),
-        doc="heuristic: 2 more after a draft accepted whole, else 1 less", off=UNSET,
+        doc="heuristic: 2 tokens more after a draft accepted whole, else 1 less", off=UNSET,
         needs=_ASSISTANT)
     assistant_confidence_threshold: float = setting(default=0.4, converter=number("[0, 1]"),
-        doc="a draft ends with a less probable token", off=0.0, needs=_ASSISTANT)
+        doc="ends a draft at a token of lower probability", off=0.0, needs=_ASSISTANT)
     assistant_lookbehind: int = setting(default=10, converter=integer(0), doc=_OTHER_VOCABULARY,
         off=UNSET, needs="assistant_tokenizer")
     target_lookbehind: int = setting(default=10, converter=integer(0), doc=_OTHER_VOCABULARY,
         off=UNSET, needs="assistant_tokenizer")
     max_matching_ngram_size: int | None = setting(default=None, converter=integer(1),
-        doc="longest n-gram to look up; 2 if unset", needs="prompt_lookup_num_tokens")
+        doc="longest n-gram of prompt lookup; if unset, 2", needs="prompt_lookup_num_tokens")
     prompt_lookup_num_tokens: int | None = setting(default=None, converter=integer(1),
-        doc="length of drafts looked up in the sequence so far", static=True, slots=False)
+        doc="number of tokens of drafts that are looked up in the sequence so far", static=True,
+        slots=False)
     assistant_early_exit: int | None = setting(default=None, converter=integer(1),
-        doc="drafts by so many of the model's layers", static=True, slots=False)
+        doc="number of the model's layers that write drafts", static=True, slots=False)
     assistant_ensemble_weight: float | None = setting(default=None, converter=number("(0, 1)"),
-        doc="drafts are judged by w * model + (1 - w) * draft", needs="a draft", slots=False)
-    speculation_type: Any = setting(default=None, converter=anything, doc="assisted generation",
-        only=(None,))
+        doc="w: drafts are accepted by w * model + (1 - w) * draft", needs="a draft", slots=False)
+    speculation_type: Any = setting(default=None, converter=anything,
+        doc="kind of assisted generation", execution=True, supported=(None,))
 
     # Written by transformers; no effect here
-    generation_kwargs: Any = setting(default=None, converter=anything, doc="of old versions",
-        only=(None, {}))
-    transformers_version: Any = setting(default=None, converter=anything, doc="metadata",
-        metadata=True)
-    _from_model_config: Any = setting(default=None, converter=anything, doc="metadata",
-        metadata=True)
-    _commit_hash: Any = setting(default=None, converter=anything, doc="metadata", metadata=True)
+    generation_kwargs: Any = setting(default=None, converter=anything,
+        doc="written by old versions of transformers", supported=(None, {}))
+    transformers_version: Any = setting(default=None, converter=anything,
+        doc="written by transformers; no effect", metadata=True)
+    _from_model_config: Any = setting(default=None, converter=anything,
+        doc="written by transformers; no effect", metadata=True)
+    _commit_hash: Any = setting(default=None, converter=anything,
+        doc="written by transformers; no effect", metadata=True)
     # fmt: on
 
 

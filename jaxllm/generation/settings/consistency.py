@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
+from jaxllm.generation.settings.fields import checked_value
 from jaxllm.generation.settings.mode import draft_options, generation_mode, is_contrastive
 from jaxllm.generation.settings.special_tokens import token_tuple
 
@@ -25,19 +26,40 @@ class UnusedFieldWarning(UserWarning):
         self.field, self.needs = field, needs
 
 
-def check_supported(config: GenerationConfig) -> None:
-    """Raises for the first field whose value is not implemented.
+_RECORDS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
+
+
+def check_for_use(config: GenerationConfig) -> GenerationConfig:
+    """Checks that all values are implemented, and those that a file left unchecked.
+
+    As in transformers, values of a file have no effect if they only choose how results are
+    computed in ways that jaxllm lacks, or ask for outputs without ``return_dict_in_generate``.
+
+    Returns:
+        The settings without such values.
 
     Raises:
-        UnsupportedError: The message names the field, its value, and the supported values.
+        UnsupportedError: A value is not implemented; the message names the field and the supported
+            values.
+        ConfigError: Something is sampled, and a sampling field of a file has an invalid value.
     """
+    ineffective = set() if config.return_dict_in_generate else {*_RECORDS} - config.explicit
     for name, value in config.to_dict().items():
         field = FIELDS[name]
-        if field.only is not None and (is_traced(value) or value not in field.only):
-            possible = " or ".join(repr(allowed) for allowed in field.only)
-            raise UnsupportedError(
-                f"`{name}`={value!r} ({field.doc}) is not supported: it must be {possible}"
-            )
+        if field.only_sampling and config.do_sample:
+            checked_value(field, value, "the model's files", ConfigError)
+        if field.supported is None or (not is_traced(value) and value in field.supported):
+            continue
+        if field.execution and name not in config.explicit:
+            ineffective.add(name)
+            continue
+        supported = " or ".join(map(repr, field.supported))
+        raise UnsupportedError(
+            f"`{name}`={value!r} ({field.doc}) is not supported: it must be {supported}"
+        )
+    if "cache_implementation" in ineffective:
+        ineffective |= {"cache_config"} - config.explicit
+    return config.without(ineffective)
 
 
 def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> None:

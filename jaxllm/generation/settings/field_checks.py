@@ -13,6 +13,7 @@ from jaxllm.generation.inputs.values import (
     id_list,
     in_interval,
     is_integer,
+    is_number,
     is_traced,
     to_scalar,
 )
@@ -29,7 +30,7 @@ def number(interval: str) -> Callable[[Number | None], float]:
         if is_traced(value):
             return value
         value = to_scalar(value)
-        if not (is_integer(value) or isinstance(value, float)) or not in_interval(interval, value):
+        if not is_number(value) or not in_interval(interval, value):
             raise BadValueError(f"a number in {interval}")
         try:
             return float(value)

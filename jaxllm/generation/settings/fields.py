@@ -9,14 +9,16 @@ docs/generation.md.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
 
+from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, InputError, JaxLLMError
 from jaxllm.common.strict_json import read_json
 from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
+from jaxllm.generation.inputs.values import is_number
 from jaxllm.generation.settings.field_checks import BadValueError
 
 C = TypeVar("C", bound=type)
@@ -43,7 +45,9 @@ class Field:
         doc: Description, for the documentation and the command line.
         off: Value that None in a call stands for: a neutral value, None itself, or UNSET.
         needs: Option without which the field has no effect (``check_consistent``).
-        only: Values that are implemented; None: all.
+        supported: Values that are implemented; None: all.
+        execution: True if the field chooses how results are computed, but not the results: a value
+            from a file that is not implemented has no effect.
         static: True if the value determines the program or is read on the host; never a tracer.
         per_row: Neutral value of a number that may differ between the rows of one batch program.
             None: all rows of a program share the value.
@@ -60,7 +64,8 @@ class Field:
     doc: str
     off: Any = None
     needs: str | None = None
-    only: tuple[Any, ...] | None = None
+    supported: tuple[Any, ...] | None = None
+    execution: bool = False
     static: bool = False
     per_row: float | None = None
     always: bool = False
@@ -123,7 +128,7 @@ class Settings:
             if value is None:
                 value = field.off
             if value is not UNSET:
-                values[name] = _checked(field, value, "generate()", InputError)
+                values[name] = checked_value(field, value, "generate()", InputError)
         self._store(values, frozenset(values))
 
     def _store(self, values: dict[str, Any], explicit: frozenset[str]) -> None:
@@ -140,7 +145,10 @@ class Settings:
     def from_dict(cls, fields: Mapping[str, Any], where: str = "generation_config.json") -> Self:
         """Creates settings from the contents of a file.
 
-        null means unset, and so does -1 as a special token. ``explicit`` stays empty.
+        null means unset, and so does -1 as a special token. ``explicit`` stays empty. Numbers of
+        sampling fields are checked when something is sampled (`consistency.check_for_use`): many
+        files hold ``"temperature": 0.0``. Unknown keys are ignored or raise by the policy of
+        `common.config_keys`.
 
         Raises:
             ConfigError: ``fields`` is no mapping, or a field is unknown or invalid; the message
@@ -148,11 +156,21 @@ class Settings:
         """
         if not isinstance(fields, Mapping):
             raise ConfigError(f"{where}: must hold an object, but holds {type(fields).__name__}")
+        unknown = unknown_keys(fields, cls.fields)
+        if len(unknown) > 1 and not unknown.keys() & GENERATE_ARGUMENTS:
+            raise ConfigError(
+                f"{where}: unknown generation fields {describe_keys(unknown)}: remove them, or set "
+                "them to null"
+            )
+        for name in unknown:
+            cls._field(name, where, ConfigError)
         values = {}
         for name, value in fields.items():
-            field = cls._field(name, where, ConfigError)
-            if value is not None and (field.unset is None or value != field.unset):
-                values[name] = _checked(field, value, where, ConfigError)
+            field = cls.fields.get(name)
+            if field is None or value is None or (field.unset is not None and value == field.unset):
+                continue
+            deferred = field.only_sampling and is_number(value)
+            values[name] = value if deferred else checked_value(field, value, where, ConfigError)
         return cls._make(values, frozenset())
 
     @classmethod
@@ -173,6 +191,11 @@ class Settings:
         """Returns a copy in which all fields set in ``other``, in code or file, take its values."""
         explicit = (self.explicit - other._values.keys()) | other.explicit
         return self._make({**self._values, **other._values}, explicit)
+
+    def without(self, names: Iterable[str]) -> Self:
+        """Returns a copy in which some fields are unset."""
+        values = {name: value for name, value in self._values.items() if name not in set(names)}
+        return self._make(values, self.explicit & values.keys())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields that were set in code or read, as stored (lists as tuples)."""
@@ -219,7 +242,8 @@ class Settings:
         return f"; did you mean `{close[0]}`?" if close else ""
 
 
-def _checked(field: Field, value: Any, where: str, error: type[JaxLLMError]) -> Any:
+def checked_value(field: Field, value: Any, where: str, error: type[JaxLLMError]) -> Any:
+    """Checks a field's value; returns it as stored, or raises ``error`` with ``where``."""
     if value is None:
         return None
     try:

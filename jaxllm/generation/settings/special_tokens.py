@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxllm.common.errors import InputError
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.decoder import GenerativeModel
 
 
 def resolve_eos(config: GenerationConfig, default: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -32,11 +31,22 @@ def token_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def checked_pad(model: Any, config: GenerationConfig, eos: tuple[int, ...]) -> int | None:
-    """Padding token from `resolve_pad` or else the model; InputError if outside the vocabulary."""
+def checked_pad(
+    model: GenerativeModel, config: GenerationConfig, eos: tuple[int, ...]
+) -> int | None:
+    """Padding token of a call: from `resolve_pad`, or else the model's config.
+
+    A token of a file that is not in the vocabulary counts as unset.
+
+    Raises:
+        InputError: The call sets a token that is not in the vocabulary.
+    """
+    size = model.config.vocab_size
+    if config.pad_token_id is not None and not 0 <= config.pad_token_id < size:
+        if "pad_token_id" in config.explicit:
+            raise InputError(
+                f"pad_token_id: {config.pad_token_id} is not in the vocabulary (0 to {size - 1})"
+            )
+        config = config.without(["pad_token_id"])
     pad = resolve_pad(config, eos)
-    pad = model.config.pad_token_id if pad is None else pad
-    vocabulary = model.config.vocab_size
-    if pad is not None and not 0 <= pad < vocabulary:
-        raise InputError(f"pad_token_id: {pad} is not in the vocabulary (0 to {vocabulary - 1})")
-    return pad
+    return model.config.pad_token_id if pad is None else pad

@@ -16,7 +16,7 @@ from jaxllm.generation.inputs.values import (
     any_traced,
     id_table,
     int_leaf,
-    is_integer,
+    is_number,
     to_scalar,
 )
 from jaxllm.generation.processors.base import CurLen, History, Scores, column_count, store
@@ -150,7 +150,7 @@ class MaxTimeCriteria:
 
 def _seconds(name: str, value: Any) -> float:
     value = to_scalar(value)
-    if not (is_integer(value) or isinstance(value, float)) or math.isnan(value):
+    if not is_number(value) or math.isnan(value):
         raise InputError(f"MaxTimeCriteria: `{name}` must be a number, but is {value!r}")
     return float(value)
 

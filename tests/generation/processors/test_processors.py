@@ -304,12 +304,11 @@ def test_padding_of_the_encoder_does_not_count():
 
 def test_encoder_rows_are_repeated_for_beams():
     scores = jnp.full((4, 4), 1.0)
-    got = P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER[:, :1])(
-        jnp.zeros((4, 1), int), scores, 1
-    )
+    ids = jnp.zeros((4, 1), int)
+    got = P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER[:, :1])(ids, scores, 1)
     assert np.argwhere(np.isneginf(got)).tolist() == [[0, 3], [1, 3], [2, 0], [3, 0]]
     with pytest.raises(InputError, match="3 rows"):
-        P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER)(jnp.zeros((3, 1), int), scores[:3], 1)
+        P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER)(ids[:3], scores[:3], 1)
 
 
 def test_tokens_outside_the_scores_are_left_alone():

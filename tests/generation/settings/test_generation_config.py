@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 
 from jaxllm.common.errors import ConfigError, InputError, MissingFileError, UnsupportedError
+from jaxllm.generation.inputs.values import is_number
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.consistency import check_consistent, check_supported
+from jaxllm.generation.settings.consistency import check_consistent, check_for_use
 from jaxllm.generation.settings.lengths import resolve_lengths
 from jaxllm.generation.settings.mode import generation_mode
-from jaxllm.generation.settings.special_tokens import resolve_eos, resolve_pad
+from jaxllm.generation.settings.special_tokens import checked_pad, resolve_eos, resolve_pad
 
 
 def test_defaults_are_those_of_transformers_4_47():
@@ -122,7 +124,7 @@ def test_numbers_may_be_tracers():
     def step(temperature, min_new_tokens):
         config = GenerationConfig(temperature=temperature, min_new_tokens=min_new_tokens)
         assert generation_mode(config) == "greedy_search"
-        check_supported(config)
+        check_for_use(config)
         return config.temperature * 2, resolve_lengths(config, 3).min_length
 
     assert [float(x) for x in step(0.5, 4)] == [1.0, 7.0]
@@ -162,8 +164,15 @@ BAD = {
 def test_impossible_values_are_named(name, value):
     with pytest.raises(InputError, match=f"`{name}` must be"):
         GenerationConfig(**{name: value})
-    with pytest.raises(ConfigError, match=f"^here.json: `{name}` must be"):
-        GenerationConfig.from_dict({name: value}, where="here.json")
+    if FIELDS[name].only_sampling and is_number(value):  # as in transformers, when it samples
+        file = GenerationConfig.from_dict({name: value})
+        check_for_use(file)
+        with pytest.raises(ConfigError, match=f"^the model's files: `{name}` must be"):
+            check_for_use(file.replace(do_sample=True))
+        check_for_use(file.replace(**{"do_sample": True, name: None}))
+    else:
+        with pytest.raises(ConfigError, match=f"^here.json: `{name}` must be"):
+            GenerationConfig.from_dict({name: value}, where="here.json")
 
 
 def test_unknown_fields_get_a_suggestion():
@@ -171,6 +180,8 @@ def test_unknown_fields_get_a_suggestion():
         GenerationConfig(temprature=1.0)
     with pytest.raises(ConfigError, match=r"^f.json: unknown .*`max_new_token`; did you mean"):
         GenerationConfig.from_dict({"max_new_token": 1}, "f.json")
+    with pytest.raises(ConfigError, match=r"^f.json: .*fields alibi \(1\), swing \(2.0\): remove"):
+        GenerationConfig.from_dict({"alibi": 1, "top_k": 3, "swing": 2.0}, "f.json")
     with pytest.raises(InputError, match=r"argument of generate\(\)"):
         GenerationConfig(streamer=None)
     with pytest.raises(InputError, match="do_sample=False"):
@@ -181,8 +192,8 @@ def test_files(tmp_path):
     path = tmp_path / "generation_config.json"
     path.write_text('{"eos_token_id": [2, 3], "_from_model_config": true, "top_p": null}')
     assert GenerationConfig.from_file(path).eos_token_id == (2, 3)
-    path.write_text('{"top_p": 3}')
-    with pytest.raises(ConfigError, match=r"generation_config.json: `top_p`"):
+    path.write_text('{"max_length": -3}')
+    with pytest.raises(ConfigError, match=r"generation_config.json: `max_length`"):
         GenerationConfig.from_file(path)
     path.write_text("[1]")
     with pytest.raises(ConfigError, match="must hold an object"):
@@ -242,15 +253,42 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_not_supported_raises_and_names_itself(name):
     with pytest.raises(UnsupportedError, match=f"`{name}`="):
-        check_supported(GenerationConfig(**{name: UNSUPPORTED[name]}))
+        check_for_use(GenerationConfig(**{name: UNSUPPORTED[name]}))
     file = GenerationConfig.from_dict({name: UNSUPPORTED[name]})
-    with pytest.raises(UnsupportedError, match=f"`{name}`="):
-        check_supported(file)
-    check_supported(file.replace(**{name: FIELDS[name].only[0]}))
+    if FIELDS[name].execution:
+        assert check_for_use(file).to_dict() == {}
+    else:
+        with pytest.raises(UnsupportedError, match=f"`{name}`="):
+            check_for_use(file)
+    check_for_use(file.replace(**{name: FIELDS[name].supported[0]}))
+
+
+def test_outputs_that_a_file_asks_for_need_return_dict_in_generate():
+    file = GenerationConfig.from_dict({"output_scores": True, "output_attentions": True})
+    assert check_for_use(file).to_dict() == {}
+    assert check_for_use(file.replace(output_scores=True)).to_dict() == {"output_scores": True}
+    assert check_for_use(file.replace(return_dict_in_generate=True)).output_attentions
+
+
+def test_keys_without_effect_are_no_obstacle():
+    file = {"_note": 3, "alibi": False, "chat_format": "", "tokenizer_path": "x", "top_k": 3}
+    assert GenerationConfig.from_dict(file).to_dict() == {"top_k": 3}
+    offloaded = GenerationConfig.from_dict({"cache_implementation": "hybrid", "cache_config": {}})
+    assert check_for_use(offloaded).to_dict() == {}
+
+
+def test_the_padding_token_of_a_file_may_lie_outside_the_vocabulary():
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=10, pad_token_id=None))
+    file = GenerationConfig.from_dict({"pad_token_id": 10})
+    assert checked_pad(model, file, (2,)) == 2
+    with pytest.raises(InputError, match="pad_token_id: 10 is not in the vocabulary"):
+        checked_pad(model, GenerationConfig(pad_token_id=10), (2,))
 
 
 def test_the_list_of_unsupported_options_is_complete():
-    assert set(UNSUPPORTED) == {name for name, field in FIELDS.items() if field.only is not None}
+    assert set(UNSUPPORTED) == {
+        name for name, field in FIELDS.items() if field.supported is not None
+    }
 
 
 def test_ordinary_files_are_supported_in_silence():
@@ -265,7 +303,7 @@ def test_ordinary_files_are_supported_in_silence():
     gpt2 = {"_from_model_config": True, "bos_token_id": 50256, "eos_token_id": 50256}
     for fields in (llama, gpt2, {"use_cache": True, "guidance_scale": 1.0}):
         config = GenerationConfig.from_dict(fields)
-        check_supported(config)
+        check_for_use(config)
         check_consistent(config)
         check_consistent(config.replace(do_sample=False))
 
