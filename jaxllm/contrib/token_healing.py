@@ -66,33 +66,34 @@ def heal_tokens(
         InputError: The ids are traced, the tokenizer is missing or has no pad token, or all prompts
             are empty without special tokens and white space.
     """
-    ids, real, pad = _tokenized_again(input_ids, mask, tokenizer)
+    ids, real, pad = _retokenize(input_ids, mask, tokenizer)
     bos = tokenizer.bos_token_id
     if bos is not None:
         ids[ids == bos] = pad
     vocabulary = _vocabulary(tokenizer)
     for row in ids:
-        words = row != pad
-        alone = words.sum() == 1
-        if len(row) == 1 or not words.any() or (alone and bos is None):
+        token_count = (row != pad).sum()
+        if len(row) == 1 or token_count == 0 or (token_count == 1 and bos is None):
             continue
         bias = extension_bias(int(row[-1]), tokenizer, vocabulary)
         if len(bias) == 1:
             continue
-        if alone:
+        if token_count == 1:
             row[-2] = bos
         row[-1] = generate_one(row[:-1].copy(), bias)
     return ids, real
 
 
-def extension_bias(tail: int, tokenizer: Tokenizer, vocabulary: Mapping[str, int]) -> SequenceBias:
-    """Sequence bias: 10 for tokens that begin with the text of ``tail``, 11 for ``tail`` itself.
+def extension_bias(
+    last_token: int, tokenizer: Tokenizer, vocabulary: Mapping[str, int]
+) -> SequenceBias:
+    """Sequence bias: 10 for tokens that begin with the text of ``last_token``, 11 for itself.
 
-    A single entry means that no token extends ``tail``.
+    A single entry means that no token extends ``last_token``.
     """
     space = tokenizer.token_to_id(" ")
     space = tokenizer.unk_token_id if space is None else space
-    text = tokenizer.decode(tail)
+    text = tokenizer.decode(last_token)
     if space is not None:
         text = text.replace(" ", (tokenizer.id_to_token(space) or " ")[0])
 
@@ -100,9 +101,9 @@ def extension_bias(tail: int, tokenizer: Tokenizer, vocabulary: Mapping[str, int
         return {(i,): 10.0 for token, i in vocabulary.items() if token.startswith(prefix)}
 
     bias = beginning_with(text)
-    if len(bias) > 1 and (tail,) not in bias:
-        bias = beginning_with(tokenizer.id_to_token(tail) or "")
-    return {**bias, (tail,): 11.0} if len(bias) > 1 else {(tail,): 10.0}
+    if len(bias) > 1 and (last_token,) not in bias:
+        bias = beginning_with(tokenizer.id_to_token(last_token) or "")
+    return {**bias, (last_token,): 11.0} if len(bias) > 1 else {(last_token,): 10.0}
 
 
 def _vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
@@ -110,7 +111,7 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
     return {token: index for index, token in enumerate(tokens) if token}
 
 
-def _tokenized_again(
+def _retokenize(
     input_ids: Any, mask: Any, tokenizer: Any
 ) -> tuple[Int[np.ndarray, "B U"], Bool[np.ndarray, "B U"], int]:
     if not isinstance(tokenizer, Tokenizer):
@@ -132,12 +133,12 @@ def _tokenized_again(
     ids = np.full((len(rows), width), pad, np.int32)
     real = np.zeros((len(rows), width), bool)
     left = tokenizer.padding_side == "left"
-    for row, kept, found in zip(ids, real, rows, strict=True):
-        columns = slice(width - len(found), None) if left else slice(len(found))
-        row[columns] = found
-        kept[columns] = True
+    for row, row_mask, tokens in zip(ids, real, rows, strict=True):
+        columns = slice(width - len(tokens), None) if left else slice(len(tokens))
+        row[columns] = tokens
+        row_mask[columns] = True
         # A prompt without text keeps one pad token, from which the model starts.
-        kept[-1 if left else 0] = True
+        row_mask[-1 if left else 0] = True
     return ids, real, pad
 
 

@@ -93,10 +93,10 @@ class WatermarkDetector:
                 f"input_ids: expected [batch, length] and a mask alike, found {ids.shape} and "
                 f"{mask.shape}"
             )
-        begins = ids[:, 0] == self.bos_token_id
-        if begins.any() != begins.all():
+        begins_with_bos = ids[:, 0] == self.bos_token_id
+        if begins_with_bos.any() != begins_with_bos.all():
             raise InputError("input_ids: some rows begin with BOS and some do not")
-        if begins.all():
+        if begins_with_bos.all():
             ids, mask = ids[:, 1:], mask[:, 1:]
         width = self.processor.context_width
         if ids.shape[1] <= width:
@@ -118,24 +118,22 @@ class WatermarkDetector:
     def _count(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Number of n-grams that count in each row, and of those that end in a green token."""
         width = self.processor.context_width
-        self_hashed = self.processor.seeding_scheme == "selfhash"
-        size = width if self_hashed else width + 1
+        self_hash = self.processor.seeding_scheme == "selfhash"
+        size = width if self_hash else width + 1
         windows = np.lib.stride_tricks.sliding_window_view(ids, size, axis=1)
-        real = np.lib.stride_tricks.sliding_window_view(mask, size, axis=1)
-        whole = np.logical_and.reduce(real, axis=-1)
-        ngrams, place = np.unique(windows.reshape(-1, size), axis=0, return_inverse=True)
-        place = place.reshape(whole.shape)
+        unmasked = np.lib.stride_tricks.sliding_window_view(mask, size, axis=1).all(axis=-1)
+        ngrams, numbers = np.unique(windows.reshape(-1, size), axis=0, return_inverse=True)
+        numbers = numbers.reshape(unmasked.shape)
         padded = np.zeros((bucket(len(ngrams), _SMALLEST_BUCKET), size), np.int32)
         padded[: len(ngrams)] = ngrams
-        contexts = padded if self_hashed else padded[:, :-1]
+        contexts = padded if self_hash else padded[:, :-1]
         green = np.asarray(_green(self.processor, contexts, padded[:, -1]))
+        scored = [row[real] for row, real in zip(numbers, unmasked, strict=True)]
         if self.ignore_repeated_ngrams:
-            kept = [np.unique(row[real]) for row, real in zip(place, whole, strict=True)]
-        else:
-            kept = [row[real] for row, real in zip(place, whole, strict=True)]
+            scored = [np.unique(row) for row in scored]
         return (
-            np.array([float(len(row)) for row in kept]),
-            np.array([float(green[row].sum()) for row in kept]),
+            np.array([float(len(row)) for row in scored]),
+            np.array([float(green[row].sum()) for row in scored]),
         )
 
 

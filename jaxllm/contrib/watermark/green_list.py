@@ -108,10 +108,10 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         context, exists = history.last(self.context_width)
         if self.seeding_scheme == "lefthash":
             green = first_of_permutations(
-                self._left_seed(context[:, -1]), self.vocab_size, self.greenlist_size
+                self._left_hash_seed(context[:, -1]), self.vocab_size, self.greenlist_size
             )
         else:
-            green = lax.map(lambda row: self._own_green(*row), (context[:, 1:], scores))
+            green = lax.map(lambda row: self._self_hash_green(*row), (context[:, 1:], scores))
         green = _to_width(green, scores.shape[1]) & exists.all(-1, keepdims=True)
         return jnp.where(green, scores + self.bias, scores)
 
@@ -121,19 +121,21 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         For ``selfhash`` the context ends with the token itself.
         """
         if self.seeding_scheme == "lefthash":
-            seed = self._left_seed(context[-1])
+            seed = self._left_hash_seed(context[-1])
         else:
-            seed = self._own_seed(context[:-1], context[-1])
+            seed = self._self_hash_seed(context[:-1], context[-1])
         return self._green(seed, token)
 
     def _green(self, seed: UInt32[Array, ""], token: Int[Array, ""]) -> Bool[Array, ""]:
         green = first_of_permutation(seed, self.vocab_size, self.greenlist_size)
         return green[jnp.minimum(token, self.vocab_size - 1)] & (token < self.vocab_size)
 
-    def _left_seed(self, token: Int[Array, " ..."]) -> UInt32[Array, " ..."]:
+    def _left_hash_seed(self, token: Int[Array, " ..."]) -> UInt32[Array, " ..."]:
         return self.key.lo * jnp.asarray(token, jnp.uint32)
 
-    def _own_seed(self, before: Int[Array, " w"], candidate: Int[Array, ""]) -> UInt32[Array, ""]:
+    def _self_hash_seed(
+        self, before: Int[Array, " w"], candidate: Int[Array, ""]
+    ) -> UInt32[Array, ""]:
         """Least hash of the candidate with itself and with each token before it."""
         tokens = jnp.append(before, candidate)
         hashed = Int64.of_tokens(jnp.asarray(self.table)[tokens % _TABLE_SIZE] + 1)
@@ -141,9 +143,11 @@ class WatermarkLogitsProcessor(LogitsProcessor):
         # transformers takes the seed modulo 2**64 - 1, which subtracts one from a negative number.
         return least.lo - least.negative().astype(jnp.uint32)
 
-    def _own_green(self, before: Int[Array, " w"], scores: Float[Array, " V"]) -> Bool[Array, " V"]:
+    def _self_hash_green(
+        self, before: Int[Array, " w"], scores: Float[Array, " V"]
+    ) -> Bool[Array, " V"]:
         _, best = lax.top_k(scores, min(_CANDIDATES, scores.shape[0]))
-        seeds = jax.vmap(self._own_seed, in_axes=(None, 0))(before, best)
+        seeds = jax.vmap(self._self_hash_seed, in_axes=(None, 0))(before, best)
         green = jax.vmap(self._green)(seeds, best)
         return jnp.zeros(scores.shape, bool).at[best].set(green)
 

@@ -83,18 +83,19 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         prompt_len: int | Array | None = None,
     ) -> None:
         owner = type(self).__name__
-        for name, value, least, most in (
+        for name, value, minimum, maximum in (
             ("ngram_len", ngram_len, 2, 2**16),
             ("sampling_table_size", sampling_table_size, 1, _LARGEST_TABLE),
             ("sampling_table_seed", sampling_table_seed, -(2**63), 2**64 - 1),
             ("context_history_size", context_history_size, 1, 2**31 - 1),
         ):
-            if not is_integer(value) or not least <= value <= most:
+            if not is_integer(value) or not minimum <= value <= maximum:
                 raise InputError(
-                    f"{owner}: `{name}` must be an integer from {least} to {most}, but is {value!r}"
+                    f"{owner}: `{name}` must be an integer from {minimum} to {maximum}, but is "
+                    f"{value!r}"
                 )
-        given = list(keys) if isinstance(keys, Sequence | np.ndarray) else []
-        if not given or not all(is_integer(k) and -(2**63) <= k < 2**63 for k in given):
+        key_list = list(keys) if isinstance(keys, Sequence | np.ndarray) else []
+        if not key_list or not all(is_integer(k) and -(2**63) <= k < 2**63 for k in key_list):
             raise InputError(
                 f"{owner}: `keys` must be a non-empty list of integers of 64 bits, but is {keys!r}"
             )
@@ -106,7 +107,7 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
                 raise InputError(f"{owner}: `{name}` must be true or false, but is {flag!r}")
         store(
             self,
-            keys=Int64.of_ints([int(k) for k in given]),
+            keys=Int64.of_ints([int(k) for k in key_list]),
             sampling_table=random_bits(sampling_table_seed, sampling_table_size),
             prompt_len=None if prompt_len is None else int_leaf(owner, "prompt_len", prompt_len),
             ngram_len=int(ngram_len),
@@ -131,36 +132,36 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         Raises:
             InputError: Neither the call nor the processor specifies ``prompt_len``.
         """
-        start = prompt_length(self, prompt_len)
+        prompt_len = prompt_length(self, prompt_len)
         history = History.of(input_ids, cur_len)
         scores = jnp.asarray(scores, jnp.float32)
         if self.debug_mode:
             scores = jnp.ones_like(scores)
-        context, repeated, count = self._context(history, jnp.asarray(start, jnp.int32))
-        skipped = repeated
+        context, repeated, count = self._context(history, jnp.asarray(prompt_len, jnp.int32))
+        unmarked = repeated
         if self.skip_first_ngram_calls:
-            skipped |= count < self.ngram_len - 1
-        return jnp.where(skipped[:, None], scores, self._tilted(context, scores))
+            unmarked |= count < self.ngram_len - 1
+        return jnp.where(unmarked[:, None], scores, self._watermarked(context, scores))
 
     def _context(
-        self, history: History, start: Int[Array, ""]
+        self, history: History, prompt_len: Int[Array, ""]
     ) -> tuple[Int[Array, "B c"], Bool[Array, " B"], Int[Array, " B"]]:
         """Current context, a mask of rows whose context is repeated, and new tokens per row."""
         rows, columns = history.ids.shape
         width = self.ngram_len - 1
-        now = jnp.broadcast_to(history.size, (rows, 1))
+        length = jnp.broadcast_to(history.size, (rows, 1))
         column = jnp.arange(columns)
-        new = jnp.where((column >= start) & (column < now), history.ids, 0)
+        new = jnp.where((column >= prompt_len) & (column < length), history.ids, 0)
         padded = jnp.pad(new, ((0, 0), (width, 0)))  # column c follows padded[:, c : c + width]
-        context = jnp.take_along_axis(padded, now + jnp.arange(width), axis=1)
-        first = start + (width if self.skip_first_ngram_calls else 0)
-        first = jnp.maximum(first, now - self.context_history_size)
-        same = (column >= first) & (column < now)
+        context = jnp.take_along_axis(padded, length + jnp.arange(width), axis=1)
+        first = prompt_len + (width if self.skip_first_ngram_calls else 0)
+        first = jnp.maximum(first, length - self.context_history_size)
+        equal = (column >= first) & (column < length)
         for i in range(width):
-            same &= padded[:, i : i + columns] == context[:, i : i + 1]
-        return context, same.any(-1), now[:, 0] - start
+            equal &= padded[:, i : i + columns] == context[:, i : i + 1]
+        return context, equal.any(-1), length[:, 0] - prompt_len
 
-    def _tilted(self, context: Int[Array, "B c"], scores: Scores) -> Scores:
+    def _watermarked(self, context: Int[Array, "B c"], scores: Scores) -> Scores:
         """Log-probabilities after all tournament rounds (equation 2 of the paper's methods)."""
         tokens = Int64.of_tokens(jnp.arange(scores.shape[1]))
         hashed = accumulate_hash(_ONE, context).map(lambda half: half[:, None])
@@ -192,14 +193,13 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         ids = np.asarray(self._checked(input_ids))
         width = self.ngram_len - 1
         mask = np.ones((ids.shape[0], ids.shape[1] - width), bool)
-        for row, kept in zip(ids, mask, strict=True):
-            seen: dict[bytes, int] = {}
-            for i in range(kept.size):
+        history = self.context_history_size
+        for row, row_mask in zip(ids, mask, strict=True):
+            last_use: dict[bytes, int] = {}
+            for i in range(row_mask.size):
                 context = row[i : i + width].tobytes()
-                kept[i] = i - seen.get(context, -self.context_history_size - 1) > (
-                    self.context_history_size
-                )
-                seen[context] = i
+                row_mask[i] = i - last_use.get(context, -history - 1) > history
+                last_use[context] = i
         return mask
 
     def compute_eos_token_mask(
@@ -255,6 +255,6 @@ def weighted_mean_score(
 
 
 def _score(g_values: Array, mask: Array, weights: Array) -> Float[Array, " B"]:
-    counted = jnp.asarray(mask, jnp.float32)
+    token_weights = jnp.asarray(mask, jnp.float32)
     means = (jnp.asarray(g_values, jnp.float32) * weights).mean(-1)
-    return (means * counted).sum(-1) / counted.sum(-1)
+    return (means * token_weights).sum(-1) / token_weights.sum(-1)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 from conformance_runs import DATA, model
-from generation_tools import (
-    prompts,
-)
+from generation_tools import prompts
 
 import jaxllm
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
 from jaxllm.generation.generate import prepare_call
 
 
@@ -82,6 +82,20 @@ def test_bad_input_is_named(inputs, match):
 def test_unsupported_options_raise_by_name(fields):
     with pytest.raises(UnsupportedError, match=next(iter(fields))):
         jaxllm.generate(model("s_llama"), [[5]], **fields)
+
+
+def test_a_files_settings_that_transformers_accepts_do_not_stop_generate():
+    net, [_, ids, _] = copy.copy(model("s_llama")), prompts("s_llama", (7,))
+    fields = {"use_cache": False, "cache_implementation": "hybrid", "output_scores": True}
+    tokens = {"eos_token_id": [10**6, 2], "pad_token_id": 10**6, "bos_token_id": 10**6}
+    greedy = {"temperature": 0.0, "top_p": 0, "do_sample": False}
+    net.generation_config = jaxllm.GenerationConfig.from_dict(fields | tokens | greedy)
+    out = jaxllm.generate(net, ids, max_new_tokens=4)
+    plain = jaxllm.generate(model("s_llama"), ids, max_new_tokens=4, eos_token_id=2)
+    np.testing.assert_array_equal(out.sequences, plain.sequences)
+    assert out.scores is None
+    with pytest.raises(ConfigError, match=r"files: `temperature` must be .*do_sample=False"):
+        jaxllm.generate(net, ids, max_new_tokens=4, do_sample=True)
 
 
 def test_what_stream_cannot_give_is_named():
