@@ -23,7 +23,7 @@ from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.processors.per_row import signature, stack_lists
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.lengths import MOST_COLUMNS
+from jaxllm.generation.settings.lengths import MAX_COLUMNS
 from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -110,7 +110,7 @@ def _beams_fit(row: Row) -> bool:
     new_token_bucket = bucket(row.max_new_tokens, SMALLEST_BUCKET)
     columns = bucket(row.max_length, SMALLEST_BUCKET)
     columns += (row.config.num_beams - 1) * new_token_bucket
-    return columns <= MOST_COLUMNS and not row.config.low_memory
+    return columns <= MAX_COLUMNS and not row.config.low_memory
 
 
 def _has_effect(name: str, value: Any) -> bool:

@@ -20,7 +20,7 @@ from jaxllm.generation.call.prompts import PreparedInputs
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, last_token_columns
 from jaxllm.generation.inputs.values import any_traced, bucket, int_leaf
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.generation.settings.lengths import MOST_COLUMNS
+from jaxllm.generation.settings.lengths import MAX_COLUMNS
 from jaxllm.generation.strategies.select_strategy import Call
 from jaxllm.generation.strategies.strategy import Prompt, Strategy
 
@@ -56,10 +56,10 @@ def build_layout(
     new_token_bucket = bucket(call.max_new_tokens, SMALLEST_BUCKET)
     new_slots = strategy.cache_slots(new_token_bucket)
     capacity = inputs.width + new_slots
-    if capacity > MOST_COLUMNS:
+    if capacity > MAX_COLUMNS:
         raise InputError(
             f"num_beams: {config.num_beams} beams of {new_token_bucket} new tokens need {capacity} "
-            f"slots of the cache, which has at most {MOST_COLUMNS}: lower one of the two"
+            f"slots of the cache, which has at most {MAX_COLUMNS}: lower one of the two"
         )
     if past is None:
         # A ring buffer overwrites columns that have left the window; a later call and

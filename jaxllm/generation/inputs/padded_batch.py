@@ -12,6 +12,7 @@ import numpy as np
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.models import input_checks as check
+from jaxllm.models.decoder import GenerativeModel
 
 SMALLEST_BUCKET = 16
 
@@ -56,7 +57,9 @@ class PaddedBatch:
         )
 
 
-def check_positions(model: Any, prompt: PaddedBatch, new: int, whose: str = "this model") -> None:
+def check_positions(
+    model: GenerativeModel, prompt: PaddedBatch, new: int, whose: str = "this model"
+) -> None:
     """Raises InputError if prompt and new tokens need more positions than the model has.
 
     JAX would clamp an index beyond a learned position table to its last row without an error.
@@ -96,7 +99,7 @@ def checked_mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask"
     return host
 
 
-def checked_types(model: Any, token_type_ids: Any, prompt: PaddedBatch) -> Any:
+def checked_types(model: GenerativeModel, token_type_ids: Any, prompt: PaddedBatch) -> Any:
     """Checks token types; returns int32 [B, T], a NumPy array unless traced, or None."""
     if token_type_ids is None:
         return None

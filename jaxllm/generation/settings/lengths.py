@@ -12,8 +12,9 @@ from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.padded_batch import PaddedBatch, check_positions
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.decoder import GenerativeModel
 
-MOST_COLUMNS = 2**20
+MAX_COLUMNS = 2**20
 
 
 class Lengths(NamedTuple):
@@ -76,7 +77,7 @@ def resolve_lengths(
 
 
 def checked_lengths(
-    model: Any, config: GenerationConfig, prompt: PaddedBatch
+    model: GenerativeModel, config: GenerationConfig, prompt: PaddedBatch
 ) -> tuple[GenerationConfig, int]:
     """Settings and `max_length`, checked, with lengths counted in columns of the result.
 
@@ -88,16 +89,16 @@ def checked_lengths(
         max_length -= prompt.length  # max_length counts the embedded prompt, which is not returned
         if max_length < 1:
             raise InputError("inputs_embeds: the prompt alone reaches max_length")
-    least = config.min_length
-    if prompt.ids is None and (is_traced(least) or least):  # min_length counts it too
-        rest = least - prompt.length
+    min_length = config.min_length
+    if prompt.ids is None and (is_traced(min_length) or min_length):  # counts the embeddings too
+        min_length = min_length - prompt.length
         config = config.replace(
-            min_length=jnp.maximum(rest, 0) if is_traced(rest) else max(rest, 0)
+            min_length=jnp.maximum(min_length, 0) if is_traced(min_length) else max(min_length, 0)
         )
-    if max_length > MOST_COLUMNS:
+    if max_length > MAX_COLUMNS:
         raise InputError(
             f"max_length: {max_length} columns; the cache is allocated for all of them, at most "
-            f"{MOST_COLUMNS}: lower max_new_tokens or max_length"
+            f"{MAX_COLUMNS}: lower max_new_tokens or max_length"
         )
     check_positions(model, prompt, max_length - prompt.start_len)
     return config, max_length

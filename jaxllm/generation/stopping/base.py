@@ -44,7 +44,7 @@ class StoppingCriteria:
     def __call__(
         self,
         input_ids: Int[Array, "B L"],
-        scores: Scores,
+        scores: Scores | None,
         cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
@@ -68,7 +68,7 @@ class StoppingCriteria:
         """
         return self.reached(History.of(input_ids, cur_len, mask, length), scores)
 
-    def reached(self, history: History, scores: Scores) -> Done:
+    def reached(self, history: History, scores: Scores | None) -> Done:
         """Applies the rule; bool ``[B]``."""
         raise NotImplementedError(f"{type(self).__name__} defines neither reached nor __call__")
 
@@ -94,7 +94,7 @@ class StoppingCriteriaList(tuple[Callable[..., Done], ...]):
     def __call__(
         self,
         input_ids: Int[Array, "B L"],
-        scores: Scores,
+        scores: Scores | None,
         cur_len: CurLen = None,
         **kwargs: Any,
     ) -> Done:
@@ -127,7 +127,11 @@ class RowCriterion:
     rows: Bool[Array, " R"]
 
     def __call__(
-        self, input_ids: Int[Array, "BM L"], scores: Scores, cur_len: Int[Array, " R"], **_: Any
+        self,
+        input_ids: Int[Array, "BM L"],
+        scores: Scores | None,
+        cur_len: Int[Array, " R"],
+        **_: Any,
     ) -> Done:
         """Mask [B * M] of the ending sequences: M per row, equally long, starting at column 0."""
         rows, cur_len = per_sequence(input_ids, cur_len, self.rows)

@@ -49,7 +49,7 @@ class MaxLengthCriteria(StoppingCriteria):
         owner = type(self).__name__
         store(self, max_length=int_leaf(owner, "max_length", max_length, least=1))
 
-    def reached(self, history: History, scores: Scores) -> Done:
+    def reached(self, history: History, scores: Scores | None) -> Done:
         reached = history.length[:, 0] >= self.max_length
         return jnp.broadcast_to(reached, history.ids.shape[:1])
 
@@ -66,7 +66,7 @@ class EosTokenCriteria(StoppingCriteria):
     def __call__(
         self,
         input_ids: Int[Array, "B L"],
-        scores: Scores,
+        scores: Scores | None,
         cur_len: CurLen = None,
         **_: Any,
     ) -> Done:
@@ -101,7 +101,7 @@ class HostCriteria(StoppingCriteria):
     def __call__(
         self,
         input_ids: Int[Array, "B L"],
-        scores: Scores,
+        scores: Scores | None,
         cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,

@@ -69,7 +69,7 @@ class StopStringCriteria(StoppingCriteria):
         window = bucket(max(map(len, patterns)), _WINDOW)
         store(self, classes=classes, table=table, window=window)
 
-    def reached(self, history: History, scores: Scores) -> Done:
+    def reached(self, history: History, scores: Scores | None) -> Done:
         ids, exists = history.last(self.window)
         unknown = self.classes.shape[0] - 1
         known = exists & (ids >= 0) & (ids < unknown)
