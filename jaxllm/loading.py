@@ -160,7 +160,7 @@ def save_settings(folder: Path, model: Model, tokenizer: Tokenizer | None) -> No
     """Writes generation_config.json and the tokenizer's files."""
     settings = model.generation_config
     if settings is not None:
-        write_json(folder / "generation_config.json", settings.to_dict())
+        write_json(folder / "generation_config.json", settings.to_json())
     if tokenizer is not None:
         tokenizer.save(folder)
 

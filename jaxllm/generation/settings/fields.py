@@ -9,6 +9,7 @@ docs/generation.md.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -200,6 +201,26 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields that were set in code or read, as stored (lists as tuples)."""
         return dict(self._values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as generation_config.json holds them.
+
+        Raises:
+            InputError: JSON cannot hold the value of a field.
+        """
+        values = {
+            name: value.to_dict() if hasattr(value, "to_dict") else value
+            for name, value in self._values.items()
+        }
+        for name, value in values.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError):
+                raise InputError(
+                    f"`{name}`={value!r} cannot be written to generation_config.json: remove it "
+                    "from model.generation_config and set it in each call"
+                ) from None
+        return values
 
     def __setattr__(self, name: str, value: Any) -> None:
         owner = type(self).__name__

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxllm.common.errors import ConfigError, InputError, MissingFileError, UnsupportedError
+from jaxllm.generation import PhrasalConstraint, WatermarkingConfig
 from jaxllm.generation.inputs.values import is_number
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import check_consistent, check_for_use
@@ -95,6 +96,17 @@ def test_to_dict_comes_back():
     assert config.to_dict() == fields
     assert GenerationConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert eval(repr(config)) == config
+
+
+def test_json_of_a_config_comes_back():
+    config = GenerationConfig(watermarking_config=WatermarkingConfig(bias=2.5), eos_token_id=[1, 2])
+    text = json.dumps(config.to_json())
+    again = GenerationConfig.from_dict(json.loads(text))
+    assert again.watermarking_config == config.watermarking_config.to_dict()
+    assert again.eos_token_id == (1, 2)
+    for fields in ({"sequence_bias": {(1,): -np.inf}}, {"constraints": [PhrasalConstraint([5])]}):
+        with pytest.raises(InputError, match=f"`{next(iter(fields))}`=.* cannot be written"):
+            GenerationConfig(**fields).to_json()
 
 
 def test_immutable_but_copied_and_pickled():
