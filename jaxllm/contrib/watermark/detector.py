@@ -121,7 +121,8 @@ class WatermarkDetector:
         self_hash = self.processor.seeding_scheme == "selfhash"
         size = width if self_hash else width + 1
         windows = np.lib.stride_tricks.sliding_window_view(ids, size, axis=1)
-        unmasked = np.lib.stride_tricks.sliding_window_view(mask, size, axis=1).all(axis=-1)
+        masks = np.lib.stride_tricks.sliding_window_view(mask, size, axis=1)
+        unmasked = np.logical_and.reduce(masks, axis=-1)
         ngrams, numbers = np.unique(windows.reshape(-1, size), axis=0, return_inverse=True)
         numbers = numbers.reshape(unmasked.shape)
         padded = np.zeros((bucket(len(ngrams), _SMALLEST_BUCKET), size), np.int32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -97,17 +97,11 @@ class LogitsProcessor:
     Called like transformers' processors, ``processor(input_ids, scores)``, or like its Flax ones,
     ``processor(input_ids, scores, cur_len)``, also under ``jit``, ``vmap`` and ``lax.while_loop``.
     Subclasses define :meth:`process`, or ``__call__`` itself.
-
-    Attributes:
-        reads_tokens: False if the result depends on the scores alone; then ``input_ids`` may be
-            None.
     """
-
-    reads_tokens: ClassVar[bool] = True
 
     def __call__(
         self,
-        input_ids: Int[Array, "B L"] | None,
+        input_ids: Int[Array, "B L"],
         scores: Scores,
         cur_len: CurLen = None,
         *,
@@ -132,18 +126,30 @@ class LogitsProcessor:
             float32 ``[B, V]``.
 
         Raises:
-            InputError: ``input_ids`` is None, but the processor reads them.
+            InputError: ``input_ids`` is None.
         """
-        scores = jnp.asarray(scores, jnp.float32)
         if input_ids is None:
-            if self.reads_tokens:
-                raise InputError(f"{type(self).__name__}: needs `input_ids`, the tokens so far")
-            input_ids = jnp.zeros((scores.shape[0], 0), jnp.int32)
-        return self.process(History.of(input_ids, cur_len, mask, length), scores)
+            raise InputError(f"{type(self).__name__}: needs `input_ids`, the tokens so far")
+        history = History.of(input_ids, cur_len, mask, length)
+        return self.process(history, jnp.asarray(scores, jnp.float32))
 
     def process(self, history: History, scores: Scores) -> Scores:
         """Applies the rule to float32 scores."""
         raise NotImplementedError(f"{type(self).__name__} defines neither process nor __call__")
+
+
+class ScoresProcessor(LogitsProcessor):
+    """Base class of processors that read the scores alone; ``input_ids`` may be None."""
+
+    def __call__(
+        self,
+        input_ids: Int[Array, "B L"] | None,
+        scores: Scores,
+        cur_len: CurLen = None,
+        **_: Any,
+    ) -> Scores:
+        scores = jnp.asarray(scores, jnp.float32)
+        return self.process(History.of(jnp.zeros((scores.shape[0], 0), jnp.int32)), scores)
 
 
 def logits_processor(*, static: tuple[str, ...] = ()) -> Callable[[C], C]:

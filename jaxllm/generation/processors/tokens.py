@@ -11,6 +11,7 @@ from jaxllm.generation.processors.base import (
     History,
     LogitsProcessor,
     Scores,
+    ScoresProcessor,
     forbid,
     force,
     logits_processor,
@@ -58,10 +59,9 @@ class ForcedEOSTokenLogitsProcessor(LogitsProcessor):
 
 
 @logits_processor()
-class SuppressTokensLogitsProcessor(LogitsProcessor):
+class SuppressTokensLogitsProcessor(ScoresProcessor):
     """Forbids the given tokens."""
 
-    reads_tokens = False
     suppress_tokens: Int[Array, " E"]
 
     def __init__(self, suppress_tokens: TokenIds) -> None:
@@ -93,10 +93,8 @@ class SuppressTokensAtBeginLogitsProcessor(LogitsProcessor):
 
 
 @logits_processor()
-class InfNanRemoveLogitsProcessor(LogitsProcessor):
+class InfNanRemoveLogitsProcessor(ScoresProcessor):
     """Replaces NaN by 0 and infinities by the largest finite numbers of their sign."""
-
-    reads_tokens = False
 
     def __init__(self) -> None:
         store(self)
@@ -106,10 +104,8 @@ class InfNanRemoveLogitsProcessor(LogitsProcessor):
 
 
 @logits_processor()
-class LogitNormalization(LogitsProcessor):
+class LogitNormalization(ScoresProcessor):
     """Normalises the scores to log-probabilities (log-softmax)."""
-
-    reads_tokens = False
 
     def __init__(self) -> None:
         store(self)

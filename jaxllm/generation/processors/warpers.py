@@ -21,8 +21,8 @@ from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer, is_traced
 from jaxllm.generation.processors.base import (
     History,
-    LogitsProcessor,
     Scores,
+    ScoresProcessor,
     logits_processor,
     store,
 )
@@ -40,7 +40,7 @@ NEG_INF = -float("inf")
 
 
 @logits_processor()
-class TemperatureLogitsWarper(LogitsProcessor):
+class TemperatureLogitsWarper(ScoresProcessor):
     """Divides the scores by ``temperature``, a number above 0.
 
     >>> import jax.numpy as jnp
@@ -49,7 +49,6 @@ class TemperatureLogitsWarper(LogitsProcessor):
     [[2.0, 6.0]]
     """
 
-    reads_tokens = False
     temperature: Float[Array, "*B"]
 
     def __init__(self, temperature: Number) -> None:
@@ -66,13 +65,12 @@ class TemperatureLogitsWarper(LogitsProcessor):
 
 
 @dataclass(frozen=True, init=False, eq=False)
-class Filter(LogitsProcessor):
+class Filter(ScoresProcessor):
     """Base class of filters: sets the scores of tokens outside :meth:`keep` to ``filter_value``.
 
     :meth:`keep` is not computed at run time if :meth:`off` is True for every row.
     """
 
-    reads_tokens = False
     filter_value: Float[Array, "*B"]
     min_tokens_to_keep: int
 
