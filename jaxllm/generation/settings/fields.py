@@ -157,7 +157,7 @@ class Settings:
         """
         if not isinstance(fields, Mapping):
             raise ConfigError(f"{where}: must hold an object, but holds {type(fields).__name__}")
-        unknown = unknown_keys(fields, cls.fields)
+        unknown = unknown_keys(fields, {*cls.fields, "architectures", "model_type"})
         if len(unknown) > 1 and not unknown.keys() & GENERATE_ARGUMENTS:
             raise ConfigError(
                 f"{where}: unknown generation fields {describe_keys(unknown)}: remove them, or set "
