@@ -18,6 +18,7 @@ from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.registration import register_prompt_transform
+from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers import Tokenizer
 
 SequenceBias = dict[tuple[int, ...], float]
@@ -142,7 +143,9 @@ def _retokenize(
     return ids, real, pad
 
 
-def heal(model: Any, tokenizer: Any, input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
+def heal(
+    model: GenerativeModel, tokenizer: Any, input_ids: Any, attention_mask: Any
+) -> tuple[Any, Any]:
     """Prompt transform of `token_healing`: :func:`heal_tokens` with greedy choices of the model."""
     if model.is_encoder_decoder:
         raise UnsupportedError("token_healing: is for prompts of decoder-only models")

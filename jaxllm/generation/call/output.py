@@ -45,9 +45,10 @@ class GenerateOutput:
     """int32. Prompt (T5: start token) and new tokens; pad after a row's end. L is the length of the
     longest row, or max_length when generate() runs inside the caller's jit."""
     scores: tuple[Float[Array, "Rows V"], ...] | None = None
-    """With `output_scores`: the processed scores of each step, float32."""
+    """With `output_scores`: the processed scores of each step, float32. Undefined in finished rows,
+    where transformers goes on decoding after pad tokens."""
     logits: tuple[Float[Array, "Rows V"], ...] | None = None
-    """With `output_logits`: the raw logits of each step, float32."""
+    """With `output_logits`: the raw logits of each step, float32. Undefined in finished rows."""
     sequences_scores: Float[Array, " Bn"] | None = None
     """With beams, float32: score of each sequence, length penalty included."""
     beam_indices: Int[Array, "Bn N"] | None = None
