@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.models import gpt2, llama, mistral, qwen2, qwen3
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Model
@@ -148,7 +149,10 @@ def model_spec(raw: Mapping[str, Any], architecture: str | None = None) -> Model
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
-        raise ConfigError(f"model_type: expected one of {_names(FAMILIES)}, found {model_type!r}")
+        raise ConfigError(
+            f"model_type: expected one of {_names(FAMILIES)}, found {quoted(model_type)}; if the "
+            'file lacks it: load(..., config={"model_type": ...})'
+        )
     if model_type not in FAMILIES:
         raise UnsupportedError(f"model_type: {model_type!r}; jaxllm has {_names(FAMILIES)}")
     family = FAMILIES[model_type]

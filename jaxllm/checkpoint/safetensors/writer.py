@@ -88,15 +88,15 @@ def write_sharded(
         ]
     for name, shard in zip(names, shards, strict=True):
         write_safetensors(folder / name, shard)
-    keep = set(names)
+    new_names = set(names)
     if len(shards) > 1:
-        keep.add(INDEX)
+        new_names.add(INDEX)
         weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
         total = sum(_nbytes(array) for array in arrays.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX, index)
     for old in folder.iterdir():
-        if old.name not in keep and (old.name == INDEX or _WEIGHT_FILE.fullmatch(old.name)):
+        if old.name not in new_names and (old.name == INDEX or _WEIGHT_FILE.fullmatch(old.name)):
             old.unlink()
     return [folder / name for name in names]
 
