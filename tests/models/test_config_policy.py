@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.common.errors import ConfigError, JaxLLMError, UnsupportedError
 from jaxllm.models.registry import model_spec
 
 # Keys of 91 config.json files of public GitHub repositories that are not fields of our configs,
@@ -142,3 +142,25 @@ def test_activation_of_t5_as_in_transformers():
     exact = logits(dense_act_fn="gelu")
     assert np.abs(exact - tanh).max() > 1e-6
     np.testing.assert_array_equal(logits(dense_act_fn="gelu_python"), exact)
+
+
+STRANGE = [True, 0, -1, -2, 2**31, 10**4000, 1.5, 1e308, "", "x", "x" * 5000, "gelu", [], [1], {}]
+STRANGE += [[None], ["x"] * 1000, [[1]], [{}], {"a": 1}, {"type": "linear", "factor": [1]}, None]
+STRANGE += [{"rope_type": {}}, {"rope_type": "llama3", "factor": 10**400}, {"x" * 5000: 1}]
+OTHER_KEYS = ["architectures", "id2label", "layer_types", "model_type", "num_labels", "new\nline"]
+OTHER_KEYS += ["problem_type", "quantization_config", "rope_parameters", "rope_scaling", "y" * 5000]
+OTHER_KEYS += ["dense_act_fn", "eos_token_id", "pad_token_id", "rope_theta", "sliding_window"]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_strange_value_of_any_key_is_read_or_named(family):
+    """On one line of at most 500 characters."""
+    messages = []
+    for key in {*tiny.CONFIGS[family], *OTHER_KEYS}:
+        for value in STRANGE:
+            try:
+                model_spec({**tiny.CONFIGS[family], key: value})
+            except JaxLLMError as error:
+                messages.append(str(error))
+    assert len(messages) > 100
+    assert [text for text in messages if len(text) > 500 or "\n" in text] == []

@@ -34,7 +34,8 @@ def write_safetensors(
     """Writes arrays (numpy, or JAX arrays on any device) to one safetensors file, atomically.
 
     The file is written beside ``path`` under a temporary name, read back and compared with the
-    arrays bit by bit, flushed to disk and renamed; a failure leaves the file at ``path`` unchanged. Needs memory for one contiguous tensor besides the arrays.
+    arrays bit by bit, flushed to disk and renamed; a failure leaves the file at ``path`` unchanged.
+    Needs memory for one contiguous tensor besides the arrays.
 
     Args:
         path: The file to create or replace; its folder must exist.
