@@ -30,7 +30,7 @@ LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 GPT2_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 MAX_FILE_BYTES = 64 * 2**20
-MAX_ADDED_TOKENS = 2**16
+MAX_ADDED_TOKENS = 2**17
 MAX_ADDED_TOKEN_BYTES = 256
 FILE_NAMES = (
     "tokenizer.json",
