@@ -1,8 +1,6 @@
 """Generate text: ``python generate.py "prompt"``; ``--help`` lists the options."""
 
-import sys
-
-from jaxllm.cli.generate import main
+from jaxllm.cli.main import script
 
 if __name__ == "__main__":
-    sys.exit(main(program="generate.py"))
+    script("generate", "generate.py")

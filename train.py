@@ -1,8 +1,6 @@
 """Train a model: ``python train.py configs/NAME.yaml --output-dir OUT``; ``--help`` says more."""
 
-import sys
-
-from jaxllm.cli.train import main
+from jaxllm.cli.main import script
 
 if __name__ == "__main__":
-    sys.exit(main(program="train.py"))
+    script("train", "train.py")

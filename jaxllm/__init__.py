@@ -1,16 +1,24 @@
-"""T5, Llama and GPT-2 in JAX/Flax, with jit-compiled decoding."""
+"""T5, Llama and GPT-2 in JAX/Flax, with jit-compiled decoding.
 
-import jaxllm.contrib  # noqa: F401  (registers its processors and prompt transforms)
-from jaxllm.batch import BatchGenerator, BatchOutput
-from jaxllm.common.errors import JaxLLMError
-from jaxllm.generation.call.output import GenerateOutput
-from jaxllm.generation.generate import generate, stream
-from jaxllm.generation.scoring.score import ScoreOutput, score
-from jaxllm.generation.scoring.transition_scores import compute_transition_scores
-from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.loading import load, load_orbax, save_hf, save_orbax
-from jaxllm.parallel.sharding import make_mesh
-from jaxllm.planning import abstract_model, lower, plan
+The names below are imported when they are first used, so that a command can handle signals and
+print its help before JAX is imported, which takes seconds.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxllm.batch import BatchGenerator, BatchOutput
+    from jaxllm.common.errors import JaxLLMError
+    from jaxllm.generation.call.output import GenerateOutput
+    from jaxllm.generation.generate import generate, stream
+    from jaxllm.generation.scoring.score import ScoreOutput, score
+    from jaxllm.generation.scoring.transition_scores import compute_transition_scores
+    from jaxllm.generation.settings.config import GenerationConfig
+    from jaxllm.loading import load, load_orbax, save_hf, save_orbax
+    from jaxllm.parallel.sharding import make_mesh
+    from jaxllm.planning import abstract_model, lower, plan
 
 __version__ = "0.1.0"
 
@@ -34,3 +42,38 @@ __all__ = [
     "score",
     "stream",
 ]
+_MODULE_OF = {
+    "BatchGenerator": "batch",
+    "BatchOutput": "batch",
+    "GenerateOutput": "generation.call.output",
+    "GenerationConfig": "generation.settings.config",
+    "JaxLLMError": "common.errors",
+    "ScoreOutput": "generation.scoring.score",
+    "abstract_model": "planning",
+    "compute_transition_scores": "generation.scoring.transition_scores",
+    "generate": "generation.generate",
+    "load": "loading",
+    "load_orbax": "loading",
+    "lower": "planning",
+    "make_mesh": "parallel.sharding",
+    "plan": "planning",
+    "save_hf": "loading",
+    "save_orbax": "loading",
+    "score": "generation.scoring.score",
+    "stream": "generation.generate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        value = import_module(f"{__name__}.{name}")  # jaxllm.generation, after `import jaxllm`
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,5 @@
 """`python -m jaxllm`: the same as the `jaxllm` command."""
 
-import sys
+from jaxllm.cli.main import script
 
-from jaxllm.cli.main import main
-
-sys.exit(main())
+script()

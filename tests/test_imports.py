@@ -45,10 +45,10 @@ LAYERS = [
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 # The top of the package gathers what people call from the layers above the public functions too.
-# jaxllm.generation has the names of the watermarks, which it imports on demand.
+# jaxllm.generation has contrib register its features, and has the names of the watermarks.
 GATHERS = {
     "jaxllm": {"jaxllm.batch", "jaxllm.planning"},
-    "jaxllm.generation": {"jaxllm.contrib.watermark"},
+    "jaxllm.generation": {"jaxllm.contrib"},
 }
 FOREIGN = {"torch", "transformers", "tensorflow", "keras"}
 # The one module that compares with the reference, and imports it inside a function.

@@ -21,6 +21,7 @@ from jaxllm.batch.job.job_files import check_output, read_json_file, report_file
 from jaxllm.checkpoint import bundled
 from jaxllm.checkpoint.file_digests import checkpoint_digests
 from jaxllm.checkpoint.hub import resolve
+from jaxllm.cli import signals
 from jaxllm.cli.devices import is_main_process, local_mesh
 from jaxllm.cli.field_flags import generation_fields
 from jaxllm.cli.progress import Reporter
@@ -113,13 +114,16 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     with contextlib.closing(CompileClock()) as clock:
         engine = together(lambda: load_engine(arguments, mesh, reporter), RunError)
         job = Job(engine, source, output, identity, resume=resume)
-        try:
-            with BatchProgress(reporter, job, clock) as progress:
-                for _ in job.run(clock):
-                    progress.update()
-        except KeyboardInterrupt:
-            reporter.say(f"stopped; go on with --resume (finished rows are in {job.journal_path})")
-            raise
+        stop, number = signals.stop_after("row", quiet=arguments.quiet), None
+        rows = contextlib.closing(job.run(clock))
+        with BatchProgress(reporter, job, clock) as progress, rows as outputs:
+            for _ in outputs:
+                progress.update()
+                if (number := stop()) is not None:
+                    break
+    if number is not None:
+        reporter.say(f"stopped; go on with --resume (finished rows are in {job.journal_path})")
+        return 128 + number
     if not is_main_process():
         return 0
     reporter.table(job.report.table())
@@ -145,8 +149,6 @@ def job_identity(arguments: argparse.Namespace) -> dict[str, Any]:
         "--seed": arguments.seed or 0,
         "--chat": arguments.chat,
         "--system": arguments.system,
-        **({"--architecture": arguments.architecture} if arguments.architecture else {}),
-        **({"--config": dict(arguments.config)} if arguments.config else {}),
         **{"--" + name.replace("_", "-"): value for name, value in fields},
         "--whole-digest": bool(arguments.whole_digest),
         **checkpoint_digests(resolve(path), whole=bool(arguments.whole_digest)),
@@ -163,7 +165,7 @@ def load_engine(
             path,
             dtype=arguments.dtype,
             param_dtype=arguments.param_dtype,
-            **model_options(arguments),
+            allow_nonfinite=arguments.allow_nonfinite,
             mesh=mesh,
             progress=update,
         )
@@ -181,15 +183,6 @@ def load_engine(
         announce=lambda prediction: reporter.say(str(prediction)),
         **generation_fields(arguments),
     )
-
-
-def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `jaxllm.load` that say how the named model is read."""
-    return {
-        "allow_nonfinite": arguments.allow_nonfinite,
-        "architecture": arguments.architecture,
-        "config": dict(arguments.config),
-    }
 
 
 def model_path(arguments: argparse.Namespace) -> str | Path:

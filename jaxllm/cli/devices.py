@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import signal
+import socket
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from jaxllm.cli import signals
+from jaxllm.cli.exits import USAGE_ERROR
 from jaxllm.common.errors import InputError
 from jaxllm.parallel.sharding import AXES, make_mesh
+
+CONNECT_SECONDS = 300
+"""Limit of the time in which all processes must connect."""
+NOTICE_SECONDS = 10
+"""Time after which a process says that it waits for others."""
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +105,7 @@ def join_processes(arguments: argparse.Namespace) -> None:
         count, index = arguments.num_processes, arguments.process_id
         if count < 1 or not 0 <= index < count:
             raise InputError(f"--process-id: expected 0 to {count - 1}, found {index}")
-        if ":" not in arguments.coordinator:
-            raise InputError(f"--coordinator: expected HOST:PORT, found {arguments.coordinator!r}")
-        jax.distributed.initialize(arguments.coordinator, count, index)
+        connect(arguments.coordinator, count, index)
     elif len(missing) < len(options):
         raise InputError(
             f"--coordinator, --num-processes and --process-id are used together; {missing[0]} is "
@@ -105,8 +113,69 @@ def join_processes(arguments: argparse.Namespace) -> None:
         )
     if arguments.distributed or not missing:
         sys.excepthook = _exit_at_once
-        # JAX's preemption notifier takes this signal and only records it.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # JAX's preemption notifier takes SIGTERM and only records it.
+        signals.handle_again()
+
+
+def connect(coordinator: str, count: int, index: int) -> None:
+    """Connects this process with the others, for at most `CONNECT_SECONDS`.
+
+    Raises:
+        InputError: the address cannot be used.
+    """
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise InputError(f"--coordinator: expected HOST:PORT, found {coordinator!r}")
+    try:
+        socket.getaddrinfo(host.strip("[]"), port)
+    except OSError as failure:
+        raise InputError(f"--coordinator: {host}: {failure.strerror}") from None
+    if index == 0:
+        check_free(int(port))
+    with connect_limit(f"{coordinator} (process {index} of {count})"):
+        # JAX aborts the process at its own limit.
+        limit = CONNECT_SECONDS + 60
+        jax.distributed.initialize(coordinator, count, index, initialization_timeout=limit)
+
+
+def check_free(port: int) -> None:
+    """Checks that process 0 can be the coordinator; JAX crashes where the port is taken.
+
+    Raises:
+        InputError: the port cannot be used.
+    """
+    try:
+        with socket.create_server(("", port)):
+            pass
+    except OSError as failure:
+        raise InputError(
+            f"--coordinator: port {port} of this host cannot be used ({failure.strerror}); give "
+            "all processes another one"
+        ) from None
+
+
+@contextlib.contextmanager
+def connect_limit(what: str) -> Iterator[None]:
+    """Says what is waited for, and ends the process after `CONNECT_SECONDS`."""
+    connected = threading.Event()
+
+    def watch() -> None:
+        if connected.wait(min(NOTICE_SECONDS, CONNECT_SECONDS)):
+            return
+        signals.say(f"waiting for the other processes at {what}, at most {CONNECT_SECONDS} s")
+        if not connected.wait(CONNECT_SECONDS - NOTICE_SECONDS):
+            signals.say(
+                f"error: --coordinator: {what}: not all processes connected within "
+                f"{CONNECT_SECONDS} s; start all of them with the same address, which must reach "
+                "process 0"
+            )
+            os._exit(USAGE_ERROR)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        connected.set()
 
 
 def _exit_at_once(error_type: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from jaxllm.cli import signals
 from jaxllm.common.errors import JaxLLMError
 
 USAGE_ERROR = 2
@@ -41,10 +42,16 @@ def run_command(
     """Runs a command on its arguments and returns the exit code.
 
     A :class:`~jaxllm.JaxLLMError` prints one line (with ``--debug`` also the traceback) and gives
-    2. Any other exception is a bug and keeps its traceback. Ctrl-C gives 130 and a closed
-    pipe (``| head``) 141, without a message.
+    2. Any other exception is a bug and keeps its traceback. A closed pipe (``| head``) gives 141,
+    without a message. SIGINT, SIGTERM and SIGHUP give 130, 143 and 129 (see `signals`).
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with signals.handled(program):
+        code = _exit_code(command, program, list(sys.argv[1:] if argv is None else argv))
+        number = signals.received()
+    return code if number is None else 128 + number
+
+
+def _exit_code(command: Callable[[list[str]], int], program: str, arguments: list[str]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn(program)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import jaxllm
+from jaxllm.cli import signals
 from jaxllm.cli.exits import USAGE_ERROR, one_line
 
 # Each command's module has `main(argv, program) -> int`, and is imported on use.
@@ -37,5 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = ", ".join(COMMANDS)
         print(f"jaxllm: error: no command {one_line(name)!r}: use {known}", file=sys.stderr)
         return USAGE_ERROR
-    module = importlib.import_module(COMMANDS[name][0])
-    return module.main(rest, program=f"jaxllm {name}")
+    return run(name, f"jaxllm {name}", rest)
+
+
+def run(name: str, program: str, argv: Sequence[str] | None = None) -> int:
+    """Runs a command; signals are handled before its module, and so JAX, is imported."""
+    with signals.handled(program):
+        module = importlib.import_module(COMMANDS[name][0])
+        return module.main(argv, program=program)
+
+
+def script(name: str | None = None, program: str = "jaxllm") -> NoReturn:
+    """Runs ``jaxllm``, or one command of it as a script of its own, and exits."""
+    signals.install(program)
+    sys.exit(main() if name is None else run(name, program))

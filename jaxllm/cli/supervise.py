@@ -12,14 +12,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from jaxllm.cli.exits import BROKEN_PIPE, INTERRUPTED, USAGE_ERROR, Parser, run_command
+from jaxllm.cli import signals
+from jaxllm.cli.exits import BROKEN_PIPE, USAGE_ERROR, Parser, run_command
 from jaxllm.common.errors import InputError
 
-FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FINAL = (USAGE_ERROR, INTERRUPTED, BROKEN_PIPE, 128 + signal.SIGTERM)
+FINAL = (USAGE_ERROR, BROKEN_PIPE, *(128 + number for number in signals.STOP_SIGNALS))
 """Exit codes that are not restarted: user errors and interrupts."""
 PROCESS_FLAGS = ("--coordinator", "--num-processes", "--process-id")
 POLL_SECONDS = 0.1
@@ -62,7 +61,8 @@ def run(argv: list[str], program: str) -> int:
     reserved = [word for word in command if word.partition("=")[0] in PROCESS_FLAGS]
     if options.processes > 1 and reserved:
         raise InputError(f"{reserved[0]}: --processes gives the command this option")
-    with recorded_signals() as received:
+    received: list[int] = []
+    with signals.passed_to(received.append):
         return supervise(command, options.processes, options.restarts, received, program)
 
 
@@ -75,20 +75,6 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words = list(argv)
     separator = words.index("--") if "--" in words else len(words)
     return words[:separator], words[separator + 1 :]
-
-
-@contextmanager
-def recorded_signals() -> Iterator[list[int]]:
-    """Records signals in a list instead of acting on them."""
-    received: list[int] = []
-    before = {
-        each: signal.signal(each, lambda n, _: received.append(n)) for each in FORWARDED_SIGNALS
-    }
-    try:
-        yield received
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def supervise(

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.cli import compile_cache
+from jaxllm.cli import compile_cache, signals
 from jaxllm.cli.devices import add_process_flags, is_main_process, join_processes
 from jaxllm.cli.exits import Parser, one_line, run_command
 from jaxllm.common.errors import InputError
 
-STOPS = (signal.SIGTERM, signal.SIGINT)
 SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help", "--distributed")
 VALUED = ("--coordinator", "--num-processes", "--process-id")
 """Options that are not recipe fields: `SWITCHES` without a value, `VALUED` with one."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> int:
-    """Entry point; returns the exit code: 143 or 130 for a run that a signal ended (it is
-    saved)."""
+    """Entry point; returns the exit code, 128 + N for a run that signal N ended (it is saved)."""
     return run_command(lambda arguments: run(arguments, program), program, argv)
 
 
@@ -63,11 +60,32 @@ def run(argv: list[str], program: str) -> int:
         warning = compile_cache.enable(compile_cache.default_folder())
         if warning is not None and not options.quiet and is_main_process():
             print(f"{program}: {one_line(warning)}", file=sys.stderr)
-    with stopping(quiet=options.quiet or not is_main_process()) as stop:
+    stop = signals.stop_after("step", quiet=options.quiet or not is_main_process())
+    with closed_loops_hidden():
         result = train(recipe, resume=options.resume, quiet=options.quiet, stop=stop)
     if not options.quiet and is_main_process():
         print(f"{result.folder}: step {result.step}")
     return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+@contextlib.contextmanager
+def closed_loops_hidden() -> Iterator[None]:
+    """Leaves out what follows a failed save on stderr; the save's own error is raised anyway.
+
+    Orbax ends its event loop with the first array that cannot be written. For each of the others
+    TensorStore then reports to `sys.unraisablehook` that the loop is closed.
+    """
+    earlier = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            earlier(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = earlier
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -95,32 +113,3 @@ def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             raise InputError(f"{option}: given twice")
         found[name] = value
     return own, found
-
-
-@contextmanager
-def stopping(*, quiet: bool = False) -> Iterator[Callable[[], int | None]]:
-    """Makes Ctrl-C and SIGTERM save and end the run after its step; a second one ends it at once.
-
-    Yields the `stop` argument of `train`. Signals act as usual until its first call, since there
-    is nothing to save before.
-    """
-    received: list[int] = []
-    before: dict[int, Any] = {}
-
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        if not quiet:
-            print("stopping after this step; a second signal ends at once", file=sys.stderr)
-        for each in STOPS:
-            signal.signal(each, signal.SIG_DFL)
-
-    def stop() -> int | None:
-        if not before:
-            before.update({number: signal.signal(number, note) for number in STOPS})
-        return received[0] if received else None
-
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -56,10 +56,14 @@ __all__ += stopping.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WATERMARKS:  # imported on demand: contrib stands above generation
+    if name in _WATERMARKS:
         return getattr(importlib.import_module("jaxllm.contrib.watermark"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# At the end, since contrib stands above generation: registers its fields and transforms.
+import jaxllm.contrib  # noqa: E402, F401

@@ -7,7 +7,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-from jaxllm.common.errors import InputError, TemplateError, TokenizerError, UnsupportedError
+from jaxllm.common.atomic_file import write_whole
+from jaxllm.common.errors import (
+    InputError,
+    TemplateError,
+    TokenizerError,
+    UnsupportedError,
+    naming_file,
+)
 from jaxllm.tokenizers.batch import (
     BatchEncoding,
     Bucket,
@@ -188,8 +195,6 @@ class Tokenizer(TextEncoder):
         side = checked_side(padding_side or self.padding_side, InputError)
         if bucket is not None and pad_to_multiple_of is not None:
             raise InputError("give bucket or pad_to_multiple_of, not both")
-        if not hasattr(rows, "__len__") or not all(hasattr(row, "__len__") for row in rows):
-            raise InputError(f"rows: expected lists of token ids, found {str(rows)[:60]}")
         if len(rows) == 0:
             raise InputError("the batch is empty: give at least one prompt")
         if max_length is not None or padding == "max_length":
@@ -309,6 +314,9 @@ class Tokenizer(TextEncoder):
 
         Files that were loaded from a folder are written byte for byte, except for a named token
         that was changed.
+
+        Raises:
+            TokenizerError: a file cannot be written.
         """
         self.save(save_directory)
         return tuple(str(Path(save_directory) / name) for name in self._files)
@@ -316,9 +324,11 @@ class Tokenizer(TextEncoder):
     def save(self, folder: str | PathLike[str]) -> None:
         """As :meth:`save_pretrained`."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        with naming_file(folder, TokenizerError, "created"):
+            folder.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
-            (folder / name).write_bytes(content)
+            with naming_file(folder / name, TokenizerError, "written"):
+                write_whole(folder / name, content)
 
 
 def _text_list(texts: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,3 +41,24 @@ def write_text(path: Path, text: str) -> None:
     """
     with replacing(path) as half:
         half.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside `folder`, which gets its name at the end.
+
+    Raises:
+        RunError: it cannot be written, or `folder` is not empty.
+    """
+    folder = folder.resolve()
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    try:
+        with writing(partial):
+            partial.mkdir(parents=True)
+        yield partial
+        with writing(folder):
+            partial.replace(folder)
+            whole_file.sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import subprocess
 import sys
 
@@ -63,12 +64,49 @@ def test_mesh_sizes():
             "--process-id: expected 0 to 1, found 2",
         ),
         (["--coordinator", "a", "--num-processes", "2", "--process-id", "0"], "HOST:PORT"),
+        (["--coordinator", "a:b", "--num-processes", "2", "--process-id", "0"], "HOST:PORT"),
+        (["--coordinator", "a:70000", "--num-processes", "2", "--process-id", "0"], "HOST:PORT"),
         (["--distributed", "--process-id", "0"], "not both"),
     ],
 )
 def test_invalid_process_options(flags, message):
     with pytest.raises(InputError, match=message):
         join_processes(parsed(*flags))
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        flags = ["--coordinator", address, "--num-processes", "2", "--process-id", "0"]
+        with pytest.raises(InputError, match=r"port \d+ of this host cannot be used"):
+            join_processes(parsed(*flags))
+
+
+UNREACHABLE = """
+import sys
+from jaxllm.cli import devices
+from jaxllm.cli.train import main
+devices.NOTICE_SECONDS, devices.CONNECT_SECONDS = 0.5, 1
+sys.exit(main(sys.argv[1:], "train.py"))
+"""
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_processes_that_do_not_come(index: int):
+    address = f"127.0.0.1:{free_port()}"
+    flags = ["--coordinator", address, "--num-processes", "2", "--process-id", str(index)]
+    recipe = str(ROOT / "configs" / "gpt2_bytes.yaml")
+    done = subprocess.run(
+        [sys.executable, "-c", UNREACHABLE, recipe, *flags],
+        env=environment(1),
+        capture_output=True,
+        text=True,
+    )
+    what = f"{address} (process {index} of 2)"
+    waiting, error = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert waiting == f"train.py: waiting for the other processes at {what}, at most 1 s"
+    assert f"{what}: not all processes connected within 1 s" in error
 
 
 def command(*flags: object) -> list[str]:

@@ -208,15 +208,21 @@ def test_a_signal_saves(tmp_path: Path, spawn: Any, number: int, code: int):
 
 
 STOPPING = """
-import signal, sys
-from jaxllm.cli.train import stopping
-with stopping() as stop:
+import signal, sys, time
+from jaxllm.cli import signals
+with signals.handled("train.py"):
+    stop = signals.stop_after("step")
     if sys.argv[1] == "late":
         assert stop() is None
     signal.raise_signal(signal.SIGTERM)
+    if sys.argv[1] == "early":
+        time.sleep(60)
+    while stop() is None:
+        time.sleep(0.01)
     assert stop() == signal.SIGTERM
     print("noted", flush=True)
     signal.raise_signal(int(sys.argv[2]))
+    time.sleep(60)
     print("not reached", flush=True)
 """
 
@@ -225,13 +231,17 @@ with stopping() as stop:
 def test_a_second_signal_ends_the_run_at_once(second: int):
     command = [sys.executable, "-c", STOPPING, "late", str(int(second))]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (-second, "noted\n"), done.stderr
+    assert (done.returncode, done.stdout) == (128 + second, "noted\n"), done.stderr
+    first, last = done.stderr.splitlines()
+    assert first == "train.py: SIGTERM: stopping after this step; a second signal ends at once"
+    assert last == f"train.py: stopped by {second.name}"
 
 
 def test_a_signal_before_the_first_step_ends_the_run_at_once():
     command = [sys.executable, "-c", STOPPING, "early", "0"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, ""), done.stderr
+    assert done.stderr == "train.py: stopped by SIGTERM\n"
 
 
 def test_a_second_writer(tmp_path: Path, spawn: Any, call: Any):
@@ -292,8 +302,8 @@ def test_a_full_disk(tmp_path: Path, spawn: Any):
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
     _, said = process.communicate(timeout=120)
     assert process.returncode == 2, said
-    # TensorStore may add tracebacks of its own, after its callbacks found nobody.
-    (error,) = [line for line in said.splitlines() if line.startswith("train.py: error: ")]
+    (error,) = said.splitlines()
+    assert error.startswith("train.py: error: ")
     assert "step 6 was not saved" in error
     assert "the steps before it are intact" in error
     assert {step: saved(run, step) for step in (2, 4)} == before

@@ -161,6 +161,7 @@ def test_harness_detects_failures(tmp_path):
 def misbehave(path: Path) -> None:
     import os
     import signal
+    import time
 
     from jaxllm.common.errors import ConfigError
 
@@ -170,8 +171,7 @@ def misbehave(path: Path) -> None:
         case "escaped":
             raise BaseException("panic")
         case "hang":
-            while True:
-                pass
+            time.sleep(60)
         case "died":
             os.kill(os.getpid(), signal.SIGSEGV)
         case "memory":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,7 +159,7 @@ class Job:
     def journal_path(self) -> Path:
         return journal_folder(self.output)
 
-    def run(self, clock: CompileClock) -> Iterator[BatchOutput]:
+    def run(self, clock: CompileClock) -> Generator[BatchOutput, None, None]:
         """Yields outputs as rows finish, journaled first. The output file exists after the last."""
         folder = self.journal_path
         with self._open_journal() as journal, notes.noting_failure(folder, self.process):

@@ -45,7 +45,8 @@ def noting_failure(folder: Path, process: int) -> Iterator[None]:
     except BaseException as failure:
         # The disk may be what failed; the failure itself matters more than that.
         with contextlib.suppress(RunError):
-            write_note(folder, process, {"error": str(failure) or type(failure).__name__})
+            reason = "it was stopped" if isinstance(failure, GeneratorExit) else str(failure)
+            write_note(folder, process, {"error": reason or type(failure).__name__})
         raise
 
 

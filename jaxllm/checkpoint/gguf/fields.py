@@ -1,4 +1,4 @@
-"""Typed access to the metadata fields of a GGUF model; `config.py` says what they mean."""
+"""Typed access to the metadata fields of a GGUF model."""
 
 from __future__ import annotations
 

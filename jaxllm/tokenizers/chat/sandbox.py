@@ -42,6 +42,7 @@ class _Worker:
                 stderr=subprocess.DEVNULL,
                 text=True,
                 encoding="utf-8",
+                start_new_session=True,  # Ctrl-C in a terminal is for this process alone
             )
         except OSError as failure:
             raise TemplateError(

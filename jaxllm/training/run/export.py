@@ -21,7 +21,7 @@ from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.lora import merge_lora
-from jaxllm.training.output_files import write_text
+from jaxllm.training.output_files import replacing_folder, write_text
 from jaxllm.training.run.initial_model import initial_model, trainable_paths
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run_folder import CHECKPOINTS, base_of, check_base
@@ -115,7 +115,7 @@ def export(
 
     Args:
         run: the run's `output_dir`.
-        out: new or empty folder.
+        out: new or empty folder; it is complete, or unchanged after an error.
         step, averaged, model: see `load_run`.
         adapter: write only the LoRA, as PEFT's files; otherwise it is merged into the weights.
         dtype: dtype of the written weights; None: as `jaxllm.save_hf` chooses.
@@ -131,15 +131,15 @@ def export(
     trained = load_run(run, step, averaged=averaged, model=model)
     if adapter and trained.recipe.lora is None:
         raise RunError(f"{run}: was trained without LoRA, so there is no adapter to export")
-    if adapter:
-        save_adapter(out, trained.model, base_model=trained.recipe.model.path)
-        trained.tokenizer.save(out)
-        save_template(out, trained)
-        return trained
-    merged = trained.model if trained.recipe.lora is None else merge_lora(trained.model)
-    save_hf(out, merged, trained.tokenizer, dtype=dtype)
-    save_template(out, trained)
-    save_label_names(out / "config.json", trained.recipe.data.label_names)
+    with replacing_folder(out) as folder:
+        if adapter:
+            save_adapter(folder, trained.model, base_model=trained.recipe.model.path)
+            trained.tokenizer.save(folder)
+        else:
+            merged = trained.model if trained.recipe.lora is None else merge_lora(trained.model)
+            save_hf(folder, merged, trained.tokenizer, dtype=dtype)
+            save_label_names(folder / "config.json", trained.recipe.data.label_names)
+        save_template(folder, trained)
     return trained
 
 

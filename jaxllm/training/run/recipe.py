@@ -137,7 +137,8 @@ class Recipe:
 
     Args:
         model, data, optimizer, lora, evaluation, checkpoints, mesh: see their classes.
-        eval_data: evaluation data. None: no evaluation.
+        eval_data: evaluation data. None: no evaluation; as an override (``--eval-data null``) it
+            also drops the file's `evaluation`.
         output_dir: folder of the run.
         max_steps: last step. The length of the schedule is `optimizer.schedule_steps`.
         batch_size: rows of one optimizer step, over all devices and micro-batches.

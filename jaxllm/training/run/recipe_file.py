@@ -25,11 +25,20 @@ NOT_YAML = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeEr
 def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Reads a recipe; `overrides` replace fields under dotted names (``optimizer.name``).
 
+    An override ``eval_data: null`` switches evaluation off: the file's `evaluation`, and the metric
+    of its `checkpoints`, have no effect then.
+
     Raises:
         MissingFileError: the file does not exist.
         ConfigError: the file is not YAML, or a field is unknown, missing or wrong.
     """
     raw = read_yaml(path)
+    if overrides is not None and overrides.get("eval_data", raw) is None:
+        raw.pop("evaluation", None)
+        if isinstance(checkpoints := raw.get("checkpoints"), dict):
+            raw["checkpoints"] = {
+                name: value for name, value in checkpoints.items() if name not in ("metric", "mode")
+            }
     for name, value in (overrides or {}).items():
         set_field(raw, name, value)
     try:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from typing import Any
 
 import jax
@@ -117,3 +121,21 @@ def test_a_cpu_is_measured() -> None:
     assert peak is not None
     assert peak.source.startswith("measured")
     assert 1e8 < peak.flops < 1e14
+
+
+def test_load_of_other_programs_does_not_change_the_peak_of_a_cpu() -> None:
+    quiet = peak_flops()
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(4 * (os.cpu_count() or 1))
+    ]
+    try:
+        time.sleep(0.2)
+        loaded = peak_flops()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert quiet is not None
+    assert loaded is not None
+    assert 0.5 < loaded.flops / quiet.flops < 2

@@ -12,7 +12,9 @@ import pytest
 from paths import ROOT
 
 from jaxllm.cli.train import main
+from jaxllm.common.errors import ConfigError
 from jaxllm.training.monitor.report import BEFORE
+from jaxllm.training.run.recipe import Evaluation
 from jaxllm.training.run.recipe_file import read_recipe
 
 CONFIGS = ROOT / "configs"
@@ -87,6 +89,17 @@ def spelled(row: dict) -> str:
 )
 def test_numbers_in_words(maker: ModuleType, number: int, words: str):
     assert maker.in_words(number) == words
+
+
+@pytest.mark.parametrize("name", [path.stem for path in RECIPES])
+def test_an_override_switches_evaluation_off(name: str):
+    path = CONFIGS / f"{name}.yaml"
+    assert read_recipe(path).evaluation != Evaluation()
+    recipe = read_recipe(path, {"eval_data": None})
+    assert (recipe.eval_data, recipe.evaluation) == (None, Evaluation())
+    assert recipe.checkpoints.every == read_recipe(path).checkpoints.every
+    with pytest.raises(ConfigError, match="evaluation: has no effect without eval_data"):
+        read_recipe(path, {"eval_data": None, "evaluation.every": 3})
 
 
 def test_labels_of_the_classifier_are_the_packages(maker: ModuleType):

@@ -1,0 +1,92 @@
+"""A full disk at each stage of training and export: one line, and what was there is whole."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import measured, saved, write_recipe
+
+from jaxllm.cli import export, train
+
+STEPS = 6
+SIZES = (4, 16, 40, 90, 160, 250, 350, 450)
+"""Kilobytes that end with the log, the run card, the first checkpoint, ..., the report."""
+
+
+class Disk:
+    """A small file system in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def mount(self, kilobytes: int, *flags: str) -> None:
+        options = ",".join((f"size={kilobytes}k", *flags))
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.folder)]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("file systems cannot be mounted here")
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", str(self.folder)], capture_output=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    made = Disk(tmp_path / "disk")
+    yield made
+    made.unmount()
+
+
+def small(folder: Path) -> Path:
+    data = {"path": str(folder / "rows.jsonl"), "format": "text", "max_length": 32, "bucket": None}
+    settings = {"checkpoints": {"every": 2, "keep": 9}, "evaluation": {"every": 3}}
+    return write_recipe(folder, data=data, eval_data=dict(data), max_steps=STEPS, **settings)
+
+
+def run(main: Any, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, list[str]]:
+    code = main([*map(str, arguments)], "x")
+    return code, capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.slow
+def test_training(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, straight = small(tmp_path), tmp_path / "straight"
+    flags = ("--quiet", "--no-compile-cache", "--output-dir")
+    assert run(train.main, capsys, recipe, *flags, straight) == (0, [])
+    failures = []
+    for size in SIZES:
+        disk.mount(size)
+        folder = disk.folder / "run"
+        code, lines = run(train.main, capsys, recipe, *flags, folder)
+        if code:
+            assert (code, len(lines)) == (2, 1), lines
+            assert "No space left on device" in lines[0]
+            failures.append(lines[0].split(str(folder))[1][:12])
+            disk.mount(16_000, "remount")
+            assert run(train.main, capsys, recipe, *flags, folder, "--resume") == (0, [])
+        assert saved(folder) == saved(straight)
+        assert measured(folder) == measured(straight)
+        assert {p.name for p in folder.iterdir()} == {p.name for p in straight.iterdir()}
+        disk.unmount()
+    assert len(set(failures)) > 2
+
+
+def test_export(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = tmp_path / "run", disk.folder / "out"
+    recipe = small(tmp_path)
+    flags = ("--max-steps", 2, "--eval-data", "null", "--quiet", "--no-compile-cache")
+    assert run(train.main, capsys, recipe, "--output-dir", folder, *flags) == (0, [])
+    for size in (4, 44, 48, 52):  # the weights take 44 KB
+        disk.mount(size)
+        code, lines = run(export.main, capsys, folder, out)
+        assert (code, len(lines)) == (2, 1), lines
+        assert "No space left on device" in lines[0]
+        assert list(disk.folder.iterdir()) == []
+        disk.unmount()
+    disk.mount(100)
+    assert run(export.main, capsys, folder, out) == (0, [])
+    assert {path.name for path in out.iterdir()} >= {"config.json", "model.safetensors"}
