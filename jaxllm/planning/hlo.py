@@ -157,7 +157,7 @@ class Module:
         def length(body: str) -> int:
             return sum(1 for _ in self.reachable(body))
 
-        return max(bodies, key=length, default=self.entry)
+        return max(bodies, key=length) if bodies else self.entry
 
     def outer_loops(self, start: str) -> Iterator[Instruction]:
         """The loops of a computation that are not inside of another loop."""

@@ -146,7 +146,7 @@ class Target:
 
 def platform_of(device: Any) -> str:
     """The platform that JAX lowers for: "cuda" where a device says "gpu"."""
-    return {"gpu": "cuda"}.get(device.platform, device.platform)
+    return "cuda" if device.platform == "gpu" else device.platform
 
 
 def used_arguments(traced: Any, arrays: list[Any], position: int) -> list[Any]:

@@ -178,7 +178,7 @@ def topology_mesh(topology: Topology, sizes: Mapping[str, int]) -> Mesh:
 
 def plan_program(program: LoweredProgram, chip: Chip, mesh: Mesh | None) -> ProgramPlan:
     """Compiles one program and reads its costs."""
-    stated = {
+    stated: dict[str, Any] = {
         "name": program.name,
         "weight_bytes": program.weight_bytes,
         "cache_bytes": program.cache_bytes,
@@ -196,7 +196,9 @@ def plan_program(program: LoweredProgram, chip: Chip, mesh: Mesh | None) -> Prog
         return ProgramPlan(**stated, peak_bytes=needed, fits=False, compile_seconds=seconds)
     seconds = round(time.perf_counter() - began, 2)
     memory = memory_of(compiled, program)
-    module = hlo.Module.parse(compiled.as_text())
+    text = compiled.as_text()
+    assert text is not None  # the compilers of all topologies return it
+    module = hlo.Module.parse(text)
     step = module.main_loop() if program.loops else module.entry
     estimate = None
     if chip.clock is not None:
@@ -221,9 +223,10 @@ def floor_us(program: LoweredProgram, chip: Chip) -> float | None:
     return round((program.read_weight_bytes + program.cache_bytes) / chip.bandwidth * 1e6, 1)
 
 
-def memory_of(compiled: jax.stages.Compiled, program: LoweredProgram) -> dict[str, int]:
+def memory_of(compiled: jax.stages.Compiled, program: LoweredProgram) -> dict[str, Any]:
     """Bytes of arguments, temporary arrays and all together."""
     stats = compiled.memory_analysis()
+    assert stats is not None
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     peak = stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
     unread = program.weight_bytes - program.read_weight_bytes

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import tiny
 from devices import on_devices
+from paths import ROOT
 
 import jaxllm
+from jaxllm.cli.plan import _parser
 from jaxllm.common.errors import (
     ConfigError,
     InputError,
@@ -265,3 +267,11 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: Any) -> None
     assert "kernels of a step" in captured.out
     assert main(["plan", str(tmp_path / "no"), "--topology", "cpu"]) == 2
     assert capsys.readouterr().err.endswith("give a folder with config.json, or the path of one\n")
+
+
+def test_the_documentation_names_every_figure_and_option() -> None:
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    assert [field for field in FIELDS if f"`{field}`" not in text] == []
+    flags = [flag for action in _parser("plan")._actions for flag in action.option_strings]
+    own = [flag for flag in flags if flag not in ("-h", "--help", "--debug")]
+    assert [flag for flag in own if f"`{flag}`" not in text] == []
