@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.host_arrays import HostArray, with_host_arrays
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import Progress
 from jaxllm.checkpoint.orbax.model import load_weights, save_weights
-from jaxllm.checkpoint.save import MAX_SHARD_BYTES, save_model
+from jaxllm.checkpoint.save import MAX_SHARD_BYTES, check_no_model, save_model
 from jaxllm.common.atomic_file import write_json
 from jaxllm.common.errors import CheckpointError
 from jaxllm.generation.settings.config import GenerationConfig
@@ -30,8 +31,8 @@ from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 def load(
     path_or_hub_id: str | PathLike[str],
     *,
-    dtype: Any = None,
-    param_dtype: Any = None,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
     architecture: str | None = None,
@@ -108,10 +109,25 @@ def set_generation_config(
     model: Model, config: GenerationConfig, tokenizer: Tokenizer | None
 ) -> None:
     """Sets a model's generation defaults and the tokenizer's end token."""
-    model.generation_config = config
+    model.generation_config = without_absent_tokens(config, model.config.vocab_size)
     eos = None if tokenizer is None else tokenizer.eos_token_id
     # A chat tokenizer may end turns with a token that config.json does not name.
     model.extra_eos_token_ids = () if eos is None or eos >= model.config.vocab_size else (eos,)
+
+
+def without_absent_tokens(config: GenerationConfig, vocab_size: int) -> GenerationConfig:
+    """The config without BOS, EOS and pad ids that the model's vocabulary does not have.
+
+    They are common in files of smaller vocabularies, where GPT-2's 50256 was left behind.
+    """
+    fields = config.to_dict()
+    for name in {"bos_token_id", "eos_token_id", "pad_token_id"} & fields.keys():
+        value = fields[name]
+        if isinstance(value, int) and value >= vocab_size:
+            fields[name] = None
+        elif isinstance(value, list | tuple):
+            fields[name] = tuple(token for token in value if token < vocab_size) or None
+    return config if fields == config.to_dict() else GenerationConfig.from_dict(fields)
 
 
 def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
@@ -130,8 +146,9 @@ def save_hf(
     model: Model,
     tokenizer: Tokenizer | None = None,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
 ) -> None:
     """Saves a model as a folder that transformers 4 and 5 load: configs, weights, tokenizer.
 
@@ -146,10 +163,17 @@ def save_hf(
         dtype: Dtype of the written tensors. None: the checkpoint's own if that is lossless, else
             the parameters'.
         max_shard_bytes: Larger models are split into several files.
+        overwrite: Replace a model that is in the folder.
+
+    Raises:
+        CheckpointError: The folder holds a model already, or cannot be written.
+        InputError: The model has LoRA, which `save_adapter` and `merge_lora` are for.
     """
     folder = Path(folder).expanduser()
 
     def write(arrays: dict[str, HostArray]) -> None:
+        if not overwrite:
+            check_no_model(folder)
         save_model(folder, model, arrays, dtype=dtype, max_shard_bytes=max_shard_bytes)
         save_settings(folder, model, tokenizer)
 
@@ -188,7 +212,7 @@ def save_orbax(
 def load_orbax(
     folder: str | PathLike[str],
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     attn_implementation: str = "eager",
     remat: bool = False,

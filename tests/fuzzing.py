@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 START_SECONDS = 120  # importing the target, on a busy machine
+MAX_WAITS = 8  # for a child that does not run at all, times the limit of its CPU time
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,14 @@ class _Child:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{path}\n".encode())
         self.process.stdin.flush()
-        answer = self._answer(seconds)
+        # A child that waits for a processor on a busy machine does not hang: its CPU time counts.
+        limit = self._cpu_seconds() + seconds
+        for _ in range(MAX_WAITS):
+            answer = self._answer(seconds)
+            if answer is not None or self._cpu_seconds() >= limit:
+                break
         if answer is None:
-            return Outcome(path, "hang", f"no answer within {seconds} s", seconds)
+            return Outcome(path, "hang", f"no answer within {seconds} s of CPU time", seconds)
         if not answer:
             return Outcome(path, "died", f"exit status {self.process.wait()}")
         return Outcome(path, **json.loads(answer))
@@ -125,6 +131,15 @@ class _Child:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         return self.process.stdout.readline() if ready else None
+
+    def _cpu_seconds(self) -> float:
+        """CPU time of the child; wall time where there is no /proc."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return time.monotonic()
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         self.process.kill()

@@ -124,7 +124,7 @@ def load_model(
         mesh=mesh,
     )
     model = jax.tree_util.tree_unflatten(treedef, [arrays[parameter_path(p)] for p, _ in leaves])
-    config = dict(checkpoint.config)
+    config = {**checkpoint.config, **(overrides or {})}
     if architecture is not None:
         config["architectures"] = [spec.architecture]
     dtypes = {name: source.info(name).dtype.name for name in (*entries, *dict(copies))}

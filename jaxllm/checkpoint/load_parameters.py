@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.source import Index, WeightSource, find_nonfinite
 from jaxllm.common.errors import NonFiniteError
@@ -26,7 +27,7 @@ def load_parameters(
     expected: Mapping[str, Any],
     source: WeightSource,
     *,
-    param_dtype: Any,
+    param_dtype: DTypeLike | None,
     allow_nonfinite: bool,
     progress: Progress | None,
     mesh: Mesh | None,
@@ -87,7 +88,7 @@ class _Tensor:
             )
         return values
 
-    def read_shard(self, number: int, rows: int, dtype: Any, index: Index) -> np.ndarray:
+    def read_shard(self, number: int, rows: int, dtype: DTypeLike, index: Index) -> np.ndarray:
         """Reads a slice of the parameter `number` that this tensor holds, cast to `dtype`."""
         values = self.read(self.entry.index(number, rows, index))
         values = values.T if self.entry.transposed else values
@@ -112,7 +113,7 @@ def sharded_array(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def check_range(name: str, tensor: np.ndarray, dtype: Any) -> None:
+def check_range(name: str, tensor: np.ndarray, dtype: DTypeLike) -> None:
     """Raises NonFiniteError if casting to float16 would turn a finite weight into infinity."""
     if dtype == np.float16 != tensor.dtype and tensor.size:
         largest = max(abs(float(tensor.max())), abs(float(tensor.min())))

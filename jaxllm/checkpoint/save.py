@@ -9,14 +9,17 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.host_arrays import HostArray
 from jaxllm.checkpoint.load import tensor_name
 from jaxllm.checkpoint.load_parameters import check_range
+from jaxllm.checkpoint.safetensors.reader import INDEX
 from jaxllm.checkpoint.safetensors.writer import write_sharded
 from jaxllm.checkpoint.source import float_dtype
 from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.errors import CheckpointError, InputError
+from jaxllm.common.messages import listed
 from jaxllm.models.config_export import config_to_json
 from jaxllm.models.model import Model, Origin
 from jaxllm.models.registry import FAMILIES, architecture_of
@@ -29,7 +32,7 @@ def save_model(
     model: Model,
     arrays: Mapping[str, HostArray],
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes config.json and the weights; see `jaxllm.save_hf`.
@@ -52,6 +55,17 @@ def save_model(
     write_sharded(folder, cast, max_shard_bytes)
     dtypes = {name: str(x.dtype) for name, x in cast.items()}
     write_json(folder / "config.json", saved_config(model, dtypes))
+
+
+def check_no_model(folder: Path) -> None:
+    """Raises CheckpointError if the folder holds the config or the weights of a model."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    found = [n for n in names if n in ("config.json", INDEX) or n.endswith(".safetensors")]
+    if found:
+        raise CheckpointError(
+            f"{folder}: there is a model already ({listed(sorted(found))}); use another folder, or "
+            "overwrite=True to replace it"
+        )
 
 
 def hf_tensors(model: Model, arrays: Mapping[str, HostArray]) -> Iterator[tuple[str, HostArray]]:
@@ -81,7 +95,7 @@ def hf_tensors(model: Model, arrays: Mapping[str, HostArray]) -> Iterator[tuple[
             yield name, arrays[ours]
 
 
-def original_dtypes(model: Model, tensors: Mapping[str, HostArray]) -> dict[str, Any]:
+def original_dtypes(model: Model, tensors: Mapping[str, HostArray]) -> dict[str, np.dtype]:
     """Dtypes of the file that the model was loaded from, if casting back is lossless; else empty.
 
     So a half-precision checkpoint that was loaded as float32 is saved with its original bytes; if
@@ -99,7 +113,7 @@ def original_dtypes(model: Model, tensors: Mapping[str, HostArray]) -> dict[str,
     return dtypes if lossless else {}
 
 
-def is_lossless(x: np.ndarray, dtype: Any) -> bool:
+def is_lossless(x: np.ndarray, dtype: DTypeLike) -> bool:
     """True if casting to `dtype` and back gives the same bits."""
     with np.errstate(over="ignore"):
         back = x.astype(dtype).astype(x.dtype)

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError, naming_file
 from jaxllm.common.messages import quoted
+from jaxllm.common.placeholders import check_not_placeholder
 
 T = TypeVar("T")
 
@@ -115,6 +116,7 @@ class MappedFile:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.size = len(mapped)
         self._map: mmap.mmap | None = mapped
+        check_not_placeholder(path, mapped[:2048], CheckpointError)
 
     def view(self, dtype: np.dtype[Any], begin: int, count: int) -> np.ndarray:
         """A flat view of ``count`` values from byte ``begin`` on; a copy only if unaligned."""
@@ -168,7 +170,7 @@ def find_nonfinite(name: str, array: np.ndarray) -> str | None:
     if exponent is None and not np.issubdtype(array.dtype, np.floating):
         return None
     flat = array.ravel(order="K")  # a view of a transposed array too
-    count, first = 0, None
+    count, first_value = 0, None
     for start in range(0, flat.size, _CHUNK):
         chunk = flat[start : start + _CHUNK]
         if exponent is None:
@@ -176,12 +178,12 @@ def find_nonfinite(name: str, array: np.ndarray) -> str | None:
         else:
             bad = chunk.view(np.uint16) & np.uint16(exponent) == exponent
         found = int(np.count_nonzero(bad))
-        if found and first is None:
-            first = float(chunk[int(np.argmax(bad))])
+        if found and first_value is None:
+            first_value = float(chunk[int(np.argmax(bad))])
         count += found
     if count == 0:
         return None
-    return f"{name}: {count} of {flat.size} values are NaN or infinite, the first is {first}"
+    return f"{name}: {count} of {flat.size} values are NaN or infinite, the first is {first_value}"
 
 
 def float_dtype(name: str, value: DTypeLike | None) -> np.dtype | None:

@@ -149,6 +149,8 @@ def job_identity(arguments: argparse.Namespace) -> dict[str, Any]:
         "--seed": arguments.seed or 0,
         "--chat": arguments.chat,
         "--system": arguments.system,
+        **({"--architecture": arguments.architecture} if arguments.architecture else {}),
+        **({"--config": dict(arguments.config)} if arguments.config else {}),
         **{"--" + name.replace("_", "-"): value for name, value in fields},
         "--whole-digest": bool(arguments.whole_digest),
         **checkpoint_digests(resolve(path), whole=bool(arguments.whole_digest)),
@@ -165,7 +167,7 @@ def load_engine(
             path,
             dtype=arguments.dtype,
             param_dtype=arguments.param_dtype,
-            allow_nonfinite=arguments.allow_nonfinite,
+            **model_options(arguments),
             mesh=mesh,
             progress=update,
         )
@@ -183,6 +185,15 @@ def load_engine(
         announce=lambda prediction: reporter.say(str(prediction)),
         **generation_fields(arguments),
     )
+
+
+def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `jaxllm.load` that say how the named model is read."""
+    return {
+        "allow_nonfinite": arguments.allow_nonfinite,
+        "architecture": arguments.architecture,
+        "config": dict(arguments.config),
+    }
 
 
 def model_path(arguments: argparse.Namespace) -> str | Path:

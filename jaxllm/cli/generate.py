@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import secrets
 import sys
 import time
@@ -22,7 +23,13 @@ from jax.sharding import Mesh
 from jaxllm import load
 from jaxllm.checkpoint import bundled
 from jaxllm.cli import compile_cache
-from jaxllm.cli.batch import DEFAULT_NEW_TOKENS, add_batch_flags, check_flags, run_batch
+from jaxllm.cli.batch import (
+    DEFAULT_NEW_TOKENS,
+    add_batch_flags,
+    check_flags,
+    model_options,
+    run_batch,
+)
 from jaxllm.cli.devices import (
     add_device_flags,
     is_main_process,
@@ -81,6 +88,17 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of the weights")
     parser.add_argument(
         "--allow-nonfinite", action="store_true", help="load weights that hold NaN or infinity"
+    )
+    parser.add_argument(
+        "--architecture", metavar="NAME", help="class to read the model as, such as T5EncoderModel"
+    )
+    parser.add_argument(
+        "--config",
+        metavar="KEY=VALUE",
+        type=_config_field,
+        action="append",
+        default=[],
+        help="a field that replaces config.json's; null: as if the file had none",
     )
     parser.add_argument("--seed", type=int, help="for --do-sample (default: random)")
     parser.add_argument(
@@ -170,6 +188,17 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _config_field(text: str) -> tuple[str, Any]:
+    """Parses KEY=VALUE; the value is JSON, or else a string."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, found {text!r}")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
 def _load(
     arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
 ) -> tuple[Any, Tokenizer | None, Any]:
@@ -177,9 +206,7 @@ def _load(
     path = bundled.smollm2() if arguments.model is None else arguments.model
     options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}
     with reporter.phase(f"loading {Path(path).resolve().name}") as update:
-        model, tokenizer = load(
-            path, **options, allow_nonfinite=arguments.allow_nonfinite, progress=update
-        )
+        model, tokenizer = load(path, **options, **model_options(arguments), progress=update)
     if not hasattr(model, "decode"):
         raise UnsupportedError(f"{path}: a {type(model).__name__} cannot generate text")
     assistant = None

@@ -21,7 +21,9 @@ def quoted(value: Any) -> str:
 
 
 def shortened(text: str, limit: int = MAX_CHARACTERS) -> str:
-    """The text, cut to `limit` characters with an ellipsis."""
+    """The text on one line, cut to `limit` characters with an ellipsis."""
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:limit])
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError, naming_file
+from jaxllm.common.placeholders import check_not_placeholder
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -47,6 +48,7 @@ def read_json(
         if size > max_bytes:
             raise error(f"{path}: {size} bytes, but at most {max_bytes} are read")
         data = path.read_bytes()
+    check_not_placeholder(path, data, error)
     return parse_json(data, source=str(path), max_depth=max_depth, error=error)
 
 

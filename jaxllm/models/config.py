@@ -114,8 +114,8 @@ def read_config(
         value = coerce(key, value, hints[name])
         if values.get(name) not in (None, value):
             raise ConfigError(
-                f"{key}: {value!r} contradicts {spelling[name]}, {values[name]!r}: two names of "
-                "one field"
+                f"{key}: {quoted(value)} contradicts {spelling[name]}, {quoted(values[name])}: two "
+                "names of one field"
             )
         if value is not None or type(None) in typing.get_args(hints[name]):
             values[name], spelling[name] = value, key
@@ -168,7 +168,7 @@ def count_labels(id2label: Any, num_labels: int | None) -> int:
     if id2label is None:
         return 2 if num_labels is None else num_labels
     if not isinstance(id2label, Mapping):
-        raise ConfigError(f"id2label: expected an object, found {id2label!r}")
+        raise ConfigError(f"id2label: expected an object, found {quoted(id2label)}")
     if num_labels not in (None, len(id2label)):
         raise ConfigError(f"num_labels: {num_labels}, but id2label lists {len(id2label)} labels")
     return len(id2label) or 2
@@ -188,7 +188,11 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
             return float(value)
         if option is str and isinstance(value, str):
             return value
-        if typing.get_origin(option) is tuple and isinstance(value, list | tuple):
+        if (
+            typing.get_origin(option) is tuple
+            and isinstance(value, list | tuple)
+            and None not in value
+        ):
             inner = typing.get_args(option)[0]
             return tuple(coerce(key, v, inner) for v in value)
     if value is None:  # null in a file: not set
@@ -207,7 +211,7 @@ def check_size(config: Any, *names: str, limit: int = MAX_SIZE) -> None:
     for name in names:
         value = getattr(config, name)
         if not 1 <= value <= limit:
-            raise ConfigError(f"{name}: expected 1 to {limit}, found {value}")
+            raise ConfigError(f"{name}: expected 1 to {limit}, found {quoted(value)}")
 
 
 def check_rate(config: Any, *names: str) -> None:
@@ -215,14 +219,14 @@ def check_rate(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if not 0.0 <= value < 1.0:
-            raise ConfigError(f"{name}: expected 0 <= rate < 1, found {value}")
+            raise ConfigError(f"{name}: expected 0 <= rate < 1, found {quoted(value)}")
 
 
 def check_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if not value > 0:
-            raise ConfigError(f"{name}: expected a number > 0, found {value}")
+            raise ConfigError(f"{name}: expected a number > 0, found {quoted(value)}")
 
 
 def check_divides(config: Any, whole: str, part: str) -> None:
@@ -239,10 +243,11 @@ def check_common(config: ModelConfig) -> None:
         for i in value if isinstance(value, tuple) else (value,):
             if i is not None and not 0 <= i < config.vocab_size:
                 raise ConfigError(
-                    f"{name}: {i} is not in the vocabulary (vocab_size {config.vocab_size})"
+                    f"{name}: {quoted(i)} is not in the vocabulary (vocab_size {config.vocab_size})"
                 )
     problems = ("regression", "single_label_classification", "multi_label_classification")
     if config.problem_type is not None and config.problem_type not in problems:
         raise ConfigError(
-            f"problem_type: expected one of {', '.join(problems)}, found {config.problem_type!r}"
+            f"problem_type: expected one of {', '.join(problems)}, found "
+            f"{quoted(config.problem_type)}"
         )

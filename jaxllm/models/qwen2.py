@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.models import config as cfg
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
@@ -47,7 +48,7 @@ class Qwen2Config(RotaryConfig):
             cfg.check_size(self, "sliding_window")
         if self.max_window_layers < 0:
             found = self.max_window_layers
-            raise ConfigError(f"max_window_layers: expected 0 or more, found {found}")
+            raise ConfigError(f"max_window_layers: expected 0 or more, found {quoted(found)}")
         if self.layer_types is None:
             return
         if len(self.layer_types) != self.num_hidden_layers:
@@ -57,7 +58,9 @@ class Qwen2Config(RotaryConfig):
             )
         for name in self.layer_types:
             if name not in (FULL, SLIDING):
-                raise UnsupportedError(f"layer_types: expected {FULL} or {SLIDING}, found {name!r}")
+                raise UnsupportedError(
+                    f"layer_types: expected {FULL} or {SLIDING}, found {quoted(name)}"
+                )
         if SLIDING in self.layer_types and not (self.use_sliding_window and self.sliding_window):
             raise ConfigError(
                 f"layer_types: {SLIDING} needs use_sliding_window true and a sliding_window"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.models import gpt2, llama, mistral, qwen2, qwen3
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Model
@@ -148,15 +149,18 @@ def model_spec(raw: Mapping[str, Any], architecture: str | None = None) -> Model
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
-        raise ConfigError(f"model_type: expected one of {_names(FAMILIES)}, found {model_type!r}")
+        raise ConfigError(
+            f"model_type: expected one of {_names(FAMILIES)}, found {quoted(model_type)}; if the "
+            'file lacks it: load(..., config={"model_type": ...})'
+        )
     if model_type not in FAMILIES:
-        raise UnsupportedError(f"model_type: {model_type!r}; jaxllm has {_names(FAMILIES)}")
+        raise UnsupportedError(f"model_type: {quoted(model_type)}; jaxllm has {_names(FAMILIES)}")
     family = FAMILIES[model_type]
     name = architecture if architecture is not None else _listed(raw, family)
     name = family.aliases.get(name, name)
     if name not in family.classes:
         raise UnsupportedError(
-            f"architectures: {name!r}; for model_type {model_type!r} jaxllm has "
+            f"architectures: {quoted(name)}; for model_type {quoted(model_type)} jaxllm has "
             f"{_names(family.classes)}; to read the file as one of them: "
             "load(..., architecture=NAME) or --architecture NAME"
         )
@@ -169,7 +173,7 @@ def _listed(raw: Mapping[str, Any], family: Family) -> str:
     if listed is None or listed == []:
         return next(iter(family.classes))
     if not isinstance(listed, list) or not isinstance(listed[0], str):
-        raise ConfigError(f"architectures: expected a list of names, found {listed!r}")
+        raise ConfigError(f"architectures: expected a list of names, found {quoted(listed)}")
     return listed[0]
 
 

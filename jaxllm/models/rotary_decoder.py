@@ -96,7 +96,10 @@ class RotaryConfig(cfg.ModelConfig):
 
         Raises ConfigError or UnsupportedError, naming the field.
         """
-        config = cfg.read_config(cls, raw, handled=ROPE_KEYS, derived=frozenset({"rope"}))
+        # Qwen's files, read as Llama: these act only if `use_sliding_window` is true.
+        no_window = raw.get("use_sliding_window") is False
+        handled = ROPE_KEYS | ({"sliding_window", "max_window_layers"} if no_window else set())
+        config = cfg.read_config(cls, raw, handled=handled, derived=frozenset({"rope"}))
         config.check()
         rope = rope_from_config(
             raw, head_dim=config.size_per_head, max_positions=config.max_position_embeddings

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.common.errors import ConfigError
+from jaxllm.common.messages import quoted
 
 
 def gelu_new(x: jax.Array) -> jax.Array:
@@ -117,5 +118,5 @@ def activation(name: str, *, where: str) -> Callable[[jax.Array], jax.Array]:
     """
     if name not in ACTIVATIONS:
         known = ", ".join(sorted(ACTIVATIONS))
-        raise ConfigError(f"{where}: unknown activation {name!r}; known: {known}")
+        raise ConfigError(f"{where}: unknown activation {quoted(name)}; known: {known}")
     return ACTIVATIONS[name]

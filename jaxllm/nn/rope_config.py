@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.common.messages import quoted, shortened
 from jaxllm.nn.rope import Rope
 
 YARN_PARAMETERS = (
@@ -112,14 +113,14 @@ class _Parameters:
         rope_type = self.values.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             raise UnsupportedError(
-                f"{self.field}.rope_type: unknown type {rope_type!r}; known: "
+                f"{self.field}.rope_type: unknown type {quoted(rope_type)}; known: "
                 f"{', '.join(ROPE_TYPES)}"
             )
         known = {*COMMON, *REQUIRED[rope_type], *OPTIONAL.get(rope_type, ())}
         for key in self.values:
             if key not in known:
                 raise UnsupportedError(
-                    f"{self.field}.{key}: not a parameter of rope type {rope_type!r}"
+                    f"{self.field}.{shortened(key)}: not a parameter of rope type {rope_type!r}"
                 )
         for key in REQUIRED[rope_type]:
             if key not in self.values:
@@ -135,13 +136,15 @@ class _Parameters:
         """A number of positions."""
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise ConfigError(f"{self.field}.{key}: expected an integer >= 1, found {value!r}")
+            raise ConfigError(
+                f"{self.field}.{key}: expected an integer >= 1, found {quoted(value)}"
+            )
         return value
 
     def flag(self, key: str, *, default: bool) -> bool:
         value = self.values.get(key, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.field}.{key}: expected true or false, found {value!r}")
+            raise ConfigError(f"{self.field}.{key}: expected true or false, found {quoted(value)}")
         return value
 
     def factors(self, key: str, count: int) -> tuple[float, ...]:
@@ -170,12 +173,15 @@ def _read_parameters(config: Mapping[str, Any]) -> _Parameters:
         if value is None:
             return
         if merged.setdefault(key, value) != value:
-            raise ConfigError(f"{where}: {value!r} contradicts another {key}, {merged[key]!r}")
+            raise ConfigError(
+                f"{shortened(where)}: {quoted(value)} contradicts another {shortened(key)}, "
+                f"{quoted(merged[key])}"
+            )
 
     fields = [name for name in ("rope_parameters", "rope_scaling") if config.get(name)]
     for name in fields:
         if not isinstance(config[name], Mapping):
-            raise ConfigError(f"{name}: expected an object, found {config[name]!r}")
+            raise ConfigError(f"{name}: expected an object, found {quoted(config[name])}")
         for key, value in config[name].items():
             add(f"{name}.{key}", key, value)
     for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
@@ -183,12 +189,13 @@ def _read_parameters(config: Mapping[str, Any]) -> _Parameters:
     part = merged.pop("partial_rotary_factor", 1)
     if part != 1:
         raise UnsupportedError(
-            f"partial_rotary_factor: found {part!r}; all dimensions of a head are rotated here"
+            f"partial_rotary_factor: found {quoted(part)}; all dimensions of a head are rotated "
+            "here"
         )
     return _Parameters(fields[0] if fields else "rope_scaling", merged)
 
 
 def _number(where: str, value: Any, *, low: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < 1e30:
-        raise ConfigError(f"{where}: expected a number > {low:g}, found {value!r}")
+        raise ConfigError(f"{where}: expected a number > {low:g}, found {quoted(value)}")
     return float(value)

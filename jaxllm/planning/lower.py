@@ -33,13 +33,13 @@ from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
 class Workload:
     """Sizes of the programs' inputs."""
 
-    batch: int = 8
+    batch: int
     """Rows of prefill, decode loop and training step."""
-    prompt: int = 512
+    prompt: int
     """Tokens of a prompt, or of a row of the training step."""
-    new: int = 128
+    new: int
     """New tokens of a row."""
-    slots: int = 64
+    slots: int
     """Slots of the batch engine."""
 
     def __post_init__(self) -> None:
@@ -69,19 +69,29 @@ class LoweredProgram:
 
 
 def lower(
-    model: Any, program: str = "decode", *, workload: Workload = Workload(), **fields: Any
+    model: Any,
+    program: str = "decode",
+    *,
+    batch: int = 8,
+    prompt: int = 512,
+    new: int = 128,
+    slots: int = 64,
+    **fields: Any,
 ) -> tuple[LoweredProgram, ...]:
     """Lowers programs of the library for a model, without weights and without running anything.
 
     The devices are those of the model's shardings: a single one or a mesh, of one or several
-    processes, here or in a topology description (`topology_devices`).
+    processes, here or in a topology description (`find_topology`).
 
     Args:
         model: a model of `abstract_model`, or a loaded one.
         program: "decode" (the loop of `generate`), "prefill", "batch" (the two programs of
             `BatchGenerator`, `batch.step` and `batch.admit`) or "train" (the step of
             `make_train_step` with the default optimizer of a recipe).
-        workload: rows and lengths.
+        batch: rows of prefill, decode loop and training step.
+        prompt: tokens of a prompt, or of a row of the training step.
+        new: new tokens of a row.
+        slots: slots of the batch engine.
         fields: generation fields, such as `do_sample` or `num_beams`; greedy search by default.
 
     Returns:
@@ -92,6 +102,7 @@ def lower(
     """
     if program not in PROGRAMS:
         raise InputError(f"program: unknown {program!r}; known: {', '.join(PROGRAMS)}")
+    workload = Workload(batch=batch, prompt=prompt, new=new, slots=slots)
     return tuple(PROGRAMS[program](Target.of(model), workload, fields))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -124,7 +125,8 @@ def plan(
     names = (
         list(PROGRAMS) if program is None else [program] if isinstance(program, str) else program
     )
-    workload = Workload(batch=batch, prompt=prompt, new=new, slots=slots)
+    sizes = {"batch": batch, "prompt": prompt, "new": new, "slots": slots}
+    workload = Workload(**sizes)
     found = find_topology(topology)
     grid = None if mesh is None else topology_mesh(found, mesh)
     abstract = abstract_model(
@@ -137,7 +139,7 @@ def plan(
     )
     plans = []
     for name in names:
-        for lowered in lower(abstract, name, workload=workload):
+        for lowered in lower(abstract, name, **sizes):
             if progress is not None:
                 progress(lowered.name)
             plans.append(plan_program(lowered, found.chip, grid))
@@ -186,7 +188,9 @@ def plan_program(program: LoweredProgram, chip: Chip, mesh: Mesh | None) -> Prog
     }
     began = time.perf_counter()
     try:
-        with use_mesh(mesh):
+        with use_mesh(mesh), warnings.catch_warnings():
+            # JAX's persistent cache cannot load a program without its device; it compiles anew.
+            warnings.filterwarnings("ignore", "Error .* persistent compilation cache")
             compiled = program.lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -220,7 +224,7 @@ def floor_us(program: LoweredProgram, chip: Chip) -> float | None:
     """Microseconds in which the memory delivers the weights that a step reads, and the cache."""
     if chip.bandwidth is None:
         return None
-    return round((program.read_weight_bytes + program.cache_bytes) / chip.bandwidth * 1e6, 1)
+    return round((program.read_weight_bytes + program.cache_bytes) / chip.bandwidth * 1e6, 3)
 
 
 def memory_of(compiled: jax.stages.Compiled, program: LoweredProgram) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+
+import tokenizers
 
 from jaxllm.common.errors import TokenizerError
 from jaxllm.tokenizers.settings import MAX_ADDED_TOKENS, AddedToken, TokenizerSettings
@@ -35,21 +36,39 @@ def place_added_tokens(
     return added
 
 
-def token_pattern(texts: Iterable[str]) -> re.Pattern[str]:
-    """Compiles a pattern that matches any of the texts, longest first."""
-    longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+class TokenFinder:
+    """Finds tokens in texts: the leftmost first, and the longest of those that begin there.
+
+    By the automaton of the tokenizers library, whose time does not depend on the number of tokens.
+
+    >>> TokenFinder(["<s>", "</s>"]).spans("a</s><s>")
+    [(1, 5), (5, 8)]
+    """
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        added = [tokenizers.AddedToken(token, normalized=False) for token in tokens]
+        # Without a vocabulary, the text between added tokens has no tokens.
+        self._backend = tokenizers.Tokenizer(tokenizers.models.BPE()) if added else None
+        if self._backend is not None:
+            self._backend.add_special_tokens(added)
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Start and end of each token in a text."""
+        return [] if self._backend is None else self._backend.encode(text).offsets
+
+    def find_all(self, text: str) -> list[str]:
+        return [text[start:end] for start, end in self.spans(text)]
 
 
 def split_added_tokens(
-    parts: Sequence[str | AddedToken], tokens: Mapping[str, AddedToken], pattern: re.Pattern[str]
+    parts: Sequence[str | AddedToken], tokens: Mapping[str, AddedToken], finder: TokenFinder
 ) -> list[str | AddedToken]:
     """Splits text at added tokens, which may strip adjacent white space.
 
     Args:
         parts: strings, and tokens found before.
         tokens: added tokens by text.
-        pattern: matches the tokens to split at; see :func:`token_pattern`.
+        finder: finds the tokens to split at.
     """
     items: list[str | AddedToken] = []
     for part in parts:
@@ -57,10 +76,9 @@ def split_added_tokens(
             items.append(part)
             continue
         start = 0
-        for match in pattern.finditer(part):
-            items.append(part[start : match.start()])
-            items.append(tokens[match[0]])
-            start = match.end()
+        for token_start, end in finder.spans(part):
+            items += [part[start:token_start], tokens[part[token_start:end]]]
+            start = end
         items.append(part[start:])
     items = [item for item in items if item != ""]
     for i, token in enumerate(items):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
 
@@ -77,9 +77,24 @@ def pad_rows(
     attention_mask = np.zeros((len(rows), length), np.int32)
     for number, row in enumerate(rows):
         columns = slice(length - len(row), length) if side == "left" else slice(0, len(row))
-        input_ids[number, columns] = row
+        input_ids[number, columns] = _checked_row(row, number)
         attention_mask[number, columns] = 1
     return BatchEncoding(input_ids, attention_mask)
+
+
+def _checked_row(row: Sequence[int], number: int) -> Int[np.ndarray, " T"]:
+    if len(row) == 0:
+        return np.zeros(0, np.int32)
+    try:
+        ids = np.asarray(row)
+    except ValueError:  # lists of different lengths
+        ids = np.asarray(None)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InputError(f"row {number} is {str(row)[:60]}: expected a list of token ids")
+    low, high = ids.min(), ids.max()
+    if low < 0 or high >= 2**31:
+        raise InputError(f"row {number} has ids from {low} to {high}: expected 0 or more")
+    return ids
 
 
 def as_tensors(batch: BatchEncoding, return_tensors: ReturnTensors) -> BatchEncoding:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import MissingFileError, TokenizerError
+from jaxllm.common.errors import MissingFileError, TokenizerError, naming_file
+from jaxllm.common.placeholders import check_not_placeholder
 from jaxllm.common.strict_json import parse_json
 
 NAMED_TOKENS = (
@@ -29,7 +30,7 @@ LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 GPT2_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 MAX_FILE_BYTES = 64 * 2**20
-MAX_ADDED_TOKENS = 2**16
+MAX_ADDED_TOKENS = 2**17
 MAX_ADDED_TOKEN_BYTES = 256
 FILE_NAMES = (
     "tokenizer.json",
@@ -109,15 +110,15 @@ class TokenizerFiles:
 
     @staticmethod
     def _read(path: Path) -> bytes:
-        try:
+        with naming_file(path, TokenizerError, "read"):
             size = path.stat().st_size
             if size > MAX_FILE_BYTES:
                 raise TokenizerError(
                     f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} are read of this file"
                 )
-            return path.read_bytes()
-        except OSError as failure:
-            raise TokenizerError(f"{path}: cannot be read ({failure.strerror})") from failure
+            data = path.read_bytes()
+        check_not_placeholder(path, data, TokenizerError)
+        return data
 
     def __contains__(self, name: str) -> bool:
         return name in self.contents

@@ -178,6 +178,8 @@ class TextEncoder(Vocabulary):
 
 
 def check_text(text: Any, max_bytes: int) -> None:
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
+        raise InputError(f"max_bytes is {max_bytes!r}: expected an int")
     if not isinstance(text, str):
         raise InputError(f"a text must be a str, not {type(text).__name__}")
     try:

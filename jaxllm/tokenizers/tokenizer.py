@@ -195,6 +195,8 @@ class Tokenizer(TextEncoder):
         side = checked_side(padding_side or self.padding_side, InputError)
         if bucket is not None and pad_to_multiple_of is not None:
             raise InputError("give bucket or pad_to_multiple_of, not both")
+        if not hasattr(rows, "__len__") or not all(hasattr(row, "__len__") for row in rows):
+            raise InputError(f"rows: expected lists of token ids, found {str(rows)[:60]}")
         if len(rows) == 0:
             raise InputError("the batch is empty: give at least one prompt")
         if max_length is not None or padding == "max_length":

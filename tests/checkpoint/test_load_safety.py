@@ -135,7 +135,12 @@ class Bomb:
         return Path.touch, (self.mark,)
 
 
-@pytest.mark.parametrize("shard", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin"])
+LONG_NAME = "x" * 250 + ".safetensors"
+
+
+@pytest.mark.parametrize(
+    "shard", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin", LONG_NAME]
+)
 def test_index_outside_the_folder(copy, shard):
     folder = copy("llama_bias")
     (folder / "model.safetensors").unlink()

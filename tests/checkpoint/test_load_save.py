@@ -17,7 +17,13 @@ from paths import DATA
 
 import jaxllm
 from jaxllm.checkpoint.safetensors.reader import open_safetensors
-from jaxllm.common.errors import CheckpointError, InputError, NonFiniteError, UnsupportedError
+from jaxllm.common.errors import (
+    CheckpointError,
+    ConfigError,
+    InputError,
+    NonFiniteError,
+    UnsupportedError,
+)
 from jaxllm.models.build_options import Options
 from jaxllm.models.weights import parameters
 
@@ -91,7 +97,10 @@ def test_saving_over_the_loaded_files(tmp_path):
     shutil.copytree(ROOT / "sharded" / "f32", folder)
     before = tensors_of(folder)
     model, _ = jaxllm.load(folder)
-    jaxllm.save_hf(folder, model)
+    with pytest.raises(CheckpointError, match=r"there is a model already \(config\.json, model-"):
+        jaxllm.save_hf(folder, model)
+    assert tensors_of(folder) == before
+    jaxllm.save_hf(folder, model, overwrite=True)
     assert tensors_of(folder) == before
     assert [p.name for p in folder.glob("*.safetensors*")] == ["model.safetensors"]
 
@@ -114,6 +123,39 @@ def test_trained_weights_stay_float32(tmp_path):
     again, _ = jaxllm.load(tmp_path)
     for path, x in parameters(trained).items():
         np.testing.assert_array_equal(parameters(again)[path], x)
+
+
+def test_overridden_config_is_saved(tmp_path):
+    """A folder that was loaded past an unknown field loads without help once it is saved."""
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "gpt2_base", folder)
+    raw = config_of(folder) | {"logit_scale": 2.0}
+    del raw["model_type"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"model_type: .*config=\{"):
+        jaxllm.load(folder)
+    with pytest.raises(UnsupportedError, match=r"logit_scale \(2\.0\)"):
+        jaxllm.load(folder, config={"model_type": "gpt2"})
+    past = {"model_type": "gpt2", "logit_scale": None, "attn_pdrop": 0.25}
+    model, _ = jaxllm.load(folder, config=past)
+    jaxllm.save_hf(tmp_path / "saved", model)
+    again, _ = jaxllm.load(tmp_path / "saved")
+    assert again.config == model.config
+    assert again.config.attn_pdrop == 0.25
+
+
+def test_token_ids_outside_the_vocabulary(tmp_path):
+    """Ids of a larger vocabulary, left in both files, count as unset."""
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "gpt2_base", folder)
+    ids = {"bos_token_id": 50256, "eos_token_id": [4, 50256], "pad_token_id": 50257}
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | ids))
+    for files in ({}, {"generation_config.json": ids}):
+        for name, fields in files.items():
+            (folder / name).write_text(json.dumps(fields))
+        model, _ = jaxllm.load(folder)
+        assert model.config.eos_token_ids == (4,)
+        assert dict(model.generation_config.to_dict()) == {"eos_token_id": (4,)}
 
 
 def test_changed_config_field_is_saved(tmp_path):

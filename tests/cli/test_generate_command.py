@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -99,6 +100,22 @@ def test_streamed_text_equals_whole_text(run) -> None:
     assert streamed.code == whole.code == 0, streamed.err
     assert streamed.out == whole.out
     assert len(streamed.out) > 10
+
+
+def test_config_fields_and_class_from_the_command_line(run, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(LLAMA, folder)
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"logit_scale": 2.0, "note": {"a": 1}, "architectures": ["LlamaForEverything"]}
+    (folder / "config.json").write_text(json.dumps(raw))
+    refused = run("--model", folder, "--architecture", "LlamaForCausalLM", "a", *SHORT)
+    assert refused.code == 2
+    assert "logit_scale (2.0), note" in refused.err
+    assert "--config KEY=null" in refused.err
+    past = ("--config", "logit_scale=null", "--config", "note=null")
+    named = run("--model", folder, *past, "--architecture", "LlamaForCausalLM", "a", *SHORT)
+    assert (named.code, named.out) == (0, run("--model", LLAMA, "a", *SHORT).out), named.err
+    assert run("--model", LLAMA, "--config", "note", "a").code == 2
 
 
 def test_prompt_as_option(run) -> None:

@@ -25,12 +25,11 @@ from jaxllm.common.errors import (
 )
 from jaxllm.generation.call.prepare import prepare_call
 from jaxllm.generation.generate import program_model
-from jaxllm.planning import LoweredProgram, Workload, lower
+from jaxllm.planning import LoweredProgram, lower
 from jaxllm.planning.plan import plan_program
 from jaxllm.planning.topology import CHIPS
 
-SMALL = Workload(batch=2, prompt=5, new=6, slots=4)
-SIZES = {"batch": 2, "prompt": 5, "new": 6, "slots": 4}
+SMALL = {"batch": 2, "prompt": 5, "new": 6, "slots": 4}
 FIELDS = (
     "name",
     "weight_bytes",
@@ -65,12 +64,12 @@ needs_gpu = pytest.mark.skipif(
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_lowered_programs_are_those_that_generate_runs(family: str) -> None:
     model = tiny.cached(family)
-    ids = tiny.ids(SMALL.batch, SMALL.prompt)
-    keywords = {"max_new_tokens": SMALL.new, "do_sample": False}
+    ids = tiny.ids(SMALL["batch"], SMALL["prompt"])
+    keywords = {"max_new_tokens": SMALL["new"], "do_sample": False}
     request = prepare_call(model, ids, None, None, 0, keywords)
     bare = program_model(model, request)
     prefill, decode = (
-        lower(model, name, workload=SMALL)[0].lowered.compile() for name in ("prefill", "decode")
+        lower(model, name, **SMALL)[0].lowered.compile() for name in ("prefill", "decode")
     )
     # A compiled program refuses arguments of other shapes, dtypes or structure.
     state = prefill(request.strategy, bare, request.prompt, request.settings)
@@ -103,7 +102,7 @@ def test_an_abstract_model_of_a_gguf_header(smollm2_gguf: Path) -> None:
 
 @pytest.mark.parametrize("family", tiny.mostly("llama"))
 def test_costs_of_all_programs(family: str) -> None:
-    found = jaxllm.plan(tiny.CONFIGS[family], "cpu", dtype="float32", **SIZES)
+    found = jaxllm.plan(tiny.CONFIGS[family], "cpu", dtype="float32", **SMALL)
     by_name = {program.name: program for program in found.programs}
     assert list(by_name) == ["decode", "prefill", "batch.step", "batch.admit", "train"]
     weights = sum(x.nbytes for x in jax.tree.leaves(tiny.cached(family)))
@@ -124,9 +123,9 @@ def test_costs_of_all_programs(family: str) -> None:
 
 
 def test_a_decode_step_of_t5_reads_no_encoder() -> None:
-    (program,) = lower(tiny.cached("t5"), "decode", workload=SMALL)
+    (program,) = lower(tiny.cached("t5"), "decode", **SMALL)
     assert program.read_weight_bytes < program.weight_bytes
-    (prefill,) = lower(tiny.cached("t5"), "prefill", workload=SMALL)
+    (prefill,) = lower(tiny.cached("t5"), "prefill", **SMALL)
     assert prefill.read_weight_bytes == prefill.weight_bytes
 
 
@@ -214,7 +213,7 @@ def test_a_program_that_the_compiler_refuses_does_not_fit() -> None:
 
 
 def check_decode(topology: str) -> Any:
-    found = jaxllm.plan(tiny.CONFIGS["llama"], topology, program="decode", **SIZES)
+    found = jaxllm.plan(tiny.CONFIGS["llama"], topology, program="decode", **SMALL)
     (program,) = found.programs
     assert program.fits
     assert program.floor_step_us > 0
@@ -236,7 +235,7 @@ def test_a_tpu_mesh_of_two_processes() -> None:
         "v5e:2x4",
         mesh={"data": 4, "tensor": 2},
         program=("decode", "batch"),
-        **SIZES | {"batch": 4},
+        **SMALL | {"batch": 4},
     )
     assert found.devices == 8
     assert [p.name for p in found.programs] == ["decode", "batch.step", "batch.admit"]

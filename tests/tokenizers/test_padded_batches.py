@@ -88,6 +88,34 @@ def test_refused_batches(tokenizer):
         tokenizer(["a", 7])
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "rows: expected lists of token ids, found None"),
+        ([None], r"rows: expected lists of token ids, found \[None\]"),
+        ([[5], [None]], r"row 1 is \[None\]"),
+        ([[1.5]], "row 0 is .* expected a list of token ids"),
+        (["ab"], "row 0 is ab"),
+        ([[[1], [2, 3]]], "row 0 is"),
+        ([[5, -100]], "row 0 has ids from -100 to 5"),
+        ([[2**40]], "expected 0 or more"),
+    ],
+)
+def test_rows_that_are_no_ids(tokenizer, rows, message):
+    with pytest.raises(InputError, match=message):
+        tokenizer.pad(rows)
+
+
+def test_tokens_outside_the_vocabulary(tokenizer):
+    assert tokenizer.id_to_token(-1) is tokenizer.id_to_token(len(tokenizer)) is None
+    assert tokenizer.convert_ids_to_tokens([len(tokenizer)]) == [None]
+    for call in (tokenizer.convert_ids_to_tokens, tokenizer.convert_tokens_to_ids):
+        with pytest.raises(InputError, match="found NoneType"):
+            call(None)
+        with pytest.raises(InputError, match="NoneType"):
+            call([None])
+
+
 def test_split_special_tokens(tokenizer):
     ids = tokenizer("x</s>y", split_special_tokens=True, add_special_tokens=False).input_ids
     assert tokenizer.eos_token_id not in ids

@@ -1,4 +1,4 @@
-"""Typed access to the metadata fields of a GGUF model."""
+"""Typed access to the metadata fields of a GGUF model; `config.py` says what they mean."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ def digests(arrays: dict[str, jax.Array]) -> dict[str, str]:
     >>> digests({"a": a, "b": a.at[1, 2].add(1e-6), "c": a})
     {'a': '99da54f8c592a093', 'b': '8ba3444734296f96', 'c': '99da54f8c592a093'}
     """
-    found = {name: ready(digest(array)) for name, array in arrays.items()}
-    words = jax.device_get(found)
-    return {name: f"{int(high):08x}{int(low):08x}" for name, (high, low) in words.items()}
+    words = {name: ready(digest(array)) for name, array in arrays.items()}
+    host_words = jax.device_get(words)
+    return {name: f"{int(high):08x}{int(low):08x}" for name, (high, low) in host_words.items()}
 
 
 def ready(x: Array) -> Array:

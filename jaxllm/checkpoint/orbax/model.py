@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.orbax.run_checkpoints import RunCheckpoints
 from jaxllm.checkpoint.orbax.steps import Record
@@ -50,7 +51,7 @@ def describe(model: Model) -> dict[str, Any]:
 def load_weights(
     folder: Path,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     attn_implementation: str = "eager",
     remat: bool = False,
@@ -84,7 +85,7 @@ def load_weights(
     return model
 
 
-def saved_dtype(record: Record, path: str, default: Any) -> Any:
+def saved_dtype(record: Record, path: str, default: np.dtype) -> np.dtype:
     leaf = record.leaves.get(path)
     return default if leaf is None else jnp.dtype(leaf.dtype)
 

@@ -82,11 +82,11 @@ class StepReader:
         raise self._none_sound(problems)
 
     def _candidates(self, step: int | None) -> list[int]:
-        found = together(lambda: steps_on_disk.numbered(self.folder), CheckpointError)
-        if step is None and found:
-            return found[::-1]
-        if step is None or step not in found:
-            existing = f"; there are {', '.join(map(str, found))}" if found else ""
+        steps = together(lambda: steps_on_disk.numbered(self.folder), CheckpointError)
+        if step is None and steps:
+            return steps[::-1]
+        if step is None or step not in steps:
+            existing = f"; there are {', '.join(map(str, steps))}" if steps else ""
             missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             raise MissingFileError(f"{self.folder}: {missing}{existing}")
         return [step]

@@ -162,9 +162,9 @@ class RunCheckpoints:
         leaves = flatten(arrays)
         check_arrays(leaves)
         bits = {name: bits_of(leaf) for name, leaf in leaves.items()}
-        found = digests(bits)
+        digest_of = digests(bits)
         described = {
-            name: Leaf(str(leaf.dtype), tuple(leaf.shape), found[name])
+            name: Leaf(str(leaf.dtype), tuple(leaf.shape), digest_of[name])
             for name, leaf in leaves.items()
         }
         record = seal(Record(step, meta, finite_or_none(metric), described))

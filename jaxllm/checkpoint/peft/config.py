@@ -114,7 +114,7 @@ def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
             'load_adapter(..., config={"KEY": None})'
         )
     present = {name: raw[name] for name in sorted(fields) if raw.get(name) is not None}
-    values = {
+    values: dict[str, Any] = {
         name: check_patterns(name, value)
         if name in ("rank_pattern", "alpha_pattern")
         else coerce(name, value, hints[name])

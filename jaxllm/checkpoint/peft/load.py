@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,10 +34,12 @@ from jaxllm.models.weights import Entry, parameters, with_parameters
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.lora import LoraLinear
 
+M = TypeVar("M", bound=Model)
+
 
 def load_adapter(
-    model: Model, folder: str | PathLike[str], *, config: Mapping[str, Any] | None = None
-) -> Any:
+    model: M, folder: str | PathLike[str], *, config: Mapping[str, Any] | None = None
+) -> M:
     """Adds a PEFT adapter to a model; returns a new model that shares its arrays.
 
     Every tensor of the file must belong to the model, and every layer that target_modules names
@@ -74,25 +77,27 @@ def load_adapter(
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def with_adapter(model: Model, config: PeftConfig, tensors: Mapping[str, np.ndarray]) -> Any:
+def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]) -> M:
     """Adds the adapter of these tensors to the model; each tensor is used exactly once."""
-    left = {name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)}
-    if len(left) < len(tensors):
-        odd = next(name for name in tensors if not name.startswith(PREFIX))
-        raise CheckpointError(f"unexpected {quoted(odd)}: names begin with {PREFIX}")
+    unused = {
+        name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)
+    }
+    if len(unused) < len(tensors):
+        other = next(name for name in tensors if not name.startswith(PREFIX))
+        raise CheckpointError(f"unexpected {quoted(other)}: names begin with {PREFIX}")
     entries, layers = weight_entries(model), {}
     for name, entry in entries.items():
         linear = isinstance(module_at(model, paths_of(entry)[0]), Linear)
-        present = any(f"{name}.{part}" in left for part in (A, B, MAGNITUDE))
+        present = any(f"{name}.{part}" in unused for part in (A, B, MAGNITUDE))
         targeted = isinstance(config.target_modules, tuple) and config.targets(name)
         if present and linear:
             if isinstance(config.target_modules, tuple) and not targeted:
                 raise CheckpointError(f"{name} has LoRA, but target_modules does not name it")
-            check_base(model, name, entry, left)
-            layers |= split_layers(model, config, name, entry, left)
+            check_base(model, name, entry, unused)
+            layers |= split_layers(model, config, name, entry, unused)
         elif targeted and linear and not config.narrowed and not is_saved(config, name):
             raise CheckpointError(f"{name}.{A} is missing, but target_modules names its module")
-    saved: dict[str, Any] = {}
+    saved: dict[str, jax.Array] = {}
     for name in config.modules_to_save:
         matching = [e for e in base_entries(model) if e.tensor.rpartition(".")[0].endswith(name)]
         if not matching and not (task_of(model) == "SEQ_CLS" and name in CLASSIFIER_NAMES):
@@ -101,12 +106,11 @@ def with_adapter(model: Model, config: PeftConfig, tensors: Mapping[str, np.ndar
             )
         for entry in matching:
             if not set(entry.parameters) <= saved.keys():
-                saved |= take_saved(model, entry, left)
-    if left:
-        more = (
-            "; embeddings with LoRA are not implemented" if "embedding_" in " ".join(left) else ""
-        )
-        raise CheckpointError(f"unexpected: {listed([quoted(name) for name in left])}{more}")
+                saved |= take_saved(model, entry, unused)
+    if unused:
+        on_embeddings = any("embedding_" in name for name in unused)
+        advice = "; embeddings with LoRA are not implemented" if on_embeddings else ""
+        raise CheckpointError(f"unexpected: {listed([quoted(name) for name in unused])}{advice}")
     if not layers:
         raise CheckpointError("no tensor belongs to LoRA")
     check_tied(model, saved)
@@ -115,19 +119,19 @@ def with_adapter(model: Model, config: PeftConfig, tensors: Mapping[str, np.ndar
 
 
 def split_layers(
-    model: Model, config: PeftConfig, name: str, entry: Entry, left: dict[str, np.ndarray]
+    model: Model, config: PeftConfig, name: str, entry: Entry, unused: dict[str, np.ndarray]
 ) -> dict[str, LoraLinear]:
-    """Builds our layers for one PEFT layer; removes its tensors from `left`."""
+    """Builds our layers for one PEFT layer; removes its tensors from `unused`."""
     bases = {path: module_at(model, path) for path in paths_of(entry)}
     outputs = [base.weight[...].shape[0] for base in bases.values()]
     inputs = next(iter(bases.values())).weight[...].shape[1]
     rank = config.rank_of(name)
-    a = take(left, f"{name}.{A}", (rank, inputs))
-    b = take(left, f"{name}.{B}", (sum(outputs), rank))
+    a = take(unused, f"{name}.{A}", (rank, inputs))
+    b = take(unused, f"{name}.{B}", (sum(outputs), rank))
     parts = np.split(b, len(bases))
     magnitudes: Sequence[Any] = [None] * len(bases)
     if config.use_dora:
-        magnitudes = np.split(take(left, f"{name}.{MAGNITUDE}", (sum(outputs),)), len(bases))
+        magnitudes = np.split(take(unused, f"{name}.{MAGNITUDE}", (sum(outputs),)), len(bases))
     return {
         path: LoraLinear(
             base,
@@ -142,9 +146,9 @@ def split_layers(
     }
 
 
-def check_base(model: Model, name: str, entry: Entry, left: dict[str, np.ndarray]) -> None:
+def check_base(model: Model, name: str, entry: Entry, unused: dict[str, np.ndarray]) -> None:
     """Checks the base weight that PEFT saves beside the LoRA of an LM head."""
-    tensor = left.pop(f"{name}.base_layer.weight", None)
+    tensor = unused.pop(f"{name}.base_layer.weight", None)
     if tensor is None:
         return
     params = parameters(model)
@@ -156,23 +160,23 @@ def check_base(model: Model, name: str, entry: Entry, left: dict[str, np.ndarray
         )
 
 
-def take_saved(model: Model, entry: Entry, left: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Parameters from one tensor of modules_to_save; removes it from `left`."""
+def take_saved(model: Model, entry: Entry, unused: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Parameters from one tensor of modules_to_save; removes it from `unused`."""
     params = parameters(model)
     rows, *columns = params[entry.parameters[0]].shape
     shape = (rows * len(entry.parameters), *columns)
-    tensor = take(left, entry.tensor, shape[::-1] if entry.transposed else shape)
+    tensor = take(unused, entry.tensor, shape[::-1] if entry.transposed else shape)
     return {
         ours: jnp.array(part, jnp.promote_types(part.dtype, params[ours].dtype))
         for ours, part in zip(entry.parameters, entry.split(tensor), strict=True)
     }
 
 
-def take(left: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Removes a tensor of this shape from `left` and returns it."""
-    if name not in left:
+def take(unused: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Removes a tensor of this shape from `unused` and returns it."""
+    if name not in unused:
         raise CheckpointError(f"{name} is missing")
-    tensor = left.pop(name)
+    tensor = unused.pop(name)
     if tensor.shape != shape:
         raise CheckpointError(
             f"{name} has shape {list(tensor.shape)}, but model and config imply {list(shape)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Container
 
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.classifier import SequenceClassifier
@@ -42,7 +42,7 @@ def task_of(model: Model) -> str:
     return "SEQ_2_SEQ_LM" if seq2seq else "FEATURE_EXTRACTION"
 
 
-def check_tied(model: Model, paths: Any) -> None:
+def check_tied(model: Model, paths: Container[str]) -> None:
     """Raises UnsupportedError if several modules share a weight: PEFT would untie them."""
     headless = getattr(model, "lm_head", True) is None  # tied to the embedding
     for pattern, ours in table_of(model).copies:

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxllm.checkpoint.peft.names import (
@@ -25,7 +26,7 @@ from jaxllm.checkpoint.peft.names import (
 )
 from jaxllm.checkpoint.safetensors.writer import write_safetensors
 from jaxllm.common.atomic_file import make_folder, write_json
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.models.lora import base_entries, lora_layers, module_at
 from jaxllm.models.model import Model
 from jaxllm.models.weights import Entry, parameters
@@ -48,7 +49,11 @@ class Adapter:
 
 
 def save_adapter(
-    folder: str | PathLike[str], model: Model, *, base_model: str | None = None
+    folder: str | PathLike[str],
+    model: Model,
+    *,
+    base_model: str | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes the LoRA of a model, and its modules_to_save, in PEFT's format.
 
@@ -59,12 +64,19 @@ def save_adapter(
         model: A model from `add_lora` or `load_adapter`.
         base_model: Path or Hub id of the base model, written to the config. None: the path that
             `load` loaded the model from, if it did.
+        overwrite: Replace an adapter that is in the folder.
 
     Raises:
+        CheckpointError: The folder holds an adapter already, or cannot be written.
         InputError: The model has no LoRA, or layers of different kinds.
         UnsupportedError: modules_to_save has a tied embedding, which PEFT would untie.
     """
     folder = Path(folder).expanduser()
+    if not overwrite and any((folder / name).exists() for name in (CONFIG, WEIGHTS)):
+        raise CheckpointError(
+            f"{folder}: there is an adapter already; use another folder, or overwrite=True to "
+            "replace it"
+        )
     layers = lora_layers(model)
     if not layers:
         raise InputError("save_adapter: the model has no LoRA; save_hf writes whole models")
@@ -150,7 +162,7 @@ def fuse(parts: Sequence[Linear]) -> Adapter:
     return Adapter(a, b, magnitude, int(alpha) if alpha == int(alpha) else alpha)
 
 
-def magnitude_of(part: Linear) -> Any:
+def magnitude_of(part: Linear) -> jax.Array:
     """DoRA's magnitude of each row; the row's norm for a layer without DoRA."""
     if isinstance(part, LoraLinear) and part.lora_magnitude is not None:
         return part.lora_magnitude[...]

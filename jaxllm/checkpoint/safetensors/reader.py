@@ -166,6 +166,7 @@ def _is_plain_file_name(name: object) -> bool:
         isinstance(name, str)
         and name.endswith(".safetensors")
         and name.isprintable()
+        and len(name.encode()) <= 255  # longer than file systems allow
         and not name.startswith((".", "~"))
         and ":" not in name
         and name == PurePosixPath(name).name == PureWindowsPath(name).name
@@ -192,12 +193,13 @@ def open_safetensors(path: str | PathLike[str]) -> WeightSource:
         return SafetensorsFile(path / SINGLE)
     if (path / INDEX).is_file():
         return ShardedSafetensors(path / INDEX)
-    others = sorted(p.name for p in path.iterdir() if p.suffix.lower() in OTHER_FORMATS)
-    if others:
-        raise UnsupportedError(f"{path} holds only {', '.join(others[:5])}: {USE_SAFETENSORS}")
-    found = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".gguf"))
+    names = sorted(p.name for p in path.iterdir())
+    pickles = [name for name in names if name.lower().endswith(OTHER_FORMATS)]
+    if pickles:
+        raise UnsupportedError(f"{path} holds only {', '.join(pickles[:5])}: {USE_SAFETENSORS}")
+    readable = [name for name in names if name.endswith((".safetensors", ".gguf"))]
+    hint = f", only {', '.join(readable[:5])}: name the file to read it" if readable else ""
     raise MissingFileError(
-        f"{path}: neither {SINGLE} nor {INDEX} is there"
-        + (f", only {', '.join(found[:5])}: name the file to read it" if found else "")
-        + "; weights in other formats must be converted to safetensors first"
+        f"{path}: neither {SINGLE} nor {INDEX} is there{hint}; weights in other formats must be "
+        "converted to safetensors first"
     )

@@ -8,9 +8,7 @@ is not used: its numpy version (0.8.0) writes wrong data for transposed, sliced 
 from __future__ import annotations
 
 import math
-import os
 import re
-import secrets
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -20,7 +18,7 @@ import numpy as np
 
 from jaxllm.checkpoint.safetensors.header import check_names, layout
 from jaxllm.checkpoint.safetensors.reader import INDEX, SINGLE, SafetensorsFile
-from jaxllm.common.atomic_file import sync_folder, write_json
+from jaxllm.common.atomic_file import replacing, write_json
 from jaxllm.common.errors import CheckpointError, MissingFileError, naming_file
 
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -35,9 +33,9 @@ def write_safetensors(
 ) -> None:
     """Writes arrays (numpy, or JAX arrays on any device) to one safetensors file, atomically.
 
-    The file is written beside ``path`` under a temporary name, flushed to disk, read back and
-    compared with the arrays bit by bit, and then renamed; a failure leaves the file at ``path``
-    unchanged. Needs memory for one contiguous tensor besides the arrays.
+    The file is written beside ``path`` under a temporary name, read back and compared with the
+    arrays bit by bit, flushed to disk and renamed; a failure leaves the file at ``path`` unchanged.
+    Needs memory for one contiguous tensor besides the arrays.
 
     Args:
         path: The file to create or replace; its folder must exist.
@@ -53,15 +51,9 @@ def write_safetensors(
     if not path.parent.is_dir():
         raise MissingFileError(f"{path.parent}: no such folder to write {path.name} in")
     arrays = _as_dict(tensors)
-    temporary = _temporary(path)
-    with naming_file(path, CheckpointError, "written"):
-        try:
-            _write(temporary, arrays, metadata)
-            _compare(temporary, arrays, path)
-            os.replace(temporary, path)
-            sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with naming_file(path, CheckpointError, "written"), replacing(path) as partial:
+        _write(partial, arrays, metadata)
+        _compare(partial, arrays, path)
 
 
 def write_sharded(
@@ -88,15 +80,15 @@ def write_sharded(
         ]
     for name, shard in zip(names, shards, strict=True):
         write_safetensors(folder / name, shard)
-    keep = set(names)
+    new_names = set(names)
     if len(shards) > 1:
-        keep.add(INDEX)
+        new_names.add(INDEX)
         weight_map = {t: name for name, shard in zip(names, shards, strict=True) for t in shard}
         total = sum(_nbytes(array) for array in arrays.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX, index)
     for old in folder.iterdir():
-        if old.name not in keep and (old.name == INDEX or _WEIGHT_FILE.fullmatch(old.name)):
+        if old.name not in new_names and (old.name == INDEX or _WEIGHT_FILE.fullmatch(old.name)):
             old.unlink()
     return [folder / name for name in names]
 
@@ -140,16 +132,14 @@ def _contiguous(array: Any) -> np.ndarray:
 
 def _write(path: Path, arrays: dict[str, Any], metadata: Mapping[str, str]) -> None:
     header, entries = layout(arrays, metadata)
-    with path.open("xb") as file:
+    with path.open("wb") as file:
         file.write(header)
         for name, _ in entries:
             file.write(_contiguous(arrays[name]).data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
-def _compare(temporary: Path, arrays: dict[str, Any], path: Path) -> None:
-    with SafetensorsFile(temporary) as written:
+def _compare(partial: Path, arrays: dict[str, Any], path: Path) -> None:
+    with SafetensorsFile(partial) as written:
         if set(written.names()) != arrays.keys():
             raise CheckpointError(f"{path}: the tensor names differ when read back")
         for name, array in arrays.items():
@@ -159,7 +149,3 @@ def _compare(temporary: Path, arrays: dict[str, Any], path: Path) -> None:
                 raise CheckpointError(
                     f"{path}: tensor {name!r} differs when read back; is the disk sound?"
                 )
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

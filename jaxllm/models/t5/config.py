@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.common.errors import ConfigError
+from jaxllm.common.messages import quoted
 from jaxllm.models import config as cfg
 from jaxllm.nn.activations import activation
 
@@ -125,12 +126,12 @@ class T5Config(cfg.ModelConfig):
         )
         if not 4 <= buckets <= 2**16:
             raise ConfigError(
-                f"relative_attention_num_buckets: expected 4 to 65536, found {buckets}"
+                f"relative_attention_num_buckets: expected 4 to 65536, found {quoted(buckets)}"
             )
         if not buckets // 2 < distance <= 2**20:
             raise ConfigError(
                 f"relative_attention_max_distance: expected at most 2**20 and more than half of "
-                f"relative_attention_num_buckets ({buckets // 2}), found {distance}"
+                f"relative_attention_num_buckets ({buckets // 2}), found {quoted(distance)}"
             )
         named = "feed_forward_proj" if config.dense_act_fn is None else "dense_act_fn"
         activation(config.act, where=named)

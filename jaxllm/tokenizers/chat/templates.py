@@ -14,14 +14,14 @@ text, as in transformers.
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from jaxllm.common.errors import InputError, TemplateError
-from jaxllm.tokenizers.added_tokens import token_pattern
+from jaxllm.tokenizers.added_tokens import TokenFinder
 from jaxllm.tokenizers.chat.sandbox import render as _render
 from jaxllm.tokenizers.settings import AddedToken
 
@@ -67,8 +67,8 @@ def render_parts(
     trusted = _json_values(variables, {})
     plain = _json_values(untrusted, {})
     text = _check_unicode(_render(template, {**plain, **trusted}, now))
-    pattern = token_pattern(special)
-    special_tokens = pattern.findall(text)
+    finder = _token_finder(tuple(special))
+    special_tokens = finder.find_all(text)
     if not special_tokens:
         return text
     user_text = "\0".join(_strings(plain))
@@ -85,16 +85,22 @@ def render_parts(
             continue  # the template checks for the character that was replaced
         if _restore(marked_text, placeholders) != text:
             continue
-        if pattern.findall(marked_text) == special_tokens:
+        if finder.find_all(marked_text) == special_tokens:
             return text
-        return _split(marked_text, pattern, special, placeholders)
-    match = re.search(pattern.pattern, user_text, re.IGNORECASE)
-    if match is None:
+        return _split(marked_text, finder, special, placeholders)
+    folded = user_text.encode("utf-8", "replace").decode().casefold()
+    spelled = TokenFinder(token.casefold() for token in special).find_all(folded)
+    if not spelled:
         return text
     raise TemplateError(
-        f"a message spells a special token ({match[0]!r}), and this chat template rewrites"
+        f"a message spells a special token ({spelled[0]!r}), and this chat template rewrites"
         " messages in a way that hides who wrote it: remove the token's text"
     )
+
+
+@lru_cache(maxsize=8)
+def _token_finder(tokens: tuple[str, ...]) -> TokenFinder:
+    return TokenFinder(tokens)
 
 
 def _json_values(value: Any, placeholders: Mapping[int, str]) -> Any:
@@ -194,15 +200,16 @@ def _restore(text: str, placeholders: Mapping[str, str]) -> str:
 
 def _split(
     marked_text: str,
-    pattern: re.Pattern[str],
+    finder: TokenFinder,
     special: Mapping[str, AddedToken],
     placeholders: Mapping[str, str],
 ) -> list[str | AddedToken]:
     parts: list[str | AddedToken] = []
     start = 0
-    for match in pattern.finditer(marked_text):
-        parts += [_restore(marked_text[start : match.start()], placeholders), special[match[0]]]
-        start = match.end()
+    for token_start, end in finder.spans(marked_text):
+        text = _restore(marked_text[start:token_start], placeholders)
+        parts += [text, special[marked_text[token_start:end]]]
+        start = end
     parts.append(_restore(marked_text[start:], placeholders))
     return [part for part in parts if part != ""]
 

@@ -7,16 +7,15 @@ is encoded unchanged (transformers pull request 24565).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Self
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.tokenizers.added_tokens import (
+    TokenFinder,
     place_added_tokens,
     split_added_tokens,
-    token_pattern,
 )
 from jaxllm.tokenizers.batch import PaddingSide
 from jaxllm.tokenizers.sentencepiece.decoding import SPACE, DecodeRules, PiecesToText
@@ -83,8 +82,8 @@ class SentencePieceTokenizer(Tokenizer):
             if token.special or token.content in named
         }
         self.special_ids = frozenset(self._added_ids[text] for text in self._special)
-        self._any_added = token_pattern(self._added_ids)
-        self._plain_added = token_pattern(set(self._added_ids) - set(self._special))
+        self._any_added = TokenFinder(self._added_ids)
+        self._plain_added = TokenFinder(set(self._added_ids) - set(self._special))
         unk = settings.named.get("unk_token")
         self._unk_text = self._model.unk_piece if unk is None else unk.content
         self._unk_length = len(self._model.encode(self._unk_text))
@@ -113,7 +112,7 @@ class SentencePieceTokenizer(Tokenizer):
     def id_to_token(self, index: int) -> str | None:
         if index in self._added:
             return self._added[index].content
-        return self._model.pieces[index] if index < self.vocab_size else None
+        return self._model.pieces[index] if 0 <= index < self.vocab_size else None
 
     @property
     def special_tokens(self) -> Mapping[str, AddedToken]:
@@ -138,10 +137,10 @@ class SentencePieceTokenizer(Tokenizer):
         first = texts[0]
         return [SPACE + first, *texts[1:]] if isinstance(first, str) else [SPACE, *texts]
 
-    def _split(self, parts: Sequence[str | AddedToken], pattern: re.Pattern[str]) -> list[str]:
+    def _split(self, parts: Sequence[str | AddedToken], finder: TokenFinder) -> list[str]:
         """Splits a text into added tokens and pieces."""
         tokens: list[str | AddedToken] = []
-        for item in split_added_tokens(self._prefixed(parts), self._tokens, pattern):
+        for item in split_added_tokens(self._prefixed(parts), self._tokens, finder):
             tokens += [item] if isinstance(item, AddedToken) else self._tokenize(item)
         if (
             not self.legacy

@@ -130,7 +130,7 @@ class FastTokenizer(Tokenizer):
         return self._backend.token_to_id(token)
 
     def id_to_token(self, index: int) -> str | None:
-        return self._tokens[index] if index < len(self._tokens) else None
+        return self._tokens[index] if 0 <= index < len(self._tokens) else None
 
     @property
     def special_tokens(self) -> Mapping[str, AddedToken]:

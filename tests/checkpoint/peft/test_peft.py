@@ -266,6 +266,29 @@ def test_config_errors_name_the_field(field, value, error):
         parse_peft_config({**GOOD, field: value})
 
 
+def test_unknown_fields_are_named_all_at_once_and_can_be_ignored(folder):
+    change(folder, field_of_tomorrow={"on": 1}, other_field=2)
+    words = r"field_of_tomorrow \(.*\), other_field \(2\): .*config="
+    with pytest.raises(UnsupportedError, match=words):
+        load_adapter(base_of("llama_lora"), folder)
+    ignored = {"field_of_tomorrow": None, "other_field": None}
+    assert lora_layers(load_adapter(base_of("llama_lora"), folder, config=ignored))
+
+
+def test_an_adapter_of_mlx_is_named():
+    raw = {"fine_tune_type": "lora", "num_layers": 16, "lora_parameters": {"rank": 8}}
+    with pytest.raises(UnsupportedError, match=r"an adapter of MLX.*mlx_lm\.fuse"):
+        parse_peft_config(raw)
+
+
+def test_saving_over_an_adapter(tmp_path):
+    model = add_lora(tiny.cached("llama"), LoraConfig(targets="attn.q"))
+    save_adapter(tmp_path, model)
+    with pytest.raises(CheckpointError, match=r"there is an adapter already.*overwrite=True"):
+        save_adapter(tmp_path, model)
+    save_adapter(tmp_path, model, overwrite=True)
+
+
 def test_empty_unknown_fields_pass():
     off = {"a_field_of_tomorrow": None, "use_qalora": False, "loftq_config": {}, "eva_config": 1}
     off |= {"_note": "x", "zero": 0, "unsloth_fixed": True, "lorap_emb_lr": 1e-6}
