@@ -22,10 +22,12 @@ from jaxllm.common.errors import (
     ConfigError,
     InputError,
     NonFiniteError,
+    TokenizerError,
     UnsupportedError,
 )
 from jaxllm.models.build_options import Options
 from jaxllm.models.weights import parameters
+from jaxllm.tokenizers import load_tokenizer
 
 MODELS = [name for name in cases() if name != "tables"]
 
@@ -304,6 +306,12 @@ def test_saving_to_a_file_path_is_an_error(tmp_path):
         jaxllm.save_hf(tmp_path / "here", tiny.make("llama"))
     with pytest.raises(CheckpointError, match="cannot be created"):
         jaxllm.save_hf(tmp_path / "here" / "below", tiny.make("llama"))
+    tokenizer = load_tokenizer(ROOT.parent / "conformance" / "models" / "s_llama_tok")
+    with pytest.raises(TokenizerError, match="cannot be created"):
+        tokenizer.save(tmp_path / "here")
+    (tmp_path / "there" / "tokenizer.json").mkdir(parents=True)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be written"):
+        tokenizer.save(tmp_path / "there")
 
 
 def test_half_precision_model_without_checkpoint(tmp_path):

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import logging
 import re
 import shutil
 from collections.abc import Collection, Mapping
@@ -175,12 +176,19 @@ def async_checkpointer() -> Any:
     Not a `CheckpointManager`: its `save` returns True for saves that fail later, and its
     `latest_step` counts empty folders.
     """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(is_no_trace_of_orbax)
     ocp = orbax()
     arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)  # as `read_arrays` reads
     handler = ocp.CompositeCheckpointHandler(
         **{ARRAYS: arrays, "record": ocp.JsonCheckpointHandler()}
     )
     return ocp.AsyncCheckpointer(handler)
+
+
+def is_no_trace_of_orbax(record: logging.LogRecord) -> bool:
+    """False for tracebacks that are logged of a failed save, which is raised as one error too."""
+    return not (record.exc_info and "orbax" in record.pathname + record.getMessage())
 
 
 def start_saving(
