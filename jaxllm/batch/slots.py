@@ -49,7 +49,7 @@ class SlotCache(Cache):
         fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
         return cls(**{**fields, "length": jnp.broadcast_to(cache.length, rows)})
 
-    def aligned(self) -> Self:
+    def align_lengths(self) -> Self:
         return self
 
     def make_view(self, mask, *, cache_is_empty=False, branches=None):

@@ -208,7 +208,7 @@ class Cache:
         tokens = jnp.sum(mask, axis=-1, dtype=jnp.int32)
         return self.replace(mask=mask, length=length, next_position=tokens)
 
-    def with_common_length(self) -> Self:
+    def align_lengths(self) -> Self:
         """The cache with the largest `length` for all rows: writes are then one slice update.
         Shorter rows get a gap, which the mask hides."""
         return self.replace(length=jnp.max(self.length))

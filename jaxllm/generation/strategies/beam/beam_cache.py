@@ -39,7 +39,7 @@ class BeamCache:
     @staticmethod
     def init(cache: Cache, batch: int, beams: int) -> BeamCache:
         """Cache of beams after the prompt in `cache` (2 * batch rows with guidance)."""
-        aligned = cache.with_common_length()
+        aligned = cache.align_lengths()
         seen = jnp.arange(cache.capacity) < aligned.length[..., None, None]
         seen = jnp.broadcast_to(seen, (batch, beams, cache.capacity))
         return BeamCache(aligned, seen, aligned.length, cache.length)
