@@ -1,6 +1,7 @@
 """Tokenizers: sentencepiece, tokenizer.json, GGUF vocabularies, chat templates."""
 
 from jaxllm.tokenizers.batch import BatchEncoding, ListEncoding, bucket_length
+from jaxllm.tokenizers.byt5 import ByT5Tokenizer
 from jaxllm.tokenizers.gguf_vocab import tokenizer_from_gguf
 from jaxllm.tokenizers.loading import load_tokenizer
 from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
@@ -12,6 +13,7 @@ from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer, GPT2Tokeni
 __all__ = [
     "AddedToken",
     "BatchEncoding",
+    "ByT5Tokenizer",
     "FastTokenizer",
     "GPT2Tokenizer",
     "ListEncoding",

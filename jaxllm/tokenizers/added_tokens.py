@@ -60,6 +60,15 @@ class TokenFinder:
         return [text[start:end] for start, end in self.spans(text)]
 
 
+def with_eos(ids: list[int], pair: list[int] | None, eos: int | None) -> list[int]:
+    """Adds T5's EOS after one or two sequences that do not end with it."""
+
+    def ended(ids: list[int]) -> list[int]:
+        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+    return ended(ids) if pair is None else ended(ids) + ended(pair)
+
+
 def split_added_tokens(
     parts: Sequence[str | AddedToken], tokens: Mapping[str, AddedToken], finder: TokenFinder
 ) -> list[str | AddedToken]:

@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 
 from jaxllm.common.errors import UnsupportedError
+from jaxllm.tokenizers.byt5 import ByT5Tokenizer
 from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import TokenizerFiles, read_settings
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -19,8 +20,8 @@ def load_tokenizer(folder: str | PathLike[str]) -> Tokenizer | None:
 
     ``tokenizer_class`` in tokenizer_config.json decides. ``LlamaTokenizer`` and ``T5Tokenizer`` are
     read from their sentencepiece model if present, since it defines their ids; all others, and
-    these two without a model, from tokenizer.json. Without a class, the first of these files that
-    is present decides.
+    these two without a model, from tokenizer.json. ``ByT5Tokenizer`` needs neither. Without a
+    class, the first of these files that is present decides.
 
     Raises:
         MissingFileError: the folder does not exist.
@@ -28,11 +29,13 @@ def load_tokenizer(folder: str | PathLike[str]) -> Tokenizer | None:
         UnsupportedError: another type of tokenizer.
     """
     files = TokenizerFiles(Path(folder))
+    settings = read_settings(files)
+    class_name = (settings.tokenizer_class or "").removesuffix("Fast")
+    if class_name == "ByT5Tokenizer":
+        return ByT5Tokenizer.from_files(files, settings)
     present = [name for name in _VOCABULARIES if name in files]
     if not present:
         return None
-    settings = read_settings(files)
-    class_name = (settings.tokenizer_class or "").removesuffix("Fast")
     if "tokenizer.model" in files and class_name in ("LlamaTokenizer", ""):
         return LlamaTokenizer.from_files(files, settings)
     if "spiece.model" in files and class_name in ("T5Tokenizer", ""):
@@ -44,5 +47,5 @@ def load_tokenizer(folder: str | PathLike[str]) -> Tokenizer | None:
     raise UnsupportedError(
         f"{files.folder}: cannot read a {class_name or 'tokenizer'} from {', '.join(present)}:"
         " supported are tokenizer.json, LlamaTokenizer with tokenizer.model, T5Tokenizer with"
-        " spiece.model and GPT2Tokenizer with vocab.json and merges.txt"
+        " spiece.model and GPT2Tokenizer with vocab.json and merges.txt, ByT5Tokenizer"
     )

@@ -16,6 +16,7 @@ from jaxllm.tokenizers.added_tokens import (
     TokenFinder,
     place_added_tokens,
     split_added_tokens,
+    with_eos,
 )
 from jaxllm.tokenizers.batch import PaddingSide
 from jaxllm.tokenizers.sentencepiece.decoding import SPACE, DecodeRules, PiecesToText
@@ -264,11 +265,7 @@ class T5Tokenizer(SentencePieceTokenizer):
         }
 
     def _add_special_tokens(self, ids: list[int], pair: list[int] | None) -> list[int]:
-        return self._ended(ids) if pair is None else self._ended(ids) + self._ended(pair)
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        eos = self.eos_token_id
-        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+        return with_eos(ids, pair, self.eos_token_id)
 
     def _decode_rules(self) -> DecodeRules:
         return replace(

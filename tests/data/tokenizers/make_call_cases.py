@@ -79,12 +79,44 @@ def describe(folder):
     }
 
 
+def byt5():
+    """A folder with settings alone, and what transformers writes of it."""
+    result = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"tokenizer_class": "ByT5Tokenizer", "eos_token": "</s>", "pad_token": "<pad>"}
+        for path in (Path(folder) / "first", Path(folder) / "second"):
+            path.mkdir(exist_ok=True)
+            if not result:
+                (path / "tokenizer_config.json").write_text(json.dumps(config))
+            tokenizer = transformers.ByT5Tokenizer.from_pretrained(path)
+            ids = [tokenizer.encode(text) for text in random_texts(200, seed=1)]
+            rows = [
+                [(7 * n * n + 13 * row) % len(tokenizer) for n in range(9)] for row in range(60)
+            ]
+            result.append(
+                {
+                    "files": {p.name: json.loads(p.read_text()) for p in path.iterdir()},
+                    "sizes": [size, tokenizer.vocab_size],
+                    "special_ids": sorted(tokenizer.all_special_ids),
+                    "ids": zlib.crc32(json.dumps(ids).encode()),
+                    "texts": [tokenizer.decode(row) for row in rows],
+                    "skipped": [tokenizer.decode(row, skip_special_tokens=True) for row in rows],
+                    "pair": tokenizer.encode("é <extra_id_0> x", "b</s>"),
+                    "tokens": tokenizer.tokenize("é <extra_id_0> x"),
+                    "padded": lists(tokenizer(["a", "bcd"], padding=True)),
+                }
+            )
+            tokenizer.save_pretrained(Path(folder) / "second")
+    return result
+
+
 def main():
     configs = json.loads((HERE / "fast_cases.json").read_text(encoding="utf-8"))["tokenizers"]
     result = {
         "transformers": transformers.__version__,
         "batch": BATCH,
         "second": SECOND,
+        "byt5": byt5(),
         "tokenizers": {},
     }
     for name, cases in configs.items():
