@@ -22,10 +22,10 @@ class Leaf:
     digest: str
 
     def __str__(self) -> str:
-        return describe(self)
+        return dtype_and_shape(self)
 
 
-def describe(leaf: Any) -> str:
+def dtype_and_shape(leaf: Any) -> str:
     """Dtype and shape as text, such as ``float32[2, 3]``."""
     return f"{leaf.dtype}{list(leaf.shape)}"
 
@@ -70,7 +70,7 @@ def check_target(where: str, found: Mapping[str, Leaf], target: Mapping[str, Any
     for name, leaf in target.items():
         if (str(leaf.dtype), tuple(leaf.shape)) != (found[name].dtype, found[name].shape):
             raise CheckpointError(
-                f"{where}: {name} is {found[name]}, but {describe(leaf)} is expected"
+                f"{where}: {name} is {found[name]}, but {dtype_and_shape(leaf)} is expected"
             )
 
 

@@ -32,10 +32,10 @@ def save_weights(folder: Path, model: Model) -> None:
     """Writes parameters and config; an older model in the folder is deleted afterwards."""
     with RunCheckpoints(folder / WEIGHTS, keep=1) as checkpoints:
         latest = checkpoints.latest()
-        checkpoints.save(0 if latest is None else latest + 1, parameters(model), describe(model))
+        checkpoints.save(0 if latest is None else latest + 1, parameters(model), model_meta(model))
 
 
-def describe(model: Model) -> dict[str, Any]:
+def model_meta(model: Model) -> dict[str, Any]:
     """Config and origin, as JSON."""
     origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)
