@@ -55,7 +55,8 @@ def load(
             of its own devices; all processes must call.
         revision: Branch, tag or commit on the Hub.
         architecture: Class name that replaces the one in config.json, such as ``"T5EncoderModel"``.
-        config: Fields that override config.json's, such as dropout rates.
+        config: Fields that override config.json's, such as dropout rates. None: as if the file had
+            none, for a field that jaxllm does not know and that you know to change nothing.
         attn_implementation: "eager", "xla" or "cudnn".
         remat: Recompute activations in the backward pass, block by block.
         allow_nonfinite: Accept NaN and infinite weights.

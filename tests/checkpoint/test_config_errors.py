@@ -86,6 +86,7 @@ LLAMA = [
     ("id2label", ["yes", "no"]),
     ("problem_type", "ranking"),
     ("quantization_config", {"quant_method": "gptq"}),
+    ("quantization", {"group_size": 64, "bits": 4}),
     ("sliding_window", 16),
     ("model_type", "mistral"),
     ("model_type", None),
