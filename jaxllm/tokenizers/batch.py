@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
+from jaxllm.common.messages import quoted
 
 PaddingSide = Literal["left", "right"]
 Padding = bool | Literal["longest", "max_length", "do_not_pad"]
@@ -130,7 +131,7 @@ def padded_length(
             raise InputError("padding='max_length' needs max_length: the tokenizer has none")
         return bucket_length(max(longest, max_length), bucket)
     raise InputError(
-        f"padding is {padding!r}: give True ('longest'), 'max_length' or False ('do_not_pad')"
+        f"padding is {quoted(padding)}: give True ('longest'), 'max_length' or False ('do_not_pad')"
     )
 
 
@@ -145,7 +146,7 @@ def bucket_length(length: int, bucket: Bucket) -> int:
     if bucket == "power_of_two":
         return 1 << (length - 1).bit_length()
     if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < 1:
-        raise InputError(f"bucket is {bucket!r}: give None, a positive int or 'power_of_two'")
+        raise InputError(f"bucket is {quoted(bucket)}: give None, a positive int or 'power_of_two'")
     return -(-length // bucket) * bucket
 
 
@@ -204,7 +205,7 @@ def check_truncation(truncation: Truncation) -> bool:
         return False
     if truncation not in (True, "longest_first", "only_first", "only_second"):
         raise InputError(
-            f"truncation is {truncation!r}: give True ('longest_first'), 'only_first',"
+            f"truncation is {quoted(truncation)}: give True ('longest_first'), 'only_first',"
             " 'only_second' or False ('do_not_truncate')"
         )
     return True
@@ -223,5 +224,5 @@ def checked_side(
 ) -> PaddingSide:
     """Returns ``side``, or raises ``error`` unless it is "left" or "right"."""
     if side not in ("left", "right"):
-        raise error(f"{name} is {side!r}: it must be 'left' or 'right'")
+        raise error(f"{name} is {quoted(side)}: it must be 'left' or 'right'")
     return side

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import MissingFileError, TokenizerError, naming_file
+from jaxllm.common.messages import quoted
 from jaxllm.common.placeholders import check_not_placeholder
 from jaxllm.common.strict_json import parse_json
 
@@ -83,7 +84,9 @@ class TokenizerSettings:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise TokenizerError(f"tokenizer_config.json: {name} is {value!r}, not true or false")
+            raise TokenizerError(
+                f"tokenizer_config.json: {name} is {quoted(value)}, not true or false"
+            )
         return value
 
     def with_defaults(self, **named: str | None) -> TokenizerSettings:
@@ -178,7 +181,9 @@ def read_settings(files: TokenizerFiles) -> TokenizerSettings:
     named = {name: by_content.get(token.content, token) for name, token in named.items()}
     tokenizer_class = options.get("tokenizer_class")
     if tokenizer_class is not None and not isinstance(tokenizer_class, str):
-        raise TokenizerError(f"{source}: tokenizer_class is {tokenizer_class!r}, not a string")
+        raise TokenizerError(
+            f"{source}: tokenizer_class is {quoted(tokenizer_class)}, not a string"
+        )
     return TokenizerSettings(
         tokenizer_class=tokenizer_class,
         named=named,
@@ -200,7 +205,7 @@ def added_tokens_of_json(files: TokenizerFiles) -> dict[int, AddedToken]:
         token = parse_added_token(entry, f"{source}: added_tokens[{number}]", special=False)
         index = entry.get("id") if isinstance(entry, dict) else None
         if type(index) is not int or index < 0 or index in added:
-            raise TokenizerError(f"{source}: added_tokens[{number}] has the id {index!r}")
+            raise TokenizerError(f"{source}: added_tokens[{number}] has the id {quoted(index)}")
         added[index] = token
     _refuse_repeats([token.content for token in added.values()], f"{source}: added_tokens")
     return added
@@ -212,17 +217,17 @@ def parse_added_token(value: Any, source: str, *, special: bool = True) -> Added
         _check_length(value, source)
         return AddedToken(value, special=special)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise TokenizerError(f"{source}: {value!r} is not a token (a string, or an object)")
+        raise TokenizerError(f"{source}: {quoted(value)} is not a token (a string, or an object)")
     if not value["content"]:
         raise TokenizerError(f"{source}: the token's content is empty")
     _check_length(value["content"], source)
     unknown = set(value) - {"content", "id", "__type", *_FLAGS}
     if unknown:
-        raise TokenizerError(f"{source}: a token has the unknown fields {sorted(unknown)}")
+        raise TokenizerError(f"{source}: a token has the unknown fields {quoted(sorted(unknown))}")
     flags = {name: value[name] for name in _FLAGS if name in value}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise TokenizerError(f"{source}: {name} is {flag!r}, not true or false")
+            raise TokenizerError(f"{source}: {name} is {quoted(flag)}, not true or false")
     return AddedToken(value["content"], **{"special": special, **flags})
 
 
@@ -241,7 +246,7 @@ def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     if not isinstance(value, list):
-        raise TokenizerError(f"{source}: {name} is {value!r}, not a list of tokens")
+        raise TokenizerError(f"{source}: {name} is {quoted(value)}, not a list of tokens")
     return value
 
 
@@ -251,7 +256,9 @@ def _read_added_tokens_decoder(table: Any, source: str) -> dict[int, AddedToken]
     added = {}
     for key, value in table.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise TokenizerError(f"{source}: added_tokens_decoder has the key {key!r}, not an id")
+            raise TokenizerError(
+                f"{source}: added_tokens_decoder has the key {quoted(key)}, not an id"
+            )
         added[int(key)] = parse_added_token(
             value, f"{source}: added_tokens_decoder[{key}]", special=False
         )
@@ -264,7 +271,7 @@ def _read_added_tokens_file(files: TokenizerFiles, specials: set[str]) -> dict[i
     added: dict[int, AddedToken] = {}
     for content, index in files.json_object("added_tokens.json").items():
         if not content or isinstance(index, bool) or not isinstance(index, int) or index < 0:
-            raise TokenizerError(f"{source}: {content!r} has the id {index!r}")
+            raise TokenizerError(f"{source}: {quoted(content)} has the id {quoted(index)}")
         if index in added:
             raise TokenizerError(f"{source}: two tokens have the id {index}")
         _check_length(content, source)
@@ -276,7 +283,7 @@ def _read_added_tokens_file(files: TokenizerFiles, specials: set[str]) -> dict[i
 def _refuse_repeats(contents: list[str], source: str) -> None:
     if len(set(contents)) != len(contents):
         repeated = next(content for content in contents if contents.count(content) > 1)
-        raise TokenizerError(f"{source}: {repeated!r} appears under two ids")
+        raise TokenizerError(f"{source}: {quoted(repeated)} appears under two ids")
 
 
 def _read_chat_templates(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, overload
 
 from jaxllm.common.errors import InputError, TokenizerError
+from jaxllm.common.messages import quoted
 from jaxllm.tokenizers.settings import NAMED_TOKENS, AddedToken, TokenizerSettings
 from jaxllm.tokenizers.stream_decoder import token_ids
 
@@ -143,7 +144,7 @@ class Vocabulary(ABC):
         if token is not None and not (
             isinstance(token, str) and self.token_to_id(token) is not None
         ):
-            raise InputError(f"{name}: {token!r} is not a token of the vocabulary")
+            raise InputError(f"{name}: {quoted(token)} is not a token of the vocabulary")
         named = {key: value for key, value in self.settings.named.items() if key != name}
         if token is not None:
             named[name] = self.special_tokens.get(token, AddedToken(token))
@@ -179,5 +180,5 @@ class Vocabulary(ABC):
         if value is None:
             return NO_MAX_LENGTH
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise TokenizerError(f"tokenizer_config.json: model_max_length is {value!r}")
+            raise TokenizerError(f"tokenizer_config.json: model_max_length is {quoted(value)}")
         return int(min(value, NO_MAX_LENGTH))

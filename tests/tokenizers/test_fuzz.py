@@ -131,6 +131,7 @@ def run(kind: str, count: int, folder: Path, seed: int) -> list[Outcome]:
 def check(outcomes: list[Outcome]) -> None:
     bad = [o for o in outcomes if not o.harmless or o.grown_mib > 512]
     assert not bad, "\n".join(map(str, bad[:5]))
+    assert max(len(outcome.detail) for outcome in outcomes) < 500
 
 
 @pytest.mark.parametrize("kind", SEEDS)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.tokenizers.limits import MAX_TOKEN_BYTES
 from jaxllm.tokenizers.settings import parse_added_token
 from jaxllm.tokenizers.tokenizer_json.components import as_object, check_component, is_count
@@ -62,7 +63,7 @@ def check_tokenizer_json(spec: Any, source: str) -> dict[str, Any]:
         raise TokenizerError(f"{source}: holds {type(spec).__name__}, not an object")
     unknown = set(spec) - _TOP_LEVEL
     if unknown:
-        raise TokenizerError(f"{source}: unknown fields {sorted(unknown)}")
+        raise TokenizerError(f"{source}: unknown fields {quoted(sorted(unknown))}")
     model = as_object(spec.get("model"), f"{source}: model")
     vocabulary = _check_model(model, f"{source}: model")
     added = spec.get("added_tokens")
@@ -87,18 +88,20 @@ def _check_model(model: dict[str, Any], source: str) -> dict[str, int]:
     model_type = model.get("type", "BPE" if "merges" in model else "Unigram")
     if not isinstance(model_type, str) or model_type not in _MODEL_FIELDS:
         raise UnsupportedError(
-            f"{source}: type is {model_type!r}; supported are {sorted(_MODEL_FIELDS)}"
+            f"{source}: type is {quoted(model_type)}; supported are {sorted(_MODEL_FIELDS)}"
         )
     model["type"] = model_type
     unknown = set(model) - _MODEL_FIELDS[model_type]
     if unknown:
-        raise TokenizerError(f"{source}: unknown fields {sorted(unknown)}")
+        raise TokenizerError(f"{source}: unknown fields {quoted(sorted(unknown))}")
     for name in ("fuse_unk", "byte_fallback", "ignore_merges"):
         if name in model:
             if model[name] is None:
                 del model[name]
             elif not isinstance(model[name], bool):
-                raise TokenizerError(f"{source}: {name} is {model[name]!r}, not true or false")
+                raise TokenizerError(
+                    f"{source}: {name} is {quoted(model[name])}, not true or false"
+                )
     if model_type == "BPE":
         vocabulary, longest = _check_bpe(model, source), MAX_TOKEN_BYTES
     else:
@@ -110,23 +113,27 @@ def _check_model(model: dict[str, Any], source: str) -> dict[str, int]:
 def _check_bpe(model: dict[str, Any], source: str) -> dict[str, int]:
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
-            raise UnsupportedError(f"{source}: {name} is {model[name]!r}; it must be null")
+            raise UnsupportedError(f"{source}: {name} is {quoted(model[name])}; it must be null")
     vocabulary = as_object(model.get("vocab"), f"{source}: vocab")
     _check_ids(list(vocabulary.values()), f"{source}: vocab")
     unknown = model.get("unk_token")
     if unknown not in (None, "") and not (isinstance(unknown, str) and unknown in vocabulary):
-        raise TokenizerError(f"{source}: unk_token is {unknown!r}, which is not in the vocabulary")
+        raise TokenizerError(
+            f"{source}: unk_token is {quoted(unknown)}, which is not in the vocabulary"
+        )
     merges = model.get("merges")
     if not isinstance(merges, list):
         raise TokenizerError(f"{source}: merges is {type(merges).__name__}, not a list")
     for number, merge in enumerate(merges):
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not (isinstance(pair, list) and len(pair) == 2 and all(type(p) is str for p in pair)):
-            raise TokenizerError(f"{source}: merges[{number}] is {merge!r}, not a pair of tokens")
+            raise TokenizerError(
+                f"{source}: merges[{number}] is {quoted(merge)}, not a pair of tokens"
+            )
         left, right = pair
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise TokenizerError(
-                f"{source}: merges[{number}] is {merge!r}: its parts or its result are not in"
+                f"{source}: merges[{number}] is {quoted(merge)}: its parts or its result are not in"
                 " the vocabulary"
             )
     return vocabulary
@@ -140,15 +147,21 @@ def _check_unigram(model: dict[str, Any], source: str) -> dict[str, int]:
     for number, entry in enumerate(pieces):
         piece, score = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
         if not isinstance(piece, str) or not isinstance(score, int | float):
-            raise TokenizerError(f"{source}: vocab[{number}] is {entry!r}, not [piece, score]")
+            raise TokenizerError(
+                f"{source}: vocab[{number}] is {quoted(entry)}, not [piece, score]"
+            )
         if not math.isfinite(score) or abs(score) > 1e30:
-            raise TokenizerError(f"{source}: vocab[{number}] has the score {score!r}")
+            raise TokenizerError(f"{source}: vocab[{number}] has the score {quoted(score)}")
         if not piece or piece in vocabulary:
-            raise TokenizerError(f"{source}: vocab[{number}] is {piece!r}, empty or a repetition")
+            raise TokenizerError(
+                f"{source}: vocab[{number}] is {quoted(piece)}, empty or a repetition"
+            )
         vocabulary[piece] = number
     unk_id = model.get("unk_id")
     if unk_id is not None and not (is_count(unk_id) and unk_id < len(pieces)):
-        raise TokenizerError(f"{source}: unk_id is {unk_id!r}, but there are {len(pieces)} pieces")
+        raise TokenizerError(
+            f"{source}: unk_id is {quoted(unk_id)}, but there are {len(pieces)} pieces"
+        )
     return vocabulary
 
 
@@ -163,9 +176,9 @@ def _check_added_tokens(added: Any, vocabulary: Mapping[str, int], source: str) 
         token = parse_added_token(as_object(value, where), where, special=False)
         index = value.get("id")
         if not is_count(index) or ids.get(token.content, index) != index:
-            raise TokenizerError(f"{where}: {token.content!r} has the id {index!r}")
+            raise TokenizerError(f"{where}: {quoted(token.content)} has the id {quoted(index)}")
         if token.content in contents:
-            raise TokenizerError(f"{where}: {token.content!r} is added twice")
+            raise TokenizerError(f"{where}: {quoted(token.content)} is added twice")
         contents.add(token.content)
         ids[token.content] = index
     _check_ids(list(ids.values()), source, dense=True)
@@ -185,7 +198,7 @@ def _check_ids(ids: list[Any], source: str, *, dense: bool = False) -> None:
         raise TokenizerError(f"{source}: {len(ids)} tokens, but at most {MAX_VOCABULARY} are taken")
     for index in ids:
         if not is_count(index):
-            raise TokenizerError(f"{source}: {index!r} is not an id")
+            raise TokenizerError(f"{source}: {quoted(index)} is not an id")
     if len(set(ids)) != len(ids):
         seen: set[int] = set()
         twice = next(index for index in ids if index in seen or seen.add(index))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.tokenizers.tokenizer_json.regex_check import check_regex
 
 _BYTE_LEVEL = {"add_prefix_space": bool, "trim_offsets": bool, "use_regex": bool}
@@ -83,17 +84,17 @@ def check_component(section: str, value: Any, source: str, size: int) -> None:
     name = component.get("type")
     if not isinstance(name, str) or name not in _COMPONENTS[section]:
         raise UnsupportedError(
-            f"{source}: type is {name!r}; supported are {sorted(_COMPONENTS[section])}"
+            f"{source}: type is {quoted(name)}; supported are {sorted(_COMPONENTS[section])}"
         )
     fields = _COMPONENTS[section][name]
     where = f"{source}: {name}"
     # Files from before 2023 repeat Metaspace's replacement.
     unknown = set(component) - {"type", *fields} - ({"str_rep"} if name == "Metaspace" else set())
     if unknown:
-        raise TokenizerError(f"{where} has the unknown fields {sorted(unknown)}")
+        raise TokenizerError(f"{where} has the unknown fields {quoted(sorted(unknown))}")
     missing = set(fields) - _OPTIONAL.get(name, set()) - set(component)
     if missing:
-        raise TokenizerError(f"{where} lacks the fields {sorted(missing)}")
+        raise TokenizerError(f"{where} lacks the fields {quoted(sorted(missing))}")
     if name == "Metaspace" and component.get("str_rep") not in (None, component["replacement"]):
         raise TokenizerError(f"{where}: str_rep and replacement differ")
     for field, rule in fields.items():
@@ -134,7 +135,7 @@ def _check_field(rule: Any, value: Any, source: str) -> None:
     else:
         return _check_pattern(value, source, regex_allowed=rule == "pattern")
     if not valid:
-        raise TokenizerError(f"{source} is {str(value)[:80]!r}, which is not allowed there")
+        raise TokenizerError(f"{source} is {quoted(str(value))}, which is not allowed there")
 
 
 def _check_pattern(value: Any, source: str, *, regex_allowed: bool) -> None:
@@ -161,17 +162,17 @@ def _is_charsmap(value: Any) -> bool:
 def _check_template_tokens(component: dict[str, Any], source: str, size: int) -> None:
     tokens = component["special_tokens"]
     for name, entry in tokens.items():
-        where = f"{source}: special_tokens[{name!r}]"
+        where = f"{source}: special_tokens[{quoted(name)}]"
         entry = as_object(entry, where)
         ids, texts = entry.get("ids"), entry.get("tokens")
         if set(entry) != {"id", "ids", "tokens"} or entry["id"] != name:
-            raise TokenizerError(f"{where}: not an entry named {name!r} with ids and tokens")
+            raise TokenizerError(f"{where}: not an entry named {quoted(name)} with ids and tokens")
         if not (isinstance(ids, list) and isinstance(texts, list) and len(ids) == len(texts) <= 64):
             raise TokenizerError(f"{where}: ids and tokens are not lists of one length")
         if not all(is_count(i) and i < size for i in ids) or not all(
             isinstance(text, str) for text in texts
         ):
-            raise TokenizerError(f"{where}: ids {ids!r} and tokens {texts!r}")
+            raise TokenizerError(f"{where}: ids {quoted(ids)} and tokens {quoted(texts)}")
     for field, sequences in (("single", {"A"}), ("pair", {"A", "B"})):
         named = [piece["Sequence"].get("id") for piece in component[field] if _is_sequence(piece)]
         if len(set(map(str, named))) != len(named):
@@ -185,9 +186,9 @@ def _check_template_tokens(component: dict[str, Any], source: str, size: int) ->
             value = as_object(value, where)
             name, type_id = value.get("id"), value.get("type_id")
             if others or not isinstance(name, str) or name not in allowed:
-                raise TokenizerError(f"{where}: {piece!r} names no sequence or special token")
+                raise TokenizerError(f"{where}: {quoted(piece)} names no sequence or special token")
             if not is_count(type_id) or set(value) != {"id", "type_id"}:
-                raise TokenizerError(f"{where}: type_id is {type_id!r}")
+                raise TokenizerError(f"{where}: type_id is {quoted(type_id)}")
 
 
 def _is_sequence(piece: Any) -> bool:

@@ -323,6 +323,14 @@ def test_long_tokens_are_refused(changes, message):
         FastTokenizer(broken, TokenizerSettings())
 
 
+def test_messages_are_short():
+    broken = spec()
+    broken["model"]["merges"][0] = "x" * 10**6
+    with pytest.raises(TokenizerError, match=r"merges\[0\] is 'x+\.\.\.', not a pair") as failure:
+        FastTokenizer(broken, TokenizerSettings())
+    assert len(str(failure.value)) < 200
+
+
 def test_slow_regular_expressions_are_noticed():
     """The pattern takes quadratic time: minutes for this text."""
     split = {"type": "Split", "pattern": {"Regex": "a+[bc]d"}, "behavior": "Isolated"}
