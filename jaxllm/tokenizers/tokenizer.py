@@ -138,7 +138,8 @@ class Tokenizer(TextEncoder):
             truncation: True or "longest_first" shortens the longer text until there are at most
                 ``max_length`` tokens; "only_first" and "only_second" shorten that text.
             max_length: maximum tokens of a prompt, special tokens included; a longer one is an
-                error without ``truncation``. By default the tokenizer's ``model_max_length``.
+                error without ``truncation``. None: the tokenizer's ``model_max_length`` for
+                ``truncation`` and ``padding="max_length"``, otherwise no limit.
             pad_to_multiple_of: rounds the padded length up to a multiple.
             bucket: the same, or ``"power_of_two"``, so that few lengths are compiled.
             padding_side: "left" or "right"; the tokenizer's own by default.
