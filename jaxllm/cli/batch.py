@@ -272,7 +272,7 @@ class BatchProgress:
                 f"{left(seconds, counts.new_token_limit_done, counts.new_token_limit)} left",
             ]
         elif not parts:
-            parts = ["reading the rows" if not counts.new_token_limit else "decoding", compiling]
+            parts = ["decoding" if counts.program_calls else "preparing", compiling]
         if errors:
             parts.append(f"{errors} errors")
         return ", ".join(parts)

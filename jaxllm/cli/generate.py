@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import secrets
 import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ from jaxllm.cli.devices import (
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.cli.field_flags import add_field_flags, generation_fields, int_list
 from jaxllm.cli.progress import Reporter
-from jaxllm.cli.request import IdDecoder, Request, TextDecoder
+from jaxllm.cli.request import IdDecoder, Request, TextDecoder, print_streamed, print_whole
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.contrib.token_healing import heal
@@ -47,6 +45,7 @@ from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.consistency import UnusedFieldWarning, check_for_use
+from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import MAX_TEXT_BYTES, Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -150,11 +149,18 @@ def _run(arguments: argparse.Namespace) -> int:
             reporter.say(problem)
     if arguments.input is not None:
         return run_batch(arguments, reporter)
+    _generate(arguments, fields, prompt, reporter)
+    return 0
 
+
+def _generate(
+    arguments: argparse.Namespace, fields: GenerationConfig, prompt: str | None, reporter: Reporter
+) -> None:
+    """Generates for one prompt, or for the ids of the command line, and prints the result."""
     mesh = mesh_from_arguments(arguments)
     with contextlib.closing(CompileClock()) as clock:
         model, tokenizer, assistant = _load(arguments, mesh, reporter)
-        ids = _ids(arguments, prompt, model, tokenizer)
+        ids = _ids(arguments, prompt, tokenizer)
         fields = _with_length(fields, model, len(ids))
         config, eos_ids = _effective(fields, model, assistant)
         for name in config.to_dict():
@@ -183,9 +189,8 @@ def _run(arguments: argparse.Namespace) -> int:
             assistant_model=assistant,
         )
         streaming = arguments.stream and config.num_return_sequences == config.num_beams == 1
-        print_result = _print_streamed if streaming else _print_whole
+        print_result = print_streamed if streaming else print_whole
         print_result(request, new_decoder, reporter, clock)
-    return 0
 
 
 def _config_field(text: str) -> tuple[str, Any]:
@@ -201,7 +206,7 @@ def _config_field(text: str) -> tuple[str, Any]:
 
 def _load(
     arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
-) -> tuple[Any, Tokenizer | None, Any]:
+) -> tuple[GenerativeModel, Tokenizer | None, GenerativeModel | None]:
     """Loads model, tokenizer and assistant model."""
     path = bundled.smollm2() if arguments.model is None else arguments.model
     options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}
@@ -249,7 +254,9 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 
 def _ids(
-    arguments: argparse.Namespace, prompt: str | None, model: Any, tokenizer: Tokenizer | None
+    arguments: argparse.Namespace,
+    prompt: str | None,
+    tokenizer: Tokenizer | None,
 ) -> list[int]:
     if prompt is None:
         return arguments.input_ids
@@ -268,14 +275,16 @@ def _ids(
     return ids
 
 
-def _healed(model: Any, tokenizer: Tokenizer | None, ids: list[int]) -> list[int]:
+def _healed(model: GenerativeModel, tokenizer: Tokenizer | None, ids: list[int]) -> list[int]:
     if tokenizer is None:
         raise InputError("token_healing: needs a tokenizer, which this model does not have")
     healed, mask = heal(model, tokenizer, [ids], None)
     return healed[0][mask[0]].tolist()
 
 
-def _with_length(fields: GenerationConfig, model: Any, prompt_length: int) -> GenerationConfig:
+def _with_length(
+    fields: GenerationConfig, model: GenerativeModel, prompt_length: int
+) -> GenerationConfig:
     """Sets max_new_tokens to 256 (less if the context is shorter) unless a length is given."""
     if {"max_length", "max_new_tokens"} & model.generation_config.merge(fields).to_dict().keys():
         return fields
@@ -286,7 +295,7 @@ def _with_length(fields: GenerationConfig, model: Any, prompt_length: int) -> Ge
 
 
 def _effective(
-    fields: GenerationConfig, model: Any, assistant: Any
+    fields: GenerationConfig, model: GenerativeModel, assistant: GenerativeModel | None
 ) -> tuple[GenerationConfig, tuple[int, ...]]:
     """Returns the merged generation config and the EOS token ids.
 
@@ -299,49 +308,3 @@ def _effective(
     except UnusedFieldWarning as warning:
         flag = "; add --do-sample" if warning.needs.startswith("do_sample") else ""
         raise InputError(f"{warning}{flag}") from None
-
-
-def _print_streamed(
-    request: Request,
-    new_decoder: Callable[[], TextDecoder],
-    reporter: Reporter,
-    clock: CompileClock,
-) -> None:
-    """Prints tokens as they are generated."""
-    chunks = request.stream()
-    with reporter.phase("compiling and reading the prompt"):
-        # Two chunks: the first comes from the prefill program, the second from the loop.
-        first = [index for ids in itertools.islice(chunks, 2) for index in ids]
-    decoder, later, start = new_decoder(), 0, time.perf_counter()
-    _write(decoder.put(first))
-    for ids in chunks:
-        _write(decoder.put(ids))
-        later += len(ids)
-    _write(decoder.end() + "\n")
-    seconds = time.perf_counter() - start
-    speed = f", {later / seconds:.1f} tokens/s after the first {len(first)}" if later else ""
-    reporter.say(f"{len(first) + later} tokens{speed}; {clock.summary()}")
-
-
-def _print_whole(
-    request: Request,
-    new_decoder: Callable[[], TextDecoder],
-    reporter: Reporter,
-    clock: CompileClock,
-) -> None:
-    """Prints complete sequences, with a line of three dashes between them."""
-    start, compiled = time.perf_counter(), clock.seconds
-    with reporter.phase("compiling and generating"):
-        rows = request.generate()
-    seconds = time.perf_counter() - start - (clock.seconds - compiled)
-    for number, ids in enumerate(rows):
-        decoder = new_decoder()
-        _write(("---\n" if number else "") + decoder.put(ids) + decoder.end() + "\n")
-    count = sum(map(len, rows))
-    reporter.say(f"{count} tokens, {count / seconds:.1f} tokens/s; {clock.summary()}")
-
-
-def _write(text: str) -> None:
-    if is_main_process():
-        sys.stdout.write(text)
-        sys.stdout.flush()

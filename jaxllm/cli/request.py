@@ -1,14 +1,24 @@
-"""Generates for one prompt: token ids in, new token ids out, complete or streamed."""
+"""Generates for one prompt and prints the result, complete or streamed.
+
+The counterpart of batch.py; generate.py reads the options of both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 from jax import Array
 
 from jaxllm import GenerationConfig, generate, stream
+from jaxllm.cli.devices import is_main_process
+from jaxllm.cli.progress import Reporter
+from jaxllm.common.compile_clock import CompileClock
+from jaxllm.models.decoder import GenerativeModel
 
 
 class TextDecoder(Protocol):
@@ -54,7 +64,7 @@ class Request:
 
     def __init__(
         self,
-        model: Any,
+        model: GenerativeModel,
         input_ids: list[int],
         fields: GenerationConfig,
         key: Array,
@@ -89,3 +99,49 @@ class Request:
             if index in self._eos_ids:
                 return ids[:count]
         return ids
+
+
+def print_streamed(
+    request: Request,
+    new_decoder: Callable[[], TextDecoder],
+    reporter: Reporter,
+    clock: CompileClock,
+) -> None:
+    """Prints tokens as they are generated."""
+    chunks = request.stream()
+    with reporter.phase("compiling and reading the prompt"):
+        # Two chunks: the first comes from the prefill program, the second from the loop.
+        first = [index for ids in itertools.islice(chunks, 2) for index in ids]
+    decoder, later, start = new_decoder(), 0, time.perf_counter()
+    _write(decoder.put(first))
+    for ids in chunks:
+        _write(decoder.put(ids))
+        later += len(ids)
+    _write(decoder.end() + "\n")
+    seconds = time.perf_counter() - start
+    speed = f", {later / seconds:.1f} tokens/s after the first {len(first)}" if later else ""
+    reporter.say(f"{len(first) + later} tokens{speed}; {clock.summary()}")
+
+
+def print_whole(
+    request: Request,
+    new_decoder: Callable[[], TextDecoder],
+    reporter: Reporter,
+    clock: CompileClock,
+) -> None:
+    """Prints complete sequences, with a line of three dashes between them."""
+    start, compiled = time.perf_counter(), clock.seconds
+    with reporter.phase("compiling and generating"):
+        rows = request.generate()
+    seconds = time.perf_counter() - start - (clock.seconds - compiled)
+    for number, ids in enumerate(rows):
+        decoder = new_decoder()
+        _write(("---\n" if number else "") + decoder.put(ids) + decoder.end() + "\n")
+    count = sum(map(len, rows))
+    reporter.say(f"{count} tokens, {count / seconds:.1f} tokens/s; {clock.summary()}")
+
+
+def _write(text: str) -> None:
+    if is_main_process():
+        sys.stdout.write(text)
+        sys.stdout.flush()

@@ -10,7 +10,11 @@ from compiling import compiled_as_users
 
 from jaxllm import BatchGenerator
 from jaxllm.batch import slot_pool as pools
-from jaxllm.batch.memory import memory_budget, nbytes
+from jaxllm.batch.memory import Prediction, memory_budget, nbytes
+from jaxllm.batch.plan import Plan, too_large_error
+from jaxllm.batch.queue import Task
+from jaxllm.batch.rows import RawRow, RowReader
+from jaxllm.batch.sizes import Sizes
 from jaxllm.common.errors import InputError
 
 MODEL = tiny.make("llama", num_hidden_layers=1, max_position_embeddings=4096)
@@ -75,6 +79,14 @@ def test_long_rows_have_a_pool_of_their_own():
     assert [found.capacity for found in engine.memory] == [4096, 64]
     assert engine.memory[0].slots == 1
     assert engine.memory[1].slots == 8
+
+
+def test_a_prompt_beyond_the_context_names_the_limit():
+    row = RowReader(MODEL, None, {}, 0).read(RawRow(0, 0, {"input_ids": [5] * 5000}))
+    memory = Prediction(1, 10**6, 0, 10**5, 1, 8192)
+    plan = Plan([Task(row, 0)], Sizes(1, 8192), memory, None, MODEL.config.context_length)
+    message = str(too_large_error(plan.tasks[0], plan))
+    assert message.startswith("prompt: has 5000 tokens, but the model's context is 4096")
 
 
 def test_a_row_that_never_fits_says_which_number_to_change():

@@ -19,6 +19,7 @@ from paths import ROOT
 
 import jaxllm
 from jaxllm import BatchGenerator
+from jaxllm.cli import batch
 from jaxllm.cli.generate import main
 
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
@@ -103,6 +104,20 @@ def test_mixed_up_options(arguments, why, capsys):
     code, err = in_process(capsys, *arguments)
     assert code == 2
     assert why in err
+
+
+def test_progress_while_programs_are_compiled(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(batch, "PLAIN_SECONDS", 0.02)
+    write_rows(tmp_path / "rows.jsonl", [{"id": "x"}, {"prompt": "Hello", "max_new_tokens": 3}])
+    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
+    code, err = in_process(capsys, "--model", MODEL, *files, "--slots", 3)
+    assert code == 0
+    lines = [line for line in err.splitlines() if line.startswith("1 of 2 rows, ")]
+    seconds = [float(line.split("compiling ")[1].split(" s")[0]) for line in lines]
+    assert len(set(seconds)) > 2
+    assert seconds == sorted(seconds)
+    assert not any("rows/s" in line for line in lines), "a row with an error has no speed"
+    assert all("1 errors" in line for line in lines)
 
 
 OPENAI = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}

@@ -43,7 +43,10 @@ def is_finished(output: Path, identity: Mapping[str, Any], *, resume: bool) -> b
         return False  # nothing was done before it was stopped
     if not report_file(output).exists():
         raise RunError(f"{output}: exists, but is no output of a job; give another --output")
-    check_identity(read_json_file(report_file(output)).get("settings", {}), identity)
+    report = read_json_file(report_file(output))
+    if not isinstance(report.get("settings"), dict):
+        raise RunError(f"{report_file(output)}: is no report of a job; give another --output")
+    check_identity(report["settings"], identity)
     return True
 
 
@@ -104,8 +107,16 @@ def job_id(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_json_file(path: Path) -> Any:
-    return read_json(path, max_bytes=_MAX_IDENTITY_BYTES, error=RunError)
+def read_json_file(path: Path) -> dict[str, Any]:
+    """Reads a JSON object that a job wrote.
+
+    Raises:
+        RunError: the file is not such an object.
+    """
+    content = read_json(path, max_bytes=_MAX_IDENTITY_BYTES, error=RunError)
+    if not isinstance(content, dict):
+        raise RunError(f"{path}: is no file of a job; give another --output")
+    return content
 
 
 def report_file(output: Path) -> Path:

@@ -207,7 +207,11 @@ def read_part(part: Path, job: str, *, repair: bool) -> dict[int, Place]:
                 break
             where = f"{part}, line {number}"
             record = parse_json(data, source=where, error=DataError)
-            if not isinstance(record, dict) or not isinstance(record.get("index"), int):
+            if not (
+                isinstance(record, dict)
+                and isinstance(record.get("index"), int)
+                and isinstance(record.get("line"), dict)
+            ):
                 raise DataError(f"{where}: is no record of a row; remove the line to run it again")
             if record.get("job") != job:
                 raise DataError(f"{where}: is a row of another job; move the folder {part.parent}")

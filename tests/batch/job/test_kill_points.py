@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from paths import ROOT
 from recorded_job import IDENTITY, run
 
 from jaxllm.batch.job import journal
-from jaxllm.batch.job.job_files import check_output, journal_folder
+from jaxllm.batch.job.job_files import check_output, journal_folder, report_file
 from jaxllm.batch.job.journal import Journal
 from jaxllm.common.errors import DataError, MissingFileError, RunError
 
@@ -78,6 +79,15 @@ def test_another_model_is_refused_by_name(tmp_path):
     with pytest.raises(RunError, match="model weights: was '0123'"):
         Journal(tmp_path / "out", other, resume=True)
     Journal(tmp_path / "out", {**other, "model weights": "0123"}, resume=True).__exit__()
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"settings": 5}', "{", ""])
+def test_foreign_reports_are_refused(tmp_path, content):
+    output = tmp_path / "out"
+    output.write_text("")
+    report_file(output).write_text(content)
+    with pytest.raises(RunError, match=re.escape(str(report_file(output)))):
+        check_output(output, IDENTITY, resume=True)
 
 
 def test_a_running_job_is_named_before_what_it_left(tmp_path):
