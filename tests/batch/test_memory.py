@@ -82,7 +82,9 @@ def test_long_rows_have_a_pool_of_their_own():
 
 
 def test_a_prompt_beyond_the_context_names_the_limit():
-    row = RowReader(MODEL, None, {}, 0).read(RawRow(0, 0, {"input_ids": [5] * 5000}))
+    row = RowReader(MODEL, None, {}, 0).read(
+        RawRow(0, 0, {"input_ids": [5] * 5000, "max_new_tokens": 1})
+    )
     memory = Prediction(1, 10**6, 0, 10**5, 1, 8192)
     plan = Plan([Task(row, 0)], Sizes(1, 8192), memory, None, MODEL.config.context_length)
     message = str(too_large_error(plan.tasks[0], plan))
