@@ -115,7 +115,7 @@ def test_progress_while_programs_are_compiled(tmp_path, capsys, monkeypatch):
     lines = [line for line in err.splitlines() if line.startswith("1 of 2 rows, ")]
     seconds = [float(line.split("compiling ")[1].split(" s")[0]) for line in lines]
     assert len(set(seconds)) > 2
-    assert seconds == sorted(seconds)
+    assert seconds[-1] > seconds[0]
     assert not any("rows/s" in line for line in lines), "a row with an error has no speed"
     assert all("1 errors" in line for line in lines)
 
