@@ -79,15 +79,13 @@ def array_types(text: str) -> list[ArrayType]:
     >>> array_types("(bf16[8,64]{1,0:T(8,128)(2,1)S(1)}, s32[])")[0]
     ArrayType(dtype='bfloat16', shape=(8, 64), layout='1,0', space='1')
     """
-    return [
-        ArrayType(
-            DTYPES.get(dtype, dtype),
-            tuple(int(size) for size in shape.split(",") if size),
-            layout or "",
-            found[1] if (found := _MEMORY_SPACE.search(tiling or "")) else "0",
-        )
-        for dtype, shape, layout, tiling in _ARRAY.findall(text)
-    ]
+    types = []
+    for dtype, shape, layout, tiling in _ARRAY.findall(text):
+        sizes = tuple(int(size) for size in shape.split(",") if size)
+        space = _MEMORY_SPACE.search(tiling)
+        name = DTYPES.get(dtype) or dtype
+        types.append(ArrayType(name, sizes, layout, space[1] if space else "0"))
+    return types
 
 
 @dataclasses.dataclass(frozen=True)
