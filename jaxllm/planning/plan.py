@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.parallel.sharding import make_mesh, use_mesh
 from jaxllm.planning import hlo
 from jaxllm.planning.abstract import abstract_model
@@ -139,7 +139,16 @@ def plan(
     )
     plans = []
     for name in names:
-        for lowered in lower(abstract, name, **sizes):
+        try:
+            programs = lower(abstract, name, **sizes)
+        except RuntimeError as error:
+            if "cuDNN" not in str(error):
+                raise
+            raise UnsupportedError(
+                "attn_implementation: cudnn kernels are compiled by cuDNN itself, which this "
+                f"machine does not have ({str(error).splitlines()[0]}); plan with eager or xla"
+            ) from None
+        for lowered in programs:
             if progress is not None:
                 progress(lowered.name)
             plans.append(plan_program(lowered, found.chip, grid))

@@ -194,6 +194,13 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         jaxllm.plan(tiny.CONFIGS["gpt2"], "cpu", program="decode", prompt=60, new=60)
 
 
+def test_cudnn_needs_its_library() -> None:
+    with pytest.raises(UnsupportedError, match="attn_implementation: cudnn kernels are compiled"):
+        jaxllm.plan(
+            tiny.CONFIGS["llama"], "cpu", program="prefill", attn_implementation="cudnn", **SMALL
+        )
+
+
 class Refused:
     """A lowered program that its compiler refuses, with libtpu's words."""
 
