@@ -138,8 +138,7 @@ class TrainCommand(Command):
         return [self.run]
 
     def result(self) -> Any:
-        names = sorted(p.name for p in self.run.rglob("*") if p.name != ".lock")
-        return saved(self.run), measured(self.run), names
+        return saved(self.run), measured(self.run), sorted(p.name for p in self.run.iterdir())
 
 
 @pytest.fixture(scope="module")

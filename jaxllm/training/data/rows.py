@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from jaxllm.common.errors import DataError, MissingFileError, UnsupportedError
+from jaxllm.common.errors import DataError, MissingFileError, UnsupportedError, naming_file
 from jaxllm.common.strict_json import parse_json
 
 Row = Mapping[str, Any]
@@ -97,13 +97,14 @@ def find_files(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tup
     files: list[Path] = []
     for item in paths:
         name = Path(item).expanduser()
-        if name.is_file():
-            matches = [name]
-        elif name.is_dir():
-            raise DataError(f"{name}: a folder; name its files, for example '{name}/*.jsonl'")
-        else:
-            matches = [Path(f) for f in sorted(glob.glob(str(name), recursive=True))]
-            matches = [file for file in matches if file.is_file()]
+        with naming_file(name, DataError, "read"):
+            if name.is_file():
+                matches = [name]
+            elif name.is_dir():
+                raise DataError(f"{name}: a folder; name its files, for example '{name}/*.jsonl'")
+            else:
+                matches = [Path(f) for f in sorted(glob.glob(str(name), recursive=True))]
+                matches = [file for file in matches if file.is_file()]
         if not matches:
             raise MissingFileError(f"{name}: no such file")
         files += matches

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.checkpoint.peft import save_adapter
 from jaxllm.common.atomic_file import write_json
-from jaxllm.common.errors import ConfigError, MissingFileError, RunError
+from jaxllm.common.errors import ConfigError, MissingFileError, RunError, naming_file
 from jaxllm.common.strict_json import read_json
 from jaxllm.common.validation import from_plain
 from jaxllm.loading import save_hf
@@ -21,7 +21,7 @@ from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.lora import merge_lora
-from jaxllm.training.output_files import replacing_folder, write_text
+from jaxllm.training.output_files import replacing_folder, write_text, writing
 from jaxllm.training.run.initial_model import initial_model, trainable_paths
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.run_folder import CHECKPOINTS, base_of, check_base
@@ -58,7 +58,9 @@ def load_run(
         RunError: the base model is not the one that the run started from.
         CheckpointError: no checkpoint is intact.
     """
-    if not (folder / CHECKPOINTS).is_dir():
+    with naming_file(folder, RunError, "read"):
+        has_checkpoints = (folder / CHECKPOINTS).is_dir()
+    if not has_checkpoints:
         raise MissingFileError(f"{folder}: not the folder of a run: it has no {CHECKPOINTS}/")
     with RunCheckpoints(folder / CHECKPOINTS, writable=False) as reading:
         record = reading.read()
@@ -124,8 +126,9 @@ def export(
         RunError: `out` is not empty; or `adapter` for a run without LoRA.
         JaxLLMError: as `load_run`, `save_hf` and `save_adapter`.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunError(f"{out}: exists already; name a new folder")
+    with writing(out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise RunError(f"{out}: exists already; name a new folder")
     if adapter and dtype is not None:
         raise ConfigError("dtype: an adapter is written in float32; leave out dtype or adapter")
     trained = load_run(run, step, averaged=averaged, model=model)

@@ -41,6 +41,8 @@ def test_files_by_glob_list_and_folder(tmp_path):
         open_rows([f"{tmp_path}/*.jsonl", f"{tmp_path}/b.jsonl"])
     with pytest.raises(DataError, match="several types, json, jsonl"):
         open_rows(f"{tmp_path}/*")
+    with pytest.raises(DataError, match=r"cannot be read \(File name too long"):
+        open_rows(tmp_path / ("x" * 300))
     with pytest.raises(DataError, match="a folder"):
         open_rows(tmp_path)
     with pytest.raises(MissingFileError, match=r"z\*\.jsonl"):

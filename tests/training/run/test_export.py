@@ -178,6 +178,11 @@ def test_what_cannot_be_exported(tmp_path, capsys):
     (tmp_path / "full" / "file").touch()
     with pytest.raises(RunError, match="full: exists already"):
         export(tmp_path / "run", tmp_path / "full")
+    long = "x" * 300
+    with pytest.raises(RunError, match=r"cannot be written \(File name too long"):
+        export(tmp_path / "run", tmp_path / long)
+    with pytest.raises(RunError, match=r"cannot be read \(File name too long"):
+        export(tmp_path / long, tmp_path / "out")
     with pytest.raises(RunError, match="trained without LoRA"):
         export(tmp_path / "run", tmp_path / "out", adapter=True)
     with pytest.raises(ConfigError, match="dtype: an adapter"):
