@@ -1,6 +1,7 @@
 """Chat templates: parity with transformers, limits, and special tokens in messages."""
 
 import json
+import os
 import threading
 import time
 
@@ -302,3 +303,10 @@ def test_killed_worker_is_restarted(tokenizer):
     with pytest.raises(TemplateError, match="ended the process"):
         sandbox.render("b", {}, 0.0)
     assert sandbox.render("c", {}, 0.0) == "c"
+
+
+def test_ctrl_c_of_a_terminal_does_not_reach_the_child() -> None:
+    """It goes to a process group, and would end the child in the middle of a batch of rows."""
+    assert sandbox.render("{{ x }}", {"x": "a"}, 0.0) == "a"
+    assert sandbox._worker is not None
+    assert os.getpgid(sandbox._worker._process.pid) != os.getpgrp()
