@@ -12,6 +12,8 @@ from jaxllm.generation.settings.fields import checked_value
 from jaxllm.generation.settings.mode import draft_options, generation_mode, is_contrastive
 from jaxllm.generation.settings.special_tokens import token_tuple
 
+_RECORDS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
+
 
 class UnusedFieldWarning(UserWarning):
     """A generation field that has no effect beside the other settings.
@@ -26,9 +28,6 @@ class UnusedFieldWarning(UserWarning):
         self.field, self.needs = field, needs
 
 
-_RECORDS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
-
-
 def check_for_use(config: GenerationConfig) -> GenerationConfig:
     """Checks that all values are implemented, and those that a file left unchecked.
 
@@ -41,12 +40,13 @@ def check_for_use(config: GenerationConfig) -> GenerationConfig:
     Raises:
         UnsupportedError: A value is not implemented; the message names the field and the supported
             values.
-        ConfigError: Something is sampled, and a sampling field of a file has an invalid value.
+        ConfigError: A sampling field of a file has an effect, but an invalid value.
     """
     ineffective = set() if config.return_dict_in_generate else {*_RECORDS} - config.explicit
     for name, value in config.to_dict().items():
         field = FIELDS[name]
-        if field.only_sampling and config.do_sample:
+        in_use = config.do_sample or (name == "top_k" and is_contrastive(config))
+        if field.only_sampling and in_use:
             checked_value(field, value, "the model's files", ConfigError)
         if field.supported is None or (not is_traced(value) and value in field.supported):
             continue

@@ -170,8 +170,12 @@ class Settings:
             field = cls.fields.get(name)
             if field is None or value is None or (field.unset is not None and value == field.unset):
                 continue
-            deferred = field.only_sampling and is_number(value)
-            values[name] = value if deferred else checked_value(field, value, where, ConfigError)
+            try:
+                values[name] = checked_value(field, value, where, ConfigError)
+            except ConfigError:
+                if not (field.only_sampling and is_number(value)):
+                    raise
+                values[name] = value
         return cls._make(values, frozenset())
 
     @classmethod

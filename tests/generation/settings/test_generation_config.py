@@ -182,6 +182,9 @@ def test_impossible_values_are_named(name, value):
         with pytest.raises(ConfigError, match=f"^the model's files: `{name}` must be"):
             check_for_use(file.replace(do_sample=True))
         check_for_use(file.replace(**{"do_sample": True, name: None}))
+        if name == "top_k":
+            with pytest.raises(ConfigError, match="`top_k` must be"):
+                check_for_use(file.replace(penalty_alpha=0.6))
     else:
         with pytest.raises(ConfigError, match=f"^here.json: `{name}` must be"):
             GenerationConfig.from_dict({name: value}, where="here.json")
@@ -283,6 +286,9 @@ def test_outputs_that_a_file_asks_for_need_return_dict_in_generate():
 
 
 def test_keys_without_effect_are_no_obstacle():
+    assert (
+        repr(GenerationConfig.from_dict({"temperature": 1})) == "GenerationConfig(temperature=1.0)"
+    )
     file = {"_note": 3, "alibi": False, "chat_format": "", "tokenizer_path": "x", "top_k": 3}
     assert GenerationConfig.from_dict(file).to_dict() == {"top_k": 3}
     offloaded = GenerationConfig.from_dict({"cache_implementation": "hybrid", "cache_config": {}})
