@@ -4,12 +4,11 @@ result."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.call.output import (
@@ -20,6 +19,7 @@ from jaxllm.generation.call.output import (
     past_key_values,
 )
 from jaxllm.generation.call.prepare import Request, prepare_call
+from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import (
     decode,
@@ -38,13 +38,11 @@ from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.sharding import use_mesh
 
-Rows: TypeAlias = Array | np.ndarray | Sequence[Sequence[int]]
-
 
 def generate(
     model: GenerativeModel,
-    input_ids: Rows | None = None,
-    attention_mask: Rows | None = None,
+    input_ids: TokenRows | None = None,
+    attention_mask: TokenRows | None = None,
     generation_config: GenerationConfig | Mapping[str, Any] | None = None,
     key: Any = None,
     **fields: Any,
@@ -107,8 +105,8 @@ def generate(
 
 def stream(
     model: GenerativeModel,
-    input_ids: Any = None,
-    attention_mask: Any = None,
+    input_ids: TokenRows | None = None,
+    attention_mask: TokenRows | None = None,
     generation_config: GenerationConfig | Mapping[str, Any] | None = None,
     key: Any = None,
     *,

@@ -69,7 +69,7 @@ def prefill(
 
 
 def recorded_encoding(
-    model: Decoder, encoder_inputs: dict[str, Any], output_options: dict[str, bool]
+    model: Decoder, encoder_inputs: dict[str, Any], output_options: dict[str, Any]
 ) -> tuple[dict[str, Any], StackOutput | None]:
     """Runs the encoder if its hidden states or attentions are recorded.
 

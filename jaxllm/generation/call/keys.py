@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Key, UInt32
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import is_traced
@@ -67,7 +67,7 @@ def _typed_key(key: Any) -> Key[Array, ""]:
     return key
 
 
-def _checked_row_ids(row_ids: Any, batch: int) -> Int[Array, " B"]:
+def _checked_row_ids(row_ids: Any, batch: int) -> UInt32[Array, " B"]:
     if row_ids is None:
         row_ids = np.arange(batch, dtype=np.uint32)
     elif np.shape(row_ids) != (batch,):

@@ -57,7 +57,7 @@ class PastKeyValues:
         rows, slots = self.cache.mask.shape
         return f"PastKeyValues({rows} rows, {slots} slots, {self.nbytes:,} bytes)"
 
-    def tokens(self) -> list[Int[np.ndarray, " T"]]:
+    def tokens(self) -> list[Int[np.ndarray, " _"]]:
         """Tokens of each row that are in the cache."""
         host = jax.device_get((self.sequences, self.mask, self.cache.next_position))
         return [ids[real][:count] for ids, real, count in zip(*host, strict=True)]

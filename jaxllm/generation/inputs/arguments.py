@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from jaxtyping import Array
 
 from jaxllm.common.errors import InputError, UnsupportedError
+
+TokenRows: TypeAlias = Array | np.ndarray | Sequence[Sequence[int]] | Sequence[np.ndarray]
+"""Token ids or masks: an array [B, T], or one sequence for each row."""
 
 
 @dataclasses.dataclass(frozen=True)

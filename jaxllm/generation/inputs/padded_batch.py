@@ -69,10 +69,15 @@ def check_positions(
         return
     traced = is_traced(prompt.mask)
     real = prompt.length if traced else int(np.asarray(prompt.mask).sum(1).max())
+    if real >= limit:
+        raise InputError(
+            f"the prompt has {real} tokens, but {whose} has {limit} positions for prompt and new "
+            "tokens: shorten the prompt"
+        )
     if real + new > limit:
         raise InputError(
             f"max_new_tokens: a prompt of {real} tokens and {new} new ones need {real + new} "
-            f"positions, but {whose} has {limit}; ask for at most {max(limit - real, 0)}"
+            f"positions, but {whose} has {limit}; ask for at most {limit - real}"
         )
 
 

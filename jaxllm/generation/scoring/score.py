@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.call.prompts import decoder_prompt
+from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import any_traced, bucket, is_integer, is_traced
@@ -26,8 +27,6 @@ from jaxllm.parallel.sharding import constrain, use_mesh
 MOST_LOGIT_BYTES = 2**26
 """Largest size of a block of logits in bytes; limits the columns that are scored at a time."""
 
-Rows = Sequence[Sequence[int]] | Int[np.ndarray, "N T"] | Int[Array, "N T"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOutput:
@@ -38,14 +37,14 @@ class ScoreOutput:
     is_greedy: Bool[np.ndarray, " N"]
     """True if every token of the completion is the most likely one at its position, as greedy
     search without logits processors chooses it. Ties go to the lowest token id."""
-    token_log_probs: list[Float[np.ndarray, " T"]]
+    token_log_probs: list[Float[np.ndarray, " _"]]
     """float32. Log-probability of each token of each completion."""
 
 
 def score(
     model: GenerativeModel,
-    prompts: Rows,
-    completions: Rows,
+    prompts: TokenRows,
+    completions: TokenRows,
     *,
     attention_mask: Int[Array, "N T"] | None = None,
     completion_mask: Int[Array, "N T"] | None = None,
@@ -129,8 +128,8 @@ class Pair:
 
 def read_pairs(
     model: GenerativeModel,
-    prompts: Rows,
-    completions: Rows,
+    prompts: TokenRows,
+    completions: TokenRows,
     attention_mask: Any,
     completion_mask: Any,
 ) -> list[Pair]:
@@ -238,7 +237,7 @@ def _score_batch(
 
 def token_rows(
     name: str, rows: Any, mask: Any, mask_name: str, vocab_size: int
-) -> list[Int[np.ndarray, " T"]]:
+) -> list[Int[np.ndarray, " _"]]:
     """The real tokens of each row, as int32."""
     if mask is not None and np.shape(mask) != np.shape(np.asarray(rows, dtype=object)):
         raise InputError(f"{mask_name}: expected the shape of {name}, found {np.shape(mask)}")

@@ -17,7 +17,7 @@ def compute_transition_scores(
     scores: Sequence[Float[Array, "Rows V"]],
     beam_indices: Int[Array, "R N"] | None = None,
     normalize_logits: bool = False,
-) -> Float[Array, "R N"]:
+) -> Float[Array, "R length"]:
     """Score of each generated token, selected from `scores`.
 
     Equivalent to the method of that name in transformers (5.23.0). With beams, the sum over a row
@@ -31,7 +31,7 @@ def compute_transition_scores(
         normalize_logits: take the log-softmax of the scores first.
 
     Returns:
-        float32 [R, N]. With `beam_indices`, N is the length of the longest result (under jax.jit:
+        float32 [R, length]: with `beam_indices` the length of the longest result (under jax.jit:
         the columns of `beam_indices`), and scores after a result's end are 0. Without, N is the
         number of steps, and entries after a row's end are scores of pads, as in transformers.
 

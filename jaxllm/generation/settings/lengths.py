@@ -61,6 +61,11 @@ def resolve_lengths(
         min_length = config.min_length
 
     if not is_traced(max_length):
+        if prompt_len >= max_length == max_positions and "max_length" not in settings:
+            raise InputError(
+                f"the prompt has {prompt_len} tokens, but the model's context has {max_positions}: "
+                "nothing can be generated; shorten it, or set `max_new_tokens`"
+            )
         if prompt_len >= max_length:
             raise InputError(
                 f"the prompt has {prompt_len} tokens, but `max_length` is {max_length}: "

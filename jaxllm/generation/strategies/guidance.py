@@ -125,15 +125,17 @@ class Guided:
         if cache_is_empty:
             negative = self.negative.padded(mask.shape[1])
             unconditional = (negative.tokens, negative.mask, negative.last_column)
-        if inputs_embeds is not None:
-            tokens, embeds = None, self.model.embed(unconditional[0])
-            inputs_embeds = jnp.concatenate([inputs_embeds.astype(embeds.dtype), embeds])
+            if inputs_embeds is not None:
+                tokens, embeds = None, self.model.embed(negative.tokens)
+                inputs_embeds = jnp.concatenate([inputs_embeds.astype(embeds.dtype), embeds])
         if branches is not None:
             columns = branches.columns
             branches = Branches(
                 seen=concatenate_rows(branches.seen, branches.seen),
                 columns=concatenate_rows(columns, columns) if columns.ndim == 2 else columns,
             )
+        if inputs_embeds is not None:
+            options["inputs_embeds"] = inputs_embeds
         out = self.model.decode(
             concatenate_rows(tokens, unconditional[0]),
             concatenate_rows(mask, unconditional[1]),
@@ -141,7 +143,6 @@ class Guided:
             cache_is_empty=cache_is_empty,
             logits_column=concatenate_rows(logits_column, unconditional[2]),
             branches=branches,
-            inputs_embeds=inputs_embeds,
             **options,
         )
         rows = mask.shape[0]

@@ -6,6 +6,7 @@ import copy
 
 import numpy as np
 import pytest
+import tiny
 from conformance_runs import DATA, model
 from generation_tools import prompts
 
@@ -118,6 +119,18 @@ def test_gpt2_has_a_hard_end():
     mask = np.concatenate([np.zeros((1, 20), int), np.ones((1, 90), int)], axis=1)
     more = jaxllm.generate(net, padded, mask, max_new_tokens=6, eos_token_id=None).sequences
     np.testing.assert_array_equal(more[:, 20:], out)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "match"),
+    [
+        ("llama", {}, "70 tokens, but the model's context has 64"),
+        ("gpt2", {"max_new_tokens": 5}, "70 tokens, but this model has 64 positions.*shorten"),
+    ],
+)
+def test_a_prompt_beyond_the_context_names_its_limit(family, fields, match):
+    with pytest.raises(InputError, match=match):
+        prepare_call(tiny.cached(family), tiny.ids(1, 70), None, None, None, fields)
 
 
 def test_a_start_token_without_a_decoder_to_start_warns():

@@ -127,3 +127,12 @@ def test_the_best_of_scores_that_are_computed_along_the_way():
     tokens = jax.jit(chosen)(above, below, draft)
     best = np.take_along_axis(scores, tokens[:, None], axis=1)[:, 0]
     np.testing.assert_allclose(best, scores.max(axis=1), rtol=1e-5)
+
+
+def test_only_a_cpu_finds_the_best_in_two_steps():
+    traced = jax.jit(choose_greedy).trace(jax.ShapeDtypeStruct((4, 50_000), jnp.float32))
+    reads = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.reduce(")
+        for platform in ("cpu", "cuda", "tpu")
+    }
+    assert reads["cuda"] == reads["tpu"] == 1 < reads["cpu"]
