@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.call.keys import RandomKey
 from jaxllm.generation.call.output import (
     GenerateOutput,
     fetch_progress,
@@ -33,10 +34,18 @@ from jaxllm.generation.processors.host.callbacks import reraise_failures
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.guidance import Guided
 from jaxllm.generation.strategies.records import check_size
-from jaxllm.generation.strategies.strategy import Result
+from jaxllm.generation.strategies.strategy import DecodeState, Result
 from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.sharding import use_mesh
+
+
+class Streamer(Protocol):
+    """Receiver of tokens while a call runs, as transformers' `BaseStreamer`."""
+
+    def put(self, value: np.ndarray) -> None: ...
+
+    def end(self) -> None: ...
 
 
 def generate(
@@ -44,7 +53,7 @@ def generate(
     input_ids: TokenRows | None = None,
     attention_mask: TokenRows | None = None,
     generation_config: GenerationConfig | Mapping[str, Any] | None = None,
-    key: Any = None,
+    key: RandomKey = None,
     **fields: Any,
 ) -> GenerateOutput:
     """Generates token ids, like transformers' `generate()`; also works inside `jax.jit`.
@@ -108,7 +117,7 @@ def stream(
     input_ids: TokenRows | None = None,
     attention_mask: TokenRows | None = None,
     generation_config: GenerationConfig | Mapping[str, Any] | None = None,
-    key: Any = None,
+    key: RandomKey = None,
     *,
     chunk_size: int = 1,
     **fields: Any,
@@ -165,7 +174,7 @@ def _chunks(model: Decoder, request: Request, chunk_size: int) -> Iterator[np.nd
                 yielded = end
 
 
-def run(model: GenerativeModel, request: Request, streamer: Any) -> GenerateOutput:
+def run(model: GenerativeModel, request: Request, streamer: Streamer | None) -> GenerateOutput:
     """Runs the programs of a call: prefill, decode loop and finish."""
     bare, strategy, settings = program_model(model, request), request.strategy, request.settings
     max_length = request.max_length
@@ -189,7 +198,9 @@ def run(model: GenerativeModel, request: Request, streamer: Any) -> GenerateOutp
     return generate_output(request, result, past, int(result.length), int(result.steps))
 
 
-def run_by_token(model: Decoder, request: Request, streamer: Any) -> tuple[Result, Any]:
+def run_by_token(
+    model: Decoder, request: Request, streamer: Streamer | None
+) -> tuple[Result, DecodeState]:
     """Runs a call token by token, for a streamer or a time limit. Returns the result and the state.
 
     As in transformers, the streamer's `put` gets the prompt [B, T], then every step's tokens [B],
@@ -214,7 +225,9 @@ def run_by_token(model: Decoder, request: Request, streamer: Any) -> tuple[Resul
     return fetch_result(result), state
 
 
-def partial_results(model: Decoder, request: Request, chunk: int) -> Iterator[tuple[Result, Any]]:
+def partial_results(
+    model: Decoder, request: Request, chunk: int
+) -> Iterator[tuple[Result, DecodeState]]:
     """Yields the result so far and the state, after the first token and then at every multiple of
     `chunk` new tokens.
 
@@ -246,7 +259,9 @@ def partial_results(model: Decoder, request: Request, chunk: int) -> Iterator[tu
             settings = dataclasses.replace(settings, max_length=np.int32(next_length))
 
 
-def run_prefill(model: Decoder, request: Request, program: Callable[..., Any]) -> Any:
+def run_prefill(
+    model: Decoder, request: Request, program: Callable[..., DecodeState]
+) -> DecodeState:
     """Runs prefill and chooses the first token; returns the state.
 
     Args:

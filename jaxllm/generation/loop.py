@@ -17,6 +17,7 @@ from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
     Prompt,
     Result,
+    S,
     Strategy,
     unfinished_rows,
 )
@@ -27,14 +28,14 @@ from jaxllm.parallel.sharding import constrain
 
 
 def prefill(
-    strategy: Strategy[Any],
+    strategy: Strategy[S],
     model: Decoder,
     prompt: Prompt,
     settings: DecodeSettings,
     *,
     capacity: int,
     new_token_bucket: int,
-) -> Any:
+) -> S:
     """Runs the prompt, or the tokens that `past_key_values` does not hold yet, and initialises the
     strategy's state.
 
@@ -89,12 +90,12 @@ def recorded_encoding(
 
 
 def decode(
-    strategy: Strategy[Any],
+    strategy: Strategy[S],
     model: Decoder,
-    state: Any,
+    state: S,
     settings: DecodeSettings,
     max_length: Int[Array, ""],
-) -> Any:
+) -> S:
     """Runs decode steps until every row is finished or `max_length` columns are in use."""
     return with_fixed_sharding(
         jax.lax.while_loop(
@@ -105,13 +106,13 @@ def decode(
     )
 
 
-def with_fixed_sharding(state: Any) -> Any:
+def with_fixed_sharding(state: S) -> S:
     """Shards the state on a mesh by the axes of its fields, so that one compiled program serves
     the first call and the next ones."""
     return constrain_fields(state, batch=state.cache.mask.shape[0])
 
 
-def finish(strategy: Strategy[Any], state: Any, settings: DecodeSettings) -> Result:
+def finish(strategy: Strategy[S], state: S, settings: DecodeSettings) -> Result:
     """Builds the result of the last state, or of an intermediate one (streaming)."""
     all_finished = ~jnp.any(unfinished_rows(state, settings.max_length))
     # Replicated on a mesh: each process reads the whole result.

@@ -6,7 +6,7 @@ A row therefore draws the same tokens in any batch, any bucket and on any device
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,11 @@ from jaxtyping import Array, Key, UInt32
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import is_traced
 
+RandomKey: TypeAlias = Array | np.ndarray | int | None
+"""A typed PRNG key, the data of a raw one, or an int seed; None: a fresh seed."""
 
-def shared_key(key: Any, mesh: Mesh | None) -> Any:
+
+def shared_key(key: RandomKey, mesh: Mesh | None) -> RandomKey:
     """The caller's key; None becomes a random seed shared by all processes of a mesh.
 
     Without a multi-process mesh None stays None.
@@ -30,7 +33,7 @@ def shared_key(key: Any, mesh: Mesh | None) -> Any:
 
 
 def row_keys(
-    key: Any, row_ids: Any, batch: int, samples: int, *, sampling: bool, under_jit: bool
+    key: RandomKey, row_ids: Any, batch: int, samples: int, *, sampling: bool, under_jit: bool
 ) -> Key[Array, " Bn"]:
     """Random keys for `samples` results of each row; the samples of a row are adjacent.
 

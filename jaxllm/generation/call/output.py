@@ -15,7 +15,7 @@ from jaxllm.common.errors import NonFiniteError
 from jaxllm.generation.call.past_key_values import PastKeyValues
 from jaxllm.generation.call.prepare import Request
 from jaxllm.generation.strategies.records import RecordColumns, as_tuples
-from jaxllm.generation.strategies.strategy import AssistedCounts, Result
+from jaxllm.generation.strategies.strategy import AssistedCounts, DecodeState, Result
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.outputs import Layers
 
@@ -123,7 +123,9 @@ def record_columns(request: Request) -> RecordColumns:
     )
 
 
-def past_key_values(model: GenerativeModel, request: Request, state: Any) -> PastKeyValues | None:
+def past_key_values(
+    model: GenerativeModel, request: Request, state: DecodeState
+) -> PastKeyValues | None:
     """Cache for the next call of a conversation; None unless `return_past_key_values` is set.
 
     Args:

@@ -22,6 +22,7 @@ from jaxllm.generation.inputs.arguments import ModelInputs, refuse
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch
 from jaxllm.generation.inputs.values import any_traced, bucket
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import GenerativeModel
 
 
@@ -45,7 +46,7 @@ class PastKeyValues:
     """The encoder's input ids, read by some logits processors and by assistants."""
     encoder_len: int | None = dataclasses.field(default=None, metadata={"static": True})
     """Columns of the encoder's input, without padding to a bucket."""
-    config: Any = dataclasses.field(default=None, metadata={"static": True})
+    config: ModelConfig | None = dataclasses.field(default=None, metadata={"static": True})
     """Config of the model that computed the cache."""
 
     @property

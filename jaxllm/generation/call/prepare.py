@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.common.errors import UnsupportedError
-from jaxllm.generation.call.keys import row_keys, shared_key
+from jaxllm.generation.call.keys import RandomKey, row_keys, shared_key
 from jaxllm.generation.call.layout import Layout, build_layout
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.call.past_key_values import PastKeyValues, checked_past, continued_inputs
@@ -24,6 +24,7 @@ from jaxllm.generation.call.prompts import (
 from jaxllm.generation.inputs.arguments import (
     CallArguments,
     ModelInputs,
+    TokenRows,
     processor_list,
     split_keywords,
 )
@@ -105,10 +106,10 @@ class Request:
 
 def prepare_call(
     model: GenerativeModel,
-    input_ids: Any,
-    attention_mask: Any,
+    input_ids: TokenRows | None,
+    attention_mask: TokenRows | None,
     generation_config: GenerationConfig | Mapping[str, Any] | None,
-    key: Any,
+    key: RandomKey,
     keywords: Mapping[str, Any],
 ) -> Request:
     """Checks everything that can be checked before jit, and pads the call to buckets.

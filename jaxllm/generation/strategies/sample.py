@@ -17,6 +17,7 @@ from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
     Prompt,
     Result,
+    S,
     Strategy,
     note_nonfinite,
     unconditional,
@@ -65,7 +66,7 @@ class SampleState:
     records: Records | None = dataclasses.field(default=None, metadata=axes(None, "rows"))
     """Hidden states and attentions of every step (`output_hidden_states`, `output_attentions`)."""
 
-    def replace(self, **changes) -> Self:
+    def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
 
 
@@ -191,8 +192,8 @@ def initial_sample_state(prompt: Prompt, cache: Cache, samples: int) -> SampleSt
 
 
 def with_score_buffers(
-    state: Any, logits: Float[Array, "B V"], settings: DecodeSettings, new_token_bucket: int
-) -> Any:
+    state: S, logits: Float[Array, "B V"], settings: DecodeSettings, new_token_bucket: int
+) -> S:
     """Adds buffers for the scores and logits of every step, if they are kept."""
     if settings.keep_scores:
         state = state.replace(scores=jnp.zeros((new_token_bucket, *logits.shape), logits.dtype))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -154,15 +154,45 @@ class ReturnedCache:
     """True at real tokens of `sequences`; the cache holds a prefix of each row's tokens."""
 
 
-S = TypeVar("S")
+class DecodeState(Protocol):
+    """State of a strategy: a pytree that the decode loop carries."""
+
+    @property
+    def cur_len(self) -> Int[Array, ""] | Int[Array, " B"]:
+        """Columns in use, prompt included."""
+        ...
+
+    @property
+    def step(self) -> Int[Array, ""] | Int[Array, " B"]:
+        """Steps so far."""
+        ...
+
+    @property
+    def is_finished(self) -> Bool[Array, " B"]:
+        """Rows that get no more tokens, whatever their length."""
+        ...
+
+    @property
+    def mask(self) -> Bool[Array, "B L"]:
+        """True at real tokens of the sequences."""
+        ...
+
+    @property
+    def first_nonfinite_step(self) -> Int[Array, " B"]:
+        """The first step without finite logits, or -1."""
+        ...
+
+    @property
+    def cache(self) -> Cache: ...
+
+    def replace(self, **changes: Any) -> Self: ...
+
+
+S = TypeVar("S", bound=DecodeState)
 
 
 class Strategy(Generic[S]):
-    """Decoding strategy, with a state S that the decode loop carries.
-
-    Every state has the fields `cur_len` (columns in use), `step` (steps so far),
-    `first_nonfinite_step`, `is_finished` [B] and `cache`.
-    """
+    """Decoding strategy, with a state S that the decode loop carries."""
 
     can_stream: ClassVar[bool] = True
     """Chosen tokens are final, so that they can be streamed."""
@@ -216,7 +246,9 @@ class Strategy(Generic[S]):
         return ReturnedCache(cache, state.sequences, state.mask)
 
 
-def unfinished_rows(state: Any, max_length: Int[Array, ""] | Int[Array, " B"]) -> Bool[Array, " B"]:
+def unfinished_rows(
+    state: DecodeState, max_length: Int[Array, ""] | Int[Array, " B"]
+) -> Bool[Array, " B"]:
     """True for rows of a strategy's state that get more tokens: not finished, and shorter than
     `max_length` columns. The decode loop runs while there is one."""
     return ~state.is_finished & (state.cur_len < max_length)

@@ -7,7 +7,7 @@ process T columns of each row, from the row's length on.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ class AssistedState:
     records: Records | None = dataclasses.field(default=None, metadata=axes(None, "rows"))
     """Hidden states and attentions of every new token."""
 
-    def replace(self, **changes) -> AssistedState:
+    def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
 
     @property

@@ -33,8 +33,6 @@ class BeamSearchState(BeamState):
 
     is_sent_finished: Bool[Array, "B N"]
     """Entries of the pool that hold a finished sequence."""
-    is_finished: Bool[Array, " B"]
-    """True if no running beam of the row can improve the pool any more."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +53,6 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         return BeamSearchState(
             **self.initial_fields(prompt, cache, new_token_bucket, jnp.arange(self.num_beams) == 0),
             is_sent_finished=jnp.zeros((batch, self.num_beams), bool),
-            is_finished=jnp.zeros((batch,), bool),
         )
 
     def choose(self, state, logits, unconditional, settings):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,8 @@ class BeamState:
     """Columns in use, prompt included."""
     step: Count
     """Number of new tokens so far."""
+    is_finished: Bool[Array, " B"]
+    """True if no running beam of the row can enter the pool any more."""
     keys: Key[Array, " B"]
     """One random key per row; step t draws with fold_in(key, t)."""
     first_nonfinite_step: Int[Array, " B"]
@@ -78,7 +80,7 @@ class BeamState:
     def cache(self) -> Cache:
         return self.beam_cache.cache
 
-    def replace(self, **changes: Any) -> Any:
+    def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
 
 
@@ -141,6 +143,7 @@ class BeamStrategy(Strategy[S]):
             "start_len": jnp.asarray(prompt.start_len),
             "cur_len": jnp.asarray(prompt.start_len),
             "step": jnp.zeros_like(prompt.start_len, jnp.int32),
+            "is_finished": jnp.zeros((batch,), bool),
             "keys": prompt.keys,
             "first_nonfinite_step": jnp.full((batch,), NEVER, jnp.int32),
             "beam_cache": BeamCache.init(cache, batch, self.num_beams),
@@ -209,12 +212,12 @@ def _returned_cache(strategy: BeamStrategy[Any], state: BeamState) -> ReturnedCa
 
 
 def record_step(
-    state: Any,
+    state: S,
     unfinished: Bool[Array, " B"],
     logits: Float[Array, "BN V"],
     scores: Float[Array, "BN V"],
     settings: DecodeSettings,
-) -> Any:
+) -> S:
     """Records scores and logits of this step, and `first_nonfinite_step`."""
     first_nonfinite_step = state.first_nonfinite_step
     if not settings.allow_nonfinite:
@@ -229,7 +232,7 @@ def record_step(
     )
 
 
-def advance(state: Any, running: Hypotheses, parents: Int[Array, "B N"], **changes: Any) -> Any:
+def advance(state: S, running: Hypotheses, parents: Int[Array, "B N"], **changes: Any) -> S:
     """The state one column later, with the beams `running`, which continue `parents`."""
     return state.replace(
         running=running,

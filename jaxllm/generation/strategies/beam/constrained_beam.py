@@ -47,8 +47,6 @@ class ConstrainedState(BeamState):
 
     progress: Progress
     """Progress of every running beam in its constraints, [B, N, ...]."""
-    is_finished: Bool[Array, " B"]
-    """True if the row is finished."""
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +77,6 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
                 prompt, out.cache, new_token_bucket, jnp.arange(self.num_beams) == 0
             ),
             progress=self.prompt_progress(prompt),
-            is_finished=jnp.zeros((prompt.mask.shape[0],), bool),
         )
         return self.choose_first(state, out, settings, new_token_bucket)
 

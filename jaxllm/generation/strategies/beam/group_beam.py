@@ -39,11 +39,6 @@ class GroupBeamState(BeamState):
     group_is_finished: Bool[Array, "B G"]
     """True if the group is finished; its beams get pads."""
 
-    @property
-    def is_finished(self) -> Bool[Array, " B"]:
-        """True if all groups of the row are finished."""
-        return self.group_is_finished.all(axis=1)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +89,7 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
             all_groups.running,
             all_groups.parents,
             finished=all_groups.finished,
+            is_finished=all_groups.is_finished.all(axis=1),
             group_is_finished=all_groups.is_finished,
         )
 
