@@ -80,15 +80,13 @@ def generate(
               does not run.
             - `encoder_hidden_states` float [B, E, D] and `encoder_attention_mask` [B, E] (GPT-2
               with cross-attention).
-            - `negative_prompt_ids` int [B, T] and `negative_prompt_attention_mask`, with
-              `guidance_scale`.
+            - `negative_prompt_ids` int [B, T], `negative_prompt_attention_mask` (guidance).
             - `logits_processor`, `stopping_criteria`: lists of callables.
               `prefix_allowed_tokens_fn`: `(batch_id, ids) -> token ids`.
             - `tokenizer`, for `stop_strings` and `token_healing`.
             - `assistant_model`: a smaller model of the same vocabulary, which drafts tokens.
             - `streamer`: an object with `put` and `end`, called on the host after each token.
-            - `row_ids` int [B], default 0..B-1: a row's random draws depend only on `key` and
-              its id.
+            - `row_ids` int [B], default 0..B-1: a row draws by `key` and its id alone.
             - `return_past_key_values=True` returns the KV cache. A later call takes it as
               `past_key_values`, with the whole conversation as `input_ids` (encoder-decoders:
               `decoder_input_ids`, without the encoder's input), and computes only the new part.

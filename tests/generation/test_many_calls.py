@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,6 +28,11 @@ def few_and_many(few: int, many: int):
 def prompt(seed: int, longest: int = 12) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return rng.integers(3, 50, (2, rng.integers(1, longest + 1)))
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 @few_and_many(20, 200)
@@ -78,7 +84,7 @@ def test_repeated_calls_leave_nothing_behind(calls):
         for _ in jaxllm.stream(model, ids, max_new_tokens=4):
             pass
 
-    def held():
+    def resources():
         gc.collect()
         return {
             "arrays": len(jax.live_arrays()),
@@ -89,8 +95,10 @@ def test_repeated_calls_leave_nothing_behind(calls):
 
     for i in range(5):
         call(i)
-    before, objects = held(), len(gc.get_objects())
+    before, objects = resources(), len(gc.get_objects())
+    memory = resident_bytes()
     for i in range(calls):
         call(i)
-    assert held() == before
+    assert resident_bytes() - memory < 2**24
+    assert resources() == before
     assert len(gc.get_objects()) - objects < calls  # less than one object for three calls

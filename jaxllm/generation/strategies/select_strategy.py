@@ -102,7 +102,7 @@ def _dola(call: Call) -> Strategy[Any]:
     )
 
 
-def _beams(call: Call) -> dict[str, Any]:
+def _beam_fields(call: Call) -> dict[str, Any]:
     config = call.config
     if config.low_memory:
         raise UnsupportedError(
@@ -118,7 +118,7 @@ def _beams(call: Call) -> dict[str, Any]:
     }
 
 
-def _check_plain_end(call: Call) -> None:
+def _check_no_stopping_criteria(call: Call) -> None:
     for name, value in (
         ("stop_strings", call.config.stop_strings),
         ("max_time", call.config.max_time),
@@ -132,17 +132,17 @@ def _check_plain_end(call: Call) -> None:
 
 
 def _beam_search(call: Call) -> Strategy[Any]:
-    return BeamSearch(**_beams(call), sampling=bool(call.config.do_sample))
+    return BeamSearch(**_beam_fields(call), sampling=bool(call.config.do_sample))
 
 
 def _group_beam_search(call: Call) -> Strategy[Any]:
     config = call.config
-    _check_plain_end(call)
+    _check_no_stopping_criteria(call)
     if config.do_sample:
         raise UnsupportedError("num_beam_groups: diverse beam search does not sample")
     if not is_traced(config.diversity_penalty) and config.diversity_penalty == 0:
         raise InputError("diversity_penalty: must be above 0, or all groups find the same")
-    return GroupBeamSearch(**_beams(call), num_groups=config.num_beam_groups)
+    return GroupBeamSearch(**_beam_fields(call), num_groups=config.num_beam_groups)
 
 
 def _constrained_beam_search(call: Call) -> Strategy[Any]:
@@ -156,7 +156,7 @@ def _constrained_beam_search(call: Call) -> Strategy[Any]:
     ):
         if is_set:
             raise UnsupportedError(f"{name}: not together with constraints")
-    _check_plain_end(call)
+    _check_no_stopping_criteria(call)
     listed = () if config.constraints is None else config.constraints
     if not isinstance(listed, list | tuple):
         raise InputError(f"`constraints` must be a list of constraints, but is {listed!r}")
@@ -176,10 +176,10 @@ def _constrained_beam_search(call: Call) -> Strategy[Any]:
             raise InputError(
                 f"`force_words_ids` names token {token}, but the vocabulary has {vocabulary} tokens"
             )
-    return ConstrainedBeamSearch(**_beams(call), tries=Tries.of(constraints))
+    return ConstrainedBeamSearch(**_beam_fields(call), tries=Tries.of(constraints))
 
 
-MODES: Mapping[str, Callable[[Call], Strategy[Any]]] = {
+BUILDERS: Mapping[str, Callable[[Call], Strategy[Any]]] = {
     "greedy_search": _sample,
     "sample": _sample,
     "assisted_generation": _assisted,
@@ -206,4 +206,4 @@ def choose_strategy(call: Call) -> Strategy[Any]:
             f"{drafts[0]}: drafts go with greedy search and sampling alone, and these settings ask "
             f"for {mode} (transformers would leave the draft out); drop one of the two"
         )
-    return MODES[mode](call)
+    return BUILDERS[mode](call)

@@ -1,8 +1,9 @@
 """Acceptance of drafted tokens, and the token after the accepted ones.
 
-There are two rules. `match` accepts drafted tokens while they equal the model's own choices.
-`speculative` accepts them at random, such that tokens have the model's distribution with any
-draft (Leviathan et al. 2022, arXiv:2211.17192, algorithm 1; Chen et al. 2023, arXiv:2302.01318).
+There are two rules. `accept_matching` accepts drafted tokens while they equal the model's own
+choices. `accept_speculative` accepts them at random, such that tokens have the model's distribution
+with any draft (Leviathan et al. 2022, arXiv:2211.17192, algorithm 1; Chen et al. 2023,
+arXiv:2302.01318).
 B: batch size. G: columns of a draft. C = G + 1. V: vocabulary size.
 """
 
@@ -22,7 +23,7 @@ DRAFT, ACCEPT, REST = range(3)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Drafted:
+class DraftTokens:
     """Tokens that a draft proposes for each row."""
 
     tokens: Int[Array, "B G"]
@@ -56,8 +57,8 @@ def accepted_prefix(matches: Bool[Array, "B G"], count: Int[Array, " B"]) -> Int
     return jnp.sum(jnp.cumprod(matches & valid, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
 
-def ensemble(
-    scores: Float[Array, "B C V"], drafted: Drafted, weight: Float[Array, ""]
+def mix_with_draft(
+    scores: Float[Array, "B C V"], drafted: DraftTokens, weight: Float[Array, ""]
 ) -> Float[Array, "B C V"]:
     """The mixture ``weight * p + (1 - weight) * q`` of model and draft, for each drafted token; p
     for the token after them (`assistant_ensemble_weight`, arXiv:2604.07622)."""
@@ -68,8 +69,8 @@ def ensemble(
     return jnp.where(valid[..., None], weight * p + (1 - weight) * q, p)
 
 
-def match(
-    selected: Int[Array, "B C"], drafted: Drafted
+def accept_matching(
+    selected: Int[Array, "B C"], drafted: DraftTokens
 ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     """The model's own choices, and the number of drafted tokens that are accepted.
 
@@ -79,10 +80,10 @@ def match(
     return selected, accepted_prefix(selected[:, :-1] == drafted.tokens, drafted.size)
 
 
-def speculative(
+def accept_speculative(
     keys: Key[Array, " B"],
     positions: Int[Array, " B"],
-    drafted: Drafted,
+    drafted: DraftTokens,
     scores: Float[Array, "B C V"],
     weight: Float[Array, ""] | None = None,
 ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:

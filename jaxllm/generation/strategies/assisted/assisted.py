@@ -15,11 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.generation.strategies.assisted.acceptance import (
     DRAFT,
-    Drafted,
-    ensemble,
-    match,
+    DraftTokens,
+    accept_matching,
+    accept_speculative,
+    mix_with_draft,
     position_keys,
-    speculative,
 )
 from jaxllm.generation.strategies.assisted.drafts import (
     Draft,
@@ -167,15 +167,15 @@ class Assisted(Strategy[AssistedState]):
         )
 
     def verify(
-        self, state: AssistedState, drafted: Drafted, scores: Float[Array, "B C V"]
+        self, state: AssistedState, drafted: DraftTokens, scores: Float[Array, "B C V"]
     ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
         """The tokens of a round, and the number of accepted drafted ones among them."""
         if self.is_speculative:
             positions = state.cur_len - state.start_len
-            return speculative(state.keys, positions, drafted, scores, self.ensemble_weight)
+            return accept_speculative(state.keys, positions, drafted, scores, self.ensemble_weight)
         if self.ensemble_weight is not None:
-            scores = ensemble(scores, drafted, self.ensemble_weight)
-        return match(self.select(state, scores), drafted)
+            scores = mix_with_draft(scores, drafted, self.ensemble_weight)
+        return accept_matching(self.select(state, scores), drafted)
 
     @property
     def is_speculative(self) -> bool:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.cache.layout import write_columns
 from jaxllm.common.errors import UnsupportedError
-from jaxllm.generation.strategies.assisted.acceptance import Drafted
+from jaxllm.generation.strategies.assisted.acceptance import DraftTokens
 from jaxllm.generation.strategies.guidance import with_guidance_of
 from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
@@ -82,7 +82,7 @@ class DraftInputs:
 class Proposal:
     """A draft, and the buffers that it was written to."""
 
-    drafted: Drafted
+    drafted: DraftTokens
     buffer: TokenBuffer
     cache: Cache
     """The model's cache."""
@@ -209,12 +209,12 @@ class DraftLoopState:
     buffer: TokenBuffer
     cache: Cache
     """The network's cache."""
-    drafted: Drafted
+    drafted: DraftTokens
 
 
 def run_draft(
     network: Decoder, threshold: Float[Array, ""], inputs: DraftInputs, cache: Cache
-) -> tuple[Drafted, TokenBuffer, Cache]:
+) -> tuple[DraftTokens, TokenBuffer, Cache]:
     """Drafts tokens with a network, one at a time.
 
     Args:
@@ -237,7 +237,7 @@ def run_draft(
         drafting=drafting,
         buffer=buffer,
         cache=cache,
-        drafted=Drafted(
+        drafted=DraftTokens(
             tokens=jnp.zeros((batch, inputs.max_draft), jnp.int32),
             size=jnp.zeros((batch,), jnp.int32),
             scores=scores,
@@ -288,7 +288,7 @@ def _append_token(
         drafting=jnp.where(state.i < 0, state.drafting, is_valid & ~ends),
         buffer=buffer.put(token[:, None], is_valid[:, None], i),
         cache=state.cache,
-        drafted=Drafted(
+        drafted=DraftTokens(
             tokens=lax.dynamic_update_slice_in_dim(drafted.tokens, token[:, None], i, axis=1),
             size=drafted.size + is_valid.astype(jnp.int32),
             scores=draft_scores,

@@ -18,7 +18,7 @@ from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.base import History
 from jaxllm.generation.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from jaxllm.generation.processors.warpers import Filter
-from jaxllm.generation.strategies.assisted.acceptance import Drafted
+from jaxllm.generation.strategies.assisted.acceptance import DraftTokens
 from jaxllm.generation.strategies.assisted.drafts import Draft, Proposal
 
 SCORE_DEPENDENT = (Filter, UnbatchedClassifierFreeGuidanceLogitsProcessor)
@@ -108,10 +108,10 @@ def draft_from(
     limit: Int[Array, " B"],
     eos: Int[Array, " E"],
     max_draft: int,
-) -> Drafted:
+) -> DraftTokens:
     """Drafts up to `limit` tokens of each row from `column` on, and stops before an end token."""
     columns = column[:, None] + jnp.arange(max_draft, dtype=jnp.int32)
     drafted = jnp.take_along_axis(tokens, jnp.minimum(columns, tokens.shape[1] - 1), axis=1)
     continues = (columns < size) & ~jnp.isin(drafted, eos)
     before_end = jnp.sum(jnp.cumprod(continues, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
-    return Drafted(drafted, jnp.minimum(before_end, limit))
+    return DraftTokens(drafted, jnp.minimum(before_end, limit))

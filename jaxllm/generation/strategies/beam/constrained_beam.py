@@ -36,7 +36,7 @@ from jaxllm.generation.strategies.beam.hypotheses import (
 )
 from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt
 
-BANK = 100.0
+BANK_WEIGHT = 100.0
 """Weight of a bank against a log-probability when candidates are sorted."""
 
 
@@ -246,7 +246,7 @@ def order_by_bank(
     >>> order_by_bank(bank, jnp.array([[-1.0, -2.0, -5.0, -4.0]]), bank >= 0).tolist()
     [[3, 0, 2, 1]]
     """
-    key = jnp.where(valid, bank * BANK + score, -jnp.inf)
+    key = jnp.where(valid, bank * BANK_WEIGHT + score, -jnp.inf)
     order = jnp.argsort(key, axis=1, descending=True, stable=True)
     banks, places = take(bank, order), jnp.arange(bank.shape[1])
     starts = jnp.concatenate([jnp.ones_like(banks[:, :1], bool), banks[:, 1:] != banks[:, :-1]], 1)

@@ -21,9 +21,9 @@ from jaxllm.generation.processors import (
 )
 from jaxllm.generation.strategies.assisted.acceptance import (
     DRAFT,
-    Drafted,
+    DraftTokens,
+    accept_speculative,
     position_keys,
-    speculative,
 )
 from jaxllm.generation.strategies.token_choice import choose_sample
 
@@ -75,9 +75,9 @@ def test_the_rule_of_acceptance_keeps_the_distribution(weight):
             for i in range(most)
         ]
         count = jnp.arange(rows) % (most + 1)
-        drafted = Drafted(jnp.stack(draws, axis=1), count, q)
+        drafted = DraftTokens(jnp.stack(draws, axis=1), count, q)
         p = jnp.broadcast_to(p_scores, (rows, most + 1, size))
-        return (*speculative(keys, jnp.zeros(rows, jnp.int32), drafted, p, weight), count)
+        return (*accept_speculative(keys, jnp.zeros(rows, jnp.int32), drafted, p, weight), count)
 
     tokens, kept, count = (np.asarray(x) for x in run(keys))
     p, q = (np.asarray(jax.nn.softmax(jnp.asarray(s))) for s in (p_scores, q_scores))
