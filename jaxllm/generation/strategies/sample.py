@@ -207,8 +207,10 @@ def write_step(
     values: Float[Array, "R V"],
     step: Int[Array, ""] | Int[Array, " B"],
 ) -> Float[Array, "N R V"] | None:
-    """Writes the scores or logits of a step to their buffer; None if they are not kept. R: rows of a
-    step, with beams all beams of the B rows."""
+    """Writes the scores or logits of a step to their buffer; None if they are not kept.
+
+    R: rows of a step; with beams those are all beams of the B rows.
+    """
     if buffer is None:
         return None
     return jax.lax.dynamic_update_slice_in_dim(buffer, values[None], step, axis=0)
