@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -19,8 +20,12 @@ from paths import ROOT
 
 import jaxllm
 from jaxllm import BatchGenerator
+from jaxllm.batch import BatchOutput
+from jaxllm.batch.job.job import InputFile, Job
 from jaxllm.cli import batch
 from jaxllm.cli.generate import main
+from jaxllm.cli.progress import Reporter
+from jaxllm.common.compile_clock import CompileClock
 
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 SAMPLED = {"do_sample": True, "temperature": 0.8}
@@ -106,18 +111,21 @@ def test_mixed_up_options(arguments, why, capsys):
     assert why in err
 
 
-def test_progress_while_programs_are_compiled(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(batch, "PLAIN_SECONDS", 0.02)
-    write_rows(tmp_path / "rows.jsonl", [{"id": "x"}, {"prompt": "Hello", "max_new_tokens": 3}])
-    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
-    code, err = in_process(capsys, "--model", MODEL, *files, "--slots", 3)
-    assert code == 0
-    lines = [line for line in err.splitlines() if line.startswith("1 of 2 rows, ")]
-    seconds = [float(line.split("compiling ")[1].split(" s")[0]) for line in lines]
-    assert len(set(seconds)) > 2
-    assert seconds[-1] > seconds[0]
-    assert not any("rows/s" in line for line in lines), "a row with an error has no speed"
-    assert all("1 errors" in line for line in lines)
+def test_progress_while_programs_are_compiled(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"id": "x"}, {"prompt": "Hello"}])
+    engine = BatchGenerator(*jaxllm.load(MODEL))
+    job = Job(engine, InputFile.read(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl", {})
+    with contextlib.closing(CompileClock()) as clock:
+        progress = batch.BatchProgress(Reporter(quiet=True), job, clock)
+        engine.counts.add_output(BatchOutput(0, "x", error="wrong", error_kind="InputError"))
+        assert progress.status() == "preparing, compiling 0.0 s, 1 errors"
+        clock.started = time.monotonic() - 81
+        assert re.fullmatch(r"compiling 8\d\.\d s, 1 errors", progress.status())
+        clock.started = None
+        engine.counts.add_output(BatchOutput(1, 2, ([5, 6],), ("a",), ("eos",), 3))
+        speeds = r"[\d.]+ rows/s, \d+ prompt and \d+ new tokens/s"
+        pattern = rf"{speeds}, compiling 0\.0 s, \? left, 1 errors"
+        assert re.fullmatch(pattern, progress.status())
 
 
 OPENAI = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}

@@ -52,3 +52,13 @@ def test_compile_clock_counts_programs() -> None:
     assert clock.seconds > 0
     compile_one(3)
     assert clock.programs == 1, "closed"
+
+
+def test_compile_clock_runs_while_a_program_is_compiled() -> None:
+    with contextlib.closing(CompileClock()) as clock:
+        lowered = jax.jit(lambda x: x * 7 - 3).lower(jnp.arange(5))
+        assert clock.started is not None
+        assert clock.seconds_so_far > clock.seconds
+        lowered.compile()
+        assert clock.started is None
+        assert clock.seconds_so_far == clock.seconds
