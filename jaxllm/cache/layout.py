@@ -6,9 +6,11 @@ a mesh shards heads; see `kv_cache`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import SlotIndices
 from jaxllm.parallel.sharding import constrain, heads_are_sharded
@@ -36,19 +38,16 @@ def write_heads(
     """Writes T columns of every head into `old`; see `write_columns`."""
     if jnp.ndim(slots) == 1 and slots.shape[0] == 1:  # one row: written in one piece
         slots = slots[0]
-    if old.ndim == 3:
-        B, T, K, H = new.shape
-        merged = new.transpose(0, 2, 1, 3).reshape(B * K, T, H)
-        slots = slots if jnp.ndim(slots) == 0 else per_head(slots, old)
-        return write_columns(old, merged.astype(old.dtype), slots)
     new = new.transpose(0, 2, 1, 3).astype(old.dtype)
+    if old.ndim == 3:
+        slots = slots if jnp.ndim(slots) == 0 else per_head(slots, old)
+        return write_columns(old, new.reshape(-1, *new.shape[2:]), slots)
     if jnp.ndim(slots) == 0:
         return jax.lax.dynamic_update_slice_in_dim(old, new, slots, axis=2)
-    if jnp.ndim(slots) == 2:
-        rows, heads = jnp.arange(old.shape[0])[:, None, None], jnp.arange(old.shape[1])[:, None]
-        return old.at[rows, heads, slots[:, None]].set(new, mode="drop")
-    write = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=1))
-    return write(old, new, slots)
+    rows, heads = jnp.arange(old.shape[0])[:, None, None], jnp.arange(old.shape[1])[:, None]
+    index, hints = _scatter_index(slots, new.shape[2], old.shape[2])
+    # One scatter: with vmap over rows a TPU transposes the cache for each write.
+    return old.at[rows, heads, index[:, None]].set(new, **hints)
 
 
 def write_columns(
@@ -57,14 +56,25 @@ def write_columns(
     """Writes T columns into every row.
 
     Args:
-        slots: first slot, one for all rows or one per row [B]: the caller guarantees that T columns
-            fit. Or the slot of every column [B, T]: columns at S or beyond are dropped.
+        slots: first slot of all rows, where T columns fit. Or the first slot of each row [B], or
+            the slot of each column [B, T]: columns at S or beyond are dropped; the others differ.
     """
     if jnp.ndim(slots) == 0:
         return jax.lax.dynamic_update_slice_in_dim(rows, new, slots, axis=1)
-    if jnp.ndim(slots) == 2:
-        # vmap over rows: if rows are sharded, one scatter would all-gather the indices.
-        scatter = jax.vmap(lambda row, part, i: row.at[i].set(part, mode="drop"))
-        return scatter(rows, new, slots)
-    write = jax.vmap(lambda row, part, i: jax.lax.dynamic_update_slice_in_dim(row, part, i, axis=0))
-    return write(rows, new, slots)
+    index, hints = _scatter_index(slots, new.shape[1], rows.shape[1])
+    # vmap over rows: if rows are sharded, one scatter would all-gather the indices.
+    return jax.vmap(lambda row, part, i: row.at[i].set(part, **hints))(rows, new, index)
+
+
+def _scatter_index(
+    slots: SlotIndices, columns: int, capacity: int
+) -> tuple[Int[Array, "B T"], dict[str, Any]]:
+    """Slot of every column, all different in a row, and what a scatter can rely on.
+
+    A TPU writes one row after another in a loop unless it knows that the indices are unique.
+    """
+    offsets = jnp.arange(columns, dtype=jnp.int32)
+    hints: dict[str, Any] = {"mode": "drop", "unique_indices": True}
+    if jnp.ndim(slots) == 1:
+        return slots[:, None] + offsets, {**hints, "indices_are_sorted": True}
+    return jnp.where(slots < capacity, slots, capacity + offsets), hints

@@ -15,7 +15,7 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.nn.dropout import dropout, split
 from jaxllm.nn.linear import Linear
-from jaxllm.nn.platform import attend_used_slots, splits_cache
+from jaxllm.nn.platform import attend_used_slots, splits_cache, with_query_tile
 from jaxllm.nn.rope import rotate
 from jaxllm.parallel.sharding import constrain
 
@@ -42,8 +42,7 @@ def attend(
     K, S = math.prod(kv.heads) // B, kv.length
     G = N // K
     grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(*kv.heads, G * T, H)
-    scores = kv.scores(grouped)
-    scores = scores.reshape(B, N, T, S) * scale
+    scores = with_query_tile(kv.scores, grouped).reshape(B, N, T, S) * scale
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
     scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
@@ -55,7 +54,8 @@ def attend(
     exps = dropout(exps, dropout_rate, key)
     if head_mask is not None:
         exps = exps * head_mask[:, None, None].astype(jnp.float32)
-    out = kv.mix(exps.reshape(*kv.heads, G * T, S)).reshape(B, N, T, H) / sums
+    mixed = with_query_tile(kv.mix, exps.reshape(*kv.heads, G * T, S))
+    out = mixed.reshape(B, N, T, H) / sums
     out = out.astype(q.dtype).transpose(0, 2, 1, 3)
     return out, (exps / sums).astype(q.dtype)
 

@@ -1,11 +1,12 @@
 """Platform tuning: operations whose plain form is slow on some backend.
 
-Each function computes the same result on every backend. Code written for the CPU is marked
-``PERF(cpu)``. Tuning for another backend belongs here too, as a branch, not in the layers.
+Each function computes the same result on every backend. Code written for one of them is marked
+``PERF(cpu)`` or ``PERF(tpu)``. Tuning belongs here, as a branch, not in the layers.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -14,6 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from jaxllm.cache.kv_cache import KV
+
+QUERY_TILE = 8
+"""Rows of a tile of a TPU's matrix unit."""
 
 PREFIXES = 4
 MIN_SPLIT_SLOTS = 64
@@ -26,6 +30,29 @@ def times_transposed(x: Float[Array, "*rest I"], w: Float[Array, "O I"]) -> Floa
     # benchmarks/train.py.
     y = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), w, (((1,), (1,)), ((), ())))
     return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+def with_query_tile(
+    product: Callable[[Array], Array], queries: Float[Array, "*BK Q X"]
+) -> Float[Array, "*BK Q Y"]:
+    """``product(queries)``, a matrix product of each key/value head's queries."""
+    # PERF(tpu): XLA computes the product of a single query, as in a decode step of GPT-2 or T5, in
+    # float32 on the vector unit, in a layout that copies the whole cache before and after the loop.
+    if queries.shape[-2] > 1:
+        return product(queries)
+    tiled = functools.partial(padded_product, product)
+    return jax.lax.platform_dependent(queries, tpu=tiled, default=product)
+
+
+def padded_product(
+    product: Callable[[Array], Array], queries: Float[Array, "*BK Q X"]
+) -> Float[Array, "*BK Q Y"]:
+    """``product(queries)`` with zeros for further queries, up to a tile of the matrix unit."""
+    count = queries.shape[-2]
+    widths = [(0, 0)] * (queries.ndim - 2) + [(0, QUERY_TILE - count), (0, 0)]
+    # The barrier keeps XLA from dropping the padding.
+    out = jax.lax.optimization_barrier(product(jnp.pad(queries, widths)))
+    return out[..., :count, :]
 
 
 def random_uint16(key: Array, size: int) -> UInt16[Array, " {size}"]:
