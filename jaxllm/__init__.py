@@ -1,4 +1,4 @@
-"""T5, Llama and GPT-2 in JAX/Flax, with jit-compiled decoding.
+"""T5, Llama, Mistral, Qwen and GPT-2 in JAX/Flax, with jit-compiled decoding.
 
 The names below are imported when they are first used, so that a command can handle signals and
 print its help before JAX is imported, which takes seconds.

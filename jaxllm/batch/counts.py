@@ -22,7 +22,7 @@ class Counts:
     new_token_limit: int = 0
     """Sum of the new-token limits of all rows that can run."""
     new_token_limit_done: int = 0
-    """The same sum over finished rows."""
+    """Sum of the new-token limits of finished rows."""
     rows: int = 0
     """Finished rows, those with errors included."""
     sequences: int = 0

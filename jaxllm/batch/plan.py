@@ -1,6 +1,6 @@
-"""Plans pools of slots that fit the memory, and the errors of tasks for which none does.
+"""Plans pools of slots that fit the memory, and words the errors of tasks for which none does.
 
-Apart from memory.py, which knows no rows and no programs.
+`memory.py` compares bytes only; this module knows rows and programs.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def traced_programs(
     group: Group,
     sizes: Sizes,
 ) -> tuple[jax.stages.Traced, jax.stages.Traced]:
-    """The programs `prefill` and `decode` of a pool, traced; runs in `use(mesh)`.
+    """The programs `prefill` and `decode` of a pool, traced; call it inside `use_mesh(mesh)`.
 
     Args:
         shapes: the slots, as `slot_shapes` returns them.

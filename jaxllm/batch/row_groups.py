@@ -106,7 +106,7 @@ def check_processors(row: Row, vocab_size: int) -> None:
 
 
 def _beams_fit(row: Row) -> bool:
-    """Whether the row's beams fit the slots; `generate` raises for those that do not."""
+    """True if the row's beams fit the slots; `generate` raises for those that do not."""
     new_token_bucket = bucket(row.max_new_tokens, SMALLEST_BUCKET)
     columns = bucket(row.max_length, SMALLEST_BUCKET)
     columns += (row.config.num_beams - 1) * new_token_bucket

@@ -25,7 +25,7 @@ class RowSettings:
     """Settings of B rows."""
 
     processors: LogitsProcessorList
-    """Logits processors whose leaves have a leading row axis (`stacked`)."""
+    """Logits processors whose leaves have a leading row axis (`stack_lists`)."""
     eos: Int[Array, "B E"]
     """EOS token ids, padded with -1."""
     max_length: Int[Array, " B"]

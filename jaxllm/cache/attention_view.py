@@ -26,8 +26,8 @@ class AttentionView:
     visible: Bool[Array, "B 1 T S"]
     """Attention mask: True where the query attends to the key."""
     horizon: Int[Array, ""] | Int[Array, " B"]
-    """1 + the largest position of a real token so far, of the batch or of each row. For RoPE types
-    that depend on the length."""
+    """Length for RoPE types that depend on it: 1 + the largest position of a real token so far, of
+    the batch or of each row."""
     write_slots: SlotIndices | None
     """Cache slot of the first query (for all rows or per row), or of each query; None: no cache."""
     used: Int[Array, ""] | None = None
@@ -106,7 +106,7 @@ class Branches:
     """
 
     seen: Bool[Array, "B T S"]
-    """SlotIndices that each branch attends to, its own new one included."""
+    """True at the slots that each branch attends to, its own new one included."""
     columns: Int[Array, " S"] | Int[Array, "B S"]
     """Column of the sequence that each slot belongs to, for all rows or for each."""
 

@@ -15,7 +15,7 @@ from jaxllm.cli.exits import USAGE_ERROR, one_line
 COMMANDS = {
     "export": ("jaxllm.cli.export", "write the model of a training run for transformers or PEFT"),
     "generate": ("jaxllm.cli.generate", "continue a prompt, or answer a question"),
-    "plan": ("jaxllm.cli.plan", "what a model costs on a TPU or GPU that is not there"),
+    "plan": ("jaxllm.cli.plan", "what a model costs on a TPU or GPU, compiled ahead of time"),
     "supervise": ("jaxllm.cli.supervise", "restart a command when one of its processes dies"),
     "train": ("jaxllm.cli.train", "train a model from a recipe"),
     "verify": ("jaxllm.cli.verify", "compare a checkpoint's logits with transformers'"),

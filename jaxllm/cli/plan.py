@@ -1,4 +1,4 @@
-"""``jaxllm plan MODEL``: what a model's programs cost on a TPU or GPU that is not there.
+"""``jaxllm plan MODEL``: what a model's programs cost on a TPU or GPU, compiled ahead of time.
 
 Their own compilers say it, from config.json alone; nothing runs, and no weights are read.
 """

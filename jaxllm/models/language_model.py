@@ -17,7 +17,8 @@ from jaxllm.parallel.sharding import constrain
 
 
 class LanguageModel(Model[C]):
-    """A model with an LM head. It implements `Decoder`, over three members of a subclass."""
+    """Base of models with an LM head. Implements `Decoder`; a subclass defines `embedding`,
+    `decoder_stack` and `run_decoder`."""
 
     lm_head: Linear | None
     """None: tied embedding."""

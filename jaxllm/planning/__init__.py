@@ -1,4 +1,4 @@
-"""Programs compiled for accelerators that are not there: what they cost, and their HLO."""
+"""Ahead-of-time compilation for TPUs and GPUs: cost and HLO of a model's programs."""
 
 from jaxllm.planning.abstract import abstract_model
 from jaxllm.planning.lower import LoweredProgram, Workload, lower

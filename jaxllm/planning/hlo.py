@@ -273,7 +273,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _end_of_type(line: str, start: int) -> int:
-    """Index after a type: of the first space outside of brackets."""
+    """Index of the first space outside brackets, after a type."""
     if line[start] == "(":
         return _closing(line, start) + 1
     end = line.find(" ", start)

@@ -161,7 +161,7 @@ def platform_of(device: Any) -> str:
 
 
 def used_arguments(traced: Any, arrays: list[Any], position: int) -> list[Any]:
-    """Those of the arrays, arguments from `position` on, that the traced program reads."""
+    """The arrays, among the arguments from `position` on, that the traced program reads."""
     jaxpr = traced.jaxpr.jaxpr
     used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars}
     variables = jaxpr.invars[position : position + len(arrays)]
@@ -250,7 +250,7 @@ def lower_train(
     target: Target, workload: Workload, fields: Mapping[str, Any]
 ) -> Iterator[LoweredProgram]:
     """The training step on rows of `prompt` tokens, with a recipe's default optimizer."""
-    # Training takes a second to import, and `import jaxllm` imports this module.
+    # Training takes a second to import, which lowering another program need not pay.
     from jaxllm.training.losses import loss_for
     from jaxllm.training.optimizers import OptimizerConfig, make_optimizer
     from jaxllm.training.state import TrainState

@@ -1,4 +1,4 @@
-"""`plan()`: what the library's programs cost on devices that are not there, by their compiler."""
+"""`plan()`: cost of the library's programs on a TPU or GPU, by its own compiler, ahead of time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ProgramPlan:
     """Inputs, outputs, temporary arrays and code at once, and the weights that only other programs
     read."""
     fits: bool | None = None
-    """Whether `peak_bytes` fits the memory of a device; None: that is unknown (CPU)."""
+    """True if `peak_bytes` fits the memory of a device; None: unknown (CPU)."""
     estimated_step_us: float | None = None
     """The compiler's cycles of one step at the chip's clock, those of loops times their trips.
     TPU only."""

@@ -325,7 +325,7 @@ class Tokenizer(TextEncoder):
         return tuple(str(Path(save_directory) / name) for name in self._files)
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """As :meth:`save_pretrained`."""
+        """Saves the tokenizer; see :meth:`save_pretrained`."""
         folder = Path(folder)
         with naming_file(folder, TokenizerError, "created"):
             folder.mkdir(parents=True, exist_ok=True)

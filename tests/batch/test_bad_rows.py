@@ -1,4 +1,4 @@
-"""A row that is wrong, or whose numbers break, is an error of its own: the others do not suffer."""
+"""A row that is wrong, or whose numbers break, is an error of its own; others are unaffected."""
 
 from __future__ import annotations
 

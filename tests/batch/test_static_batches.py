@@ -11,7 +11,7 @@ import tiny
 from batch_tools import differences
 
 from jaxllm import BatchGenerator
-from jaxllm.batch import static_batches as rooms
+from jaxllm.batch import static_batches
 from jaxllm.batch.row_groups import fits_slots
 from jaxllm.batch.rows import RawRow
 from jaxllm.common.errors import InputError
@@ -72,14 +72,14 @@ def test_an_error_is_its_rows_alone():
 def test_batches_are_halved_when_memory_runs_out(monkeypatch):
     rows = three_rows(**BEAMS)
     want = BatchGenerator(model("llama"), slots=12).generate(rows)
-    generate = rooms.generate
+    generate = static_batches.generate
 
     def refuse(net, ids, *arguments, **options):
         if len(ids) > 1:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
         return generate(net, ids, *arguments, **options)
 
-    monkeypatch.setattr(rooms, "generate", refuse)
+    monkeypatch.setattr(static_batches, "generate", refuse)
     engine = BatchGenerator(model("llama"), slots=12)
     assert engine.generate(rows) == want
     assert engine.counts.halvings == 2  # 4 rows at once, 2, 1

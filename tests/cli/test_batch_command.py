@@ -1,4 +1,4 @@
-"""`generate.py --input --output` as people meet it, and as power cuts do."""
+"""`generate.py --input --output`: output, resume, kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files: honest ones give the right arrays, malformed ones a message."""
+"""GGUF files: valid files give the right arrays, malformed ones a message."""
 
 from __future__ import annotations
 

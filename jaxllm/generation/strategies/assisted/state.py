@@ -39,7 +39,7 @@ class AssistedState:
     keys: Key[Array, " B"]
     """One random key per row; draws depend only on it and on the position of the token."""
     step: Int[Array, ""]
-    """Rounds so far."""
+    """Rounds so far (not new tokens: rows accept different numbers of drafts)."""
     first_nonfinite_step: Int[Array, " B"]
     """The first new token without finite logits, or -1."""
     cache: Cache

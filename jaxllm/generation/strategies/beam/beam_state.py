@@ -68,7 +68,8 @@ class BeamState:
     scores: Float[Array, "T BN V"] | None = dataclasses.field(
         default=None, metadata=axes(None, "rows")
     )
-    """Processed scores of every step and beam (`output_scores`)."""
+    """Processed scores of every step and beam (`output_scores`); of constrained beams with the
+    beams' sums added, as in transformers."""
     logits: Float[Array, "T BN V"] | None = dataclasses.field(
         default=None, metadata=axes(None, "rows")
     )

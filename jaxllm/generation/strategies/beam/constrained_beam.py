@@ -104,6 +104,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
             prompt_len=state.start_len,
             unconditional_logits=unconditional,
         )
+        # As in transformers, output_scores of constrained beams include the beams' sums.
         total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]
         state = record_step(
             state, ~state.is_finished, logits, total.reshape(batch * beams, -1), settings
