@@ -24,8 +24,7 @@ def generation_mode(config: GenerationConfig, assistant_model: Any = None) -> st
         top_k = config.top_k
         if is_traced(top_k) or top_k > 1:
             return "contrastive_search"
-    drafts = (assistant_model, config.prompt_lookup_num_tokens, config.assistant_early_exit)
-    if any(draft is not None for draft in drafts):
+    if draft_options(config, assistant_model):
         return "assisted_generation"
     if config.dola_layers is not None:
         return "dola_generation"

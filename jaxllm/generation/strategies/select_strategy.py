@@ -106,8 +106,8 @@ def _beam_fields(call: Call) -> dict[str, Any]:
     config = call.config
     if config.low_memory:
         raise UnsupportedError(
-            "low_memory: of contrastive search alone (transformers refuses it with beams as well); "
-            "beams share the prompt's keys and values without it"
+            "low_memory: only contrastive search has it (transformers refuses it with beams, too); "
+            "beams share the prompt's keys and values anyway"
         )
     penalty = float_leaf("generate()", "length_penalty", config.length_penalty, "(-inf, inf)")
     return {

@@ -177,7 +177,7 @@ def test_the_conversation_must_begin_with_what_is_held():
         jaxllm.generate(model, more[:1], seen[:1], **settings)
     with pytest.raises(InputError, match="of another config"):
         jaxllm.generate(tiny.cached("gpt2"), more, seen, **settings)
-    with pytest.raises(InputError, match="inputs_embeds: not beside past_key_values"):
+    with pytest.raises(InputError, match="inputs_embeds: cannot be combined with past_key_values"):
         jaxllm.generate(model, inputs_embeds=np.zeros((2, 3, 32), np.float32), **settings)
     with pytest.raises(InputError, match="past_key_values: expected what an earlier call"):
         jaxllm.generate(model, more, seen, **{**settings, "past_key_values": ((1, 2),)})

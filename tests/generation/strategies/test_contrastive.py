@@ -109,7 +109,7 @@ def test_low_memory_keeps_one_slot_for_all_candidates_and_copies_no_cache():
 
 
 def test_low_memory_is_of_contrastive_search():
-    with pytest.raises(UnsupportedError, match="low_memory: of contrastive search alone"):
+    with pytest.raises(UnsupportedError, match="low_memory: only contrastive search has it"):
         jaxllm.generate(model("s_llama"), [[5]], num_beams=2, low_memory=True)
     with pytest.warns(UserWarning, match=r"low_memory.*no effect"):
         jaxllm.generate(model("s_llama"), [[5]], max_new_tokens=1, low_memory=True)

@@ -131,8 +131,8 @@ class AssistantModel(Draft):
             "encoder_states",
         }:
             raise UnsupportedError(
-                "assistant_model: needs a prompt of input_ids, since embeddings and encoder "
-                "outputs of one model mean nothing to another; assistant_early_exit and "
+                "assistant_model: needs a prompt of input_ids, since the assistant cannot read another "
+                "model's embeddings or encoder outputs; assistant_early_exit and "
                 "prompt_lookup_num_tokens take them"
             )
         network, (batch, width) = with_guidance_of(model, self.model), prompt.mask.shape
@@ -151,9 +151,9 @@ class AssistantModel(Draft):
             )
             if lacks_encoder_ids or "token_type_ids" in prompt.decoder_inputs:
                 raise UnsupportedError(
-                    "assistant_model: not with past_key_values that hold no ids of the encoder's "
-                    "input, which the assistant reads as well, nor beside token_type_ids; "
-                    "assistant_early_exit and prompt_lookup_num_tokens go on there"
+                    "assistant_model: cannot continue past_key_values without the encoder's input "
+                    "ids, or together with token_type_ids; use assistant_early_exit or "
+                    "prompt_lookup_num_tokens"
                 )
             cache = network.init_cache(batch, width, **prompt.encoder_inputs)
             cache = network.decode(
