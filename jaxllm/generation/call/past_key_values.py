@@ -100,7 +100,7 @@ def continued_inputs(
     """
     conversation = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
     others = inputs.present(*conversation, "token_type_ids")
-    refuse(others, "cannot be combined with past_key_values, whose cache already holds them")
+    refuse(others, "cannot be combined with past_key_values, whose cache holds the prompt")
     if past.config != model.config:
         raise InputError("past_key_values: comes from a model of another config")
     batch = past.cache.mask.shape[0]

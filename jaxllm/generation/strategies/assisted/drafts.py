@@ -131,7 +131,7 @@ class AssistantModel(Draft):
             "encoder_states",
         }:
             raise UnsupportedError(
-                "assistant_model: needs a prompt of input_ids, since the assistant cannot read another "
+                "assistant_model: needs a prompt of input_ids, since it cannot read another "
                 "model's embeddings or encoder outputs; assistant_early_exit and "
                 "prompt_lookup_num_tokens take them"
             )
