@@ -69,6 +69,7 @@ def spawn(environment: dict[str, str], *arguments: object, stdin: str = "") -> R
     return Result(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.slow
 def test_smollm2_answers_and_keeps_compiled_programs(
     environment: dict[str, str], smollm2_gguf: Path
 ) -> None:

@@ -277,6 +277,7 @@ def kill_often(tmp_path: Path, spawn: Any, kills: int) -> None:
     assert_equal_runs(run, straight(recipe, tmp_path / "straight", steps))
 
 
+@pytest.mark.slow
 def test_two_kills(tmp_path: Path, spawn: Any):
     kill_often(tmp_path, spawn, 2)
 

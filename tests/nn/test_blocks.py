@@ -47,7 +47,8 @@ def test_remat(family, dropout):
         np.testing.assert_allclose(gradient, other[path], rtol=1e-4, atol=1e-6, err_msg=path)
 
 
-@pytest.mark.parametrize("family", tiny.mostly("gpt2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_remat_takes_less_memory(family):
     """Of the compiled gradient: what XLA makes of it, not what it is asked for."""
     names = {
