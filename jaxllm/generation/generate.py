@@ -245,7 +245,9 @@ def partial_results(
         if expired and not beams:
             longest = result.length if result.longest is None else result.longest
             steps = longest - request.start_len
-            result = dataclasses.replace(result, all_finished=True, length=longest, steps=steps)
+            result = dataclasses.replace(
+                result, all_finished=np.bool_(True), length=longest, steps=steps
+            )
         yield result, state
         if result.all_finished:
             return
