@@ -57,6 +57,7 @@ def test_activations_are_near_what_the_compiler_allocates(width, monkeypatch):
     assert 0.5 * compiled[0] < engine.memory[0].activations < 4 * compiled[0]
 
 
+@pytest.mark.slow
 def test_fewer_slots_where_memory_is_short():
     whole = BatchGenerator(MODEL, slots=8)
     want = whole.generate(ROWS)

@@ -110,8 +110,8 @@ for folder in (*folders, *map(Path, sys.argv[3:])):
         for path, x in parameters(narrow).items():
             assert np.asarray(x).tobytes() == np.asarray(parameters(half)[path]).tobytes()
         if folder.is_dir():
-            jaxllm.save_hf(out / "a", model)
-            jaxllm.save_hf(out / "b", plain)
+            jaxllm.save_hf(out / "a", model, overwrite=True)
+            jaxllm.save_hf(out / "b", plain, overwrite=True)
             for file in sorted((out / "b").iterdir()):
                 assert (out / "a" / file.name).read_bytes() == file.read_bytes(), file
 jaxllm.save_orbax(out / "orbax", model)

@@ -158,6 +158,7 @@ def test_a_signal_during_the_imports(batch: BatchCommand) -> None:
     assert not batch.output.parent.joinpath("out.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_between_rows(batch: BatchCommand) -> None:
     wait = once(lambda: batch.rows_done > 3)
     assert batch.end(signal.SIGHUP, wait)

@@ -23,7 +23,7 @@ class State:
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_keys_and_values_have_heads_and_everything_else_rows(quantized):
-    cache = CacheKind(quantized=quantized).of(tiny.cached("llama").init_cache(2, 8))
+    cache = CacheKind(quantized=quantized).convert(tiny.cached("llama").init_cache(2, 8))
     found = map_with_axes(lambda names, x: names, State(cache, {"steps": (jnp.zeros(3),)}))
     assert found.scores == {"steps": ((None, "rows"),)}
     assert found.cache.mask == ("rows",)

@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import shutil
+import traceback
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,10 @@ def async_checkpointer() -> Any:
 
 def is_no_trace_of_orbax(record: logging.LogRecord) -> bool:
     """False for tracebacks that are logged of a failed save, which is raised as one error too."""
-    return not (record.exc_info and "orbax" in record.pathname + record.getMessage())
+    if not record.exc_info:
+        return True
+    files = [frame.filename for frame in traceback.extract_tb(record.exc_info[2])]
+    return "orbax" not in " ".join([record.pathname, record.getMessage(), *files])
 
 
 def start_saving(

@@ -37,6 +37,7 @@ from jaxllm.models.lora import LoraConfig, add_lora, lora_layers, merge_lora
 from jaxllm.models.weights import parameters, with_parameters
 
 CASES = sorted(path.name for path in (DATA / "peft").iterdir() if path.is_dir())
+SLOW = ("t5_dora", "t5_rslora", "llama_dora", "gpt2_rslora")  # others of the kind run by default
 
 
 @functools.cache
@@ -91,7 +92,10 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("highest_precision")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES],
+)
 def test_logits_are_those_of_peft(case):
     logits, _ = run(case)
     np.testing.assert_allclose(logits, reference(case)["logits"], atol=1e-4)

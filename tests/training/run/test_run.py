@@ -39,6 +39,7 @@ def copied(done: tuple[Recipe, Path], tmp_path: Path) -> Recipe:
     return replace(made, output_dir=str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_in_a_notebook(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """Two runs in one process, which say nothing and are equal; the model answers."""
     first = train(tiny(tmp_path, output_dir=str(tmp_path / "a")), quiet=True)

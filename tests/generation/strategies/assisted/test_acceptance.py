@@ -112,7 +112,8 @@ def joint(net, prompt: list[int], steps: int, processors) -> np.ndarray:
     return probabilities
 
 
-@pytest.mark.parametrize("draft", ["assistant", pytest.param("early exit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["assistant", "early exit"])
 def test_samples_are_distributed_as_the_models(draft):
     """Every text of three tokens over a vocabulary of 7, warpers on, against enumeration."""
     net, assistant = make("llama", vocab_size=7), make("llama", vocab_size=7, seed=1)
