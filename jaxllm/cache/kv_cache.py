@@ -13,10 +13,11 @@ heads. ``*BK`` stands for either.
 from __future__ import annotations
 
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import AttentionView, Branches, SlotIndices, make_view
@@ -41,7 +42,7 @@ class KV:
         return KV(heads_first(k), heads_first(v))
 
     @staticmethod
-    def zeros(batch: int, length: int, kv_heads: int, head_dim: int, dtype) -> KV:
+    def zeros(batch: int, length: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> KV:
         # Not `jnp.empty`: masked slots are multiplied by weight 0, and 0 * NaN is NaN.
         heads = (batch, kv_heads) if heads_are_sharded() else (batch * kv_heads,)
         shape = (*heads, length, head_dim)
@@ -119,7 +120,7 @@ class Cache:
         length: int,
         kv_heads: int,
         head_dim: int,
-        dtype,
+        dtype: DTypeLike,
         *,
         windows: bool = False,
     ) -> Cache:
@@ -136,7 +137,7 @@ class Cache:
     def capacity(self) -> int:
         return self.mask.shape[1]
 
-    def replace(self, **changes) -> Self:
+    def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
 
     def compact(self, capacity: int) -> Self:
@@ -149,7 +150,7 @@ class Cache:
         order = jnp.argsort(~self.mask, axis=1, stable=True)
         order = jnp.pad(order, ((0, 0), (0, max(capacity - size, 0))))[:, :capacity]
 
-        def gather(x):
+        def gather(x: Array):
             return jnp.take_along_axis(x, per_head(order, x)[..., None], axis=-2)
 
         mask = jnp.arange(capacity) < self.next_position[:, None]
@@ -169,7 +170,7 @@ class Cache:
             return self
         batch = self.mask.shape[0]
 
-        def rows(x):
+        def rows(x: Array):
             if x.ndim == 0:
                 return x
             per_row = x.reshape(batch, x.shape[0] // batch, *x.shape[1:])

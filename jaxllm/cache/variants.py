@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Bool, Float, Int, Int8
 
-from jaxllm.cache.attention_view import AttentionView, SlotIndices, make_view
+from jaxllm.cache.attention_view import AttentionView, Branches, SlotIndices, make_view
 from jaxllm.cache.kv_cache import KV, KV_AXES, Cache
 from jaxllm.cache.layout import write_heads
 
@@ -37,7 +37,12 @@ class QuantizedKV(KV):
         scale = jnp.zeros((*kv.k.shape[:-1], 1), jnp.float32)
         return QuantizedKV(numbers, numbers, scale, scale, kv.k.dtype)
 
-    def write(self, k, v, slots: SlotIndices) -> QuantizedKV:
+    def write(
+        self,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        slots: SlotIndices,
+    ) -> QuantizedKV:
         (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
         return dataclasses.replace(
             self,
@@ -47,12 +52,12 @@ class QuantizedKV(KV):
             v_scale=write_heads(self.v_scale, v_scale, slots),
         )
 
-    def scores(self, q):
+    def scores(self, q: Float[Array, "*BK Q H"]):
         k = self.k.astype(q.dtype)
         products = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32)
         return products * self.k_scale[..., None, :, 0]
 
-    def mix(self, weights):
+    def mix(self, weights: Float[Array, "*BK Q S"]):
         scaled = (weights * self.v_scale[..., None, :, 0]).astype(self.dtype)
         v = self.v.astype(self.dtype)
         return jnp.einsum("...qs,...sh->...qh", scaled, v, preferred_element_type=jnp.float32)
@@ -83,7 +88,13 @@ class WindowCache(Cache):
     window: Int[Array, ""]
     """Number of tokens that a query attends to, its own included."""
 
-    def make_view(self, mask, *, cache_is_empty=False, branches=None):
+    def make_view(
+        self,
+        mask: Bool[Array, "B T"],
+        *,
+        cache_is_empty: bool = False,
+        branches: Branches | None = None,
+    ):
         """`Cache.make_view` limited to the window; pads do not count towards it."""
         view, reserved = super().make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
         return view.within(self.window), reserved
@@ -97,7 +108,13 @@ class RingCache(Cache):
     window: Int[Array, ""]
     """Number of tokens that a query attends to, its own included; at most the number of slots."""
 
-    def make_view(self, mask, *, cache_is_empty=False, branches=None):
+    def make_view(
+        self,
+        mask: Bool[Array, "B T"],
+        *,
+        cache_is_empty: bool = False,
+        branches: Branches | None = None,
+    ):
         """`Cache.make_view` for one new column, or for a whole prompt (`cache_is_empty`).
 
         A query attends to the last `window` real tokens; pads do not count.

@@ -76,17 +76,17 @@ class DecoderOnly(Model[ModelConfig]):
 
     def hidden(
         self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        inputs_embeds=None,
-        token_type_ids=None,
-        encoder_hidden_states=None,
-        encoder_attention_mask=None,
-        segment_ids=None,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        inputs_embeds: Any = None,
+        token_type_ids: Any = None,
+        encoder_hidden_states: Any = None,
+        encoder_attention_mask: Any = None,
+        segment_ids: Any = None,
         cache: Cache | None = None,
-        head_mask=None,
-        dropout_key=None,
+        head_mask: Any = None,
+        dropout_key: Array | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
     ) -> BaseOutput:
@@ -263,7 +263,13 @@ class CausalLM(DecoderOnly, LanguageModel[ModelConfig]):
     def decoder_stack(self) -> Stack:
         return self.backbone.stack
 
-    def run_decoder(self, tokens, view, cache, **options: Any) -> StackOutput:
+    def run_decoder(
+        self,
+        tokens: Int[Array, "B T"] | None,
+        view: AttentionView,
+        cache: Cache,
+        **options: Any,
+    ) -> StackOutput:
         cross = {"cross_kv": cache.cross, "cross_mask": cache.cross_mask}
         return self.backbone.run(tokens, view, cache=cache, **cross, **options)
 

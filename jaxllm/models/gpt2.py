@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
+from jaxllm.cache.attention_view import AttentionView
 from jaxllm.models import config as cfg
 from jaxllm.models.build_options import Options
 from jaxllm.models.classifier import SequenceClassifier
@@ -151,7 +153,13 @@ class GPT2Model(Backbone):
             remat=options.remat,
         )
 
-    def embed_tokens(self, input_ids, inputs_embeds, view, token_type_ids):
+    def embed_tokens(
+        self,
+        input_ids: Int[Array, "B T"] | None,
+        inputs_embeds: Float[Array, "B T D"] | None,
+        view: AttentionView,
+        token_type_ids: Int[Array, "B T"] | None,
+    ):
         x = self.embed.from_ids_or_embeds(input_ids, inputs_embeds) + self.positions(view.positions)
         # Token types share the token embedding, as in transformers.
         return x if token_type_ids is None else x + self.embed(token_type_ids)

@@ -92,7 +92,9 @@ def patterns_of(name: str, value: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def check_number(name: str, value: Any, kind: type, fits: Callable[[Any], bool], what: str) -> None:
+def check_number(
+    name: str, value: Any, kind: type[int] | type[float], fits: Callable[[Any], bool], what: str
+) -> None:
     kinds = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not fits(value):
         raise InputError(f"{name}: expected {what}, found {value!r}")
@@ -174,13 +176,13 @@ def merge_lora(model: M) -> M:
     return model
 
 
-def lora_layers(model: Model) -> dict[str, LoraLinear]:
+def lora_layers(model: Model[Any]) -> dict[str, LoraLinear]:
     """The layers with LoRA by path."""
     paths = (p.removesuffix(".lora_a") for p in parameters(model) if p.endswith(".lora_a"))
     return {path: module_at(model, path) for path in paths}
 
 
-def check_plain(model: Model) -> None:
+def check_plain(model: Model[Any]) -> None:
     if lora_layers(model):
         raise InputError("the model has LoRA already; merge_lora makes a plain one of it")
 
@@ -194,7 +196,7 @@ def replace_modules(model: M, modules: Mapping[str, nnx.Module]) -> M:
     return model
 
 
-def module_at(model: Model, path: str) -> Any:
+def module_at(model: Model[Any], path: str) -> Any:
     """The module at a path such as ``backbone.stack.blocks.0.attn``; the model itself at ""."""
     module: Any = model
     for part in path.split(".") if path else ():
@@ -202,18 +204,18 @@ def module_at(model: Model, path: str) -> Any:
     return module
 
 
-def table_of(model: Model) -> Table:
+def table_of(model: Model[Any]) -> Table:
     """The weight table of the model's family."""
     return FAMILIES[architecture_of(model)[0]].table(model.config)
 
 
-def base_entries(model: Model) -> list[Entry]:
+def base_entries(model: Model[Any]) -> list[Entry]:
     """Table entries of the model's tensors, without the LoRA parameters."""
     paths = (p for p in parameters(model) if not p.rpartition(".")[2].startswith("lora_"))
     return table_of(model).for_model(paths)
 
 
-def module_names(model: Model) -> dict[str, str]:
+def module_names(model: Model[Any]) -> dict[str, str]:
     """Our path -> Hugging Face's name, for every module that directly has parameters."""
     return {
         path.rpartition(".")[0]: entry.tensor.rpartition(".")[0]

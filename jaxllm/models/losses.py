@@ -37,7 +37,7 @@ def label_logits(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Fl
 
 
 @label_logits.defjvp
-def _label_logits_jvp(primals, tangents):
+def _label_logits_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]):
     logits, labels = primals
     is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
     return label_logits(logits, labels), jnp.where(is_label, tangents[0], 0.0).sum(axis=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -56,7 +57,7 @@ class DecodeOutput:
     """Hidden states of the encoder, after a prefill that records them."""
     encoder_attentions: Layers = None
 
-    def replace(self, **changes) -> DecodeOutput:
+    def replace(self, **changes: Any) -> DecodeOutput:
         return dataclasses.replace(self, **changes)
 
 

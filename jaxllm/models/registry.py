@@ -177,7 +177,7 @@ def _listed(raw: Mapping[str, Any], family: Family) -> str:
     return listed[0]
 
 
-def architecture_of(model: Model) -> tuple[str, str]:
+def architecture_of(model: Model[Any]) -> tuple[str, str]:
     """Model type and Hugging Face class name of a model; T5's for mT5 and umT5 too."""
     for model_type, family in FAMILIES.items():
         for name, cls in family.classes.items():

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
+from jaxllm.cache.attention_view import AttentionView
 from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models import config as cfg
 from jaxllm.models.build_options import Options
@@ -213,12 +215,18 @@ class RotaryModel(Backbone):
         """Builds block number `layer`."""
         raise NotImplementedError
 
-    def embed_tokens(self, input_ids, inputs_embeds, view, token_type_ids):
+    def embed_tokens(
+        self,
+        input_ids: Int[Array, "B T"] | None,
+        inputs_embeds: Float[Array, "B T D"] | None,
+        view: AttentionView,
+        token_type_ids: Int[Array, "B T"] | None,
+    ):
         if token_type_ids is not None:
             raise InputError("token_type_ids: only GPT-2 has token types")
         return self.embed.from_ids_or_embeds(input_ids, inputs_embeds)
 
-    def rotary(self, view):
+    def rotary(self, view: AttentionView):
         return self.rope.angles(view.positions, view.horizon)
 
 

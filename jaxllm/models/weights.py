@@ -9,9 +9,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxllm.models.model import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +124,7 @@ def norm(path: str, tensor: str, *, bias: bool = False) -> Iterator[Entry]:
         yield Entry((f"{path}.bias",), f"{tensor}.bias")
 
 
-def parameter_path(key_path: tuple) -> str:
+def parameter_path(key_path: tuple[Any, ...]) -> str:
     """Dotted path of a pytree leaf: ``backbone.stack.blocks.0.attn.q.weight``."""
     parts = []
     for key in key_path:
@@ -133,13 +137,13 @@ def parameter_path(key_path: tuple) -> str:
     return ".".join(parts[:-1] if parts[-1] == "value" else parts)
 
 
-def parameters(model) -> dict[str, jax.Array]:
+def parameters(model: Model[Any]) -> dict[str, jax.Array]:
     """All parameters of a model by path."""
     leaves = jax.tree_util.tree_flatten_with_path(model)[0]
     return {parameter_path(path): leaf for path, leaf in leaves}
 
 
-def with_parameters(model, changed: Mapping[str, jax.Array]):
+def with_parameters(model: Model[Any], changed: Mapping[str, jax.Array]):
     """A copy of the model with some parameters replaced; the rest is shared."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(model)
     unknown = changed.keys() - {parameter_path(path) for path, _ in leaves}

@@ -120,7 +120,10 @@ class Attention(nnx.Module):
         self.scale, self.dropout_rate, self.implementation = scale, dropout_rate, implementation
 
     def keys_values(
-        self, x: Float[Array, "B S D"], rotary=None, key: jax.Array | None = None
+        self,
+        x: Float[Array, "B S D"],
+        rotary: tuple[Array, Array] | None = None,
+        key: jax.Array | None = None,
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
         k_key, v_key = split(key, 2)
@@ -135,8 +138,8 @@ class Attention(nnx.Module):
         kv: KV,
         *,
         visible: Bool[Array, "B 1 #T S"],
-        rotary=None,
-        bias=None,
+        rotary: tuple[Array, Array] | None = None,
+        bias: Float[Array, "#B N T S"] | None = None,
         head_mask: Float[Array, " N"] | None = None,
         key: jax.Array | None = None,
         want_weights: bool = False,
@@ -172,7 +175,14 @@ class Attention(nnx.Module):
         y = self.o(out.reshape(B, T, self.heads * self.head_dim), o_key)
         return y, (weights if want_weights else None)
 
-    def _attend(self, q, kv: KV, visible, bias, used) -> Float[Array, "B T N H"]:
+    def _attend(
+        self,
+        q: Float[Array, "B T N H"],
+        kv: KV,
+        visible: Bool[Array, "B 1 #T S"],
+        bias: Float[Array, "#B N T S"] | None,
+        used: Int[Array, ""] | None,
+    ) -> Float[Array, "B T N H"]:
         """Attention that returns no weights, without head mask and dropout."""
         if self.implementation != "eager":
             implementation, scale = self.implementation, self.scale
@@ -180,7 +190,7 @@ class Attention(nnx.Module):
                 q, kv, visible=visible, bias=bias, scale=scale, implementation=implementation
             )
 
-        def run(q, kv, visible, bias):
+        def run(q: Array, kv: KV, visible: Array, bias: Array | None):
             return attend(q, kv, visible=visible, bias=bias, scale=self.scale)[0]
 
         if used is not None and splits_cache(kv.length, q.shape[1]):

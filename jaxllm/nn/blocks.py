@@ -18,6 +18,8 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import InputError
 from jaxllm.nn.attention import Attention
 from jaxllm.nn.dropout import dropout, split
+from jaxllm.nn.mlp import MLP, GatedMLP
+from jaxllm.nn.norm import LayerNorm, RMSNorm
 from jaxllm.nn.platform import after_gradient
 from jaxllm.parallel.sharding import constrain
 
@@ -93,11 +95,11 @@ class Block(nnx.Module):
 
     def __init__(
         self,
-        attn_norm,
+        attn_norm: RMSNorm | LayerNorm,
         attn: Attention,
-        mlp_norm,
-        mlp,
-        cross_norm=None,
+        mlp_norm: RMSNorm | LayerNorm,
+        mlp: MLP | GatedMLP,
+        cross_norm: RMSNorm | LayerNorm | None = None,
         cross: Attention | None = None,
         *,
         dropout_rate: float = 0.0,
@@ -155,20 +157,36 @@ class Block(nnx.Module):
         x = self._add(x, self.mlp(self.mlp_norm(x), keys[4]), keys[5])
         return BlockOutput(x, cache, weights, cross_weights)
 
-    def _add(self, x, y, key):
+    def _add(self, x: Array, y: Array, key: Array | None):
         # With this constraint XLA all-reduces the partial sums of tensor parallelism.
         x = constrain(x + dropout(y, self.dropout_rate, key), "rows")
         return x if self.clamp is None else self.clamp(x)
 
 
-def _run(block, x, context, cache, cross_kv, options, cache_is_empty, want_weights) -> BlockOutput:
+def _run(
+    block: Block,
+    x: Array,
+    context: Context,
+    cache: KV | None,
+    cross_kv: KV | None,
+    options: BlockOptions,
+    cache_is_empty: bool,
+    want_weights: bool,
+) -> BlockOutput:
     flags = {"cache_is_empty": cache_is_empty, "want_weights": want_weights}
     return block(x, context, cache, cross_kv, options, **flags)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _run_recomputed(
-    block, x, context, cache, cross_kv, options, cache_is_empty, want_weights
+    block: Block,
+    x: Array,
+    context: Context,
+    cache: KV | None,
+    cross_kv: KV | None,
+    options: BlockOptions,
+    cache_is_empty: bool,
+    want_weights: bool,
 ) -> BlockOutput:
     """`_run` with rematerialization: the backward pass recomputes the activations.
 
@@ -179,11 +197,13 @@ def _run_recomputed(
     return _run(block, x, context, cache, cross_kv, options, cache_is_empty, want_weights)
 
 
-def _forward(*args):
+def _forward(*args: Any):
     return _run(*args), args[:6]
 
 
-def _backward(cache_is_empty, want_weights, inputs, gradients):
+def _backward(
+    cache_is_empty: bool, want_weights: bool, inputs: tuple[Any, ...], gradients: BlockOutput
+):
     run = functools.partial(_run, cache_is_empty=cache_is_empty, want_weights=want_weights)
     # The barrier delays use of all inputs, all-gathered weights too, until the gradients exist.
     (block, x, *rest), gradients = jax.lax.optimization_barrier((inputs, gradients))
@@ -197,7 +217,7 @@ _run_traced_once = jax.jit(_run, static_argnums=(6, 7))
 _run_remat = jax.jit(_run_recomputed, static_argnums=(6, 7))
 
 
-def _layer_head_mask(head_mask, i: int):
+def _layer_head_mask(head_mask: Array | None, i: int):
     """Layer i's head mask: row i of [L, N]; a mask [N] applies to every layer."""
     if head_mask is None:
         return None
@@ -215,7 +235,7 @@ class Stack(nnx.Module):
     def __init__(
         self,
         blocks: Sequence[Block],
-        norm,
+        norm: RMSNorm | LayerNorm,
         *,
         position_bias: Sequence[nnx.Module] = (),
         embedding_dropout: float = 0.0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxllm.nn.platform import times_transposed
@@ -15,7 +16,7 @@ from jaxllm.parallel.sharding import constrain
 
 
 def normal(
-    rngs: nnx.Rngs | None, shape: tuple[int, ...], std: float, dtype
+    rngs: nnx.Rngs | None, shape: tuple[int, ...], std: float, dtype: DTypeLike
 ) -> nnx.Param[jax.Array]:
     """A parameter drawn from N(0, std^2) in float32, then cast: all dtypes get the same draw.
 
@@ -39,8 +40,8 @@ class Linear(nnx.Module):
         *,
         use_bias: bool = False,
         std: float = 0.02,
-        dtype,
-        param_dtype,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
         rngs: nnx.Rngs | None,
     ):
         self.weight = normal(rngs, (out_features, in_features), std, param_dtype)
@@ -63,8 +64,8 @@ class Embedding(nnx.Module):
         features: int,
         *,
         std: float = 0.02,
-        dtype,
-        param_dtype,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
         rngs: nnx.Rngs | None,
     ):
         self.weight = normal(rngs, (rows, features), std, param_dtype)

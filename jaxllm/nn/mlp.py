@@ -15,7 +15,9 @@ from jaxllm.nn.linear import Linear
 class MLP(nnx.Module):
     """Feed-forward layer ``down(act(up(x)))``: GPT-2 and T5 v1.0."""
 
-    def __init__(self, up: Linear, down: Linear, act: Callable, *, dropout_rate: float = 0.0):
+    def __init__(
+        self, up: Linear, down: Linear, act: Callable[[Array], Array], *, dropout_rate: float = 0.0
+    ):
         self.up, self.down, self.act, self.dropout_rate = up, down, act, dropout_rate
 
     def __call__(
@@ -30,7 +32,13 @@ class GatedMLP(nnx.Module):
     T5 v1.1 (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(
-        self, gate: Linear, up: Linear, down: Linear, act: Callable, *, dropout_rate: float = 0.0
+        self,
+        gate: Linear,
+        up: Linear,
+        down: Linear,
+        act: Callable[[Array], Array],
+        *,
+        dropout_rate: float = 0.0,
     ):
         self.gate, self.up, self.down = gate, up, down
         self.act, self.dropout_rate = act, dropout_rate

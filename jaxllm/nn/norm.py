@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
@@ -17,7 +18,7 @@ class RMSNorm(nnx.Module):
     [1.0, -1.0, 1.0, -1.0]
     """
 
-    def __init__(self, features: int, *, eps: float, dtype, param_dtype):
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike, param_dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones((features,), param_dtype))
         self.eps, self.dtype = eps, jnp.dtype(dtype)
 
@@ -30,7 +31,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """LayerNorm ``(x - mean) / std * weight + bias`` (Ba et al. 2016, arXiv:1607.06450)."""
 
-    def __init__(self, features: int, *, eps: float, dtype, param_dtype):
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike, param_dtype: DTypeLike):
         self.weight = nnx.Param(jnp.ones((features,), param_dtype))
         self.bias = nnx.Param(jnp.zeros((features,), param_dtype))
         self.eps, self.dtype = eps, jnp.dtype(dtype)

@@ -120,13 +120,13 @@ def attend_used_slots(
     prefixes = [size * i // PREFIXES for i in range(1, PREFIXES + 1)]
 
     def over(length: int):
-        def run(q, kv, visible, bias):
+        def run(q: Array, kv: KV, visible: Array, bias: Array | None):
             bias = None if bias is None else bias[..., :length]
             return attend(q, kv.prefix(length), visible[..., :length], bias)
 
         return run
 
-    def shortest(q, kv, visible, bias):
+    def shortest(q: Array, kv: KV, visible: Array, bias: Array | None):
         which = jnp.searchsorted(jnp.asarray(prefixes), used)
         return jax.lax.switch(which, [over(p) for p in prefixes], q, kv, visible, bias)
 

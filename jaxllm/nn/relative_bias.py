@@ -8,6 +8,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxllm.nn.linear import Embedding
@@ -47,8 +48,8 @@ class RelativeBias(nnx.Module):
         *,
         bidirectional: bool,
         std: float,
-        dtype,
-        param_dtype,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
         rngs: nnx.Rngs | None,
     ):
         self.table = Embedding(

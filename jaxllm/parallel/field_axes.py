@@ -50,7 +50,7 @@ def map_with_axes(f: Callable[..., Any], tree: T, *others: Any) -> T:
     State(tokens=('rows',), logits=[(None, 'rows')])
     """
 
-    def apply(path: tuple, x: Any, *rest: Any) -> Any:
+    def apply(path: tuple[Any, ...], x: Any, *rest: Any) -> Any:
         return f(_axes_at(tree, path), x, *rest)
 
     return jax.tree_util.tree_map_with_path(apply, tree, *others)
@@ -89,7 +89,7 @@ def _axes_of(x: Any, names: Axes, batch: int) -> tuple[Axes, int | None]:
     return ((names[0], *names[1 + merged :]), batch) if merged else (names, None)
 
 
-def _axes_at(tree: Any, path: tuple) -> Axes:
+def _axes_at(tree: Any, path: tuple[Any, ...]) -> Axes:
     """The innermost axes declared on the path to a leaf."""
     names = DEFAULT
     for key in path:

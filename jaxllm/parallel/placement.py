@@ -71,7 +71,7 @@ def put_rows(tree: T, mesh: Mesh) -> T:
     """
     rows, replicated = batch_sharding(mesh), NamedSharding(mesh, PartitionSpec())
 
-    def one(x):
+    def one(x: Any):
         if mesh_of(x) is not None:
             return x
         split = np.ndim(x) > 0 and np.shape(x)[0] % row_shards(mesh) == 0

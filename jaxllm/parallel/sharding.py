@@ -164,13 +164,13 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
     Leaves need a shape only, so the output of `jax.eval_shape` works too.
     """
 
-    def leaf_sharding(key_path, leaf) -> NamedSharding:
+    def leaf_sharding(key_path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         return parameter_sharding(key_name(key_path), leaf.shape, mesh)
 
     return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
 
 
-def key_name(key_path: tuple) -> str:
+def key_name(key_path: tuple[Any, ...]) -> str:
     """A leaf's path with dots, as in `RULES`, without the final ``.value`` of nnx."""
     name = jax.tree_util.keystr(key_path, simple=True, separator=".")
     return name.removesuffix(".value")
@@ -234,7 +234,7 @@ def constrain(x: T, *axes: str | None, batch: int | None = None) -> T:
     if mesh is None:
         return x
 
-    def one(leaf):
+    def one(leaf: jax.Array):
         spec = partition(leaf.shape, axes, mesh, batch)
         return jax.lax.with_sharding_constraint(leaf, spec)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.attention_view import document_starts, make_view
+from jaxllm.cache.attention_view import AttentionView, document_starts, make_view
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models import input_checks as check
@@ -63,7 +63,7 @@ class T5Encoder(Model[T5Config]):
         sizes = {"vocab_size": self.config.vocab_size, "width": self.config.d_model}
         return check.sequence_inputs(*arrays, **sizes, side=side)
 
-    def head_mask(self, name: str, mask, stack: Stack) -> Float[Array, "L N"] | None:
+    def head_mask(self, name: str, mask: Any, stack: Stack) -> Float[Array, "L N"] | None:
         return check.head_mask(name, mask, len(stack.blocks), self.config.num_heads)
 
 
@@ -313,7 +313,13 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
     def decoder_stack(self) -> Stack:
         return self.decoder
 
-    def run_decoder(self, tokens, view, cache, **options: Any) -> StackOutput:
+    def run_decoder(
+        self,
+        tokens: Int[Array, "B T"] | None,
+        view: AttentionView,
+        cache: Cache,
+        **options: Any,
+    ) -> StackOutput:
         assert tokens is not None
         assert cache.cross_mask is not None
         context = Context(view=view, cross_visible=cache.cross_mask[:, None, None, :])
