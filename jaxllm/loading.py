@@ -107,7 +107,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
 
 
 def set_generation_config(
-    model: Model, config: GenerationConfig, tokenizer: Tokenizer | None
+    model: Model[Any], config: GenerationConfig, tokenizer: Tokenizer | None
 ) -> None:
     """Sets a model's generation defaults and the tokenizer's end token."""
     model.generation_config = without_absent_tokens(config, model.config.vocab_size)
@@ -144,7 +144,7 @@ def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
 
 def save_hf(
     folder: str | PathLike[str],
-    model: Model,
+    model: Model[Any],
     tokenizer: Tokenizer | None = None,
     *,
     dtype: DTypeLike | None = None,
@@ -181,7 +181,7 @@ def save_hf(
     with_host_arrays(parameters(model), write)
 
 
-def save_settings(folder: Path, model: Model, tokenizer: Tokenizer | None) -> None:
+def save_settings(folder: Path, model: Model[Any], tokenizer: Tokenizer | None) -> None:
     """Writes generation_config.json and the tokenizer's files."""
     settings = model.generation_config
     if settings is not None:
@@ -191,7 +191,7 @@ def save_settings(folder: Path, model: Model, tokenizer: Tokenizer | None) -> No
 
 
 def save_orbax(
-    folder: str | PathLike[str], model: Model, tokenizer: Tokenizer | None = None
+    folder: str | PathLike[str], model: Model[Any], tokenizer: Tokenizer | None = None
 ) -> None:
     """Saves a model in Orbax's format, with a digest of every parameter.
 

@@ -93,7 +93,7 @@ def memory_budget(memory: int | str | None, devices: int = 1) -> int:
 def nbytes(tree: Any) -> int:
     """Bytes per device of a pytree of arrays or shapes; sharded arrays count as their shard."""
 
-    def leaf_bytes(x) -> int:
+    def leaf_bytes(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> int:
         sharding = getattr(x, "sharding", None)  # numpy arrays have none
         shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
         return math.prod(shape) * np.dtype(x.dtype).itemsize

@@ -73,13 +73,13 @@ def decode(
     wait for the host.
     """
 
-    def continues(carry):
+    def continues(carry: tuple[Slots, Array, Array]) -> Array:
         slots, steps, _ = carry
         busy_slots = jnp.sum(slots.unfinished)
         enough_busy = (busy_slots > 0) & (slots.count - busy_slots < free_slots)
         return enough_busy & (steps < max_steps)
 
-    def step(carry):
+    def step(carry: tuple[Slots, Array, Array]) -> tuple[Slots, Array, Array]:
         slots, steps, busy_slot_steps = carry
         busy_slot_steps += jnp.sum(slots.unfinished, dtype=jnp.int32)
         return strategy.step(model, slots, stops), steps + 1, busy_slot_steps

@@ -17,7 +17,7 @@ from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_strategies import SlotStrategy
 from jaxllm.batch.slots import PrefillBatch, RowSettings, SlotCache, Slots
 from jaxllm.models.decoder import Decoder
-from jaxllm.parallel.field_axes import map_with_axes
+from jaxllm.parallel.field_axes import Axes, map_with_axes
 from jaxllm.parallel.sharding import ROWS, context_mesh, partition, use_mesh
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def with_shardings(shapes: T, mesh: Mesh | None) -> T:
         # Not weakly typed: programs are compiled for the arrays that `empty_slots` makes of these.
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
-    def with_sharding(axes, x):
+    def with_sharding(axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = partition(x.shape, axes if x.ndim >= len(axes) else axes[:1], mesh)
         if 0 in x.shape:  # programs return empty arrays replicated
             spec = PartitionSpec()
@@ -58,14 +58,14 @@ def scatter_rows(
         axes: the logical axes of the first dimensions of `old`.
     """
 
-    def scatter(old, new, slot_ids):
+    def scatter(old: Array, new: Array, slot_ids: Array) -> Array:
         return old.at[slot_ids].set(new, mode="drop")
 
     mesh = context_mesh()
     if mesh is None:
         return scatter(old, new, slot_ids)
 
-    def scatter_shard(old, new, slot_ids):
+    def scatter_shard(old: Array, new: Array, slot_ids: Array) -> Array:
         in_shard = slot_ids - jax.lax.axis_index(ROWS) * old.shape[0]
         return scatter(old, new, jnp.where(in_shard < 0, old.shape[0], in_shard))
 
@@ -82,7 +82,7 @@ def write_rows(old: T, new: T, slot_ids: Int[Array, " R"]) -> T:
     the mask (0 * NaN is NaN).
     """
 
-    def write(axes, old: Shaped[Array, "B ..."], new: Any):
+    def write(axes: Axes, old: Shaped[Array, "B ..."], new: Any):
         if "heads" in axes:
             return write_layer(old, new, slot_ids)
         return write_padded_rows(old, new, slot_ids)

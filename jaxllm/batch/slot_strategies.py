@@ -29,7 +29,7 @@ from jaxllm.generation.strategies.strategy import (
 )
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
-from jaxllm.parallel.field_axes import map_with_axes
+from jaxllm.parallel.field_axes import Axes, map_with_axes
 
 S = TypeVar("S")
 
@@ -189,7 +189,7 @@ def _where_unfinished(unfinished: Bool[Array, " B"], new: S, old: S) -> S:
     """Selects `new` for unfinished rows and `old` for the others. Keys and values are always `new`,
     since those of finished rows are never read."""
 
-    def select(axes, new, old):
+    def select(axes: Axes, new: Array, old: Array) -> Array:
         if "heads" in axes:  # keys or values of the cache
             return new
         return jnp.where(unfinished.reshape(-1, *(1,) * (new.ndim - 1)), new, old)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxllm.cache.attention_view import AttentionView, Branches
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.processors import LogitsProcessorList
 
@@ -52,7 +53,13 @@ class SlotCache(Cache):
     def align_lengths(self) -> Self:
         return self
 
-    def make_view(self, mask, *, cache_is_empty=False, branches=None):
+    def make_view(
+        self,
+        mask: Bool[Array, "B T"],
+        *,
+        cache_is_empty: bool = False,
+        branches: Branches | None = None,
+    ) -> tuple[AttentionView, Self]:
         view, reserved = super().make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
         return dataclasses.replace(view, horizon=reserved.next_position), reserved
 
@@ -75,7 +82,7 @@ class PrefillBatch:
     def keys(self) -> Any:
         """The keys that `generate(..., key=seed, row_ids=[row])` gives its samples."""
 
-        def key_of(seed, row, sample):
+        def key_of(seed: Array, row: Array, sample: Array) -> Array:
             return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), sample)
 
         return jax.vmap(key_of)(*self.key_data.T)

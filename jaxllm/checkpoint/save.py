@@ -29,7 +29,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 def save_model(
     folder: Path,
-    model: Model,
+    model: Model[Any],
     arrays: Mapping[str, HostArray],
     *,
     dtype: DTypeLike | None = None,
@@ -68,7 +68,9 @@ def check_no_model(folder: Path) -> None:
         )
 
 
-def hf_tensors(model: Model, arrays: Mapping[str, HostArray]) -> Iterator[tuple[str, HostArray]]:
+def hf_tensors(
+    model: Model[Any], arrays: Mapping[str, HostArray]
+) -> Iterator[tuple[str, HostArray]]:
     """The model's parameters as Hugging Face tensors, in their own dtype."""
     model_type, _ = architecture_of(model)
     table = FAMILIES[model_type].table(model.config)
@@ -95,7 +97,7 @@ def hf_tensors(model: Model, arrays: Mapping[str, HostArray]) -> Iterator[tuple[
             yield name, arrays[ours]
 
 
-def original_dtypes(model: Model, tensors: Mapping[str, HostArray]) -> dict[str, np.dtype]:
+def original_dtypes(model: Model[Any], tensors: Mapping[str, HostArray]) -> dict[str, np.dtype]:
     """Dtypes of the file that the model was loaded from, if casting back is lossless; else empty.
 
     So a half-precision checkpoint that was loaded as float32 is saved with its original bytes; if
@@ -120,7 +122,7 @@ def is_lossless(x: np.ndarray, dtype: DTypeLike) -> bool:
     return bool((back.view(f"u{x.itemsize}") == x.view(f"u{x.itemsize}")).all())
 
 
-def saved_config(model: Model, dtypes: dict[str, str]) -> dict[str, Any]:
+def saved_config(model: Model[Any], dtypes: dict[str, str]) -> dict[str, Any]:
     """The checkpoint's config.json with the caller's changes; `dtypes` are those being saved."""
     origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)

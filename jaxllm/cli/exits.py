@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from jaxllm.cli import signals
 from jaxllm.common.errors import JaxLLMError
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
     The meaning of an abbreviation could change when an option is added.
     """
 
-    def __init__(self, **kwargs) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
         )
@@ -83,7 +83,14 @@ def one_line(message: str) -> str:
 
 
 def _warn(program: str) -> Callable[..., None]:
-    def show(message, category, filename, lineno, file=None, line=None) -> None:
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         print(f"{program}: warning: {one_line(str(message))}", file=sys.stderr)
 
     return show

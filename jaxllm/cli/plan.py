@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -121,7 +122,7 @@ def table_of(plan: Plan) -> Table:
     return table
 
 
-def _cell(value: object, shown: Callable) -> str:
+def _cell(value: object, shown: Callable[[Any], str]) -> str:
     return "-" if value is None else shown(value)
 
 

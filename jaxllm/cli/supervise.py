@@ -104,7 +104,7 @@ def supervise(
         command = command if "--resume" in command else [*command, "--resume"]
 
 
-def start(command: Sequence[str], count: int) -> list[subprocess.Popen]:
+def start(command: Sequence[str], count: int) -> list[subprocess.Popen[bytes]]:
     """Starts the processes, with the coordinator on a free port of this host.
 
     Each has its own session, so that it gets Ctrl-C only once, forwarded from here.
@@ -130,7 +130,7 @@ def start(command: Sequence[str], count: int) -> list[subprocess.Popen]:
     return processes
 
 
-def watch(processes: Sequence[subprocess.Popen], received: list[int]) -> list[int | None]:
+def watch(processes: Sequence[subprocess.Popen[bytes]], received: list[int]) -> list[int | None]:
     """Waits until all processes have exited; if one fails, kills the others.
 
     Returns:
@@ -152,7 +152,7 @@ def watch(processes: Sequence[subprocess.Popen], received: list[int]) -> list[in
         time.sleep(POLL_SECONDS)
 
 
-def kill(processes: Sequence[subprocess.Popen]) -> None:
+def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Kills running processes and their children; safe, since files are written atomically."""
     for process in processes:
         if process.poll() is None:

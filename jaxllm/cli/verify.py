@@ -151,7 +151,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
-def _known_difference(model: Model, version: str) -> str | None:
+def _known_difference(model: Model[Any], version: str) -> str | None:
     """Describes a known error of the reference, if it applies to this model."""
     own_head = not getattr(model.config, "tie_word_embeddings", True)
     if getattr(model.config, "bias_per_layer", False) and own_head and int(version[0]) >= 5:
@@ -162,7 +162,7 @@ def _known_difference(model: Model, version: str) -> str | None:
     return None
 
 
-def _columns(row: Distance, model: Model) -> str:
+def _columns(row: Distance, model: Model[Any]) -> str:
     text = f"{row.max_abs:>9.2e}  {row.relative:>9.2e}"
     if isinstance(model, T5EncoderModel):  # hidden states are not a distribution
         return text
@@ -200,7 +200,7 @@ def _load_reference(path: Path, class_name: str, transformers: Any) -> Any:
     return getattr(transformers, auto).from_pretrained(**source, attn_implementation="eager")
 
 
-def _prompts(texts: list[str] | None, model: Model, tokenizer: Any) -> list[list[int]]:
+def _prompts(texts: list[str] | None, model: Model[Any], tokenizer: Any) -> list[list[int]]:
     """Token ids of the user's prompts or the default ones; random ids without a tokenizer.
 
     Sorted by length: transformers' dynamic RoPE keeps the frequencies of the longest prompt so far.
@@ -216,7 +216,7 @@ def _prompts(texts: list[str] | None, model: Model, tokenizer: Any) -> list[list
     return [rng.integers(0, model.config.vocab_size, length).tolist() for length in lengths]
 
 
-def _inputs(ids: list[int], model: Model) -> dict[str, np.ndarray]:
+def _inputs(ids: list[int], model: Model[Any]) -> dict[str, np.ndarray]:
     """Arguments of a forward call, with the names that both libraries share."""
     inputs = {"input_ids": np.asarray([ids]), "attention_mask": np.ones((1, len(ids)), int)}
     if model.is_encoder_decoder:

@@ -6,6 +6,7 @@ Re-exports `LoraConfig`, `add_lora` and `merge_lora` of `jaxllm.models.lora`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 
@@ -28,7 +29,7 @@ def is_trainable(path: str, modules_to_save: Iterable[str] = ()) -> bool:
     return name.startswith("lora_") or module in modules_to_save
 
 
-def partition(model: Model) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+def partition(model: Model[Any]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Splits the parameters of a model with LoRA into (trained, frozen), by path."""
     saved = model.modules_to_save
     params = parameters(model)

@@ -173,7 +173,7 @@ def rows_right(logits: Float[Array, "B C"], labels: Array, problem: str | None) 
     return jnp.argmax(logits, axis=-1) == labels.reshape(-1)
 
 
-def loss_for(model: Model, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
+def loss_for(model: Model[Any], *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
     """Returns the loss for a model's class.
 
     Raises:

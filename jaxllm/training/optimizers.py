@@ -134,7 +134,14 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     norm, used only if the updates are the same arrays, unchanged by earlier transformations.
     """
 
-    def update(updates, state, params=None, *, measured=(None, None), **_):
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        measured: tuple[Any, jax.Array | None] = (None, None),
+        **_: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
         gradients, norm = measured
         if norm is None or not _same_arrays(gradients, updates):
             norm = global_norm(updates)
@@ -207,13 +214,17 @@ def decay_mask(config: OptimizerConfig) -> Callable[[Params], Any]:
     return mask
 
 
-def _adamw(config, schedule, options):
+def _adamw(
+    config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
+) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101)."""
     decay = config.weight_decay or 0.0
     return optax.adamw(schedule, weight_decay=decay, mask=decay_mask(config), **options)
 
 
-def _adafactor(config, schedule, options):
+def _adafactor(
+    config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
+) -> optax.GradientTransformation:
     """Adafactor with T5's settings (Shazeer & Stern 2018, arXiv:1804.04235; Raffel et al. 2019):
     updates relative to each parameter's size and clipped, factored second moments that decay as
     1 - t^-0.8. T5 was fine-tuned at a constant 1e-3."""
@@ -227,14 +238,18 @@ def _adafactor(config, schedule, options):
     )
 
 
-def _lion(config, schedule, options):
+def _lion(
+    config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
+) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023, arXiv:2302.06675). Its learning rate is 3 to 10 times below
     AdamW's."""
     decay = config.weight_decay or 0.0
     return optax.lion(schedule, weight_decay=decay, mask=decay_mask(config), **options)
 
 
-def _sgd(config, schedule, options):
+def _sgd(
+    config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
+) -> optax.GradientTransformation:
     steps: list[Any] = [optax.sgd(schedule, nesterov="momentum" in options, **options)]
     if config.weight_decay is not None:
         decay = config.weight_decay
@@ -242,7 +257,9 @@ def _sgd(config, schedule, options):
     return optax.chain(*steps)
 
 
-def _muon(config, schedule, options):
+def _muon(
+    config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
+) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) for the matrices of the blocks; Adam with Nesterov momentum for
     embeddings, head and vectors. Muon's updates are scaled to the size of AdamW's, so that one
     learning rate suits both (Liu et al. 2025, arXiv:2502.16982)."""

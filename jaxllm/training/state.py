@@ -76,7 +76,7 @@ class TrainState:
 
     @staticmethod
     def create(
-        model: Model,
+        model: Model[Any],
         optimizer: optax.GradientTransformation,
         *,
         key: Array | int = 0,
@@ -115,12 +115,12 @@ class TrainState:
         )
 
     @property
-    def model(self) -> Model:
+    def model(self) -> Model[Any]:
         """The model with the current parameters."""
         return self.structure.model({**self.params, **self.frozen})
 
     @property
-    def averaged_model(self) -> Model:
+    def averaged_model(self) -> Model[Any]:
         """The model with the moving average of its parameters.
 
         Raises:

@@ -179,14 +179,16 @@ def accumulate(
         return gradient(params, batch, keys[0])
     micro = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
-    def body(carry, xs):
+    def body(
+        carry: tuple[Params, LossSums], xs: tuple[dict[str, Array], Array]
+    ) -> tuple[tuple[Params, LossSums], None]:
         return jax.tree.map(jnp.add, carry, gradient(params, *xs)), None
 
     zero = (jax.tree.map(jnp.zeros_like, params), LossSums.zero())
     return jax.lax.scan(body, zero, (micro, keys))[0]
 
 
-def real_tokens(model: Model, batch: Batch) -> Array | None:
+def real_tokens(model: Model[Any], batch: Batch) -> Array | None:
     """Number of tokens without padding, decoder tokens included, as in `flops.count_tokens`.
 
     Computed in the step, so that processes need no extra reduction. None if the batch has neither

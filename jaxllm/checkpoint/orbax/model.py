@@ -28,14 +28,14 @@ from jaxllm.parallel.sharding import check_heads, parameter_sharding
 WEIGHTS = "weights"
 
 
-def save_weights(folder: Path, model: Model) -> None:
+def save_weights(folder: Path, model: Model[Any]) -> None:
     """Writes parameters and config; an older model in the folder is deleted afterwards."""
     with RunCheckpoints(folder / WEIGHTS, keep=1) as checkpoints:
         latest = checkpoints.latest()
         checkpoints.save(0 if latest is None else latest + 1, parameters(model), model_meta(model))
 
 
-def model_meta(model: Model) -> dict[str, Any]:
+def model_meta(model: Model[Any]) -> dict[str, Any]:
     """Config and origin, as JSON."""
     origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)

@@ -119,7 +119,7 @@ def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]
 
 
 def split_layers(
-    model: Model, config: PeftConfig, name: str, entry: Entry, unused: dict[str, np.ndarray]
+    model: Model[Any], config: PeftConfig, name: str, entry: Entry, unused: dict[str, np.ndarray]
 ) -> dict[str, LoraLinear]:
     """Builds our layers for one PEFT layer; removes its tensors from `unused`."""
     bases = {path: module_at(model, path) for path in paths_of(entry)}
@@ -146,7 +146,7 @@ def split_layers(
     }
 
 
-def check_base(model: Model, name: str, entry: Entry, unused: dict[str, np.ndarray]) -> None:
+def check_base(model: Model[Any], name: str, entry: Entry, unused: dict[str, np.ndarray]) -> None:
     """Checks the base weight that PEFT saves beside the LoRA of an LM head."""
     tensor = unused.pop(f"{name}.base_layer.weight", None)
     if tensor is None:
@@ -160,7 +160,9 @@ def check_base(model: Model, name: str, entry: Entry, unused: dict[str, np.ndarr
         )
 
 
-def take_saved(model: Model, entry: Entry, unused: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+def take_saved(
+    model: Model[Any], entry: Entry, unused: dict[str, np.ndarray]
+) -> dict[str, jax.Array]:
     """Parameters from one tensor of modules_to_save; removes it from `unused`."""
     params = parameters(model)
     rows, *columns = params[entry.parameters[0]].shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Any
 
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.classifier import SequenceClassifier
@@ -18,7 +19,7 @@ PREFIX = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 
-def weight_entries(model: Model) -> dict[str, Entry]:
+def weight_entries(model: Model[Any]) -> dict[str, Entry]:
     """Table entries of the base model's weights, by the module's Hugging Face name."""
     return {
         entry.tensor.removesuffix(".weight"): entry
@@ -32,7 +33,7 @@ def paths_of(entry: Entry) -> list[str]:
     return [ours.removesuffix(".weight") for ours in entry.parameters]
 
 
-def task_of(model: Model) -> str:
+def task_of(model: Model[Any]) -> str:
     """PEFT's task type of a model."""
     if isinstance(model, SequenceClassifier):
         return "SEQ_CLS"
@@ -42,7 +43,7 @@ def task_of(model: Model) -> str:
     return "SEQ_2_SEQ_LM" if seq2seq else "FEATURE_EXTRACTION"
 
 
-def check_tied(model: Model, paths: Container[str]) -> None:
+def check_tied(model: Model[Any], paths: Container[str]) -> None:
     """Raises UnsupportedError if several modules share a weight: PEFT would untie them."""
     headless = getattr(model, "lm_head", True) is None  # tied to the embedding
     for pattern, ours in table_of(model).copies:

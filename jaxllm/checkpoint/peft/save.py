@@ -50,7 +50,7 @@ class Adapter:
 
 def save_adapter(
     folder: str | PathLike[str],
-    model: Model,
+    model: Model[Any],
     *,
     base_model: str | None = None,
     overwrite: bool = False,
@@ -169,7 +169,7 @@ def magnitude_of(part: Linear) -> jax.Array:
     return row_norms(part.weight[...])
 
 
-def saved_tensors(model: Model) -> dict[str, np.ndarray]:
+def saved_tensors(model: Model[Any]) -> dict[str, np.ndarray]:
     """The weights of modules_to_save, under Hugging Face's names."""
     params = parameters(model)
     paths = {path for path in params if path.rpartition(".")[0] in model.modules_to_save}

@@ -5,7 +5,7 @@ Sums and products wrap modulo 2**64 (two's complement), as in torch's int64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import jax
@@ -44,7 +44,7 @@ class Int64(NamedTuple):
         lo = jnp.asarray(tokens).astype(jnp.uint32)
         return cls(jnp.zeros_like(lo), lo)
 
-    def map(self, function) -> Int64:
+    def map(self, function: Callable[[Array], Array]) -> Int64:
         """Applies an indexing or reshaping function to both halves."""
         return Int64(function(self.hi), function(self.lo))
 

@@ -84,7 +84,7 @@ def _checked_row_ids(row_ids: Any, batch: int) -> UInt32[Array, " B"]:
 
 
 @jax.jit(static_argnames=("samples",))
-def _fold(key, row_ids, samples: int):
+def _fold(key: Key[Array, ""], row_ids: UInt32[Array, " B"], samples: int) -> Key[Array, " Bn"]:
     rows = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
     each = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None))
     return each(rows, jnp.arange(samples, dtype=jnp.uint32)).reshape(-1)

@@ -214,7 +214,7 @@ def _score_batch(
     columns = jnp.minimum(first_column[:, None] + jnp.arange(C), T - 1)
     x = jnp.take_along_axis(x, columns[..., None], axis=1)
 
-    def score_block(block):
+    def score_block(block: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         hidden, target = block
         logits = model.logits(hidden)
         value = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
@@ -228,7 +228,7 @@ def _score_batch(
     while C // blocks > width:
         blocks *= 2
 
-    def in_blocks(y):
+    def in_blocks(y: Array) -> Array:
         return jnp.moveaxis(y.reshape(B, blocks, C // blocks, *y.shape[2:]), 1, 0)
 
     results = jax.lax.map(score_block, (in_blocks(x), in_blocks(targets)))

@@ -21,7 +21,13 @@ from jaxllm.generation.strategies.sample import (
     sample_result,
     with_score_buffers,
 )
-from jaxllm.generation.strategies.strategy import DecodeSettings, Result, Strategy, unconditional
+from jaxllm.generation.strategies.strategy import (
+    DecodeSettings,
+    Prompt,
+    Result,
+    Strategy,
+    unconditional,
+)
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 
@@ -76,7 +82,14 @@ class Contrastive(Strategy[ContrastiveState]):
     def cache_slots(self, new_tokens: int) -> int:
         return new_tokens if self.low_memory else new_tokens + self.k - 1
 
-    def init(self, model, prompt, out, settings, new_token_bucket) -> ContrastiveState:
+    def init(
+        self,
+        model: Decoder,
+        prompt: Prompt,
+        out: DecodeOutput,
+        settings: DecodeSettings,
+        new_token_bucket: int,
+    ) -> ContrastiveState:
         logits = out.logits[:, 0]
         state = initial_sample_state(prompt, out.cache, 1)
         state = with_score_buffers(state, logits, settings, new_token_bucket)
@@ -92,7 +105,9 @@ class Contrastive(Strategy[ContrastiveState]):
             directions=jnp.pad(context, ((0, 0), (0, free), (0, 0))),
         )
 
-    def step(self, model, state, settings) -> ContrastiveState:
+    def step(
+        self, model: Decoder, state: ContrastiveState, settings: DecodeSettings
+    ) -> ContrastiveState:
         scores = settings.processors(
             state.sequences,
             state.next_logits,

@@ -10,12 +10,13 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
-from jaxllm.generation.strategies.sample import Sample
+from jaxllm.generation.strategies.sample import NextTokenLogits, Sample
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.language_model import take_column
+from jaxllm.models.outputs import DecodeOutput
 
 RELATIVE_TOP = 0.1
 """Tokens below this share of the best one's probability are forbidden (`_relative_top_filter`)."""
@@ -37,7 +38,13 @@ class DoLa(Sample):
     """Candidate layers; 0 is the embedding."""
     extra_decode_options: ClassVar = {"output_hidden_states": True}
 
-    def next_token_logits(self, model, out, last_column, unfinished):
+    def next_token_logits(
+        self,
+        model: Decoder,
+        out: DecodeOutput,
+        last_column: Int[Array, " B"] | None,
+        unfinished: Bool[Array, " B"],
+    ) -> NextTokenLogits:
         """Logits, with differences of log-probabilities as input of the processors."""
         assert out.hidden_states is not None  # from `extra_decode_options`
         states = [out.hidden_states[i] for i in self.layers]

@@ -69,11 +69,11 @@ class Records:
                 attends to one slot of each column; the others have weight 0.
         """
 
-        def rows(x):
+        def rows(x: Array) -> Array:
             x = x if x.ndim == 3 else x.swapaxes(1, 2)  # [B, N, D], [B, N, heads, S]
             return x.reshape(-1, *x.shape[2:])[..., None, :]
 
-        def by_column(weights, buffer):
+        def by_column(weights: Array, buffer: Array) -> Array:
             column_of = columns
             if columns.ndim == 2:
                 column_of = jnp.repeat(columns, weights.shape[0] // columns.shape[0], axis=0)
@@ -91,7 +91,7 @@ class Records:
     def write_columns(self, out: DecodeOutput, steps: Int[Array, " B"]) -> Records:
         """Writes the output for T new tokens of each row b, from new token `steps[b]` on."""
 
-        def put(buffer, new):
+        def put(buffer: Array, new: Array) -> Array:
             new = jnp.moveaxis(new, -2, 0)[..., None, :]
             return jax.vmap(_put_step, in_axes=(1, 1, 0), out_axes=1)(buffer, new, steps - 1)
 

@@ -103,7 +103,14 @@ class Sample(Strategy[SampleState]):
     def keys_per_row(self) -> int:
         return self.num_return_sequences
 
-    def init(self, model, prompt, out, settings, new_token_bucket):
+    def init(
+        self,
+        model: Decoder,
+        prompt: Prompt,
+        out: DecodeOutput,
+        settings: DecodeSettings,
+        new_token_bucket: int,
+    ) -> SampleState:
         every_row = jnp.ones(prompt.last_column.shape, bool)
         logits = self.next_token_logits(model, out, prompt.last_column, every_row)
         logits = jax.tree.map(lambda x: jnp.repeat(x, self.num_return_sequences, axis=0), logits)
@@ -120,7 +127,7 @@ class Sample(Strategy[SampleState]):
             prompt, cache.repeat(self.num_return_sequences), self.num_return_sequences
         )
 
-    def step(self, model, state, settings):
+    def step(self, model: Decoder, state: SampleState, settings: DecodeSettings) -> SampleState:
         unfinished = ~state.is_finished
         options = {**settings.decode_options, **self.extra_decode_options}
         out = model.decode(state.token[:, None], unfinished[:, None], state.cache, **options)
@@ -171,7 +178,7 @@ class Sample(Strategy[SampleState]):
             return token
         return jnp.where(self.sampled, token, choose_greedy(scores))
 
-    def finish(self, state, settings):
+    def finish(self, state: SampleState, settings: DecodeSettings) -> Result:
         return sample_result(state)
 
 

@@ -57,7 +57,7 @@ def draw_without_replacement(
     """
     batch, weights = scores.shape[0], _weights_in_blocks(scores)
 
-    def draw(i, carry):
+    def draw(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         weights, value, index = carry
         draw_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)
         block, within = _race(draw_keys, weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.validation import check_types
@@ -178,7 +178,7 @@ class ModelInfo:
     problem_type: str | None = None
 
     @classmethod
-    def of(cls, model: Model) -> ModelInfo:
+    def of(cls, model: Model[Any]) -> ModelInfo:
         """Reads the properties of a model.
 
         Raises:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -56,7 +56,7 @@ class EvalResult:
         return {prefix + name: value for name, value in metrics.items()}
 
 
-def evaluate(model: Model, batches: Iterable[Batch], loss: Loss) -> EvalResult:
+def evaluate(model: Model[Any], batches: Iterable[Batch], loss: Loss) -> EvalResult:
     """Evaluates a model: mean loss over all batches, with equal weight for each counted token.
 
     The result does not depend on the split into batches: sums are added, never means. Sums of a
@@ -89,7 +89,7 @@ def evaluate(model: Model, batches: Iterable[Batch], loss: Loss) -> EvalResult:
 
 
 @partial(jax.jit, static_argnames="loss")
-def _sums(model: Model, batch: Batch, *, loss: Loss) -> LossSums:
+def _sums(model: Model[Any], batch: Batch, *, loss: Loss) -> LossSums:
     return loss(model, batch)
 
 

@@ -188,7 +188,7 @@ class ModelFlops:
         )
 
 
-def model_flops(model: Model, trainable: Collection[str] | None = None) -> ModelFlops:
+def model_flops(model: Model[Any], trainable: Collection[str] | None = None) -> ModelFlops:
     """Estimates the FLOPs of a training step: 6 per matrix element and token, plus attention.
 
     A matrix element takes 2 FLOPs forward, 2 for the gradient of the activations, and 2 for its own
@@ -219,7 +219,7 @@ def model_flops(model: Model, trainable: Collection[str] | None = None) -> Model
     return ModelFlops(per_token=elements["token"], per_pair=_attention(model.backbone.stack))
 
 
-def _is_looked_up(path: str, model: Model) -> bool:
+def _is_looked_up(path: str, model: Model[Any]) -> bool:
     """True for matrices used only for lookup. A tied embedding is also the LM head's matrix."""
     if "positions" in path or "position_bias" in path:
         return True

@@ -30,7 +30,7 @@ from jaxllm.training.lora import add_lora, is_trainable
 from jaxllm.training.run.recipe import BUNDLED, BYTES, ModelSource, Recipe
 
 
-def initial_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Model, Tokenizer]:
+def initial_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Model[Any], Tokenizer]:
     """Loads or creates the model and tokenizer, with LoRA if the recipe has it.
 
     The same recipe gives the same weights, including random ones.
@@ -64,7 +64,9 @@ def initial_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Mod
     return model, tokenizer
 
 
-def loaded_model(source: ModelSource, progress: Progress | None) -> tuple[Model, Tokenizer | None]:
+def loaded_model(
+    source: ModelSource, progress: Progress | None
+) -> tuple[Model[Any], Tokenizer | None]:
     """Loads the checkpoint at `source.path`."""
     assert source.path is not None
     return load(
@@ -78,7 +80,7 @@ def loaded_model(source: ModelSource, progress: Progress | None) -> tuple[Model,
     )
 
 
-def new_model(source: ModelSource, seed: int) -> tuple[Model, None]:
+def new_model(source: ModelSource, seed: int) -> tuple[Model[Any], None]:
     """Creates a model of `source.config` with random weights in float32."""
     assert source.config is not None
     spec = model_spec(source.config, source.architecture)
@@ -91,7 +93,7 @@ def new_model(source: ModelSource, seed: int) -> tuple[Model, None]:
 
 
 def with_classifier(
-    model: Model, *, num_labels: int, problem_type: str | None = None, key: int | Array = 0
+    model: Model[Any], *, num_labels: int, problem_type: str | None = None, key: int | Array = 0
 ) -> SequenceClassifier:
     """A sequence classifier that shares the backbone of a language model.
 
@@ -133,7 +135,7 @@ def named_tokenizer(name: str) -> Tokenizer | None:
     return load_tokenizer(resolve(name, None))
 
 
-def trainable_paths(recipe: Recipe, model: Model) -> Callable[[str], bool] | None:
+def trainable_paths(recipe: Recipe, model: Model[Any]) -> Callable[[str], bool] | None:
     """Predicate of parameter paths that the recipe trains; None: all.
 
     Raises:

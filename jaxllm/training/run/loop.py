@@ -244,7 +244,7 @@ class Loop:
 
     def generate(
         self,
-        model: Model,
+        model: Model[Any],
         prompts: Sequence[EvalPrompt],
         before_batch: Callable[[], None] = lambda: None,
     ) -> GenerationResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class StrictLoader(yaml.SafeLoader):
     A duplicate field is an error, and 1e-4 is a number.
     """
 
-    def compose_node(self, parent, index):
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         # Nested aliases can expand a few lines to many gigabytes.
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
@@ -91,7 +91,7 @@ class StrictLoader(yaml.SafeLoader):
             raise yaml.YAMLError(f"*{event.anchor}: aliases are not read (line {line})")
         return super().compose_node(parent, index)
 
-    def construct_object(self, node, deep=False):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if node.tag.removeprefix(TAG) not in KINDS:
             raise yaml.YAMLError(f"{node.tag}: not a value that JSON has (line {line_of(node)})")
         value = super().construct_object(node, deep)
@@ -99,7 +99,7 @@ class StrictLoader(yaml.SafeLoader):
             raise yaml.YAMLError(f"{node.value}: expected a finite number (line {line_of(node)})")
         return value
 
-    def construct_mapping(self, node, deep=False):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
         for key, _ in node.value:
             name = self.construct_object(key, deep=True)

@@ -102,7 +102,7 @@ def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def base_of(model: Model, frozen: Params) -> dict[str, Any]:
+def base_of(model: Model[Any], frozen: Params) -> dict[str, Any]:
     """Config, and digests of the frozen parameters, which checkpoints omit."""
     config = flat(config_to_json(model.config, *architecture_of(model)))
     return {"config": config, "tensors": dict(sorted(digests(frozen).items()))}

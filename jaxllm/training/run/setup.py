@@ -146,7 +146,7 @@ def eval_batch_size(recipe: Recipe) -> int:
 
 
 def eval_prompts(
-    recipe: Recipe, model: Model, tokenizer: Tokenizer, info: ModelInfo
+    recipe: Recipe, model: Model[Any], tokenizer: Tokenizer, info: ModelInfo
 ) -> list[EvalPrompt]:
     """Prompts to generate for at every evaluation; empty without `evaluation.metrics`.
 
@@ -248,7 +248,7 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
         )
 
 
-def info_of(model: Model) -> ModelInfo:
+def info_of(model: Model[Any]) -> ModelInfo:
     """`ModelInfo` with the EOS tokens of the model's generation config."""
     info = ModelInfo.of(model)
     settings = model.generation_config

@@ -95,7 +95,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         if rows % self.num_beams:
             raise InputError(f"{rows} rows of scores do not divide into {self.num_beams} beams")
 
-        def allowed_in(ids, length, real):
+        def allowed_in(ids: Array, length: CurLen, real: Array | None) -> Array:
             return allowed_tokens(self.rule, ids, length, real, prompt_len, vocab_size)
 
         if columns == 1:

@@ -37,12 +37,14 @@ from jaxllm.generation.strategies.strategy import (
     NEVER,
     AssistedCounts,
     DecodeSettings,
+    Prompt,
     Result,
     Strategy,
     unfinished_rows,
 )
 from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.outputs import DecodeOutput
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +72,14 @@ class Assisted(Strategy[AssistedState]):
     def cache_slots(self, new_tokens: int) -> int:
         return new_tokens + self.max_draft + 1  # a whole draft is written before it is cut
 
-    def init(self, model, prompt, out, settings, new_token_bucket):
+    def init(
+        self,
+        model: Decoder,
+        prompt: Prompt,
+        out: DecodeOutput,
+        settings: DecodeSettings,
+        new_token_bucket: int,
+    ) -> AssistedState:
         cache = out.cache.repeat(self.num_return_sequences)
         logits, unconditional, sequences, mask = jax.tree.map(
             lambda x: jnp.repeat(x, self.num_return_sequences, axis=0),
@@ -108,7 +117,7 @@ class Assisted(Strategy[AssistedState]):
         one = jnp.ones((batch,), jnp.int32)
         return append_columns(state, token, one, logits, scores, settings)[0]
 
-    def step(self, model, state, settings):
+    def step(self, model: Decoder, state: AssistedState, settings: DecodeSettings) -> AssistedState:
         unfinished = unfinished_rows(state, settings.max_length)
         proposal = self.propose(model, state, unfinished, settings)
         drafted, buffer = proposal.drafted, proposal.buffer
@@ -222,12 +231,12 @@ class Assisted(Strategy[AssistedState]):
             num_assistant_tokens=jnp.where(unfinished & self.grows, next_size, size),
         )
 
-    def finish(self, state, settings):
+    def finish(self, state: AssistedState, settings: DecodeSettings) -> Result:
         unfinished = unfinished_rows(state, settings.max_length)
         longest = jnp.max(state.cur_len)
         length = jnp.min(jnp.where(unfinished, state.cur_len, longest))
 
-        def by_step(record):
+        def by_step(record: Array | None) -> Array | None:
             return None if record is None else record.swapaxes(0, 1)
 
         written = jnp.arange(state.sequences.shape[1]) < state.cur_len[:, None]

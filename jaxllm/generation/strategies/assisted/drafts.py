@@ -125,7 +125,7 @@ class AssistantModel(Draft):
     threshold: Float[Array, ""]
     """A row's draft ends with a token less probable than this."""
 
-    def init(self, model, prompt, capacity, samples):
+    def init(self, model: Decoder, prompt: Prompt, capacity: int, samples: int) -> Cache:
         if "inputs_embeds" in prompt.decoder_inputs or prompt.encoder_inputs.keys() & {
             "inputs_embeds",
             "encoder_states",
@@ -162,14 +162,14 @@ class AssistantModel(Draft):
         length = repeat_for_samples(prompt.cache_len, batch * samples)
         return cache.repeat(samples).replace(length=length)
 
-    def propose(self, inputs):
+    def propose(self, inputs: DraftInputs) -> Proposal:
         network = with_guidance_of(inputs.model, self.model)
         drafted, buffer, cache = run_draft(network, self.threshold, inputs, inputs.draft_state)
         # The last token of a draft is proposed, but not in the assistant's cache.
         cache = cache.replace(length=inputs.cache.length + jnp.maximum(drafted.size, 1))
         return Proposal(drafted, buffer, inputs.cache, cache)
 
-    def drop_rejected(self, draft_state, length):
+    def drop_rejected(self, draft_state: Cache, length: Int[Array, " B"]) -> Cache:
         return draft_state.truncate(jnp.minimum(draft_state.length, length))
 
 
@@ -186,7 +186,7 @@ class EarlyExit(Draft):
     threshold: Float[Array, ""]
     """A row's draft ends with a token less probable than this."""
 
-    def propose(self, inputs):
+    def propose(self, inputs: DraftInputs) -> Proposal:
         n, cache = self.layers, inputs.cache
         first_layers = cache.replace(
             layers=cache.layers[:n], cross=None if cache.cross is None else cache.cross[:n]

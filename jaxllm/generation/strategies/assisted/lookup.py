@@ -19,7 +19,7 @@ from jaxllm.generation.processors.base import History
 from jaxllm.generation.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from jaxllm.generation.processors.warpers import Filter
 from jaxllm.generation.strategies.assisted.acceptance import DraftTokens
-from jaxllm.generation.strategies.assisted.drafts import Draft, Proposal
+from jaxllm.generation.strategies.assisted.drafts import Draft, DraftInputs, Proposal
 
 SCORE_DEPENDENT = (Filter, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 """Processors that depend on the scores, which a lookup does not have."""
@@ -34,7 +34,7 @@ class PromptLookup(Draft):
     ngram_size: Int[Array, ""]
     """The longest n-gram to look for."""
 
-    def propose(self, inputs):
+    def propose(self, inputs: DraftInputs) -> Proposal:
         buffer = inputs.buffer
         history = History.of(buffer.sequences, buffer.cur_len, buffer.mask)
         # Rules forbid tokens independently of the scores.
@@ -83,7 +83,7 @@ def earlier_match(
     """
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
 
-    def one_longer(k, carry):
+    def one_longer(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         agrees, length = carry
         last = jnp.take_along_axis(tokens, jnp.maximum(size - 1 - k, 0), axis=1)
         agrees &= (columns >= k) & (jnp.roll(tokens, k, axis=1) == last)

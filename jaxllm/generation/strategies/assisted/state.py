@@ -145,7 +145,7 @@ def append_columns(
             is_bad.any(axis=1) & (first_nonfinite_step == NEVER), bad_step, first_nonfinite_step
         )
 
-    def write(steps, values):
+    def write(steps: Array | None, values: Array) -> Array | None:
         if steps is None:
             return None
         return write_columns(steps, jnp.where(is_new[..., None], values, 0.0), position)

@@ -24,6 +24,8 @@ from jaxllm.generation.strategies.beam.beam_state import (
 )
 from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, largest, penalised, take
 from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.outputs import DecodeOutput
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +44,14 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
 
     sampling: bool = dataclasses.field(metadata={"static": True})
 
-    def init(self, model, prompt, out, settings, new_token_bucket):
+    def init(
+        self,
+        model: Decoder,
+        prompt: Prompt,
+        out: DecodeOutput,
+        settings: DecodeSettings,
+        new_token_bucket: int,
+    ) -> BeamSearchState:
         return self.choose_first(
             self.initial_state(prompt, out.cache, new_token_bucket), out, settings, new_token_bucket
         )
@@ -55,7 +64,13 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
             is_sent_finished=jnp.zeros((batch, self.num_beams), bool),
         )
 
-    def choose(self, state, logits, unconditional, settings):
+    def choose(
+        self,
+        state: BeamSearchState,
+        logits: Float[Array, "BN V"],
+        unconditional: Float[Array, "BN V"] | None,
+        settings: DecodeSettings,
+    ) -> BeamSearchState:
         batch, beams = state.is_sent_finished.shape
         scores = settings.processors(
             state.running.sequences.reshape(batch * beams, -1),

@@ -32,6 +32,7 @@ from jaxllm.generation.strategies.strategy import (
     note_nonfinite,
 )
 from jaxllm.generation.strategies.token_choice import draw_without_replacement
+from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import axes
 
@@ -165,7 +166,7 @@ class BeamStrategy(Strategy[S]):
         state = with_score_buffers(state, logits, settings, new_token_bucket)
         return self.choose(state.replace(records=records), logits, unconditional, settings)
 
-    def step(self, model, state, settings):
+    def step(self, model: Decoder, state: S, settings: DecodeSettings) -> S:
         newest = column(state.running.sequences, state.cur_len - 1)
         out, beam_cache = state.beam_cache.decode(model, newest, **settings.decode_options)
         if state.records is not None:
@@ -184,7 +185,7 @@ class BeamStrategy(Strategy[S]):
         """The sequences that are returned."""
         return self.ranked(state).beams(slice(self.num_return_sequences))
 
-    def finish(self, state, settings):
+    def finish(self, state: S, settings: DecodeSettings) -> Result:
         best = self.best(state)
         return Result(
             sequences=best.sequences.reshape(-1, best.sequences.shape[2]),
@@ -198,7 +199,7 @@ class BeamStrategy(Strategy[S]):
             records=state.records,
         )
 
-    def returned_cache(self, state):
+    def returned_cache(self, state: S) -> ReturnedCache:
         return _returned_cache(self, state)
 
 

@@ -35,6 +35,8 @@ from jaxllm.generation.strategies.beam.hypotheses import (
     take,
 )
 from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.outputs import DecodeOutput
 
 BANK_WEIGHT = 100.0
 """Weight of a bank against a log-probability when candidates are sorted."""
@@ -71,7 +73,14 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
     tries: Tries
     """Tries of the phrases."""
 
-    def init(self, model, prompt, out, settings, new_token_bucket):
+    def init(
+        self,
+        model: Decoder,
+        prompt: Prompt,
+        out: DecodeOutput,
+        settings: DecodeSettings,
+        new_token_bucket: int,
+    ) -> ConstrainedState:
         state = ConstrainedState(
             **self.initial_fields(
                 prompt, out.cache, new_token_bucket, jnp.arange(self.num_beams) == 0
@@ -84,7 +93,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         """Progress that the prompt makes, [B, N, ...]: a phrase in it counts as fulfilled."""
         batch = prompt.sequences.shape[0]
 
-        def add(progress, column):
+        def add(progress: Progress, column: tuple[Array, Array]) -> tuple[Progress, None]:
             token, real = column
             new = progress.add(self.tries, token)
             is_real = jax.tree.map(lambda x: real.reshape(-1, *(1,) * (x.ndim - 1)), new)
@@ -94,7 +103,13 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         progress, _ = jax.lax.scan(add, Progress.start(self.tries, batch), columns)
         return jax.tree.map(lambda x: jnp.repeat(x[:, None], self.num_beams, axis=1), progress)
 
-    def choose(self, state, logits, unconditional, settings):
+    def choose(
+        self,
+        state: ConstrainedState,
+        logits: Float[Array, "BN V"],
+        unconditional: Float[Array, "BN V"] | None,
+        settings: DecodeSettings,
+    ) -> ConstrainedState:
         batch, beams = state.is_finished.shape[0], self.num_beams
         scores = settings.processors(
             state.running.sequences.reshape(batch * beams, -1),
@@ -219,7 +234,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         in_best = continued & (token[..., None] == best.token[:, None, None, :])
         return advances & ~in_best.any(axis=-1)
 
-    def ranked(self, state):
+    def ranked(self, state: ConstrainedState) -> Hypotheses:
         """Finished and running sequences, best first.
 
         Running ones count if they fulfil all constraints; the others only if fewer than

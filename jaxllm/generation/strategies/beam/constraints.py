@@ -133,7 +133,7 @@ class Tries:
         size = bucket(len(edges), SMALLEST_TABLE)
         columns = [np.array(column) for column in zip(*edges, strict=True)]
 
-        def table(values, fill):
+        def table(values: np.ndarray, fill: int) -> np.ndarray:
             return np.pad(values, (0, size - len(values)), constant_values=fill)
 
         count = bucket(len(constraints), SMALLEST_TABLE)

@@ -28,7 +28,9 @@ from jaxllm.generation.strategies.beam.hypotheses import (
     penalised,
     take,
 )
-from jaxllm.generation.strategies.strategy import DecodeSettings
+from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt
+from jaxllm.models.decoder import Decoder
+from jaxllm.models.outputs import DecodeOutput
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +53,14 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
     def group_size(self) -> int:
         return self.num_beams // self.num_groups
 
-    def init(self, model, prompt, out, settings, new_token_bucket):
+    def init(
+        self,
+        model: Decoder,
+        prompt: Prompt,
+        out: DecodeOutput,
+        settings: DecodeSettings,
+        new_token_bucket: int,
+    ) -> GroupBeamState:
         state = GroupBeamState(
             **self.initial_fields(
                 prompt,
@@ -63,7 +72,13 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         )
         return self.choose_first(state, out, settings, new_token_bucket)
 
-    def choose(self, state, logits, unconditional, settings):
+    def choose(
+        self,
+        state: GroupBeamState,
+        logits: Float[Array, "BN V"],
+        unconditional: Float[Array, "BN V"] | None,
+        settings: DecodeSettings,
+    ) -> GroupBeamState:
         batch = state.is_finished.shape[0]
         logits, unconditional = jax.tree.map(
             lambda x: x.reshape(batch, self.num_beams, -1), (logits, unconditional)
@@ -170,7 +185,7 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
             is_finished=is_finished | final[:, None],
         )
 
-    def ranked(self, state):
+    def ranked(self, state: GroupBeamState) -> Hypotheses:
         """Sequences of all groups, best first, with the beams of unfinished groups."""
         length = state.cur_len - state.start_len
         scores = penalised(state.running.scores, length, self.length_penalty)
