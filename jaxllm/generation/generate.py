@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +38,9 @@ from jaxllm.generation.strategies.strategy import DecodeState, Result
 from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.sharding import use_mesh
+
+Prefilled = TypeVar("Prefilled")
+"""DecodeState of a program that ran, or what tracing it returns."""
 
 
 class Streamer(Protocol):
@@ -259,10 +262,8 @@ def partial_results(
             settings = dataclasses.replace(settings, max_length=np.int32(next_length))
 
 
-def run_prefill(
-    model: Decoder, request: Request, program: Callable[..., DecodeState]
-) -> DecodeState:
-    """Runs prefill and chooses the first token; returns the state.
+def run_prefill(model: Decoder, request: Request, program: Callable[..., Prefilled]) -> Prefilled:
+    """Runs prefill and chooses the first token; returns what `program` returns: the state.
 
     Args:
         program: `prefill_program`, or `prefill` inside the caller's jit.

@@ -6,7 +6,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError
@@ -201,7 +201,7 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
     raise ConfigError(f"{key}: expected {wanted}, found {quoted(value)}")
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """True for numbers in the range of float32; JSON integers can have any length."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
