@@ -255,7 +255,7 @@ def prefill_batch(
     return PrefillBatch(**arrays, settings=group.settings(rows, vocab_size), encoder=encoder)
 
 
-def padded(rows: Sequence[Int[np.ndarray, " T"]], width: int) -> Int[np.ndarray, "R W"]:
+def padded(rows: Sequence[Int[np.ndarray, " _"]], width: int) -> Int[np.ndarray, "R W"]:
     """Rows padded on the right with 0.
 
     >>> padded([np.array([5, 6]), np.array([7])], 3).tolist()
