@@ -29,7 +29,7 @@ from jaxllm.nn.lora import LoraLinear, row_norms
 ALL_LINEAR = "all-linear"
 HEADS = ("lm_head", "score")
 
-M = TypeVar("M", bound=Model)
+M = TypeVar("M", bound=Model[Any])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ class TokenLoss:
         if self.z_loss:
             losses = losses + self.z_loss * jnp.square(log_z)
         counted = labels != IGNORED
-        # max instead of argmax, which is several times slower on a CPU.
+        # PERF(cpu): argmax would take several times as long as max; benchmarks/train.py.
         right = label_logits(logits, labels) >= jnp.max(logits, axis=-1)
         return LossSums(
             loss=jnp.where(counted, losses, 0.0).sum(),

@@ -130,7 +130,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """`optax.clip_by_global_norm` that can reuse a norm computed by the caller.
 
-    Recomputing it costs three passes over all gradients on a CPU. `measured` is a pytree and its
+    PERF(cpu): recomputing it costs three passes over all gradients. `measured` is a pytree and its
     norm, used only if the updates are the same arrays, unchanged by earlier transformations.
     """
 

@@ -71,7 +71,7 @@ class TrainState:
     """Number of batches without a finite gradient, which changed no parameter."""
     skipped_in_a_row: Int[Array, ""]
     """Number of skipped batches since the last finite gradient."""
-    structure: Structure[Model] = dataclasses.field(metadata={"static": True})
+    structure: Structure[Model[Any]] = dataclasses.field(metadata={"static": True})
     """The model without its parameters."""
 
     @staticmethod

@@ -34,7 +34,7 @@ from jaxllm.models.weights import Entry, parameters, with_parameters
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.lora import LoraLinear
 
-M = TypeVar("M", bound=Model)
+M = TypeVar("M", bound=Model[Any])
 
 
 def load_adapter(

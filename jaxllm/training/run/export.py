@@ -34,7 +34,7 @@ Which = int | Literal["best", "last"] | None
 class TrainedModel:
     """The model of a checkpoint, with unmerged LoRA."""
 
-    model: Model
+    model: Model[Any]
     tokenizer: Tokenizer
     recipe: Recipe
     step: int
@@ -48,8 +48,7 @@ def load_run(
     Args:
         folder: the run's `output_dir`.
         step: step of the checkpoint, "best" (by the evaluation metric) or "last"; None: the best
-        one
-            if there were evaluations, else the last.
+            one if there were evaluations, else the last.
         averaged: load the moving average of the weights, if the run keeps one.
         model: current path of the model that the run started from; None: the recipe's path.
 

@@ -59,7 +59,7 @@ class RunResult:
     step: int
     stopped_by: int | None
     """Number of the signal that ended the run early; None: it reached `max_steps`."""
-    model: Model
+    model: Model[Any]
     """The model after the last step, with averaged weights if the run keeps an average."""
     tokenizer: Tokenizer
     metrics: Mapping[str, Any]
