@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
     # The accelerator is described, not used: the process needs no other device than the CPU.
     jax.config.update("jax_platforms", "cpu")
     reporter = Reporter(quiet=arguments.json)
-    found = plan(
+    result = plan(
         arguments.model,
         arguments.topology,
         mesh=arguments.mesh,
@@ -97,11 +97,11 @@ def _run(arguments: argparse.Namespace) -> int:
         progress=lambda name: reporter.say(f"compiling {name}"),
     )
     if arguments.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(result.to_dict(), indent=2))
     else:
         console = Console(highlight=False)
-        console.print(title_of(found), soft_wrap=True)
-        console.print(table_of(found))
+        console.print(title_of(result), soft_wrap=True)
+        console.print(table_of(result))
     return 0
 
 
@@ -117,13 +117,15 @@ def title_of(plan: Plan) -> str:
 def table_of(plan: Plan) -> Table:
     """The plan as a table with one column for each program."""
     table = Table("", *(Column(program.name, justify="right") for program in plan.programs))
-    for field, label, shown in _ROWS:
-        table.add_row(label, *(_cell(getattr(program, field), shown) for program in plan.programs))
+    for field, label, format_value in _ROWS:
+        table.add_row(
+            label, *(_cell(getattr(program, field), format_value) for program in plan.programs)
+        )
     return table
 
 
-def _cell(value: object, shown: Callable[[Any], str]) -> str:
-    return "-" if value is None else shown(value)
+def _cell(value: object, format_value: Callable[[Any], str]) -> str:
+    return "-" if value is None else format_value(value)
 
 
 def _mib(count: int) -> str:

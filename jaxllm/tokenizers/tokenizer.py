@@ -154,7 +154,8 @@ class Tokenizer(TextEncoder):
             raise UnsupportedError(f"a tokenizer's call does not take {sorted(unknown)}")
         texts = _text_list(text)
         pairs = [None] * len(texts) if text_pair is None else _text_list(text_pair)
-        if len(pairs) != len(texts) or isinstance(text, str) != isinstance(text_pair or text, str):
+        one_of_each = text_pair is None or isinstance(text, str) == isinstance(text_pair, str)
+        if len(pairs) != len(texts) or not one_of_each:
             raise InputError(f"text_pair: {len(pairs)} second texts for {len(texts)} texts")
         encoding: Any = {k: v for k, v in options.items() if k not in _ONLY_PADDING}
         rows = [self.encode(*both, **encoding) for both in zip(texts, pairs, strict=True)]
