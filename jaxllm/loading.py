@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxllm.checkpoint.host_arrays import HostArray, with_host_arrays
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
-from jaxllm.checkpoint.load_parameters import Progress
+from jaxllm.checkpoint.load_parameters import LoadProgress
 from jaxllm.checkpoint.orbax.model import load_weights, save_weights
 from jaxllm.checkpoint.save import MAX_SHARD_BYTES, check_no_model, save_model
 from jaxllm.common.atomic_file import write_json
@@ -40,7 +40,7 @@ def load(
     attn_implementation: str = "eager",
     remat: bool = False,
     allow_nonfinite: bool = False,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> tuple[Any, Tokenizer | None]:
     """Loads a model and its tokenizer.
 

@@ -6,9 +6,9 @@ resumed. Slots step through the strategies of `jaxllm.generation`; rows of strat
 not hold run in batches of `jaxllm.generate`.
 """
 
-from jaxllm.batch.counts import Counts
+from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.generator import BatchGenerator
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput
 
-__all__ = ["BatchGenerator", "BatchOutput", "Counts", "Prediction"]
+__all__ = ["BatchCounts", "BatchGenerator", "BatchOutput", "Prediction"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass
-class Counts:
+class BatchCounts:
     """Counters of one run, all of them exact."""
 
     new_token_limit: int = 0
@@ -37,7 +37,7 @@ class Counts:
     decode_steps: int = 0
     slot_steps: int = 0
     """Decode steps times slots. All beams of a row are one slot."""
-    busy_steps: int = 0
+    busy_slot_steps: int = 0
     """Slot-steps occupied by an unfinished row."""
     halvings: int = 0
     """Number of times that memory ran out and the slots were halved."""
@@ -48,11 +48,11 @@ class Counts:
     finish_reasons: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @staticmethod
-    def total(parts: Iterable[Mapping[str, Any]]) -> Counts:
+    def total(parts: Iterable[Mapping[str, Any]]) -> BatchCounts:
         """Sums the counters of several processes, each given as its `vars`."""
-        total = Counts()
+        total = BatchCounts()
         for part in parts:
-            for field in dataclasses.fields(Counts):
+            for field in dataclasses.fields(BatchCounts):
                 sum_so_far, value = getattr(total, field.name), part[field.name]
                 value = Counter(value) if isinstance(sum_so_far, Counter) else value
                 setattr(total, field.name, sum_so_far + value)
@@ -61,13 +61,13 @@ class Counts:
     @property
     def utilisation(self) -> float:
         """The share of slot-steps occupied by an unfinished row."""
-        return self.busy_steps / self.slot_steps if self.slot_steps else 0.0
+        return self.busy_slot_steps / self.slot_steps if self.slot_steps else 0.0
 
     def add_prefill(self, tasks: Sequence[Task], sizes: Sizes, group: Group) -> None:
         """Counts a prefill."""
         self.prefill_tokens += sum(len(task.row.input_ids) for task in tasks)
         self.prefill_columns += sizes.prefill_rows * tasks[0].width
-        self._add_slot_call(f"read {sizes.prefill_rows} x {tasks[0].width} into", sizes, group)
+        self._add_slot_call(f"prefill {sizes.prefill_rows} x {tasks[0].width} into", sizes, group)
 
     def add_decode_call(self, sizes: Sizes, group: Group) -> None:
         """Counts a call of the decode program."""
@@ -76,7 +76,7 @@ class Counts:
     def add_decode_steps(self, steps: int, busy_slot_steps: int, slots: int) -> None:
         """Counts the steps of a decode call."""
         self.decode_steps += steps
-        self.busy_steps += busy_slot_steps
+        self.busy_slot_steps += busy_slot_steps
         self.slot_steps += steps * slots
 
     def add_output(self, output: BatchOutput) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from jaxllm.batch.counts import Counts
+from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.memory import Prediction, memory_budget
-from jaxllm.batch.plan import Plan, out_of_memory_error, plans, too_large_error
+from jaxllm.batch.plan import PoolPlan, out_of_memory_error, plans, too_large_error
 from jaxllm.batch.queue import FinishedSequence
 from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
-from jaxllm.batch.rows import BatchOutput, RawRow, Row, RowReader, error_output
+from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, RowReader, error_output
 from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.static_batches import batches, run_batch
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
@@ -96,7 +96,7 @@ class BatchGenerator:
         self._slots = slots or per_shard * row_shards(self.mesh)
         self._budget = memory_budget(memory, 1 if self.mesh is None else self.mesh.size)
         self._announce = announce
-        self.counts = Counts()
+        self.counts = BatchCounts()
         """Counters of the current run, or of the last one."""
         self.memory: list[Prediction] = []
         """Predicted memory of each pool of that run."""
@@ -111,13 +111,13 @@ class BatchGenerator:
 
     def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
         """Streams outputs of some rows of a larger job, which keep their numbers there."""
-        self.counts, self.memory = Counts(), []
+        self.counts, self.memory = BatchCounts(), []
         for output in self._answer(rows):
             self.counts.add_output(output)
             yield output
 
     def _answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
-        checked_rows: list[Row] = []
+        checked_rows: list[BatchRow] = []
         checked_configs: set[GenerationConfig] = set()
         for raw_row in rows:
             try:
@@ -138,7 +138,7 @@ class BatchGenerator:
                 self.counts.new_token_limit_done += row.max_new_tokens * row.samples
                 yield self._output(row, unfinished.pop(row.index))
 
-    def _sequences(self, rows: Sequence[Row]) -> Iterator[FinishedSequence]:
+    def _sequences(self, rows: Sequence[BatchRow]) -> Iterator[FinishedSequence]:
         """The sequences of all rows: those that run in slots first."""
         for group in groups(filter(fits_slots, rows), self.model.config.vocab_size):
             for plan in plans(
@@ -158,7 +158,7 @@ class BatchGenerator:
         for batch in batches(self._model, others, self._slots, row_shards(self.mesh)):
             yield from run_batch(self._model, self.tokenizer, batch, self.counts)
 
-    def _run_plan(self, group: Group, plan: Plan) -> Iterator[FinishedSequence]:
+    def _run_plan(self, group: Group, plan: PoolPlan) -> Iterator[FinishedSequence]:
         """Sequences as they end. Where memory runs out, half the slots go on."""
         tasks, sizes = plan.tasks, plan.sizes
         while tasks:
@@ -187,7 +187,7 @@ class BatchGenerator:
             sizes = sizes.with_slots(sizes.slots // 2)
             self.counts.add_halving()
 
-    def _output(self, row: Row, sequences: Sequence[FinishedSequence]) -> BatchOutput:
+    def _output(self, row: BatchRow, sequences: Sequence[FinishedSequence]) -> BatchOutput:
         sequences = sorted(sequences, key=lambda sequence: sequence.task.sample)
         for sequence in sequences:
             if sequence.error is not None:

@@ -18,7 +18,7 @@ from jaxllm.batch.memory import Prediction, fitting_slots, format_bytes, nbytes,
 from jaxllm.batch.programs import decode_program, prefill_program
 from jaxllm.batch.queue import Task
 from jaxllm.batch.row_groups import Group, prefill_batch
-from jaxllm.batch.rows import Row
+from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.sizes import Sizes, sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
 from jaxllm.batch.slots import PrefillBatch, Slots
@@ -30,7 +30,7 @@ from jaxllm.tokenizers.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PoolPlan:
     """Tasks of one pool of slots."""
 
     tasks: list[Task]
@@ -58,7 +58,7 @@ def plans(
     slots: int,
     budget: int,
     mesh: Mesh | None,
-) -> Iterator[Plan]:
+) -> Iterator[PoolPlan]:
     """One pool for all tasks if memory allows `slots` slots of the longest; else the longest have a
     pool of their own, with fewer slots, and so on with the rest.
 
@@ -87,7 +87,7 @@ def plans(
             memory = predict_for(pool, sizes, memory.slots, compile_always=True)
         sizes = dataclasses.replace(sizes, slots=memory.slots)
         fitting = sizes if memory.fits else _shorter_that_fit(predict_for, pool, sizes)
-        yield Plan(pool, sizes, memory, fitting, model.config.context_length)
+        yield PoolPlan(pool, sizes, memory, fitting, model.config.context_length)
 
 
 def _shorter_that_fit(predict_for: Predict, tasks: Sequence[Task], sizes: Sizes) -> Sizes | None:
@@ -162,7 +162,7 @@ def traced_programs(
     )
 
 
-def too_large_error(task: Task, plan: Plan) -> InputError:
+def too_large_error(task: Task, plan: PoolPlan) -> InputError:
     """The error of a task that cannot run, with the number to change."""
     memory, row = plan.memory, task.row
     if memory.weights >= memory.budget:
@@ -194,6 +194,6 @@ def out_of_memory_error(task: Task, sizes: Sizes) -> InputError:
     )
 
 
-def _lengths(row: Row) -> str:
+def _lengths(row: BatchRow) -> str:
     beams = f" for each of {row.config.num_beams} beams" if row.config.num_beams > 1 else ""
     return f"a prompt of {len(row.input_ids)} tokens, {row.max_new_tokens} new ones{beams}"

@@ -6,7 +6,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable
 
-from jaxllm.batch.rows import Row
+from jaxllm.batch.rows import BatchRow
 from jaxllm.common.errors import JaxLLMError, NonFiniteError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
@@ -16,7 +16,7 @@ from jaxllm.generation.inputs.values import bucket
 class Task:
     """A row, or one of its samples, that takes a slot."""
 
-    row: Row
+    row: BatchRow
     sample: int
     num_sequences: int = 1
     """Sequences that it ends with; beam search may return several."""

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from jaxllm.batch.queue import Task
-from jaxllm.batch.rows import Row
+from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import place
 from jaxllm.batch.slot_strategies import BeamSlots, SampleSlots, SlotStrategy
@@ -47,7 +47,7 @@ class Group:
     """Rows that share one set of compiled programs."""
 
     number: int
-    rows: tuple[Row, ...]
+    rows: tuple[BatchRow, ...]
     strategy: SlotStrategy
     shared_fields: tuple[str, ...]
     """Fields of `NEUTRAL` that the program applies."""
@@ -68,7 +68,7 @@ class Group:
         replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(lambda x: place(x, replicated), criteria)
 
-    def settings(self, rows: Sequence[Row], vocab_size: int) -> RowSettings:
+    def settings(self, rows: Sequence[BatchRow], vocab_size: int) -> RowSettings:
         """Settings of the given rows of the group, as host arrays."""
         processors = [processors_of(row, self.shared_fields, vocab_size) for row in rows]
         eos = np.full((len(rows), self.eos_width), NO_TOKEN, np.int32)
@@ -87,7 +87,7 @@ class Group:
         return RowSettings(stack_lists(processors), **arrays)
 
 
-def fits_slots(row: Row) -> bool:
+def fits_slots(row: BatchRow) -> bool:
     """True if a row can run in a slot: greedy search or sampling, with or without beams, and no
     field that needs a static batch (`Field.slots`)."""
     if row.mode not in _SINGLE and not (row.mode in _BEAMS and _beams_fit(row)):
@@ -98,14 +98,14 @@ def fits_slots(row: Row) -> bool:
     return not any(_has_effect(name, value) for name, value in values.items() if name in _NO_SLOTS)
 
 
-def check_processors(row: Row, vocab_size: int) -> None:
+def check_processors(row: BatchRow, vocab_size: int) -> None:
     """Raises the errors of `generate` for invalid processor settings, such as token ids outside the
     vocabulary."""
     if fits_slots(row):
         processors_of(row, tuple(NEUTRAL), vocab_size)
 
 
-def _beams_fit(row: Row) -> bool:
+def _beams_fit(row: BatchRow) -> bool:
     """True if the row's beams fit the slots; `generate` raises for those that do not."""
     new_token_bucket = bucket(row.max_new_tokens, SMALLEST_BUCKET)
     columns = bucket(row.max_length, SMALLEST_BUCKET)
@@ -118,9 +118,9 @@ def _has_effect(name: str, value: Any) -> bool:
     return value is not None and value != field.neutral and value != field.default
 
 
-def groups(rows: Iterable[Row], vocab_size: int) -> list[Group]:
+def groups(rows: Iterable[BatchRow], vocab_size: int) -> list[Group]:
     """Groups rows by the programs that they need; most batches are one group."""
-    strategies: dict[SlotStrategy, list[Row]] = {}
+    strategies: dict[SlotStrategy, list[BatchRow]] = {}
     for row in rows:
         strategies.setdefault(_strategy(row), []).append(row)
     result: list[Group] = []
@@ -134,7 +134,7 @@ def groups(rows: Iterable[Row], vocab_size: int) -> list[Group]:
     return result
 
 
-def _strategy(row: Row) -> SlotStrategy:
+def _strategy(row: BatchRow) -> SlotStrategy:
     """Strategy of a row, the same for all rows of a group. Greedy and sampled rows share one; beam
     search and beam sampling do not."""
     config, allow_nonfinite = row.config, bool(row.config.remove_invalid_values)
@@ -149,11 +149,11 @@ def _strategy(row: Row) -> SlotStrategy:
 
 
 def _by_processors(
-    rows: Sequence[Row], shared_fields: tuple[str, ...], vocab_size: int
-) -> Iterable[list[Row]]:
+    rows: Sequence[BatchRow], shared_fields: tuple[str, ...], vocab_size: int
+) -> Iterable[list[BatchRow]]:
     """Splits rows into parts whose processors differ only in per-row numbers."""
     signatures: dict[GenerationConfig, Any] = {}
-    parts: dict[Any, list[Row]] = {}
+    parts: dict[Any, list[BatchRow]] = {}
     for row in rows:
         if row.config not in signatures:
             signatures[row.config] = signature(processors_of(row, shared_fields, vocab_size))
@@ -162,7 +162,7 @@ def _by_processors(
 
 
 def _group(
-    number: int, strategy: SlotStrategy, shared_fields: tuple[str, ...], rows: Sequence[Row]
+    number: int, strategy: SlotStrategy, shared_fields: tuple[str, ...], rows: Sequence[BatchRow]
 ) -> Group:
     stop_lists = {strings for row in rows if (strings := row.config.stop_strings) is not None}
     return Group(
@@ -175,17 +175,17 @@ def _group(
     )
 
 
-def _by_stop_lists(rows: Sequence[Row]) -> list[list[Row]]:
+def _by_stop_lists(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
     """Splits rows into parts of no more than `MAX_STOP_LISTS` different lists of stop strings."""
     stop_lists = sorted({row.config.stop_strings or () for row in rows})
     part_of = {stop_list: i // MAX_STOP_LISTS for i, stop_list in enumerate(stop_lists)}
-    parts: dict[int, list[Row]] = {}
+    parts: dict[int, list[BatchRow]] = {}
     for row in rows:
         parts.setdefault(part_of[row.config.stop_strings or ()], []).append(row)
     return list(parts.values())
 
 
-def _shared_fields(rows: Sequence[Row]) -> tuple[str, ...]:
+def _shared_fields(rows: Sequence[BatchRow]) -> tuple[str, ...]:
     """The fields of `NEUTRAL` that any row uses."""
     fields = set(_ALWAYS_SAMPLED) if any(row.config.do_sample for row in rows) else set()
     for config in {row.config for row in rows}:
@@ -213,7 +213,9 @@ def _per_row_values(
     return values
 
 
-def processors_of(row: Row, shared_fields: tuple[str, ...], vocab_size: int) -> LogitsProcessorList:
+def processors_of(
+    row: BatchRow, shared_fields: tuple[str, ...], vocab_size: int
+) -> LogitsProcessorList:
     """The row's logits processors, including those of all `shared_fields`."""
     unused = {name: FIELDS[name].neutral for name in {*NEUTRAL, *_NO_SLOTS} - set(shared_fields)}
     neutral = {name: value for name, value in unused.items() if value is not None}

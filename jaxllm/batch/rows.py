@@ -63,7 +63,7 @@ PROMPT_KEYS = ("prompt", "messages", "input_ids")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Row:
+class BatchRow:
     """A checked row, ready to run."""
 
     index: int
@@ -150,7 +150,7 @@ class RawRow:
         return own if isinstance(own, str) or is_integer(own) else self.id
 
 
-def error_output(row: Row | RawRow, error: JaxLLMError) -> BatchOutput:
+def error_output(row: BatchRow | RawRow, error: JaxLLMError) -> BatchOutput:
     """The output of a row with an error."""
     row_id = row.row_id if isinstance(row, RawRow) else row.id
     return BatchOutput(row.index, row_id, error=str(error), error_kind=type(error).__name__)
@@ -194,7 +194,7 @@ class RowReader:
         self._settings: dict[str, _Settings] = {}
         self._with_default_length: dict[tuple[GenerationConfig, int], GenerationConfig] = {}
 
-    def read(self, row: RawRow) -> Row:
+    def read(self, row: RawRow) -> BatchRow:
         """Reads and checks a row.
 
         Raises:
@@ -215,7 +215,7 @@ class RowReader:
             ).ids[0]
         config, max_length = self._with_lengths(settings.config, decoder_prompt)
         seed = row_input.seed
-        return Row(
+        return BatchRow(
             index=row.index,
             id=row.row_id,
             input_ids=input_ids,

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.batch.counts import Counts
+from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.programs import DecodeProgress, decode_program, prefill_program
 from jaxllm.batch.queue import FinishedSequence, Queue, Task, nonfinite_error
 from jaxllm.batch.row_groups import Group, prefill_batch
@@ -53,7 +53,7 @@ class SlotPool:
         group: Group,
         tasks: Sequence[Task],
         sizes: Sizes,
-        counts: Counts,
+        counts: BatchCounts,
         mesh: Mesh | None,
     ) -> None:
         self._model, self._group, self._sizes, self._counts = model, group, sizes, counts

@@ -24,7 +24,7 @@ from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.strategy import (
     NEVER,
     DecodeSettings,
-    Prompt,
+    PrefillInputs,
     unfinished_rows,
 )
 from jaxllm.models.decoder import Decoder
@@ -57,8 +57,8 @@ class SlotStrategy:
 
     def initial_slots(self, batch: PrefillBatch, cache: Cache, sizes: Sizes) -> Slots:
         """Slots of rows whose prompts are in the cache, before the first token is chosen."""
-        settings, prompt = batch.settings, _prompt(batch, sizes)
-        state = self.strategy(settings).initial_state(prompt, cache, sizes.new_token_bucket)
+        settings, inputs = batch.settings, _prefill_inputs(batch, sizes)
+        state = self.strategy(settings).initial_state(inputs, cache, sizes.new_token_bucket)
         return self._slots(state, settings, jnp.ones(batch.prompt_length.shape, bool))
 
     def init(
@@ -70,10 +70,10 @@ class SlotStrategy:
         sizes: Sizes,
     ) -> Slots:
         """Slots after the first token, which follows from the model's output for the prompts."""
-        settings, prompt = batch.settings, _prompt(batch, sizes)
+        settings, inputs = batch.settings, _prefill_inputs(batch, sizes)
         decode_settings = self._decode_settings(settings, stops)
         state = self.strategy(settings).init(
-            model, prompt, out, decode_settings, sizes.new_token_bucket
+            model, inputs, out, decode_settings, sizes.new_token_bucket
         )
         return self._slots(state, settings, jnp.ones(batch.prompt_length.shape, bool))
 
@@ -169,11 +169,11 @@ class BeamSlots(SlotStrategy):
         )
 
 
-def _prompt(batch: PrefillBatch, sizes: Sizes) -> Prompt:
+def _prefill_inputs(batch: PrefillBatch, sizes: Sizes) -> PrefillInputs:
     """Strategy inputs of the prompts, which start at position 0 (right-padded)."""
     width = batch.tokens.shape[1]
     prompt_length = jnp.asarray(batch.prompt_length)
-    return Prompt(
+    return PrefillInputs(
         decoder_inputs={},
         encoder_inputs={},
         sequences=jnp.pad(batch.tokens, ((0, 0), (0, sizes.columns - width))),

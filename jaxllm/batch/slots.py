@@ -61,7 +61,7 @@ class SlotCache(Cache):
         branches: Branches | None = None,
     ) -> tuple[AttentionView, Self]:
         view, reserved = super().make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
-        return dataclasses.replace(view, horizon=reserved.next_position), reserved
+        return dataclasses.replace(view, rope_length=reserved.next_position), reserved
 
 
 @jax.tree_util.register_dataclass

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxllm.batch.counts import Counts
+from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.queue import FinishedSequence, Task
-from jaxllm.batch.rows import Row
+from jaxllm.batch.rows import BatchRow
 from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import is_exhausted, run_in_batches
@@ -36,15 +36,17 @@ _DEPEND_ON_LENGTH = ("dynamic", "longrope")
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class StaticBatch:
     """Rows that can share a call of `generate`."""
 
-    rows: list[Row]
+    rows: list[BatchRow]
     batch_size: int
     """Maximum number of rows per call."""
 
 
-def batches(model: GenerativeModel, rows: Iterable[Row], slots: int, shards: int) -> list[Batch]:
+def batches(
+    model: GenerativeModel, rows: Iterable[BatchRow], slots: int, shards: int
+) -> list[StaticBatch]:
     """Groups rows by all that rows of one batch must have in common, the longest results first.
 
     Args:
@@ -52,7 +54,7 @@ def batches(model: GenerativeModel, rows: Iterable[Row], slots: int, shards: int
         shards: number of shards of the row axis on a mesh.
     """
     rope_type = getattr(getattr(model.config, "rotary", None), "rope_type", "")
-    alike: dict[Hashable, list[Row]] = {}
+    alike: dict[Hashable, list[BatchRow]] = {}
     for row in rows:
         config, width = row.config, bucket(len(row.input_ids), SMALLEST_BUCKET)
         runs_alone = rope_type in _DEPEND_ON_LENGTH or row.mode not in _INDEPENDENT
@@ -65,18 +67,18 @@ def batches(model: GenerativeModel, rows: Iterable[Row], slots: int, shards: int
     result = []
     for rows in sorted(alike.values(), key=lambda rows: (-rows[0].max_new_tokens, rows[0].index)):
         size = max(1, slots // rows[0].config.num_beams)
-        result.append(Batch(rows, size - size % shards or size))
+        result.append(StaticBatch(rows, size - size % shards or size))
     return result
 
 
 def run_batch(
-    model: GenerativeModel, tokenizer: Tokenizer | None, batch: Batch, counts: Counts
+    model: GenerativeModel, tokenizer: Tokenizer | None, batch: StaticBatch, counts: BatchCounts
 ) -> Iterator[FinishedSequence]:
     """Yields the finished sequences of a batch. If a call fails, its rows run one by one, so that
     only rows that fail alone get an error."""
     batch_size = min(batch.batch_size, bucket(len(batch.rows), 1))
 
-    def run(rows: list[Row]) -> Sequence[np.ndarray | JaxLLMError]:
+    def run(rows: list[BatchRow]) -> Sequence[np.ndarray | JaxLLMError]:
         """The new tokens of each row's samples, [samples, N]."""
         try:
             sequences = _generate(model, tokenizer, rows)
@@ -113,7 +115,7 @@ def run_batch(
 
 
 def _generate(
-    model: GenerativeModel, tokenizer: Tokenizer | None, rows: Sequence[Row]
+    model: GenerativeModel, tokenizer: Tokenizer | None, rows: Sequence[BatchRow]
 ) -> Int[np.ndarray, "Bn N"]:
     """New tokens of all samples of some rows, and pads after their end."""
     width = max(len(row.input_ids) for row in rows)
@@ -136,7 +138,7 @@ def _generate(
     return np.asarray(out.sequences)[:, prompt_columns:]
 
 
-def _config(row: Row) -> GenerationConfig:
+def _config(row: BatchRow) -> GenerationConfig:
     """The row's settings, with lengths as numbers of new tokens."""
     values = row.config.to_dict()
     for name in ("max_length", "min_length", "max_new_tokens", "min_new_tokens"):
@@ -148,12 +150,12 @@ def _config(row: Row) -> GenerationConfig:
     return config.replace(min_new_tokens=minimum) if minimum else config
 
 
-def _min_new_tokens(row: Row) -> int:
+def _min_new_tokens(row: BatchRow) -> int:
     minimum = row.config.min_new_tokens
     return max(row.config.min_length - len(row.decoder_prompt), 0) if minimum is None else minimum
 
 
-def _width(rows: Sequence[Row]) -> int:
+def _width(rows: Sequence[BatchRow]) -> int:
     return bucket(max(len(row.input_ids) for row in rows), SMALLEST_BUCKET)
 
 

@@ -19,15 +19,15 @@ class AttentionView:
 
     positions: Int[Array, "B T"]
     """Position of each query, counting real tokens only; pads get a valid position too."""
-    query_slots: Int[Array, " T"] | Int[Array, "B T"]
+    query_columns: Int[Array, " T"] | Int[Array, "B T"]
     """Column of the sequence that each query is in; differences give T5's relative bias."""
-    key_slots: Int[Array, " S"] | Int[Array, "B S"]
+    key_columns: Int[Array, " S"] | Int[Array, "B S"]
     """Column of the sequence that each key is in."""
     visible: Bool[Array, "B 1 T S"]
     """Attention mask: True where the query attends to the key."""
-    horizon: Int[Array, ""] | Int[Array, " B"]
-    """Length for RoPE types that depend on it: 1 + the largest position of a real token so far, of
-    the batch or of each row."""
+    rope_length: Int[Array, ""] | Int[Array, " B"]
+    """Sequence length, for RoPE types that depend on it: 1 + the largest position of a real token
+    so far, of the batch or of each row."""
     write_slots: SlotIndices | None
     """Cache slot of the first query (for all rows or per row), or of each query; None: no cache."""
     used: Int[Array, ""] | None = None
@@ -76,10 +76,10 @@ def make_view(
     positions = jnp.maximum(counts - 1, 0)
     return AttentionView(
         positions=positions,
-        query_slots=slots,
-        key_slots=slots,
+        query_columns=slots,
+        key_columns=slots,
         visible=jnp.broadcast_to(visible, (mask.shape[0], 1, T, T)),
-        horizon=jnp.max(counts),
+        rope_length=jnp.max(counts),
         write_slots=None,
         query_index=positions,
         key_index=positions,

@@ -42,10 +42,10 @@ class KV:
         return KV(heads_first(k), heads_first(v))
 
     @staticmethod
-    def zeros(batch: int, length: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> KV:
+    def zeros(batch: int, capacity: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> KV:
         # Not `jnp.empty`: masked slots are multiplied by weight 0, and 0 * NaN is NaN.
         heads = (batch, kv_heads) if heads_are_sharded() else (batch * kv_heads,)
-        shape = (*heads, length, head_dim)
+        shape = (*heads, capacity, head_dim)
         k, v = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
         return KV(*constrain((k, v), *("rows", "heads")[: len(heads)], batch=batch))
 
@@ -59,11 +59,12 @@ class KV:
         return KV(write_heads(self.k, k, slots), write_heads(self.v, v, slots))
 
     @property
-    def length(self) -> int:
+    def capacity(self) -> int:
+        """Number of cache slots, S."""
         return self.k.shape[-2]
 
     @property
-    def heads(self) -> tuple[int, ...]:
+    def leading_shape(self) -> tuple[int, ...]:
         """Leading sizes ``*BK``: (rows * heads,) or (rows, heads)."""
         return self.k.shape[:-2]
 
@@ -73,7 +74,7 @@ class KV:
         """Dot products of queries and keys, in float32."""
         return jnp.einsum("...qh,...sh->...qs", q, self.k, preferred_element_type=jnp.float32)
 
-    def mix(self, weights: Float[Array, "*BK Q S"]) -> Float[Array, "*BK Q H"]:
+    def weighted_values(self, weights: Float[Array, "*BK Q S"]) -> Float[Array, "*BK Q H"]:
         """Weighted sums of values, in float32."""
         weights = weights.astype(self.v.dtype)
         return jnp.einsum("...qs,...sh->...qh", weights, self.v, preferred_element_type=jnp.float32)
@@ -82,8 +83,8 @@ class KV:
         """The first `length` slots."""
         return jax.tree.map(lambda x: x[..., :length, :], self)
 
-    def plain(self) -> KV:
-        """The same keys and values in floating point."""
+    def dequantized(self) -> KV:
+        """The same keys and values in floating point; `self` unless quantized."""
         return self
 
 
@@ -117,7 +118,7 @@ class Cache:
     def empty(
         layers: int,
         batch: int,
-        length: int,
+        capacity: int,
         kv_heads: int,
         head_dim: int,
         dtype: DTypeLike,
@@ -126,11 +127,15 @@ class Cache:
     ) -> Cache:
         """A cache without tokens. `windows`: some layers use sliding-window attention."""
         return Cache(
-            layers=tuple(KV.zeros(batch, length, kv_heads, head_dim, dtype) for _ in range(layers)),
-            mask=constrain(jnp.zeros((batch, length), bool), "rows"),
+            layers=tuple(
+                KV.zeros(batch, capacity, kv_heads, head_dim, dtype) for _ in range(layers)
+            ),
+            mask=constrain(jnp.zeros((batch, capacity), bool), "rows"),
             length=jnp.zeros((), jnp.int32),
             next_position=constrain(jnp.zeros((batch,), jnp.int32), "rows"),
-            positions=constrain(jnp.zeros((batch, length), jnp.int32), "rows") if windows else None,
+            positions=constrain(jnp.zeros((batch, capacity), jnp.int32), "rows")
+            if windows
+            else None,
         )
 
     @property
@@ -239,19 +244,19 @@ class Cache:
             reserved = reserved.replace(positions=slot_positions)
         if cache_is_empty:
             return dataclasses.replace(make_view(mask), write_slots=self.length), reserved
-        key_slots = jnp.arange(self.capacity, dtype=jnp.int32)
-        query_slots = jnp.asarray(self.length)[..., None] + jnp.arange(T, dtype=jnp.int32)
+        key_columns = jnp.arange(self.capacity, dtype=jnp.int32)
+        query_columns = jnp.asarray(self.length)[..., None] + jnp.arange(T, dtype=jnp.int32)
         if branches is None:
-            visible = new_mask[:, None, :] & (key_slots <= query_slots[..., None])
+            visible = new_mask[:, None, :] & (key_columns <= query_columns[..., None])
         else:
             visible = new_mask[:, None, :] & branches.seen
-            key_slots, query_slots = branches.columns, branches.columns_of(query_slots)
+            key_columns, query_columns = branches.columns, branches.columns_of(query_columns)
         view = AttentionView(
             positions=positions,
-            query_slots=query_slots,
-            key_slots=key_slots,
+            query_columns=query_columns,
+            key_columns=key_columns,
             visible=visible[:, None],
-            horizon=jnp.max(counts[:, -1]),
+            rope_length=jnp.max(counts[:, -1]),
             write_slots=self.length,
             used=jnp.max(self.length) + T,
             query_index=None if slot_positions is None else positions,

@@ -57,12 +57,12 @@ class QuantizedKV(KV):
         products = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32)
         return products * self.k_scale[..., None, :, 0]
 
-    def mix(self, weights: Float[Array, "*BK Q S"]):
+    def weighted_values(self, weights: Float[Array, "*BK Q S"]):
         scaled = (weights * self.v_scale[..., None, :, 0]).astype(self.dtype)
         v = self.v.astype(self.dtype)
         return jnp.einsum("...qs,...sh->...qh", scaled, v, preferred_element_type=jnp.float32)
 
-    def plain(self) -> KV:
+    def dequantized(self) -> KV:
         k, v = self.k * self.k_scale, self.v * self.v_scale
         return KV(k.astype(self.dtype), v.astype(self.dtype))
 
@@ -138,10 +138,10 @@ class RingCache(Cache):
         visible = visible & (slot_positions > positions - self.window)
         view = AttentionView(
             positions=positions,
-            query_slots=positions,
-            key_slots=slot_positions,
+            query_columns=positions,
+            key_columns=slot_positions,
             visible=visible[:, None, None, :],
-            horizon=jnp.max(counts[:, -1]),
+            rope_length=jnp.max(counts[:, -1]),
             write_slots=write_slots,
             query_index=positions,
             key_index=jnp.broadcast_to(slot_positions, (mask.shape[0], size)),

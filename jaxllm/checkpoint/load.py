@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.load_parameters import Progress, load_parameters
+from jaxllm.checkpoint.load_parameters import LoadProgress, load_parameters
 from jaxllm.checkpoint.safetensors.reader import open_safetensors
 from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_dtype
 from jaxllm.common.errors import (
@@ -86,7 +86,7 @@ def load_model(
     attn_implementation: str = "eager",
     remat: bool = False,
     allow_nonfinite: bool = False,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
     """Builds the model that config.json describes, with the weights of the checkpoint.

@@ -19,7 +19,7 @@ from jaxllm.common.errors import NonFiniteError
 from jaxllm.models.weights import Entry
 from jaxllm.parallel.sharding import parameter_sharding
 
-Progress = Callable[[str, int, int], None]
+LoadProgress = Callable[[str, int, int], None]
 
 
 def load_parameters(
@@ -29,7 +29,7 @@ def load_parameters(
     *,
     param_dtype: DTypeLike | None,
     allow_nonfinite: bool,
-    progress: Progress | None,
+    progress: LoadProgress | None,
     mesh: Mesh | None,
 ) -> dict[str, jax.Array]:
     """Loads the parameters by path, from tensors whose names and shapes are checked.

@@ -37,7 +37,7 @@ from jaxllm.cli.devices import (
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.cli.field_flags import add_field_flags, generation_fields, int_list
 from jaxllm.cli.progress import Reporter
-from jaxllm.cli.request import IdDecoder, Request, TextDecoder, print_streamed, print_whole
+from jaxllm.cli.request import IdDecoder, PromptRequest, TextDecoder, print_streamed, print_whole
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.contrib.token_healing import heal
@@ -179,7 +179,7 @@ def _generate(
                 return IdDecoder()
             return tokenizer.stream_decoder(not arguments.show_special_tokens)
 
-        request = Request(
+        request = PromptRequest(
             model,
             ids,
             fields,

@@ -50,7 +50,7 @@ class IdDecoder:
         return ""
 
 
-class Request:
+class PromptRequest:
     """A prompt with its generation settings.
 
     Args:
@@ -102,7 +102,7 @@ class Request:
 
 
 def print_streamed(
-    request: Request,
+    request: PromptRequest,
     new_decoder: Callable[[], TextDecoder],
     reporter: Reporter,
     clock: CompileClock,
@@ -124,7 +124,7 @@ def print_streamed(
 
 
 def print_whole(
-    request: Request,
+    request: PromptRequest,
     new_decoder: Callable[[], TextDecoder],
     reporter: Reporter,
     clock: CompileClock,

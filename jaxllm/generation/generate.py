@@ -210,7 +210,7 @@ def run_by_token(
     if streamer is not None:
         if not request.strategy.can_stream:
             raise UnsupportedError("streamer: cannot be used with beams; set num_beams=1")
-        streamer.put(np.asarray(request.prompt.sequences)[:, : request.start_len])
+        streamer.put(np.asarray(request.prefill_inputs.sequences)[:, : request.start_len])
     streamed = request.start_len
     last = None
     for last in partial_results(model, request, chunk=1):
@@ -270,7 +270,7 @@ def run_prefill(model: Decoder, request: Request, program: Callable[..., Prefill
     """
     settings = request.settings
     layout = request.layout
-    arguments = (request.strategy, model, layout.prompt, settings)
+    arguments = (request.strategy, model, layout.prefill_inputs, settings)
     sizes = {"capacity": layout.capacity, "new_token_bucket": layout.new_token_bucket}
     if settings.keep_hidden_states or settings.keep_attentions:
         # This traces the program; the call below reuses the trace.

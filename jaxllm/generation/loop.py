@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
-    Prompt,
+    PrefillInputs,
     Result,
     S,
     Strategy,
@@ -30,7 +30,7 @@ from jaxllm.parallel.sharding import constrain
 def prefill(
     strategy: Strategy[S],
     model: Decoder,
-    prompt: Prompt,
+    inputs: PrefillInputs,
     settings: DecodeSettings,
     *,
     capacity: int,
@@ -45,28 +45,28 @@ def prefill(
     """
     output_options = settings.decode_options
     encoded = None
-    if prompt.past_cache is None:
-        inputs, encoded = recorded_encoding(model, prompt.encoder_inputs, output_options)
-        cache = prompt.cache_kind.convert(
-            model.init_cache(prompt.mask.shape[0], capacity, **inputs)
+    if inputs.past_cache is None:
+        encoder_arguments, encoded = recorded_encoding(model, inputs.encoder_inputs, output_options)
+        cache = inputs.cache_kind.convert(
+            model.init_cache(inputs.mask.shape[0], capacity, **encoder_arguments)
         )
     else:
-        cache = prompt.past_cache.compact(capacity)
+        cache = inputs.past_cache.compact(capacity)
     options = {
         **output_options,
         **strategy.extra_decode_options,
-        "cache_is_empty": prompt.past_cache is None,
+        "cache_is_empty": inputs.past_cache is None,
     }
     out = model.decode(
-        cache=cache, logits_column=prompt.last_column, **prompt.decoder_inputs, **options
+        cache=cache, logits_column=inputs.last_column, **inputs.decoder_inputs, **options
     )
     if encoded is not None:
         out = out.replace(
             encoder_hidden_states=encoded.hidden_states, encoder_attentions=encoded.attentions
         )
     # `length` becomes that of the unpadded prompt: new tokens overwrite the bucket's padding.
-    out = out.replace(cache=out.cache.replace(length=prompt.cache_len))
-    return with_fixed_sharding(strategy.init(model, prompt, out, settings, new_token_bucket))
+    out = out.replace(cache=out.cache.replace(length=inputs.cache_len))
+    return with_fixed_sharding(strategy.init(model, inputs, out, settings, new_token_bucket))
 
 
 def recorded_encoding(
@@ -82,10 +82,12 @@ def recorded_encoding(
     has_encoder = "attention_mask" in encoder_inputs and "encoder_states" not in encoder_inputs
     if not (is_recorded and has_encoder):
         return encoder_inputs, None
-    inputs = dict(encoder_inputs)
-    mask = inputs.pop("attention_mask")
+    encoder_arguments = dict(encoder_inputs)
+    mask = encoder_arguments.pop("attention_mask")
     encoder = cast(EncoderDecoder, model)
-    encoded = encoder.encode(inputs.pop("input_ids", None), mask, **inputs, **output_options)
+    encoded = encoder.encode(
+        encoder_arguments.pop("input_ids", None), mask, **encoder_arguments, **output_options
+    )
     return {"encoder_states": encoded.x, "attention_mask": mask}, encoded
 
 

@@ -140,7 +140,9 @@ class DecoderOnly(Model[ModelConfig]):
             view, cache = cache.make_view(mask)
         if position_ids is not None:
             positions = check.position_ids(position_ids, mask.shape, limit)
-            view = dataclasses.replace(view, positions=positions, horizon=jnp.max(positions) + 1)
+            view = dataclasses.replace(
+                view, positions=positions, rope_length=jnp.max(positions) + 1
+            )
         return view, cache
 
     def _cross_inputs(

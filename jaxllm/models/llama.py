@@ -7,7 +7,7 @@ import dataclasses
 from jaxllm.models import config as cfg
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
-from jaxllm.models.rotary_decoder import ROTARY_TABLE, Layers, RotaryConfig, RotaryModel
+from jaxllm.models.rotary_decoder import ROTARY_TABLE, LayerFactory, RotaryConfig, RotaryModel
 from jaxllm.nn.blocks import Block
 
 
@@ -34,7 +34,7 @@ class LlamaConfig(RotaryConfig):
 class LlamaModel(RotaryModel):
     """Llama backbone: blocks of RMSNorm, grouped-query attention with RoPE, SwiGLU."""
 
-    def block(self, make: Layers, layer: int) -> Block:
+    def block(self, make: LayerFactory, layer: int) -> Block:
         c = self.config
         attn = make.attention(bias=c.attention_bias, output_bias=c.attention_bias)
         return Block(make.norm(), attn, make.norm(), make.mlp(bias=c.mlp_bias))

@@ -7,7 +7,7 @@ import dataclasses
 from jaxllm.models import config as cfg
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
-from jaxllm.models.rotary_decoder import ROTARY_TABLE, Layers, RotaryConfig, RotaryModel
+from jaxllm.models.rotary_decoder import ROTARY_TABLE, LayerFactory, RotaryConfig, RotaryModel
 from jaxllm.nn.blocks import Block
 
 
@@ -32,7 +32,7 @@ class MistralConfig(RotaryConfig):
 class MistralModel(RotaryModel):
     """Mistral backbone: Llama's blocks with sliding-window attention in every layer."""
 
-    def block(self, make: Layers, layer: int) -> Block:
+    def block(self, make: LayerFactory, layer: int) -> Block:
         attn = make.attention(window=self.config.sliding_window)
         return Block(make.norm(), attn, make.norm(), make.mlp())
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.nn.blocks import StackOutput
 
-Layers = tuple[Float[Array, " ..."], ...] | None
+PerLayer = tuple[Float[Array, " ..."], ...] | None
 
 
 @jax.tree_util.register_dataclass
@@ -21,9 +21,9 @@ class BaseOutput:
     hidden state. `attentions`: attention weights [B, N, T, S] per layer."""
 
     last_hidden_state: Float[Array, "B T D"]
-    hidden_states: Layers = None
-    attentions: Layers = None
-    cross_attentions: Layers = None
+    hidden_states: PerLayer = None
+    attentions: PerLayer = None
+    cross_attentions: PerLayer = None
     cache: Cache | None = None
 
 
@@ -50,12 +50,12 @@ class DecodeOutput:
     cache: Cache
     last_hidden_state: Float[Array, "B T D"]
     """Hidden states of every new column, after the final norm."""
-    hidden_states: Layers = None
-    attentions: Layers = None
-    cross_attentions: Layers = None
-    encoder_hidden_states: Layers = None
+    hidden_states: PerLayer = None
+    attentions: PerLayer = None
+    cross_attentions: PerLayer = None
+    encoder_hidden_states: PerLayer = None
     """Hidden states of the encoder, after a prefill that records them."""
-    encoder_attentions: Layers = None
+    encoder_attentions: PerLayer = None
 
     def replace(self, **changes: Any) -> DecodeOutput:
         return dataclasses.replace(self, **changes)
@@ -68,9 +68,9 @@ class CausalLMOutput:
 
     logits: Float[Array, "B T V"]
     loss: Float[Array, ""] | None = None
-    hidden_states: Layers = None
-    attentions: Layers = None
-    cross_attentions: Layers = None
+    hidden_states: PerLayer = None
+    attentions: PerLayer = None
+    cross_attentions: PerLayer = None
     cache: Cache | None = None
 
 
@@ -82,11 +82,11 @@ class Seq2SeqLMOutput:
     logits: Float[Array, "B T V"]
     loss: Float[Array, ""] | None = None
     encoder_last_hidden_state: Float[Array, "B E D"] | None = None
-    encoder_hidden_states: Layers = None
-    encoder_attentions: Layers = None
-    decoder_hidden_states: Layers = None
-    decoder_attentions: Layers = None
-    cross_attentions: Layers = None
+    encoder_hidden_states: PerLayer = None
+    encoder_attentions: PerLayer = None
+    decoder_hidden_states: PerLayer = None
+    decoder_attentions: PerLayer = None
+    cross_attentions: PerLayer = None
     cache: Cache | None = None
 
 
@@ -97,5 +97,5 @@ class SequenceClassifierOutput:
 
     logits: Float[Array, "B C"]
     loss: Float[Array, ""] | None = None
-    hidden_states: Layers = None
-    attentions: Layers = None
+    hidden_states: PerLayer = None
+    attentions: PerLayer = None

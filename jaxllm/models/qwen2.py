@@ -13,7 +13,7 @@ from jaxllm.common.messages import quoted
 from jaxllm.models import config as cfg
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
-from jaxllm.models.rotary_decoder import ROTARY_TABLE, Layers, RotaryConfig, RotaryModel
+from jaxllm.models.rotary_decoder import ROTARY_TABLE, LayerFactory, RotaryConfig, RotaryModel
 from jaxllm.nn.blocks import Block
 
 
@@ -73,7 +73,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class Qwen2Model(RotaryModel):
     """Qwen2 backbone: Llama's blocks with biases of q, k and v, and windows if configured."""
 
-    def block(self, make: Layers, layer: int) -> Block:
+    def block(self, make: LayerFactory, layer: int) -> Block:
         attn = make.attention(bias=True, window=self.config.window(layer))
         return Block(make.norm(), attn, make.norm(), make.mlp())
 

@@ -7,7 +7,7 @@ import dataclasses
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.qwen2 import Qwen2Config
-from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, Layers, RotaryModel
+from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, LayerFactory, RotaryModel
 from jaxllm.models.weights import norm
 from jaxllm.nn.blocks import Block
 
@@ -23,7 +23,7 @@ class Qwen3Config(Qwen2Config):
 class Qwen3Model(RotaryModel):
     """Qwen3 backbone: Llama's blocks with RMSNorm of each head's query and key (QK norm)."""
 
-    def block(self, make: Layers, layer: int) -> Block:
+    def block(self, make: LayerFactory, layer: int) -> Block:
         c = self.config
         attn = make.attention(
             bias=c.attention_bias,

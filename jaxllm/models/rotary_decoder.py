@@ -130,7 +130,7 @@ class RotaryConfig(cfg.ModelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layers:
+class LayerFactory:
     """Builds the layers of a block with the sizes and dtypes of one model."""
 
     config: RotaryConfig
@@ -205,13 +205,13 @@ class RotaryModel(Backbone):
     config: Any
 
     def __init__(self, config: Any, options: Options, *, rngs: nnx.Rngs | None):
-        make = Layers(config, options, rngs)
+        make = LayerFactory(config, options, rngs)
         self.config, self.rope = config, config.rotary
         self.embed = make.embedding()
         blocks = [self.block(make, layer) for layer in range(config.num_hidden_layers)]
         self.stack = Stack(blocks, make.norm(), remat=options.remat)
 
-    def block(self, make: Layers, layer: int) -> Block:
+    def block(self, make: LayerFactory, layer: int) -> Block:
         """Builds block number `layer`."""
         raise NotImplementedError
 
@@ -227,7 +227,7 @@ class RotaryModel(Backbone):
         return self.embed.from_ids_or_embeds(input_ids, inputs_embeds)
 
     def rotary(self, view: AttentionView):
-        return self.rope.angles(view.positions, view.horizon)
+        return self.rope.angles(view.positions, view.rope_length)
 
 
 LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "model.layers.{i}"

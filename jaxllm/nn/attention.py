@@ -39,9 +39,9 @@ def attend(
     with no visible key gets zeros, never NaN.
     """
     B, T, N, H = q.shape
-    K, S = math.prod(kv.heads) // B, kv.length
+    K, S = math.prod(kv.leading_shape) // B, kv.capacity
     G = N // K
-    grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(*kv.heads, G * T, H)
+    grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(*kv.leading_shape, G * T, H)
     scores = with_query_tile(kv.scores, grouped).reshape(B, N, T, S) * scale
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
@@ -54,7 +54,7 @@ def attend(
     exps = dropout(exps, dropout_rate, key)
     if head_mask is not None:
         exps = exps * head_mask[:, None, None].astype(jnp.float32)
-    mixed = with_query_tile(kv.mix, exps.reshape(*kv.heads, G * T, S))
+    mixed = with_query_tile(kv.weighted_values, exps.reshape(*kv.leading_shape, G * T, S))
     out = mixed.reshape(B, N, T, H) / sums
     out = out.astype(q.dtype).transpose(0, 2, 1, 3)
     return out, (exps / sums).astype(q.dtype)
@@ -71,8 +71,8 @@ def attend_fused(
 ) -> Float[Array, "B T N H"]:
     """Attention with `jax.nn.dot_product_attention`: XLA's, or cuDNN's flash kernel."""
     B, T, N, H = q.shape
-    K, S = math.prod(kv.heads) // B, kv.length
-    kv = kv.plain()
+    K, S = math.prod(kv.leading_shape) // B, kv.capacity
+    kv = kv.dequantized()
     k, v = (x.reshape(B, K, S, H).transpose(0, 2, 1, 3) for x in (kv.k, kv.v))
     mask = jnp.broadcast_to(visible, (B, 1, T, S))
     if bias is not None:
@@ -193,6 +193,6 @@ class Attention(nnx.Module):
         def run(q: Array, kv: KV, visible: Array, bias: Array | None):
             return attend(q, kv, visible=visible, bias=bias, scale=self.scale)[0]
 
-        if used is not None and splits_cache(kv.length, q.shape[1]):
+        if used is not None and splits_cache(kv.capacity, q.shape[1]):
             return attend_used_slots(run, q, kv, used, visible=visible, bias=bias)
         return run(q, kv, visible, bias)

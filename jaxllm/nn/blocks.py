@@ -335,7 +335,7 @@ class Stack(nnx.Module):
         """Each block's context, with its attention window and its relative bias."""
         windows = dict.fromkeys(block.attn.window for block in self.blocks)
         views = {window: context.view.for_layer(window) for window in windows}
-        slots = (context.view.query_slots, context.view.key_slots)
+        slots = (context.view.query_columns, context.view.key_columns)
         biases = [bias(*slots) for bias in self.position_bias]
         contexts = []
         for i, block in enumerate(self.blocks):

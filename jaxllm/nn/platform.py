@@ -116,7 +116,7 @@ def attend_used_slots(
     bias: Float[Array, "#B N T S"] | None,
 ) -> Float[Array, "B T N H"]:
     """``attend(q, kv, visible, bias)`` for a cache with tokens in its first `used` slots only."""
-    size = kv.length
+    size = kv.capacity
     prefixes = [size * i // PREFIXES for i in range(1, PREFIXES + 1)]
 
     def over(length: int):

@@ -60,12 +60,12 @@ class RelativeBias(nnx.Module):
 
     def __call__(
         self,
-        query_slots: Int[Array, " T"] | Int[Array, "B T"],
-        key_slots: Int[Array, " S"] | Int[Array, "B S"],
+        query_columns: Int[Array, " T"] | Int[Array, "B T"],
+        key_columns: Int[Array, " S"] | Int[Array, "B S"],
     ) -> Float[Array, "#B N T S"]:
-        query_slots = query_slots.reshape(-1, query_slots.shape[-1])
-        key_slots = key_slots.reshape(-1, 1, key_slots.shape[-1])
-        distance = key_slots - query_slots[..., None]
+        query_columns = query_columns.reshape(-1, query_columns.shape[-1])
+        key_columns = key_columns.reshape(-1, 1, key_columns.shape[-1])
+        distance = key_columns - query_columns[..., None]
         num_buckets = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         table = jnp.asarray(buckets_by_distance(num_buckets, self.max_distance))
         absolute = jnp.abs(distance) if self.bidirectional else jnp.maximum(-distance, 0)

@@ -41,27 +41,27 @@ class Rope:
     long_factor: tuple[float, ...] = ()
 
     def angles(
-        self, positions: Int[Array, "B T"], horizon: Int[Array, "*B"]
+        self, positions: Int[Array, "B T"], rope_length: Int[Array, "*B"]
     ) -> tuple[Float[Array, "B T 1 H"], Float[Array, "B T 1 H"]]:
-        """Cosines and sines for `rotate`; `horizon` is 1 + the largest position so far, of the
+        """Cosines and sines for `rotate`; `rope_length` is 1 + the largest position so far, of the
         batch or of each row."""
-        frequencies = self.frequencies(jnp.reshape(horizon, (-1, 1, 1, 1)))
+        frequencies = self.frequencies(jnp.reshape(rope_length, (-1, 1, 1, 1)))
         angle = positions[..., None, None].astype(jnp.float32) * frequencies
         angle = jnp.concatenate([angle, angle], axis=-1)
         scale = self.attention_scaling
         return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
-    def frequencies(self, horizon: Int[Array, " ..."]) -> Float[Array, "... F"]:
+    def frequencies(self, rope_length: Int[Array, " ..."]) -> Float[Array, "... F"]:
         """Radians per position. Traced only for types that depend on length (dynamic, longrope)."""
         match self.rope_type:
             case "dynamic":
-                return self._dynamic(horizon)
+                return self._dynamic(rope_length)
             case "longrope":
                 short, long = (
                     1.0 / (np.asarray(f, np.float32) * self._powers())
                     for f in (self.short_factor, self.long_factor)
                 )
-                return jnp.where(horizon > self.original_positions, long, short)
+                return jnp.where(rope_length > self.original_positions, long, short)
             case "linear":
                 return jnp.asarray(1.0 / self._powers() / np.float32(self.factor))
             case "llama3":
@@ -90,9 +90,9 @@ class Rope:
         exponent = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         return np.float32(self.theta) ** exponent
 
-    def _dynamic(self, horizon: Int[Array, " ..."]) -> Float[Array, "... F"]:
+    def _dynamic(self, rope_length: Int[Array, " ..."]) -> Float[Array, "... F"]:
         """Dynamic NTK-aware scaling: the base grows once a sequence exceeds `max_positions`."""
-        length = jnp.maximum(horizon, self.max_positions).astype(jnp.float32)
+        length = jnp.maximum(rope_length, self.max_positions).astype(jnp.float32)
         growth = self.factor * length / self.max_positions - (self.factor - 1)
         base = self.theta * growth ** (self.head_dim / (self.head_dim - 2))
         exponent = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
@@ -100,16 +100,16 @@ class Rope:
 
     def _llama3(self) -> np.ndarray:
         """Llama 3 scaling: low frequencies over `factor`, high ones kept, others interpolated."""
-        plain = 1.0 / self._powers()
-        wavelength = 2 * np.pi / plain
+        unscaled = 1.0 / self._powers()
+        wavelength = 2 * np.pi / unscaled
         longest = self.original_positions / self.low_freq_factor
         shortest = self.original_positions / self.high_freq_factor
         smooth = (self.original_positions / wavelength - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
         )
-        between = (1 - smooth) * plain / self.factor + smooth * plain
-        scaled = np.where(wavelength > longest, plain / self.factor, between)
-        return np.where(wavelength < shortest, plain, scaled).astype(np.float32)
+        between = (1 - smooth) * unscaled / self.factor + smooth * unscaled
+        scaled = np.where(wavelength > longest, unscaled / self.factor, between)
+        return np.where(wavelength < shortest, unscaled, scaled).astype(np.float32)
 
     def _yarn(self) -> np.ndarray:
         """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolates low frequencies only."""
@@ -126,8 +126,8 @@ class Rope:
             high += 0.001
         ramp = (np.arange(self.head_dim // 2, dtype=np.float32) - low) / (high - low)
         ramp = np.clip(ramp, 0, 1)
-        plain = 1.0 / self._powers()
-        return (plain / self.factor * ramp + plain * (1 - ramp)).astype(np.float32)
+        unscaled = 1.0 / self._powers()
+        return (unscaled / self.factor * ramp + unscaled * (1 - ramp)).astype(np.float32)
 
 
 def _mscale(factor: float, mscale: float) -> float:

@@ -54,7 +54,7 @@ class LoweredProgram:
     """A program of the library, lowered and not yet compiled. Bytes are those of one device."""
 
     name: str
-    """`decode`, `prefill`, `batch.step`, `batch.admit` or `train`."""
+    """`decode`, `prefill`, `batch.decode`, `batch.prefill` or `train`."""
     lowered: jax.stages.Lowered
     loops: bool
     """True if a step is the body of the program's loop; False if it is the whole program."""
@@ -86,7 +86,7 @@ def lower(
     Args:
         model: a model of `abstract_model`, or a loaded one.
         program: "decode" (the loop of `generate`), "prefill", "batch" (the two programs of
-            `BatchGenerator`, `batch.step` and `batch.admit`) or "train" (the step of
+            `BatchGenerator`, `batch.decode` and `batch.prefill`) or "train" (the step of
             `make_train_step` with the default optimizer of a recipe).
         batch: rows of prefill, decode loop and training step.
         prompt: tokens of a prompt, or of a row of the training step.
@@ -173,10 +173,10 @@ def abstract_request(target: Target, workload: Workload, fields: Mapping[str, An
     ids = np.zeros((workload.batch, workload.prompt), np.int32)
     keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
     request = prepare_call(target.unplaced, ids, np.ones_like(ids), None, 0, keywords)
-    arrays = (request.prompt, request.negative, request.settings, request.strategy)
+    arrays = (request.prefill_inputs, request.negative, request.settings, request.strategy)
     arrays = shapes_of(arrays) if target.mesh is not None else on_device(arrays, target.device)
-    prompt, negative, settings, strategy = arrays
-    layout = dataclasses.replace(request.layout, prompt=prompt)
+    prefill_inputs, negative, settings, strategy = arrays
+    layout = dataclasses.replace(request.layout, prefill_inputs=prefill_inputs)
     request = dataclasses.replace(
         request, layout=layout, negative=negative, settings=settings, strategy=strategy
     )
@@ -224,7 +224,7 @@ def lower_prefill(
 def lower_batch(
     target: Target, workload: Workload, fields: Mapping[str, Any]
 ) -> Iterator[LoweredProgram]:
-    """The programs of the batch engine: the step of all slots, and the admission of prompts."""
+    """The programs of the batch engine: decode steps of all slots, and prefill into slots."""
     keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
     reader = RowReader(target.unplaced, None, keywords, seed=0)
     row = reader.read(RawRow(0, 0, {"input_ids": [0] * workload.prompt}))
@@ -240,10 +240,10 @@ def lower_batch(
         slots = on_device(slots, target.device)
     stops = group.criteria(None, None)
     with use_mesh(target.mesh):
-        admit, step = traced_programs(target.model, slots, prompts, stops, group, sizes)
+        prefill, decode = traced_programs(target.model, slots, prompts, stops, group, sizes)
     numbers = cache_numbers(slots.state.cache)
-    yield target.lowered("batch.step", step, loops=True, **numbers)
-    yield target.lowered("batch.admit", admit, loops=False, **numbers)
+    yield target.lowered("batch.decode", decode, loops=True, **numbers)
+    yield target.lowered("batch.prefill", prefill, loops=False, **numbers)
 
 
 def lower_train(

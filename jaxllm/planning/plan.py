@@ -30,7 +30,7 @@ class ProgramPlan:
     """
 
     name: str
-    """`decode`, `prefill`, `batch.step`, `batch.admit` or `train`."""
+    """`decode`, `prefill`, `batch.decode`, `batch.prefill` or `train`."""
     weight_bytes: int
     """The model's parameters (float32 for `train`)."""
     cache_bytes: int
@@ -108,7 +108,7 @@ def plan(
         new: new tokens of a row.
         slots: slots of the batch engine.
         dtype: dtype of weights and computation; a training step keeps its weights in float32.
-        program: "decode", "prefill", "batch" (its programs are `batch.step` and `batch.admit`),
+        program: "decode", "prefill", "batch" (its programs are `batch.decode` and `batch.prefill`),
             "train", or several of them. None: all.
         attn_implementation, remat: as `jaxllm.load`.
         progress: called with the name of each program before it is compiled.

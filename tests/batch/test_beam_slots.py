@@ -63,7 +63,7 @@ def test_rows_equal_rows_alone(family):
     rows = beam_rows(12, num_beams=3)
     counts = check(family, rows, slots=3).counts
     reading, decoding = sorted(counts.program_calls, reverse=True)
-    assert reading.startswith("read 1 x 16 into 3 x ")
+    assert reading.startswith("prefill 1 x 16 into 3 x ")
     assert decoding.startswith("decode 3 x ")
     assert decoding.endswith(" of 3 beams")
     assert counts.program_calls[reading] == 12  # a prompt is read once, whatever its row returns

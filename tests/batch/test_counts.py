@@ -36,7 +36,7 @@ def test_decoding_steps_are_near_the_ideal(name):
     # The first token of a row comes with its prompt.
     ideal = -(-int((new - 1).sum()) // SLOTS)
     counts = engine.counts
-    assert counts.busy_steps == (new - 1).sum()
+    assert counts.busy_slot_steps == (new - 1).sum()
     assert ideal <= counts.decode_steps <= 1.10 * ideal
     assert counts.utilisation > 0.9
 

@@ -11,7 +11,7 @@ from compiling import compiled_as_users
 from jaxllm import BatchGenerator
 from jaxllm.batch import slot_pool as pools
 from jaxllm.batch.memory import Prediction, memory_budget, nbytes
-from jaxllm.batch.plan import Plan, too_large_error
+from jaxllm.batch.plan import PoolPlan, too_large_error
 from jaxllm.batch.queue import Task
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.batch.sizes import Sizes
@@ -87,7 +87,7 @@ def test_a_prompt_beyond_the_context_names_the_limit():
         RawRow(0, 0, {"input_ids": [5] * 5000, "max_new_tokens": 1})
     )
     memory = Prediction(1, 10**6, 0, 10**5, 1, 8192)
-    plan = Plan([Task(row, 0)], Sizes(1, 8192), memory, None, MODEL.config.context_length)
+    plan = PoolPlan([Task(row, 0)], Sizes(1, 8192), memory, None, MODEL.config.context_length)
     message = str(too_large_error(plan.tasks[0], plan))
     assert message.startswith("prompt: has 5000 tokens, but the model's context is 4096")
 

@@ -80,7 +80,7 @@ def collectives(model, **fields):
     bare = program_model(model, request)
     with use_mesh(request.mesh):
         state = loop.prefill_program(
-            request.strategy, bare, request.prompt, request.settings,
+            request.strategy, bare, request.prefill_inputs, request.settings,
             capacity=request.layout.capacity,
             new_token_bucket=request.layout.new_token_bucket)
         compiled = compiled_as_users(loop.decode_program.lower(

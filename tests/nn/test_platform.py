@@ -29,7 +29,7 @@ def test_padding_of_a_single_query_changes_no_product(quantized):
     kv = cache(quantized=quantized)
     q = jax.random.normal(jax.random.key(1), (ROWS * HEADS, 1, SIZE))
     weights = jax.random.uniform(jax.random.key(2), (ROWS * HEADS, 1, SLOTS))
-    for product, queries in ((kv.scores, q), (kv.mix, weights)):
+    for product, queries in ((kv.scores, q), (kv.weighted_values, weights)):
         expected = product(queries)
         out = jax.jit(functools.partial(padded_product, product))(queries)
         np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)

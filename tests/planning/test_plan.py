@@ -72,7 +72,7 @@ def test_the_lowered_programs_are_those_that_generate_runs(family: str) -> None:
         lower(model, name, **SMALL)[0].lowered.compile() for name in ("prefill", "decode")
     )
     # A compiled program refuses arguments of other shapes, dtypes or structure.
-    state = prefill(request.strategy, bare, request.prompt, request.settings)
+    state = prefill(request.strategy, bare, request.prefill_inputs, request.settings)
     limit = np.int32(request.max_length)
     state = decode(request.strategy, bare, state, request.settings, limit)
     expected = jaxllm.generate(model, ids, **keywords).sequences
@@ -104,7 +104,7 @@ def test_an_abstract_model_of_a_gguf_header(smollm2_gguf: Path) -> None:
 def test_costs_of_all_programs(family: str) -> None:
     found = jaxllm.plan(tiny.CONFIGS[family], "cpu", dtype="float32", **SMALL)
     by_name = {program.name: program for program in found.programs}
-    assert list(by_name) == ["decode", "prefill", "batch.step", "batch.admit", "train"]
+    assert list(by_name) == ["decode", "prefill", "batch.decode", "batch.prefill", "train"]
     weights = sum(x.nbytes for x in jax.tree.leaves(tiny.cached(family)))
     assert {program.weight_bytes for program in found.programs} == {weights}
     for program in found.programs:
@@ -112,12 +112,12 @@ def test_costs_of_all_programs(family: str) -> None:
         assert program.kernels > 0
         assert program.collectives == 0
         assert (program.fits, program.estimated_step_us, program.floor_step_us) == (None,) * 3
-    assert by_name["decode"].cache_copies == by_name["batch.step"].cache_copies == 0
+    assert by_name["decode"].cache_copies == by_name["batch.decode"].cache_copies == 0
     if family != "t5":  # two rows of 16 + 16 slots, or four slots of 16 columns, and counters
         cache = tiny.cached(family).init_cache(2, 32)
         keys_and_values = sum(x.nbytes for x in jax.tree.leaves(cache.layers))
         assert 0 < by_name["decode"].cache_bytes - keys_and_values < 100
-        assert 0 < by_name["batch.step"].cache_bytes - keys_and_values < 200
+        assert 0 < by_name["batch.decode"].cache_bytes - keys_and_values < 200
     assert by_name["train"].cache_bytes == 0
     assert by_name["train"].argument_bytes > 3 * weights  # with Adam's moments
 
@@ -245,7 +245,7 @@ def test_a_tpu_mesh_of_two_processes() -> None:
         **SMALL | {"batch": 4},
     )
     assert found.devices == 8
-    assert [p.name for p in found.programs] == ["decode", "batch.step", "batch.admit"]
+    assert [p.name for p in found.programs] == ["decode", "batch.decode", "batch.prefill"]
     assert all(program.collectives > 0 for program in found.programs)
 
 

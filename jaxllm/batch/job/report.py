@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.batch.counts import Counts
+from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.memory import Prediction
 
 
@@ -21,7 +21,7 @@ from jaxllm.batch.memory import Prediction
 class RunCounters:
     """Counters and times of one run of a job, without earlier runs."""
 
-    counts: Counts
+    counts: BatchCounts
     memory: Sequence[Prediction]
     seconds: float
     """Seconds that the run took, compiling included."""
@@ -39,7 +39,7 @@ class RunCounters:
         """The sum over several processes; the time is that of the longest."""
         longest = max(notes, key=lambda note: note["seconds"])
         return RunCounters(
-            counts=Counts.total(note["counts"] for note in notes),
+            counts=BatchCounts.total(note["counts"] for note in notes),
             memory=[Prediction(**fields) for note in notes for fields in note["memory"]],
             seconds=longest["seconds"],
             compile_seconds=longest["compile_seconds"],

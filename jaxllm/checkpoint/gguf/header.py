@@ -48,7 +48,7 @@ Metadata = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Entry:
+class GGUFTensor:
     """One tensor: ggml type, shape in numpy's order, and byte range in the file."""
 
     type: GGMLQuantizationType
@@ -59,7 +59,7 @@ class Entry:
 
 def parse_header(
     data: memoryview, *, source: str, file_bytes: int
-) -> tuple[Metadata, dict[str, Entry]]:
+) -> tuple[Metadata, dict[str, GGUFTensor]]:
     """Reads the header at the start of ``data``: the first ``MAX_HEADER_BYTES`` or the whole file.
 
     Returns:
@@ -93,7 +93,7 @@ def parse_header(
 
     descriptions = [reader.tensor() for _ in range(tensor_count)]
     start = -(-reader.position // alignment) * alignment
-    entries: dict[str, Entry] = {}
+    entries: dict[str, GGUFTensor] = {}
     for name, type_id, shape, offset in descriptions:
         if name in entries:
             raise CheckpointError(f"{source}: two tensors have the name {quoted(name)}")
@@ -111,7 +111,7 @@ def _entry(
     offset: int,
     alignment: int,
     file_bytes: int,
-) -> Entry:
+) -> GGUFTensor:
     where = f"{source}: tensor {quoted(name)}"
     if type_id not in GGML_QUANT_SIZES:
         raise CheckpointError(f"{where} has the unknown ggml type {type_id}")
@@ -131,10 +131,10 @@ def _entry(
         raise CheckpointError(
             f"{where} ends at byte {end} of a file of {file_bytes} (an incomplete download?)"
         )
-    return Entry(ggml_type, shape, begin, end)
+    return GGUFTensor(ggml_type, shape, begin, end)
 
 
-def _check_overlap(source: str, entries: dict[str, Entry]) -> None:
+def _check_overlap(source: str, entries: dict[str, GGUFTensor]) -> None:
     previous, reached = "", 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
         if entry.begin < reached:

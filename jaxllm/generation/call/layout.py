@@ -22,14 +22,14 @@ from jaxllm.generation.inputs.values import any_traced, bucket, int_leaf
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.lengths import MAX_COLUMNS
 from jaxllm.generation.strategies.select_strategy import Call
-from jaxllm.generation.strategies.strategy import Prompt, Strategy
+from jaxllm.generation.strategies.strategy import PrefillInputs, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Arrays of a call padded to buckets, and sizes of its buffers."""
 
-    prompt: Prompt
+    prefill_inputs: PrefillInputs
     capacity: int
     """Number of cache slots."""
     new_token_bucket: int
@@ -68,14 +68,14 @@ def build_layout(
         kind = cache_kind(config, ring=ring)
         if return_cache:
             capacity = bucket(capacity, SMALLEST_BUCKET)  # the size that the next call will have
-        prompt = new_prompt(inputs, keys, kind, new_token_bucket)
+        arrays = prefill_inputs(inputs, keys, kind, new_token_bucket)
     else:
         _refuse_cache_settings(config)
         new = continuation(past, inputs)
         capacity = new.capacity(new_slots, past.cache.capacity)
         kind = CacheKind.like(past.cache)
-        prompt = dataclasses.replace(
-            new_prompt(inputs, keys, kind, new_token_bucket),
+        arrays = dataclasses.replace(
+            prefill_inputs(inputs, keys, kind, new_token_bucket),
             decoder_inputs=new.decoder_inputs,
             cache_len=new.cache_len,
             last_column=new.last_column,
@@ -83,18 +83,18 @@ def build_layout(
             # row. `compact` sets it again; one shape for both here lets one program serve both.
             past_cache=past.cache.replace(length=past.cache.next_position),
         )
-    needed = int(np.max(prompt.cache_len)) + strategy.cache_slots(call.max_new_tokens)
-    return Layout(prompt, cache_capacity(config, kind, capacity, needed), new_token_bucket)
+    needed = int(np.max(arrays.cache_len)) + strategy.cache_slots(call.max_new_tokens)
+    return Layout(arrays, cache_capacity(config, kind, capacity, needed), new_token_bucket)
 
 
-def new_prompt(
+def prefill_inputs(
     inputs: PreparedInputs, keys: Key[Array, " Bn"], kind: CacheKind, new_token_bucket: int
-) -> Prompt:
+) -> PrefillInputs:
     """The padded arrays of a call that starts with an empty cache."""
     sequences, mask, last_column = sequence_buffers(
         inputs.padded_prompt(), new_token_bucket, inputs.pad
     )
-    return Prompt(
+    return PrefillInputs(
         decoder_inputs=inputs.decoder_inputs(),
         encoder_inputs=inputs.encoder_arguments,
         sequences=sequences,

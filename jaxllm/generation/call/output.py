@@ -17,9 +17,9 @@ from jaxllm.generation.call.prepare import Request
 from jaxllm.generation.strategies.records import RecordColumns, as_tuples
 from jaxllm.generation.strategies.strategy import AssistedCounts, DecodeState, Result
 from jaxllm.models.decoder import GenerativeModel
-from jaxllm.models.outputs import Layers
+from jaxllm.models.outputs import PerLayer
 
-Steps = tuple[Layers, ...] | None
+PerStep = tuple[PerLayer, ...] | None
 """Tuple over the steps of tuples over the layers, or None."""
 PROGRESS_FIELDS = (
     "sequences",
@@ -54,27 +54,27 @@ class GenerateOutput:
     beam_indices: Int[Array, "Bn N"] | None = None
     """With beams, int32: the beam that each new token was chosen from, numbered over the whole
     batch; -1 after the end."""
-    hidden_states: Steps = None
+    hidden_states: PerStep = None
     """With `output_hidden_states` (decoder-only models): for each step a tuple over the layers, the
     embeddings first, of [Bn, T, D]. T is the length of the prompt at the first step and 1 at the
     others; with `past_key_values` the first T is the length of the longest new part, and shorter
     ones are padded on the right. With beams the rows are all beams of that step,
     [B * num_beams, T, D]. Values at padding and in finished rows are undefined."""
-    attentions: Steps = None
+    attentions: PerStep = None
     """With `output_attentions`: attention weights in the same order, [Bn, heads, T, S], where S is
     the number of columns so far. 0 for queries and keys that are padding."""
-    decoder_hidden_states: Steps = None
+    decoder_hidden_states: PerStep = None
     """`hidden_states` of an encoder-decoder's decoder."""
-    decoder_attentions: Steps = None
+    decoder_attentions: PerStep = None
     """`attentions` of an encoder-decoder's decoder."""
-    cross_attentions: Steps = None
+    cross_attentions: PerStep = None
     """With `output_attentions` (models with cross-attention): [Bn, heads, T, E]."""
     past_key_values: PastKeyValues | None = None
     """With `return_past_key_values`: the KV cache, for the next call."""
-    encoder_hidden_states: Layers = None
+    encoder_hidden_states: PerLayer = None
     """With `output_hidden_states`: a tuple over the layers of [B, E, D], or None if the caller gave
     `encoder_outputs`."""
-    encoder_attentions: Layers = None
+    encoder_attentions: PerLayer = None
     """With `output_attentions`: a tuple over the layers of [B, heads, E, E]."""
     assisted: AssistedCounts | None = None
     """With a draft: counts of proposed and accepted tokens for each row."""
@@ -108,11 +108,11 @@ def generate_output(
 
 def record_columns(request: Request) -> RecordColumns:
     """Maps columns of the result to columns of its records."""
-    prompt, count = request.prompt, request.inputs.prompt.length
-    if prompt.past_cache is None:
-        return RecordColumns(count, np.asarray(prompt.cache_len), request.encoder_len)
+    arrays, count = request.prefill_inputs, request.inputs.prompt.length
+    if arrays.past_cache is None:
+        return RecordColumns(count, np.asarray(arrays.cache_len), request.encoder_len)
     first_new, mask, last_column = on_every_process(
-        (prompt.cache_len, prompt.mask, prompt.last_column), request.mesh
+        (arrays.cache_len, arrays.mask, arrays.last_column), request.mesh
     )
     return RecordColumns(
         count,

@@ -69,7 +69,7 @@ class Continuation:
     """The new columns of a conversation, padded on the right to a bucket."""
 
     decoder_inputs: dict[str, Any]
-    """Arguments of `Decoder.decode`, as in `Prompt.decoder_inputs`."""
+    """Arguments of `Decoder.decode`, as in `PrefillInputs.decoder_inputs`."""
     last_column: Int[np.ndarray, " B"]
     """int32. The last real new column of each row."""
     cache_len: Int[np.ndarray, " B"]

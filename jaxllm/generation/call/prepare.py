@@ -39,7 +39,7 @@ from jaxllm.generation.stopping.criteria import build_criteria
 from jaxllm.generation.strategies.assisted.select_draft import check_assistant_inputs
 from jaxllm.generation.strategies.guidance import NegativePrompt, negative_prompt
 from jaxllm.generation.strategies.select_strategy import Call, choose_strategy
-from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt, Strategy
+from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs, Strategy
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.parallel.placement import mesh_of, put_everywhere, put_rows
 
@@ -67,8 +67,8 @@ class Request:
     """Mesh of the model, if it is on several devices."""
 
     @property
-    def prompt(self) -> Prompt:
-        return self.layout.prompt
+    def prefill_inputs(self) -> PrefillInputs:
+        return self.layout.prefill_inputs
 
     @property
     def start_len(self) -> int:
@@ -92,12 +92,12 @@ class Request:
             raise UnsupportedError(
                 "max_time: the clocks of several processes differ; limit max_new_tokens instead"
             )
-        cache_kind = put_everywhere(self.prompt.cache_kind, mesh)
-        prompt = put_rows(dataclasses.replace(self.prompt, cache_kind=cache_kind), mesh)
+        cache_kind = put_everywhere(self.prefill_inputs.cache_kind, mesh)
+        arrays = dataclasses.replace(self.prefill_inputs, cache_kind=cache_kind)
         return dataclasses.replace(
             self,
             mesh=mesh,
-            layout=dataclasses.replace(self.layout, prompt=prompt),
+            layout=dataclasses.replace(self.layout, prefill_inputs=put_rows(arrays, mesh)),
             negative=put_rows(self.negative, mesh),
             settings=put_everywhere(self.settings, mesh),
             strategy=put_everywhere(self.strategy, mesh),

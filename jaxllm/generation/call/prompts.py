@@ -65,7 +65,7 @@ class PreparedInputs:
         return self.prompt.pad_to(self.width, self.pad)
 
     def decoder_inputs(self) -> dict[str, Any]:
-        """The padded prompt as arguments of `Decoder.decode` (`Prompt.decoder_inputs`)."""
+        """The padded prompt as arguments of `Decoder.decode` (`PrefillInputs.decoder_inputs`)."""
         padded = self.padded_prompt()
         inputs: dict[str, Any] = {"tokens": padded.ids, "mask": padded.mask}
         if padded.embeds is not None:

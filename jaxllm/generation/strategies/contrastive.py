@@ -23,7 +23,7 @@ from jaxllm.generation.strategies.sample import (
 )
 from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
-    Prompt,
+    PrefillInputs,
     Result,
     Strategy,
     unconditional,
@@ -85,13 +85,13 @@ class Contrastive(Strategy[ContrastiveState]):
     def init(
         self,
         model: Decoder,
-        prompt: Prompt,
+        inputs: PrefillInputs,
         out: DecodeOutput,
         settings: DecodeSettings,
         new_token_bucket: int,
     ) -> ContrastiveState:
         logits = out.logits[:, 0]
-        state = initial_sample_state(prompt, out.cache, 1)
+        state = initial_sample_state(inputs, out.cache, 1)
         state = with_score_buffers(state, logits, settings, new_token_bucket)
         # One record per new token, the last one too: it was run as a candidate before its choice.
         records = initial_records(out, 1, new_token_bucket + 1, **settings.decode_options)

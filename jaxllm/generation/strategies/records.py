@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import is_traced
-from jaxllm.models.outputs import DecodeOutput, Layers
+from jaxllm.models.outputs import DecodeOutput, PerLayer
 
 MAX_BYTES = 4 * 2**30
 
@@ -31,11 +31,11 @@ class Internals:
     Each is a tuple over the layers, or None if it is not kept.
     """
 
-    hidden_states: Layers = None
+    hidden_states: PerLayer = None
     """[B, T, D]; the embeddings come first."""
-    attentions: Layers = None
+    attentions: PerLayer = None
     """[B, heads, T, S], over the slots of the cache."""
-    cross_attentions: Layers = None
+    cross_attentions: PerLayer = None
     """[B, heads, T, E], over the encoder's columns."""
 
 
@@ -148,7 +148,7 @@ def initial_records(
         shape = (new_token_bucket - 1, x.shape[0] * samples, *heads, 1, last_axis)
         return jnp.zeros(shape, x.dtype)
 
-    def buffers(layers: Layers, last_axis: int | None = None) -> Layers:
+    def buffers(layers: PerLayer, last_axis: int | None = None) -> PerLayer:
         if layers is None:
             return None
         return tuple(buffer(x, x.shape[-1] if last_axis is None else last_axis) for x in layers)
@@ -225,8 +225,8 @@ def as_tuples(records: Records, columns: RecordColumns, *, steps: int) -> dict[s
     encoder_len = columns.encoder_len
 
     def tuples(
-        first: Layers, rest: Layers, cut: Callable[[Any, int], Any]
-    ) -> tuple[Layers, ...] | None:
+        first: PerLayer, rest: PerLayer, cut: Callable[[Any, int], Any]
+    ) -> tuple[PerLayer, ...] | None:
         if first is None or rest is None:
             return None
         host = jnp if is_traced(first[0]) else np

@@ -15,7 +15,7 @@ from jaxllm.generation.strategies.records import Records, initial_records
 from jaxllm.generation.strategies.strategy import (
     NEVER,
     DecodeSettings,
-    Prompt,
+    PrefillInputs,
     Result,
     S,
     Strategy,
@@ -106,25 +106,27 @@ class Sample(Strategy[SampleState]):
     def init(
         self,
         model: Decoder,
-        prompt: Prompt,
+        inputs: PrefillInputs,
         out: DecodeOutput,
         settings: DecodeSettings,
         new_token_bucket: int,
     ) -> SampleState:
-        every_row = jnp.ones(prompt.last_column.shape, bool)
-        logits = self.next_token_logits(model, out, prompt.last_column, every_row)
+        every_row = jnp.ones(inputs.last_column.shape, bool)
+        logits = self.next_token_logits(model, out, inputs.last_column, every_row)
         logits = jax.tree.map(lambda x: jnp.repeat(x, self.num_return_sequences, axis=0), logits)
-        state = self.initial_state(prompt, out.cache, new_token_bucket)
+        state = self.initial_state(inputs, out.cache, new_token_bucket)
         state = with_score_buffers(state, logits.raw, settings, new_token_bucket)
         records = initial_records(
             out, self.num_return_sequences, new_token_bucket, **settings.decode_options
         )
         return self.append_chosen(state.replace(records=records), logits, settings)
 
-    def initial_state(self, prompt: Prompt, cache: Cache, new_token_bucket: int) -> SampleState:
+    def initial_state(
+        self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int
+    ) -> SampleState:
         """The state before the first token, with a cache that holds the prompt."""
         return initial_sample_state(
-            prompt, cache.repeat(self.num_return_sequences), self.num_return_sequences
+            inputs, cache.repeat(self.num_return_sequences), self.num_return_sequences
         )
 
     def step(self, model: Decoder, state: SampleState, settings: DecodeSettings) -> SampleState:
@@ -182,17 +184,17 @@ class Sample(Strategy[SampleState]):
         return sample_result(state)
 
 
-def initial_sample_state(prompt: Prompt, cache: Cache, samples: int) -> SampleState:
+def initial_sample_state(inputs: PrefillInputs, cache: Cache, samples: int) -> SampleState:
     """State before the first token, with each row repeated `samples` times."""
-    batch = prompt.sequences.shape[0] * samples
+    batch = inputs.sequences.shape[0] * samples
     return SampleState(
-        sequences=jnp.repeat(prompt.sequences, samples, axis=0),
-        mask=jnp.repeat(prompt.mask, samples, axis=0),
-        cur_len=jnp.asarray(prompt.start_len),
+        sequences=jnp.repeat(inputs.sequences, samples, axis=0),
+        mask=jnp.repeat(inputs.mask, samples, axis=0),
+        cur_len=jnp.asarray(inputs.start_len),
         token=jnp.zeros((batch,), jnp.int32),
         is_finished=jnp.zeros((batch,), bool),
-        keys=prompt.keys,
-        step=jnp.zeros_like(prompt.start_len, jnp.int32),
+        keys=inputs.keys,
+        step=jnp.zeros_like(inputs.start_len, jnp.int32),
         first_nonfinite_step=jnp.full((batch,), NEVER, jnp.int32),
         cache=cache,
     )

@@ -32,7 +32,7 @@ NEVER = -1
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class PrefillInputs:
     """Prompts of one call, padded to buckets: the input of prefill."""
 
     decoder_inputs: dict[str, Any]
@@ -216,7 +216,7 @@ class Strategy(Generic[S]):
     def init(
         self,
         model: Decoder,
-        prompt: Prompt,
+        inputs: PrefillInputs,
         out: DecodeOutput,
         settings: DecodeSettings,
         new_token_bucket: int,

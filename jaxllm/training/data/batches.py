@@ -18,14 +18,14 @@ from jaxllm.models.input_checks import IGNORED
 from jaxllm.training.data.config import ModelInfo
 from jaxllm.training.data.example import Example
 from jaxllm.training.data.examples import Counts, Examples
-from jaxllm.training.data.plan import Plan, Planner
+from jaxllm.training.data.plan import EpochPlan, Planner
 
 PREFETCHED = 4
 """Number of batches that a thread prefetches."""
 
 HostBatch = dict[str, np.ndarray]
 """Arrays [B, ...] by model argument name."""
-Rows = Sequence[Sequence[Example]]
+ExampleRows = Sequence[Sequence[Example]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Epoch:
 
     examples: Examples
     model: ModelInfo
-    plan: Plan
+    plan: EpochPlan
     packed: bool
     rows: range
 
@@ -199,7 +199,7 @@ class Batches(Iterator[HostBatch]):
 
 
 def collate(
-    rows: Rows, shape: tuple[int, ...], model: ModelInfo, *, packed: bool, like: np.ndarray
+    rows: ExampleRows, shape: tuple[int, ...], model: ModelInfo, *, packed: bool, like: np.ndarray
 ) -> HostBatch:
     """Builds the arrays of a batch, padded on the right; a row without examples is all padding.
 
@@ -248,7 +248,7 @@ def _segment_ids(rows: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]
     return [[np.full_like(x, number) for number, x in enumerate(row, 1)] for row in rows]
 
 
-def _row_labels(rows: Rows, like: np.ndarray) -> HostBatch:
+def _row_labels(rows: ExampleRows, like: np.ndarray) -> HostBatch:
     real = np.array([len(row) > 0 for row in rows])
     ignored = np.full_like(like, IGNORED if like.dtype == np.int32 else 0)
     labels = np.stack([row[0].labels if row else ignored for row in rows])

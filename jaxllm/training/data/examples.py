@@ -21,7 +21,7 @@ from jaxllm.training.data.example import CausalExample, Example
 from jaxllm.training.data.formats import Format
 from jaxllm.training.data.rows import Rows
 
-Progress = Callable[[int, int], None]
+EncodingProgress = Callable[[int, int], None]
 
 """Called as ``progress(done, total)``."""
 
@@ -106,7 +106,7 @@ def encode_rows(
     model: ModelInfo,
     limits: tuple[int, ...],
     on_too_long: OnTooLong = "error",
-    progress: Progress = lambda done, total: None,
+    progress: EncodingProgress = lambda done, total: None,
 ) -> Examples:
     """Encodes every row of a source.
 

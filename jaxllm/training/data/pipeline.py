@@ -16,7 +16,7 @@ from jaxllm.training.data.config import (
     eos_of,
     length_limits,
 )
-from jaxllm.training.data.examples import Examples, Progress, encode_rows
+from jaxllm.training.data.examples import EncodingProgress, Examples, encode_rows
 from jaxllm.training.data.formats import (
     Format,
     PromptCompletionFormat,
@@ -79,7 +79,7 @@ def read_examples(
     tokenizer: Tokenizer,
     model: ModelInfo,
     rows: Sequence[Row] | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: EncodingProgress = lambda done, total: None,
 ) -> Examples:
     """Reads and encodes all rows of a config's source, or `rows` instead.
 
@@ -109,7 +109,7 @@ def make_batches(
     process_count: int = 1,
     epochs: int | None = None,
     rows: Sequence[Row] | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: EncodingProgress = lambda done, total: None,
 ) -> Batches:
     """Makes the batches of a training run.
 
@@ -149,7 +149,7 @@ def epoch_batches(
     process_index: int = 0,
     process_count: int = 1,
     rows: Sequence[Row] | None = None,
-    progress: Progress = lambda done, total: None,
+    progress: EncodingProgress = lambda done, total: None,
 ) -> Epoch:
     """Makes batches for evaluation: every example exactly once, in a fixed order.
 

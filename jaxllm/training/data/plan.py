@@ -22,7 +22,7 @@ WINDOW_ROWS = 512
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpochPlan:
     """The batches of one epoch; each example is in exactly one row."""
 
     members: Int64[np.ndarray, " N"]
@@ -71,7 +71,7 @@ class Planner:
     shuffle: bool = True
     seed: int = 0
 
-    def plan(self, lengths: Int[np.ndarray, "N K"], epoch: int) -> Plan:
+    def plan(self, lengths: Int[np.ndarray, "N K"], epoch: int) -> EpochPlan:
         """Plans an epoch (0, 1, ...). There must be at least one example."""
         order = self._permutation(len(lengths), epoch, 0)
         if self.packing:
@@ -130,13 +130,13 @@ def _plan(
     batches: Sequence[Sequence[Sequence[int]]],
     shapes: Int64[np.ndarray, "batches K"],
     batch_size: int,
-) -> Plan:
+) -> EpochPlan:
     counts = np.zeros((len(batches), batch_size), np.int64)
     for number, batch in enumerate(batches):
         counts[number, : len(batch)] = [len(row) for row in batch]
     members = [example for batch in batches for row in batch for example in row]
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    return Plan(np.asarray(members, np.int64), offsets, shapes)
+    return EpochPlan(np.asarray(members, np.int64), offsets, shapes)
 
 
 def pack(

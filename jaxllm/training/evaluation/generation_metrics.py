@@ -16,12 +16,12 @@ from jaxllm.common.errors import InputError
 from jaxllm.common.optional_deps import require
 
 Pairs = Sequence[tuple[str, str | Sequence[str]]]
-Scores = dict[str, float]
+MetricValues = dict[str, float]
 
 ROUGE_KINDS = ("rouge1", "rouge2", "rougeL")
 
 
-def exact_match(pairs: Pairs) -> Scores:
+def exact_match(pairs: Pairs) -> MetricValues:
     """Share of predictions equal to a reference, ignoring leading and trailing whitespace.
 
     >>> exact_match([(" Paris\\n", "Paris"), ("paris.", "Paris")])
@@ -30,7 +30,7 @@ def exact_match(pairs: Pairs) -> Scores:
     return {"exact_match": _share_equal(pairs, str.strip)}
 
 
-def normalized_exact_match(pairs: Pairs) -> Scores:
+def normalized_exact_match(pairs: Pairs) -> MetricValues:
     """Exact match after `normalize`, a common score for short answers.
 
     >>> normalized_exact_match([("The  city: Paris!", ["Rome", "city Paris"])])
@@ -48,7 +48,7 @@ def normalize(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def accuracy(pairs: Sequence[tuple[Hashable, Hashable]]) -> Scores:
+def accuracy(pairs: Sequence[tuple[Hashable, Hashable]]) -> MetricValues:
     """Share of labels (texts or numbers) that equal their reference.
 
     >>> accuracy([(1, 1), (0, 1)])
@@ -58,7 +58,7 @@ def accuracy(pairs: Sequence[tuple[Hashable, Hashable]]) -> Scores:
     return {"accuracy": sum(prediction == label for prediction, label in pairs) / len(pairs)}
 
 
-def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> Scores:
+def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> MetricValues:
     """Mean F-measures of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), by rouge-score.
 
     Raises:
@@ -71,7 +71,7 @@ def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> Scores:
     return {kind: sum(row[kind].fmeasure for row in rows) / len(rows) for kind in ROUGE_KINDS}
 
 
-def bleu(pairs: Pairs) -> Scores:
+def bleu(pairs: Pairs) -> MetricValues:
     """BLEU of the whole set (Papineni et al. 2002) with sacrebleu's defaults: tokenizer 13a.
 
     Raises:
@@ -80,7 +80,7 @@ def bleu(pairs: Pairs) -> Scores:
     return {"bleu": _sacrebleu().corpus_bleu(*_streams(pairs)).score}
 
 
-def chrf(pairs: Pairs) -> Scores:
+def chrf(pairs: Pairs) -> MetricValues:
     """chrF2 of the whole set (Popović 2015) with sacrebleu's defaults: 6-grams of characters.
 
     Raises:
@@ -89,7 +89,7 @@ def chrf(pairs: Pairs) -> Scores:
     return {"chrf": _sacrebleu().corpus_chrf(*_streams(pairs)).score}
 
 
-METRICS: dict[str, Callable[[Pairs], Scores]] = {
+METRICS: dict[str, Callable[[Pairs], MetricValues]] = {
     "exact_match": exact_match,
     "normalized_exact_match": normalized_exact_match,
     "rouge": rouge,
@@ -115,9 +115,9 @@ exact_match, normalized_exact_match, rouge, bleu, chrf
         METRICS[name]([("a", "a")])
 
 
-def score_texts(pairs: Pairs, names: Iterable[str]) -> Scores:
+def score_texts(pairs: Pairs, names: Iterable[str]) -> MetricValues:
     """Computes several metrics by their names in `METRICS`; returns all scores in one dict."""
-    scores: Scores = {}
+    scores: MetricValues = {}
     for name in names:
         scores |= METRICS[name](pairs)
     return scores

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from jaxllm.checkpoint.bundled import smollm2
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.hub import resolve
-from jaxllm.checkpoint.load import Progress
+from jaxllm.checkpoint.load import LoadProgress
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
@@ -30,7 +30,9 @@ from jaxllm.training.lora import add_lora, is_trainable
 from jaxllm.training.run.recipe import BUNDLED, BYTES, ModelSource, Recipe
 
 
-def initial_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Model[Any], Tokenizer]:
+def initial_model(
+    recipe: Recipe, progress: LoadProgress | None = None
+) -> tuple[Model[Any], Tokenizer]:
     """Loads or creates the model and tokenizer, with LoRA if the recipe has it.
 
     The same recipe gives the same weights, including random ones.
@@ -65,7 +67,7 @@ def initial_model(recipe: Recipe, progress: Progress | None = None) -> tuple[Mod
 
 
 def loaded_model(
-    source: ModelSource, progress: Progress | None
+    source: ModelSource, progress: LoadProgress | None
 ) -> tuple[Model[Any], Tokenizer | None]:
     """Loads the checkpoint at `source.path`."""
     assert source.path is not None

@@ -34,7 +34,7 @@ from jaxllm.training.run.setup import Setup, eval_batch_size, predicted
 from jaxllm.training.state import TRAINED, TrainState
 from jaxllm.training.step import Metrics
 
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 Stop = Callable[[], int | None]
 """Returns the number of the signal that ends the run, or None."""
 
@@ -70,7 +70,7 @@ class FinishedStep:
     """A finished step with its metrics."""
 
     step: int
-    row: Row
+    row: MetricsRow
     skipped_in_a_row: int
 
 
@@ -96,7 +96,7 @@ class Loop:
         self.setup, self.recipe = setup, setup.recipe
         self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks
         self.base, self.keep_samples = base, keep_samples
-        self.last: Row = {}
+        self.last: MetricsRow = {}
         # Each process counts its own rows of a batch; all processes have equally many.
         self._parts = row_share(setup.mesh)[1]
         self._mesh = setup.mesh if setup.mesh.size > 1 else None
@@ -179,7 +179,7 @@ class Loop:
             shown={"lr": numbers["lr"]},
         )
         labels, skipped = int(numbers.pop("tokens")), int(numbers.pop("skipped"))
-        row: Row = {
+        row: MetricsRow = {
             **numbers,
             "labels": labels,
             "tokens": tokens,
@@ -190,7 +190,7 @@ class Loop:
             row.pop("accuracy")
         return FinishedStep(running.step, row, in_a_row)
 
-    def write(self, finished: FinishedStep, evaluation: Row) -> None:
+    def write(self, finished: FinishedStep, evaluation: MetricsRow) -> None:
         """Writes the log line of a step, with the metrics of its evaluation.
 
         Raises:
@@ -210,7 +210,7 @@ class Loop:
                 "earlier checkpoint"
             )
 
-    def evaluate(self, state: TrainState, stop: Stop) -> Row:
+    def evaluate(self, state: TrainState, stop: Stop) -> MetricsRow:
         """Evaluates on the full set; returns fields of the step's line, empty if interrupted."""
         setup = self.setup
         assert setup.eval_batches is not None
@@ -230,7 +230,7 @@ class Loop:
             with self.progress.phase("evaluating"):
                 with use_mesh(self._mesh):
                     result = evaluate(model, batches(), setup.eval_loss)
-                metrics: Row = result.metrics(predicted(setup.info))
+                metrics: MetricsRow = result.metrics(predicted(setup.info))
             if setup.prompts:
                 with self.progress.phase("generating"):
                     answers = self.generate(model, setup.prompts, raise_if_stopped)

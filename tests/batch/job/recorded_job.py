@@ -17,7 +17,7 @@ from typing import Any
 
 from file_faults import KILLED, dying_at
 
-from jaxllm.batch.counts import Counts
+from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.job import journal
 from jaxllm.batch.job.job import InputFile, Job
 from jaxllm.batch.job.job_files import report_file
@@ -33,7 +33,7 @@ class RecordedEngine:
     memory = ()
 
     def __init__(self) -> None:
-        self.counts = Counts()
+        self.counts = BatchCounts()
 
     def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
         for row in sorted(rows, key=lambda row: row.index % 3):

@@ -12,7 +12,7 @@ from conformance_runs import DATA
 
 import jaxllm
 from jaxllm import BatchGenerator
-from jaxllm.batch.counts import Counts
+from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.job import process_notes as notes
 from jaxllm.batch.job.job import InputFile, Job, rows_of_process
 from jaxllm.batch.job.job_files import is_finished
@@ -234,7 +234,7 @@ def test_runs_of_processes_add_up(tmp_path):
     run(work)
     one = work.report.run.to_note()
     total = RunCounters.total([one, {**one, "seconds": 99.0, "compile_seconds": 9.0}])
-    mine, both = Counts.total([one["counts"]]), total.counts
+    mine, both = BatchCounts.total([one["counts"]]), total.counts
     assert mine.rows == 9
     assert (both.rows, both.new_tokens) == (18, 2 * mine.new_tokens)
     assert both.finish_reasons == mine.finish_reasons + mine.finish_reasons

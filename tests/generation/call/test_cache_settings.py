@@ -68,14 +68,16 @@ def test_quantization_error_is_at_most_half_a_step():
     x = np.random.default_rng(0).standard_normal((3, 5, 2, 8)).astype(np.float32)
     x[1, 2, 1] = 0
     kv = QuantizedKV.like(KV.zeros(3, 5, 2, 8, np.float32)).write(x, 2 * x, np.int32(0))
-    for got, wanted in ((kv.plain().k, x), (kv.plain().v, 2 * x)):
+    for got, wanted in ((kv.dequantized().k, x), (kv.dequantized().v, 2 * x)):
         wanted = wanted.transpose(0, 2, 1, 3).reshape(6, 5, 8)
         step = np.abs(wanted).max(-1, keepdims=True) / 127
         assert (np.abs(got - wanted) <= step / 2 + 1e-6).all()
     q = x[:, 0].reshape(6, 1, 8)
-    np.testing.assert_allclose(kv.scores(q), kv.plain().scores(q), atol=1e-4)
+    np.testing.assert_allclose(kv.scores(q), kv.dequantized().scores(q), atol=1e-4)
     weights = np.random.default_rng(1).random((6, 1, 5)).astype(np.float32)
-    np.testing.assert_allclose(kv.mix(weights), kv.plain().mix(weights), atol=1e-4)
+    np.testing.assert_allclose(
+        kv.weighted_values(weights), kv.dequantized().weighted_values(weights), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("family", "side"), [("llama", "left"), ("gpt2", "right"), ("t5", "left")])

@@ -96,8 +96,8 @@ def test_only_new_tokens_are_read():
         None,
         {"past_key_values": out.past_key_values, "max_new_tokens": 2, **NO_EOS},
     )
-    assert request.prompt.decoder_inputs["tokens"].shape == (1, 16)
-    assert request.prompt.decoder_inputs["mask"].sum() == 2
+    assert request.prefill_inputs.decoder_inputs["tokens"].shape == (1, 16)
+    assert request.prefill_inputs.decoder_inputs["mask"].sum() == 2
     assert request.layout.capacity == out.past_key_values.cache.capacity
 
 

@@ -219,7 +219,7 @@ class Grammar:
         InputError: No token can begin the text, or the grammar is too complex.
     """
 
-    def __init__(self, matcher: Any, ends: frozenset[int], vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: Any, ends: frozenset[int], vocabulary: GrammarVocabulary) -> None:
         self.ends = ends
         self._vocabulary = vocabulary
         self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict({(): matcher})
@@ -272,16 +272,18 @@ _VOCABULARIES: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, ...], Any]] 
 )
 
 
-def _wrapped_tokenizer(tokenizer: Tokenizer, ends: tuple[int, ...]) -> tuple[Any, Vocabulary]:
+def _wrapped_tokenizer(
+    tokenizer: Tokenizer, ends: tuple[int, ...]
+) -> tuple[Any, GrammarVocabulary]:
     """llguidance's tokenizer and its vocabulary, made once per tokenizer and end tokens."""
     by_ends = _VOCABULARIES.setdefault(tokenizer, {})
     if ends not in by_ends:
-        vocabulary = Vocabulary(tokenizer)
+        vocabulary = GrammarVocabulary(tokenizer)
         by_ends[ends] = llguidance().LLTokenizer(vocabulary, eos_token=list(ends)), vocabulary
     return by_ends[ends]
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """Tokenizer interface that llguidance expects: its attribute names and ``__call__``."""
 
     is_tokenizer_wrapper = True

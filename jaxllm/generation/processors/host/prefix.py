@@ -106,9 +106,9 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
             allowed = jax.lax.map(lambda column: allowed_in(*column), table)
             allowed = jnp.swapaxes(allowed, 0, 1).reshape(rows, vocab_size)
         constrained = jnp.where(allowed, scores, -jnp.inf)
-        stuck = (constrained.max(-1) == -jnp.inf).reshape(-1, self.num_beams).all(-1)
-        stuck = jnp.repeat(stuck, self.num_beams)[:, None]
-        return jnp.where(stuck & allowed, 0.0, constrained)
+        no_candidate_left = (constrained.max(-1) == -jnp.inf).reshape(-1, self.num_beams).all(-1)
+        no_candidate_left = jnp.repeat(no_candidate_left, self.num_beams)[:, None]
+        return jnp.where(no_candidate_left & allowed, 0.0, constrained)
 
 
 def _allowed_rows(

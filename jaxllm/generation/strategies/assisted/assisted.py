@@ -37,7 +37,7 @@ from jaxllm.generation.strategies.strategy import (
     NEVER,
     AssistedCounts,
     DecodeSettings,
-    Prompt,
+    PrefillInputs,
     Result,
     Strategy,
     unfinished_rows,
@@ -75,7 +75,7 @@ class Assisted(Strategy[AssistedState]):
     def init(
         self,
         model: Decoder,
-        prompt: Prompt,
+        inputs: PrefillInputs,
         out: DecodeOutput,
         settings: DecodeSettings,
         new_token_bucket: int,
@@ -83,7 +83,7 @@ class Assisted(Strategy[AssistedState]):
         cache = out.cache.repeat(self.num_return_sequences)
         logits, unconditional, sequences, mask = jax.tree.map(
             lambda x: jnp.repeat(x, self.num_return_sequences, axis=0),
-            (out.logits, out.unconditional_logits, prompt.sequences, prompt.mask),
+            (out.logits, out.unconditional_logits, inputs.sequences, inputs.mask),
         )
         batch = logits.shape[0]
         draft_columns = self.max_draft + 1
@@ -92,14 +92,14 @@ class Assisted(Strategy[AssistedState]):
         state = AssistedState(
             sequences=jnp.pad(sequences, padding, constant_values=settings.pad),
             mask=jnp.pad(mask, padding),
-            cur_len=jnp.full((batch,), prompt.start_len, jnp.int32),
-            start_len=prompt.start_len,
+            cur_len=jnp.full((batch,), inputs.start_len, jnp.int32),
+            start_len=inputs.start_len,
             is_finished=jnp.zeros((batch,), bool),
-            keys=prompt.keys,
+            keys=inputs.keys,
             step=jnp.zeros((), jnp.int32),
             first_nonfinite_step=jnp.full((batch,), NEVER, jnp.int32),
-            cache=cache.replace(length=repeat_for_samples(prompt.cache_len, batch)),
-            draft=self.draft.init(model, prompt, cache.capacity, self.num_return_sequences),
+            cache=cache.replace(length=repeat_for_samples(inputs.cache_len, batch)),
+            draft=self.draft.init(model, inputs, cache.capacity, self.num_return_sequences),
             counts=AssistedCounts(
                 drafted=jnp.zeros((batch,), jnp.int32),
                 accepted=jnp.zeros((batch,), jnp.int32),

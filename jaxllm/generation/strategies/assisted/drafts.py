@@ -21,7 +21,7 @@ from jaxllm.generation.strategies.assisted.acceptance import DraftTokens
 from jaxllm.generation.strategies.guidance import with_guidance_of
 from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
-    Prompt,
+    PrefillInputs,
     nonfinite,
     unconditional,
 )
@@ -95,7 +95,7 @@ class Draft:
     has_scores: ClassVar[bool] = True
     """Its tokens are drawn from scores, which the speculative rule of acceptance needs."""
 
-    def init(self, model: Decoder, prompt: Prompt, capacity: int, samples: int) -> Any:
+    def init(self, model: Decoder, inputs: PrefillInputs, capacity: int, samples: int) -> Any:
         """The draft's own state after the prompt.
 
         Args:
@@ -125,8 +125,8 @@ class AssistantModel(Draft):
     threshold: Float[Array, ""]
     """A row's draft ends with a token less probable than this."""
 
-    def init(self, model: Decoder, prompt: Prompt, capacity: int, samples: int) -> Cache:
-        if "inputs_embeds" in prompt.decoder_inputs or prompt.encoder_inputs.keys() & {
+    def init(self, model: Decoder, inputs: PrefillInputs, capacity: int, samples: int) -> Cache:
+        if "inputs_embeds" in inputs.decoder_inputs or inputs.encoder_inputs.keys() & {
             "inputs_embeds",
             "encoder_states",
         }:
@@ -135,31 +135,31 @@ class AssistantModel(Draft):
                 "model's embeddings or encoder outputs; assistant_early_exit and "
                 "prompt_lookup_num_tokens take them"
             )
-        network, (batch, width) = with_guidance_of(model, self.model), prompt.mask.shape
-        if prompt.past_cache is None:
-            cache = network.init_cache(batch, capacity, **prompt.encoder_inputs)
+        network, (batch, width) = with_guidance_of(model, self.model), inputs.mask.shape
+        if inputs.past_cache is None:
+            cache = network.init_cache(batch, capacity, **inputs.encoder_inputs)
             cache = network.decode(
-                cache=prompt.cache_kind.convert(cache),
+                cache=inputs.cache_kind.convert(cache),
                 cache_is_empty=True,
-                logits_column=prompt.last_column,
-                **prompt.decoder_inputs,
+                logits_column=inputs.last_column,
+                **inputs.decoder_inputs,
             ).cache
         else:
             # The assistant has not seen the conversation: it prefills all of it.
             lacks_encoder_ids = (
-                prompt.past_cache.cross is not None and "input_ids" not in prompt.encoder_inputs
+                inputs.past_cache.cross is not None and "input_ids" not in inputs.encoder_inputs
             )
-            if lacks_encoder_ids or "token_type_ids" in prompt.decoder_inputs:
+            if lacks_encoder_ids or "token_type_ids" in inputs.decoder_inputs:
                 raise UnsupportedError(
                     "assistant_model: cannot continue past_key_values without the encoder's input "
                     "ids, or together with token_type_ids; use assistant_early_exit or "
                     "prompt_lookup_num_tokens"
                 )
-            cache = network.init_cache(batch, width, **prompt.encoder_inputs)
+            cache = network.init_cache(batch, width, **inputs.encoder_inputs)
             cache = network.decode(
-                prompt.sequences, prompt.mask, prompt.cache_kind.convert(cache), cache_is_empty=True
+                inputs.sequences, inputs.mask, inputs.cache_kind.convert(cache), cache_is_empty=True
             ).cache.compact(capacity)
-        length = repeat_for_samples(prompt.cache_len, batch * samples)
+        length = repeat_for_samples(inputs.cache_len, batch * samples)
         return cache.repeat(samples).replace(length=length)
 
     def propose(self, inputs: DraftInputs) -> Proposal:

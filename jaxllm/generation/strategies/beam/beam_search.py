@@ -23,7 +23,7 @@ from jaxllm.generation.strategies.beam.beam_state import (
     record_step,
 )
 from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, largest, penalised, take
-from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt
+from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 
@@ -47,20 +47,22 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
     def init(
         self,
         model: Decoder,
-        prompt: Prompt,
+        inputs: PrefillInputs,
         out: DecodeOutput,
         settings: DecodeSettings,
         new_token_bucket: int,
     ) -> BeamSearchState:
         return self.choose_first(
-            self.initial_state(prompt, out.cache, new_token_bucket), out, settings, new_token_bucket
+            self.initial_state(inputs, out.cache, new_token_bucket), out, settings, new_token_bucket
         )
 
-    def initial_state(self, prompt: Prompt, cache: Cache, new_token_bucket: int) -> BeamSearchState:
+    def initial_state(
+        self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int
+    ) -> BeamSearchState:
         """The state before the first choice, with a cache that holds the prompt."""
-        batch = prompt.mask.shape[0]
+        batch = inputs.mask.shape[0]
         return BeamSearchState(
-            **self.initial_fields(prompt, cache, new_token_bucket, jnp.arange(self.num_beams) == 0),
+            **self.initial_fields(inputs, cache, new_token_bucket, jnp.arange(self.num_beams) == 0),
             is_sent_finished=jnp.zeros((batch, self.num_beams), bool),
         )
 
@@ -97,9 +99,9 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         state = advance(
             state, running, parents, finished=finished, is_sent_finished=is_sent_finished
         )
-        stuck = (found.finishes | found.unused).all(axis=1)
+        no_candidate_left = (found.finishes | found.unused).all(axis=1)
         return state.replace(
-            is_finished=state.is_finished | stuck | self.pool_is_final(state, settings)
+            is_finished=state.is_finished | no_candidate_left | self.pool_is_final(state, settings)
         )
 
     def stopped(

@@ -25,7 +25,7 @@ from jaxllm.generation.strategies.sample import with_score_buffers, write_step
 from jaxllm.generation.strategies.strategy import (
     NEVER,
     DecodeSettings,
-    Prompt,
+    PrefillInputs,
     Result,
     ReturnedCache,
     Strategy,
@@ -124,7 +124,7 @@ class BeamStrategy(Strategy[S]):
         raise NotImplementedError
 
     def initial_fields(
-        self, prompt: Prompt, cache: Cache, new_token_bucket: int, starts: Bool[Array, " N"]
+        self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int, starts: Bool[Array, " N"]
     ) -> dict[str, Any]:
         """The fields of a state before the first choice.
 
@@ -133,20 +133,20 @@ class BeamStrategy(Strategy[S]):
             starts: beams that the first choice is made from. All beams hold the same sequence so
                 far, and equal beams would give equal continuations.
         """
-        batch = prompt.mask.shape[0]
+        batch = inputs.mask.shape[0]
         return {
             "running": Hypotheses.init(
-                prompt, self.num_beams, new_token_bucket, jnp.where(starts, 0.0, WORST)
+                inputs, self.num_beams, new_token_bucket, jnp.where(starts, 0.0, WORST)
             ),
             "finished": Hypotheses.init(
-                prompt, self.num_beams, new_token_bucket, jnp.full((self.num_beams,), WORST)
+                inputs, self.num_beams, new_token_bucket, jnp.full((self.num_beams,), WORST)
             ),
-            "mask": jnp.asarray(prompt.mask),
-            "start_len": jnp.asarray(prompt.start_len),
-            "cur_len": jnp.asarray(prompt.start_len),
-            "step": jnp.zeros_like(prompt.start_len, jnp.int32),
+            "mask": jnp.asarray(inputs.mask),
+            "start_len": jnp.asarray(inputs.start_len),
+            "cur_len": jnp.asarray(inputs.start_len),
+            "step": jnp.zeros_like(inputs.start_len, jnp.int32),
             "is_finished": jnp.zeros((batch,), bool),
-            "keys": prompt.keys,
+            "keys": inputs.keys,
             "first_nonfinite_step": jnp.full((batch,), NEVER, jnp.int32),
             "beam_cache": BeamCache.init(cache, batch, self.num_beams),
         }

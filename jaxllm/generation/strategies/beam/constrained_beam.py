@@ -26,7 +26,7 @@ from jaxllm.generation.strategies.beam.beam_state import (
     candidates,
     record_step,
 )
-from jaxllm.generation.strategies.beam.constraints import Progress, Tries
+from jaxllm.generation.strategies.beam.constraints import ConstraintProgress, Tries
 from jaxllm.generation.strategies.beam.hypotheses import (
     WORST,
     Hypotheses,
@@ -34,7 +34,7 @@ from jaxllm.generation.strategies.beam.hypotheses import (
     penalised,
     take,
 )
-from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt
+from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 
@@ -47,7 +47,7 @@ BANK_WEIGHT = 100.0
 class ConstrainedState(BeamState):
     """State of constrained beam search."""
 
-    progress: Progress
+    progress: ConstraintProgress
     """Progress of every running beam in its constraints, [B, N, ...]."""
 
 
@@ -61,7 +61,7 @@ class NextBeams:
     beam: Int[Array, "B M"]
     """The beam that is continued."""
     token: Int[Array, "B M"]
-    progress: Progress
+    progress: ConstraintProgress
     """Progress after the token, [B, M, ...]."""
 
 
@@ -76,31 +76,33 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
     def init(
         self,
         model: Decoder,
-        prompt: Prompt,
+        inputs: PrefillInputs,
         out: DecodeOutput,
         settings: DecodeSettings,
         new_token_bucket: int,
     ) -> ConstrainedState:
         state = ConstrainedState(
             **self.initial_fields(
-                prompt, out.cache, new_token_bucket, jnp.arange(self.num_beams) == 0
+                inputs, out.cache, new_token_bucket, jnp.arange(self.num_beams) == 0
             ),
-            progress=self.prompt_progress(prompt),
+            progress=self.prompt_progress(inputs),
         )
         return self.choose_first(state, out, settings, new_token_bucket)
 
-    def prompt_progress(self, prompt: Prompt) -> Progress:
+    def prompt_progress(self, inputs: PrefillInputs) -> ConstraintProgress:
         """Progress that the prompt makes, [B, N, ...]: a phrase in it counts as fulfilled."""
-        batch = prompt.sequences.shape[0]
+        batch = inputs.sequences.shape[0]
 
-        def add(progress: Progress, column: tuple[Array, Array]) -> tuple[Progress, None]:
+        def add(
+            progress: ConstraintProgress, column: tuple[Array, Array]
+        ) -> tuple[ConstraintProgress, None]:
             token, real = column
             new = progress.add(self.tries, token)
             is_real = jax.tree.map(lambda x: real.reshape(-1, *(1,) * (x.ndim - 1)), new)
             return jax.tree.map(jnp.where, is_real, new, progress), None
 
-        columns = jnp.asarray(prompt.sequences).T, jnp.asarray(prompt.mask).T
-        progress, _ = jax.lax.scan(add, Progress.start(self.tries, batch), columns)
+        columns = jnp.asarray(inputs.sequences).T, jnp.asarray(inputs.mask).T
+        progress, _ = jax.lax.scan(add, ConstraintProgress.start(self.tries, batch), columns)
         return jax.tree.map(lambda x: jnp.repeat(x[:, None], self.num_beams, axis=1), progress)
 
     def choose(

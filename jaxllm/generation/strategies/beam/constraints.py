@@ -156,7 +156,7 @@ class Tries:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class ConstraintProgress:
     """Progress of each beam in the list of constraints."""
 
     met: Bool[Array, "*rows C"]
@@ -171,9 +171,9 @@ class Progress:
     """Tokens matched in it."""
 
     @staticmethod
-    def start(tries: Tries, *rows: int) -> Progress:
+    def start(tries: Tries, *rows: int) -> ConstraintProgress:
         count = tries.real.shape[0]
-        return Progress(
+        return ConstraintProgress(
             met=jnp.broadcast_to(~tries.real, (*rows, count)),
             turn=jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*rows, count)),
             node=jnp.full(rows, NONE, jnp.int32),
@@ -203,11 +203,11 @@ class Progress:
         partial = jnp.where(self.node != NONE, longest - left, 0)
         return jnp.sum(self.met & tries.real, axis=-1) * longest + partial
 
-    def take_edge(self, tries: Tries, edge: Int[Array, " *rows"]) -> Progress:
+    def take_edge(self, tries: Tries, edge: Int[Array, " *rows"]) -> ConstraintProgress:
         """Progress after each beam takes an edge, one of its `edges`."""
         owner, leaf = tries.owner[edge], tries.to_leaf[edge]
         mine = jnp.arange(self.met.shape[-1]) == owner[..., None]
-        return Progress(
+        return ConstraintProgress(
             met=self.met | (mine & leaf[..., None]),
             turn=self.turn,
             node=jnp.where(leaf, NONE, tries.target[edge]),
@@ -215,7 +215,7 @@ class Progress:
             depth=tries.depth[edge],
         )
 
-    def add(self, tries: Tries, token: Int[Array, " *rows"]) -> Progress:
+    def add(self, tries: Tries, token: Int[Array, " *rows"]) -> ConstraintProgress:
         """Progress after one more token of each beam."""
         fits = self.edges(tries) & (tries.token == token[..., None])
         last = jnp.iinfo(jnp.int32).max

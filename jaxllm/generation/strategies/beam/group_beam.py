@@ -28,7 +28,7 @@ from jaxllm.generation.strategies.beam.hypotheses import (
     penalised,
     take,
 )
-from jaxllm.generation.strategies.strategy import DecodeSettings, Prompt
+from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 
@@ -56,19 +56,19 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
     def init(
         self,
         model: Decoder,
-        prompt: Prompt,
+        inputs: PrefillInputs,
         out: DecodeOutput,
         settings: DecodeSettings,
         new_token_bucket: int,
     ) -> GroupBeamState:
         state = GroupBeamState(
             **self.initial_fields(
-                prompt,
+                inputs,
                 out.cache,
                 new_token_bucket,
                 jnp.arange(self.num_beams) % self.group_size == 0,
             ),
-            group_is_finished=jnp.zeros((prompt.mask.shape[0], self.num_groups), bool),
+            group_is_finished=jnp.zeros((inputs.mask.shape[0], self.num_groups), bool),
         )
         return self.choose_first(state, out, settings, new_token_bucket)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.generation.strategies.strategy import Prompt
+from jaxllm.generation.strategies.strategy import PrefillInputs
 from jaxllm.parallel.sharding import context_mesh, partition
 
 Count = Int[Array, ""] | Int[Array, " B"]
@@ -68,11 +68,11 @@ class Hypotheses:
 
     @staticmethod
     def init(
-        prompt: Prompt, beams: int, new_token_bucket: int, scores: Float[Array, " N"]
+        inputs: PrefillInputs, beams: int, new_token_bucket: int, scores: Float[Array, " N"]
     ) -> Hypotheses:
         """The prompt without new tokens, repeated for `beams` beams."""
-        batch, length = prompt.sequences.shape
-        sequences = jnp.asarray(prompt.sequences)[:, None]
+        batch, length = inputs.sequences.shape
+        sequences = jnp.asarray(inputs.sequences)[:, None]
         return Hypotheses(
             sequences=jnp.broadcast_to(sequences, (batch, beams, length)),
             beam_indices=jnp.full((batch, beams, new_token_bucket), -1, jnp.int32),
