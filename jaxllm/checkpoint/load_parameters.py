@@ -115,7 +115,7 @@ def sharded_array(
 
 def check_range(name: str, tensor: np.ndarray, dtype: DTypeLike) -> None:
     """Raises NonFiniteError if casting to float16 would turn a finite weight into infinity."""
-    if dtype == np.float16 != tensor.dtype and tensor.size:
+    if np.dtype(dtype) == np.float16 and tensor.dtype != np.float16 and tensor.size:
         largest = max(abs(float(tensor.max())), abs(float(tensor.min())))
         if float(np.finfo(np.float16).max) < largest < math.inf:
             raise NonFiniteError(

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -155,7 +155,7 @@ def check_free(port: int) -> None:
 
 
 @contextlib.contextmanager
-def connect_limit(what: str) -> Iterator[None]:
+def connect_limit(what: str) -> Generator[None]:
     """Says what is waited for, and ends the process after `CONNECT_SECONDS`."""
     connected = threading.Event()
 

@@ -31,7 +31,10 @@ def generation_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(arguments).items() if name in FIELDS}
 
 
-def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
+def _add_flag(
+    group: argparse._ArgumentGroup,  # pyright: ignore[reportPrivateUsage]
+    field: Field,
+) -> None:
     flag = "--" + field.name.replace("_", "-")
     text = field.doc if field.default in (None, False) else f"{field.doc} ({field.default})"
     options: dict[str, Any] = {

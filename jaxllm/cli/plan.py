@@ -136,7 +136,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}"
 
 
-_ROWS: tuple[tuple[str, str, Callable], ...] = (
+_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("weight_bytes", "weights, MiB", _mib),
     ("cache_bytes", "KV cache, MiB", _mib),
     ("argument_bytes", "arguments, MiB", _mib),

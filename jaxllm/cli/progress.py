@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from rich.console import Console
@@ -41,7 +41,7 @@ class Reporter:
         self._console.print(line, markup=False, style="dim")
 
     @contextlib.contextmanager
-    def phase(self, label: str) -> Iterator[Update]:
+    def phase(self, label: str) -> Generator[Update]:
         """Shows a running phase, and prints its duration if it succeeds."""
         start = time.perf_counter()
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))

@@ -14,7 +14,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"
@@ -90,7 +90,7 @@ def install(program: str) -> None:
 
 
 @contextlib.contextmanager
-def handled(program: str) -> Iterator[None]:
+def handled(program: str) -> Generator[None]:
     """Handles signals inside, and restores the earlier handlers, for callers in Python.
 
     Does nothing within `install`, and outside the main thread, where Python takes no signals.
@@ -153,7 +153,7 @@ def received() -> int | None:
 
 
 @contextlib.contextmanager
-def passed_to(react: Callable[[int], None]) -> Iterator[None]:
+def passed_to(react: Callable[[int], None]) -> Generator[None]:
     """Calls `react` with the numbers of signals inside, in another thread."""
     assert _watcher is not None
     earlier, _watcher.react = _watcher.react, react

@@ -113,7 +113,7 @@ def start(command: Sequence[str], count: int) -> list[subprocess.Popen[bytes]]:
         InputError: the command cannot be started.
     """
     address = f"127.0.0.1:{free_port()}"
-    processes: list[subprocess.Popen] = []
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         for index in range(count):
             values = (address, str(count), str(index))

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def run(argv: list[str], program: str) -> int:
 
 
 @contextlib.contextmanager
-def closed_loops_hidden() -> Iterator[None]:
+def closed_loops_hidden() -> Generator[None]:
     """Leaves out what follows a failed save on stderr; the save's own error is raised anyway.
 
     Orbax ends its event loop with the first array that cannot be written. For each of the others

@@ -8,7 +8,7 @@ Command lines print the message on one line and exit with code 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -65,7 +65,7 @@ class MissingExtraError(JaxLLMError, ImportError):
 @contextmanager
 def naming_file(
     path: Path, error: type[JaxLLMError], action: Literal["read", "written", "created"]
-) -> Iterator[None]:
+) -> Generator[None]:
     """Turns an OSError within the block into `error`, with the file, the action and the reason."""
     try:
         yield

@@ -66,4 +66,4 @@ def __dir__() -> list[str]:
 
 
 # At the end, since contrib stands above generation: registers its fields and transforms.
-import jaxllm.contrib  # noqa: E402, F401
+import jaxllm.contrib  # noqa: E402, F401  # pyright: ignore[reportUnusedImport]

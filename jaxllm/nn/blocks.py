@@ -197,13 +197,13 @@ def _run_recomputed(
     return _run(block, x, context, cache, cross_kv, options, cache_is_empty, want_weights)
 
 
-def _forward(*args: Any):
+def _forward(*args: Any) -> tuple[BlockOutput, tuple[Any, ...]]:
     return _run(*args), args[:6]
 
 
 def _backward(
     cache_is_empty: bool, want_weights: bool, inputs: tuple[Any, ...], gradients: BlockOutput
-):
+) -> tuple[Any, ...]:
     run = functools.partial(_run, cache_is_empty=cache_is_empty, want_weights=want_weights)
     # The barrier delays use of all inputs, all-gathered weights too, until the gradients exist.
     (block, x, *rest), gradients = jax.lax.optimization_barrier((inputs, gradients))

@@ -126,7 +126,7 @@ def attend_used_slots(
 
         return run
 
-    def shortest(q: Array, kv: KV, visible: Array, bias: Array | None):
+    def shortest(q: Array, kv: KV, visible: Array, bias: Array | None) -> Array:
         which = jnp.searchsorted(jnp.asarray(prefixes), used)
         return jax.lax.switch(which, [over(p) for p in prefixes], q, kv, visible, bias)
 

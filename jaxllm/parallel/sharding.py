@@ -57,7 +57,7 @@ def make_mesh(
     data: int = -1,
     fsdp: int = 1,
     tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore
 ) -> Mesh:
     """A mesh with the axes `data`, `fsdp` and `tensor`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from jaxllm.common.errors import RunError, naming_file
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Generator[None]:
     """Converts an OSError into a RunError that names the file.
 
     Raises:
@@ -23,7 +23,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Generator[Path]:
     """Yields a temporary path beside `path`; the file written there replaces `path` at the end.
 
     Raises:
@@ -44,7 +44,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
+def replacing_folder(folder: Path) -> Generator[Path]:
     """Yields a temporary folder beside `folder`, which gets its name at the end.
 
     Raises:

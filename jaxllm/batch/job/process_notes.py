@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def write_note(folder: Path, process: int, note: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def noting_failure(folder: Path, process: int) -> Iterator[None]:
+def noting_failure(folder: Path, process: int) -> Generator[None]:
     """Writes a failure inside as this process's note."""
     try:
         yield

@@ -120,6 +120,8 @@ class FastTokenizer(Tokenizer):
                 settings = settings.with_defaults(**GPT2_TOKENS)
             case "T5Tokenizer":
                 settings = settings.with_defaults(**T5_TOKENS)
+            case _:
+                pass
         settings = replace(settings, options=options)
         return cls(spec, settings, files.contents, source=source, padding_side=side)
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -135,7 +135,7 @@ class TrainingProgress:
         self._console.print(line, markup=False, style="dim")
 
     @contextlib.contextmanager
-    def phase(self, doing: str, *, says: bool = True) -> Iterator[None]:
+    def phase(self, doing: str, *, says: bool = True) -> Generator[None]:
         """Context for work other than training steps; `says`: print its time at the end."""
         start = self._now()
         if self._task is not None:

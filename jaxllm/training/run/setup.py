@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, cast
 
 from jax.sharding import Mesh
@@ -195,7 +195,7 @@ def check_files_and_packages(recipe: Recipe) -> None:
 
 
 @contextlib.contextmanager
-def section(name: str) -> Iterator[None]:
+def section(name: str) -> Generator[None]:
     """Prefixes errors in fields with the section of the recipe; errors in rows name their file."""
     try:
         yield

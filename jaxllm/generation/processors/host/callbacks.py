@@ -12,7 +12,7 @@ import itertools
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -90,7 +90,7 @@ def record_failures(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def reraise_failures() -> Iterator[None]:
+def reraise_failures() -> Generator[None]:
     """Context in which programs raise the exceptions stored by :func:`record_failures`.
 
     The program must finish inside the context, for example by fetching its result.
