@@ -45,7 +45,7 @@ LAYERS = [
 ]
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 # The top of the package gathers what people call from the layers above the public functions too.
-# jaxllm.generation has contrib register its features, and has the names of the watermarks.
+# jaxllm.generation has the names of the watermarks, imported on first use.
 GATHERS = {
     "jaxllm": {"jaxllm.batch", "jaxllm.planning"},
     "jaxllm.generation": {"jaxllm.contrib"},

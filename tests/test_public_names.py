@@ -8,6 +8,12 @@ import pytest
 
 PACKAGES = ["models", "nn", "cache", "parallel", "checkpoint", "tokenizers", "generation", "batch"]
 PACKAGES += [
+    "generation.processors.host",
+    "generation.scoring",
+    "generation.settings",
+    "generation.strategies",
+    "generation.strategies.assisted",
+    "generation.strategies.beam",
     "planning",
     "training",
     "training.data",

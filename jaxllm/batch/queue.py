@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from jaxllm.batch.rows import BatchRow
-from jaxllm.common.errors import JaxLLMError, NonFiniteError
+from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
 
@@ -57,14 +57,6 @@ class FinishedSequence:
     def failed(task: Task, error: JaxLLMError) -> list[FinishedSequence]:
         """All sequences of a task that failed."""
         return [FinishedSequence(sample, [], "", error) for sample in task.samples]
-
-
-def nonfinite_error(step: int) -> NonFiniteError:
-    """The error of a row whose logits were not finite at a new token."""
-    return NonFiniteError(
-        f"at new token {step} the model's logits are NaN or infinite, or the settings forbid every "
-        "token; check the weights and the settings, or compute in float32 (dtype='float32')"
-    )
 
 
 class Queue:

@@ -15,12 +15,12 @@ from jax.sharding import Mesh
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.programs import DecodeProgress, decode_program, prefill_program
-from jaxllm.batch.queue import FinishedSequence, Queue, Task, nonfinite_error
+from jaxllm.batch.queue import FinishedSequence, Queue, Task
 from jaxllm.batch.row_groups import Group, prefill_batch
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import empty_slots, slot_shapes
 from jaxllm.batch.slots import PrefillBatch, SlotOutputs
-from jaxllm.generation.strategies.strategy import NEVER
+from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.sharding import use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer

@@ -63,7 +63,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-# At the end, since contrib stands above generation: registers its fields and transforms.
-import jaxllm.contrib  # noqa: E402, F401  # pyright: ignore[reportUnusedImport]

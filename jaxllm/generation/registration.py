@@ -1,7 +1,10 @@
 """Registration hooks: add strategies, processors and prompt transforms to `generate()`.
 
-A module registers its additions when it is imported; docs/extending.md has examples. The tables are
-next to the code that reads them: `strategies.select_strategy.REGISTERED_STRATEGIES`,
+A module registers its additions when it is imported; docs/extending.md has examples. Also exported
+from here is what such a module builds on: `Strategy` and `Sample` to subclass, `store` and
+`float_leaf` for the numbers of a processor, checks for a `Field`.
+
+The tables are next to the code that reads them: `strategies.select_strategy.REGISTERED_STRATEGIES`,
 `processors.build.REGISTERED` and `call.prompts.PROMPT_TRANSFORMS`.
 """
 
@@ -11,21 +14,43 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxllm.generation.call.prompts import PROMPT_TRANSFORMS, PromptTransform
-from jaxllm.generation.processors.build import REGISTERED, Builder
+from jaxllm.generation.inputs.values import float_leaf, int_leaf
+from jaxllm.generation.processors.base import store
+from jaxllm.generation.processors.build import REGISTERED, Builder, ProcessorInputs
 from jaxllm.generation.settings.config import FIELDS, declare_field
+from jaxllm.generation.settings.field_checks import boolean, integer, number
 from jaxllm.generation.settings.fields import Field
+from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.select_strategy import (
     REGISTERED_STRATEGIES,
     Call,
     RegisteredStrategy,
 )
-from jaxllm.generation.strategies.strategy import Strategy
+from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs, Result, Strategy
+from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
 
 __all__ = [
+    "Call",
+    "DecodeSettings",
+    "Field",
+    "PrefillInputs",
+    "ProcessorInputs",
+    "Result",
+    "Sample",
+    "SampleState",
+    "Strategy",
+    "boolean",
+    "choose_greedy",
+    "choose_sample",
     "declare_field",
+    "float_leaf",
+    "int_leaf",
+    "integer",
+    "number",
     "register_processor",
     "register_prompt_transform",
     "register_strategy",
+    "store",
 ]
 
 
@@ -41,7 +66,6 @@ def register_strategy(
         build: Creates the strategy of a call; raises `InputError` or `UnsupportedError` for
             settings that contradict it.
 
-    >>> from jaxllm.generation.strategies.sample import Sample
     >>> def asks_for_typical(call):
     ...     return call.config.typical_p is not None and call.config.do_sample
     >>> register_strategy("typical", asks_for_typical, lambda call: Sample(sampling=True))

@@ -94,4 +94,6 @@ def allows_label_trees(call: Callable[Concatenate[M, P], R]) -> Callable[Concate
 
 def without_metadata(model: M) -> M:
     """A copy without metadata, so that models of one config share programs; shares weights."""
-    return shallow_copy(model, generation_config=None, extra_eos_token_ids=(), origin=None)
+    return shallow_copy(
+        model, generation_config=None, extra_eos_token_ids=(), origin=None, modules_to_save=()
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from jaxllm.common.errors import InputError
@@ -45,6 +46,9 @@ def merged_config(
     own = model.generation_config or GenerationConfig()
     config = check_for_use(own.merge(explicit))
     check_consistent(config, assistant_model)
+    for name, value in config.to_dict().items():
+        if (provider := FIELDS[name].provider) and value is not FIELDS[name].neutral:
+            import_module(provider)
     if "decoder_start_token_id" in config.explicit and not model.is_encoder_decoder:
         name = "decoder_start_token_id"
         message = f"`{name}` has no effect: this model has a decoder only"

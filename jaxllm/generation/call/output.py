@@ -11,11 +11,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxllm.common.errors import NonFiniteError
 from jaxllm.generation.call.past_key_values import PastKeyValues
 from jaxllm.generation.call.prepare import Request
 from jaxllm.generation.strategies.records import RecordColumns, as_tuples
-from jaxllm.generation.strategies.strategy import AssistedCounts, DecodeState, Result
+from jaxllm.generation.strategies.strategy import (
+    AssistedCounts,
+    DecodeState,
+    Result,
+    nonfinite_error,
+)
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.outputs import PerLayer
 
@@ -183,8 +187,4 @@ def check_finite(result: Result) -> None:
     step = result.first_nonfinite_step
     if (step >= 0).any():
         row = int(np.argmax(step >= 0))
-        raise NonFiniteError(
-            f"generate: at new token {int(step[row])} of row {row} the model's logits are NaN or "
-            "infinite, or the settings forbid every token; check the weights and the settings, or "
-            "compute in float32 (dtype='float32')"
-        )
+        raise nonfinite_error(int(step[row]), row)

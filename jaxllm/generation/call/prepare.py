@@ -38,7 +38,7 @@ from jaxllm.generation.stopping import MaxTimeCriteria
 from jaxllm.generation.stopping.criteria import build_criteria
 from jaxllm.generation.strategies.assisted.select_draft import check_assistant_inputs
 from jaxllm.generation.strategies.guidance import NegativePrompt, negative_prompt
-from jaxllm.generation.strategies.select_strategy import Call, choose_strategy
+from jaxllm.generation.strategies.select_strategy import Call, select_strategy
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs, Strategy
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.parallel.placement import mesh_of, put_everywhere, put_rows
@@ -131,7 +131,7 @@ def prepare_call(
     config, max_length = checked_lengths(model, config, prompt)
     call = Call(model, config, eos, prompt.rows, prompt.start_len, max_length, arguments)
     settings, time_limits = decode_settings(call, inputs)
-    strategy = choose_strategy(call)
+    strategy = select_strategy(call)
     check_lengths(call, inputs, split.inputs)
     check_past_support(strategy, inputs, past, arguments)
     leaves = (prompt, inputs.negative, inputs.encoder_input, settings, strategy)

@@ -172,11 +172,11 @@ class GenerationConfig(Settings):
         doc="tokens that must not be the first new one", static=True)
     token_healing: bool = setting(default=False, converter=boolean,
         doc="replaces the prompt's last token by one that begins with its text; needs tokenizer=",
-        off=False, slots=False)
+        off=False, slots=False, provider="jaxllm.contrib.token_healing")
     guidance_scale: float | None = setting(default=None, converter=number("(-inf, inf)"),
         doc="scale of classifier-free guidance; 1 is off", slots=False)
     watermarking_config: Any = setting(default=None, converter=anything,
-        doc="watermark: green lists or SynthID", slots=False)
+        doc="watermark: green lists or SynthID", slots=False, provider="jaxllm.contrib.watermark")
 
     # Outputs
     output_attentions: bool = setting(default=False, converter=boolean,

@@ -56,6 +56,7 @@ class Field:
         slots: True if rows that set the field can run in the batch engine's slots; otherwise they
             run in static batches.
         unset: Value that means unset in a file, as null does.
+        provider: Module that registers what the field enables; imported by a call that sets it.
         metadata: True if the field only describes the origin of a file and has no effect.
         name: The field's name.
     """
@@ -72,6 +73,7 @@ class Field:
     always: bool = False
     slots: bool = True
     unset: Any = None
+    provider: str | None = None
     metadata: bool = False
     name: str = ""
 

@@ -192,7 +192,7 @@ BUILDERS: Mapping[str, Callable[[Call], Strategy[Any]]] = {
 }
 
 
-def choose_strategy(call: Call) -> Strategy[Any]:
+def select_strategy(call: Call) -> Strategy[Any]:
     """The strategy of a call: a registered one that its settings select, or else the one that
     transformers would choose (`generation_mode`)."""
     for registered in REGISTERED_STRATEGIES.values():

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.cache.variants import PLAIN, CacheKind
+from jaxllm.common.errors import NonFiniteError
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.generation.strategies.records import Records
@@ -276,6 +277,16 @@ def nonfinite(logits: Float[Array, "... V"], scores: Float[Array, "... V"]) -> B
     """
     best = jnp.max(scores, axis=-1)
     return ~jnp.isfinite(jnp.max(logits, axis=-1)) | jnp.isnan(best) | (best == -jnp.inf)
+
+
+def nonfinite_error(step: int, row: int | None = None) -> NonFiniteError:
+    """The error of a row whose logits were not finite at new token `step`; `row` is its number in
+    a call of `generate`."""
+    where = f"at new token {step}" if row is None else f"generate: at new token {step} of row {row}"
+    return NonFiniteError(
+        f"{where} the model's logits are NaN or infinite, or the settings forbid every token; "
+        "check the weights and the settings, or compute in float32 (dtype='float32')"
+    )
 
 
 def unconditional(out: DecodeOutput) -> Float[Array, "B V"] | None:

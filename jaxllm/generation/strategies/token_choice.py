@@ -27,6 +27,7 @@ def choose_sample(keys: Key[Array, " B"], scores: Float[Array, "B V"]) -> Int[Ar
     probability, then a token within the block. Each step is an exponential race: the smallest of
     ``E_i / w_i`` with E_i independent and exponential is item i with probability w_i / sum(w).
     No cumulative sums are taken, whose rounding would make tokens of small probability unreachable.
+    Every backend takes the same two steps, since they determine which token a key draws.
 
     Args:
         keys: Typed PRNG keys, one per row. A row's draw depends on its key and scores only.

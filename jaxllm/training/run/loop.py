@@ -133,7 +133,7 @@ class Loop:
             evaluation = self.evaluate(state, stop) if evaluates else {}
             signal = stop()
             metric = evaluation.get(self.recipe.checkpoints.metric)
-            best = self.is_best(metric)
+            best = self.record_metric(metric)
             due = number % self.recipe.checkpoints.every == 0
             saves = due or best or number == last or signal is not None
             if evaluates or saves:
@@ -164,7 +164,7 @@ class Loop:
             sink.log(step, evaluation)
         if step > 0:
             metric = evaluation.get(self.recipe.checkpoints.metric)
-            self.is_best(metric)
+            self.record_metric(metric)
             self.checkpoints.amend(step, {"evaluated": True}, metric=metric)
 
     def measure(self, running: RunningStep) -> FinishedStep:
@@ -261,8 +261,8 @@ class Loop:
             **settings.fields,
         )
 
-    def is_best(self, metric: float | None) -> bool:
-        """True if a metric is the best so far; records it as the new best."""
+    def record_metric(self, metric: float | None) -> bool:
+        """Records the metric of an evaluation; True if it is the best so far."""
         if metric is None or not math.isfinite(metric):
             return False
         smaller = self.recipe.checkpoints.mode == "min"

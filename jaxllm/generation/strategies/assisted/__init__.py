@@ -1,1 +1,7 @@
 """Assisted (speculative) generation: drafts, acceptance and the strategy."""
+
+from jaxllm.generation.strategies.assisted.assisted import Assisted
+from jaxllm.generation.strategies.assisted.drafts import AssistantModel, Draft, EarlyExit
+from jaxllm.generation.strategies.assisted.lookup import PromptLookup
+
+__all__ = ["AssistantModel", "Assisted", "Draft", "EarlyExit", "PromptLookup"]

@@ -15,17 +15,16 @@ from jaxtyping import Array, Bool, Float
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.beam.beam_state import (
     BeamState,
-    BeamStrategy,
     Candidates,
     advance,
-    candidates,
+    best_candidates,
     extended_mask,
+    processed_scores,
     record_step,
 )
-from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, largest, penalised, take
+from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
+from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised, take
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
-from jaxllm.models.decoder import Decoder
-from jaxllm.models.outputs import DecodeOutput
 
 
 @jax.tree_util.register_dataclass
@@ -44,22 +43,9 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
 
     sampling: bool = dataclasses.field(metadata={"static": True})
 
-    def init(
-        self,
-        model: Decoder,
-        inputs: PrefillInputs,
-        out: DecodeOutput,
-        settings: DecodeSettings,
-        new_token_bucket: int,
-    ) -> BeamSearchState:
-        return self.choose_first(
-            self.initial_state(inputs, out.cache, new_token_bucket), out, settings, new_token_bucket
-        )
-
     def initial_state(
         self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int
     ) -> BeamSearchState:
-        """The state before the first choice, with a cache that holds the prompt."""
         batch = inputs.mask.shape[0]
         return BeamSearchState(
             **self.initial_fields(inputs, cache, new_token_bucket, jnp.arange(self.num_beams) == 0),
@@ -73,33 +59,21 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         unconditional: Float[Array, "BN V"] | None,
         settings: DecodeSettings,
     ) -> BeamSearchState:
-        batch, beams = state.is_sent_finished.shape
-        scores = settings.processors(
-            state.running.sequences.reshape(batch * beams, -1),
-            jax.nn.log_softmax(logits),
-            state.cur_len,
-            mask=jnp.repeat(state.mask, beams, axis=0),
-            prompt_len=state.start_len,
-            unconditional_logits=unconditional,
-        )
+        scores = processed_scores(state, state.running, logits, unconditional, settings)
         state = record_step(state, ~state.is_finished, logits, scores, settings)
-        total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]
-        found = candidates(total, state, settings, sampling=self.sampling)
+        total = scores + state.running.scores[..., None]
+        candidates = best_candidates(total, state, settings, sampling=self.sampling)
         full = (state.cur_len + 1 >= settings.max_length)[..., None]
-        stopped = self.stopped(state, found, scores, settings)
-        found = dataclasses.replace(found, finishes=found.finishes | full | stopped)
+        finishes = candidates.finishes | full | self.stopped(state, candidates, scores, settings)
+        candidates = dataclasses.replace(candidates, finishes=finishes)
 
-        running_scores = found.value + jnp.where(found.finishes | found.unused, WORST, 0.0)
-        running_scores, best = largest(running_scores, beams)
-        parents = take(found.beam, best)
-        running = state.running.extend(
-            parents, take(found.token, best), running_scores, state.cur_len, state.step
-        )
-        finished, is_sent_finished = self.extend_pool(state, found)
+        value, parents, token = candidates.next_beams(self.num_beams)
+        running = state.running.extend(parents, token, value, state.cur_len, state.step)
+        finished, is_sent_finished = self.pool_after(state, candidates)
         state = advance(
             state, running, parents, finished=finished, is_sent_finished=is_sent_finished
         )
-        no_candidate_left = (found.finishes | found.unused).all(axis=1)
+        no_candidate_left = (candidates.finishes | candidates.unused).all(axis=1)
         return state.replace(
             is_finished=state.is_finished | no_candidate_left | self.pool_is_final(state, settings)
         )
@@ -107,35 +81,35 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
     def stopped(
         self,
         state: BeamSearchState,
-        found: Candidates,
-        scores: Float[Array, "BN V"],
+        candidates: Candidates,
+        scores: Float[Array, "B N V"],
         settings: DecodeSettings,
     ) -> Bool[Array, "B K"] | bool:
         """Candidates that a stopping criterion finishes."""
         if not settings.stops:
             return False
-        batch, count = found.token.shape
+        batch, count = candidates.token.shape
         sequences = state.running.extend(
-            found.beam, found.token, found.value, state.cur_len, state.step
+            candidates.beam, candidates.token, candidates.value, state.cur_len, state.step
         )
-        rows = jnp.arange(batch)[:, None] * self.num_beams + found.beam
         return settings.stops(
             sequences.sequences.reshape(batch * count, -1),
-            scores[rows.reshape(-1)],
+            take(scores, candidates.beam).reshape(batch * count, -1),
             state.cur_len + 1,
             mask=jnp.repeat(extended_mask(state), count, axis=0),
         ).reshape(batch, count)
 
-    def extend_pool(
-        self, state: BeamSearchState, found: Candidates
+    def pool_after(
+        self, state: BeamSearchState, candidates: Candidates
     ) -> tuple[Hypotheses, Bool[Array, "B N"]]:
-        """Adds candidates that finish now to the pool; only the N best candidates may enter.
+        """The pool with the candidates that finish now; only the N best candidates may enter.
 
         Returns:
             The pool, and which of its entries hold a finished sequence.
         """
         value, beam, token, finishes = (
-            x[:, : self.num_beams] for x in (found.value, found.beam, found.token, found.finishes)
+            x[:, : self.num_beams]
+            for x in (candidates.value, candidates.beam, candidates.token, candidates.finishes)
         )
         length = (state.cur_len + 1 - state.start_len)[..., None]
         score = penalised(value, length, self.length_penalty[..., None])

@@ -1,9 +1,9 @@
-"""Base class of the beam strategies: state, candidates for the next beams, and the result."""
+"""State of the beam strategies, candidates for the next beams, and updates of the state."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +15,13 @@ from jaxllm.generation.strategies.beam.hypotheses import (
     WORST,
     Count,
     Hypotheses,
-    column,
-    global_indices,
     largest,
-    result_length,
+    take,
 )
-from jaxllm.generation.strategies.records import Records, initial_records
-from jaxllm.generation.strategies.sample import with_score_buffers, write_step
-from jaxllm.generation.strategies.strategy import (
-    NEVER,
-    DecodeSettings,
-    PrefillInputs,
-    Result,
-    ReturnedCache,
-    Strategy,
-    note_nonfinite,
-)
+from jaxllm.generation.strategies.records import Records
+from jaxllm.generation.strategies.sample import write_step
+from jaxllm.generation.strategies.strategy import DecodeSettings, note_nonfinite
 from jaxllm.generation.strategies.token_choice import draw_without_replacement
-from jaxllm.models.decoder import Decoder
-from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import axes
 
 
@@ -89,135 +77,37 @@ class BeamState:
 S = TypeVar("S", bound=BeamState)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BeamStrategy(Strategy[S]):
-    """Base class of the beam strategies, which define `choose`. A row is finished when its pool
-    cannot change any more."""
+def processed_scores(
+    state: BeamState,
+    running: Hypotheses,
+    logits: Float[Array, "BM V"],
+    unconditional: Float[Array, "BM V"] | None,
+    settings: DecodeSettings,
+    **group: Any,
+) -> Float[Array, "B M V"]:
+    """Log-probabilities of the next tokens of M running beams, after the logits processors.
 
-    length_penalty: Float[Array, ""] | Float[Array, " B"]
-    """Scores are divided by length ** length_penalty; one number per row in batch slots."""
-    num_beams: int = dataclasses.field(metadata={"static": True})
-    num_return_sequences: int = dataclasses.field(metadata={"static": True})
-    """Number of sequences returned per row, at most `num_beams`."""
-    early_stopping: bool | str = dataclasses.field(metadata={"static": True})
-    """Condition for a full pool to be final. True: at once; False: no beam of the present length
-    can enter it; "never": no beam of any length can."""
-
-    can_stream: ClassVar[bool] = False
-
-    def cache_slots(self, new_tokens: int) -> int:
-        return self.num_beams * new_tokens
-
-    def choose(
-        self,
-        state: S,
-        logits: Float[Array, "BN V"],
-        unconditional: Float[Array, "BN V"] | None,
-        settings: DecodeSettings,
-    ) -> S:
-        """Chooses the next beams and updates the pool.
-
-        Args:
-            logits: raw logits of all beams.
-            unconditional: logits of their unconditional contexts; None without guidance.
-        """
-        raise NotImplementedError
-
-    def initial_fields(
-        self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int, starts: Bool[Array, " N"]
-    ) -> dict[str, Any]:
-        """The fields of a state before the first choice.
-
-        Args:
-            cache: the cache after prefill.
-            starts: beams that the first choice is made from. All beams hold the same sequence so
-                far, and equal beams would give equal continuations.
-        """
-        batch = inputs.mask.shape[0]
-        return {
-            "running": Hypotheses.init(
-                inputs, self.num_beams, new_token_bucket, jnp.where(starts, 0.0, WORST)
-            ),
-            "finished": Hypotheses.init(
-                inputs, self.num_beams, new_token_bucket, jnp.full((self.num_beams,), WORST)
-            ),
-            "mask": jnp.asarray(inputs.mask),
-            "start_len": jnp.asarray(inputs.start_len),
-            "cur_len": jnp.asarray(inputs.start_len),
-            "step": jnp.zeros_like(inputs.start_len, jnp.int32),
-            "is_finished": jnp.zeros((batch,), bool),
-            "keys": inputs.keys,
-            "first_nonfinite_step": jnp.full((batch,), NEVER, jnp.int32),
-            "beam_cache": BeamCache.init(cache, batch, self.num_beams),
-        }
-
-    def choose_first(
-        self, state: S, out: DecodeOutput, settings: DecodeSettings, new_token_bucket: int
-    ) -> S:
-        """Chooses the first beams, from the output of prefill."""
-        width = out.cache.capacity - (self.num_beams - 1) * new_token_bucket
-        records = initial_records(
-            out, self.num_beams, new_token_bucket, width=width, **settings.decode_options
-        )
-        logits, unconditional = jax.tree.map(
-            lambda x: jnp.repeat(x[:, 0], self.num_beams, axis=0),
-            (out.logits, out.unconditional_logits),
-        )
-        state = with_score_buffers(state, logits, settings, new_token_bucket)
-        return self.choose(state.replace(records=records), logits, unconditional, settings)
-
-    def step(self, model: Decoder, state: S, settings: DecodeSettings) -> S:
-        newest = column(state.running.sequences, state.cur_len - 1)
-        out, beam_cache = state.beam_cache.decode(model, newest, **settings.decode_options)
-        if state.records is not None:
-            records = state.records.write_branches(out, state.step, beam_cache.columns)
-            state = state.replace(records=records)
-        logits, unconditional = jax.tree.map(
-            lambda x: x.reshape(-1, x.shape[-1]), (out.logits, out.unconditional_logits)
-        )
-        return self.choose(state.replace(beam_cache=beam_cache), logits, unconditional, settings)
-
-    def ranked(self, state: S) -> Hypotheses:
-        """Finished sequences, and unfinished ones that may be returned, best first."""
-        return state.finished
-
-    def best(self, state: S) -> Hypotheses:
-        """The sequences that are returned."""
-        return self.ranked(state).beams(slice(self.num_return_sequences))
-
-    def finish(self, state: S, settings: DecodeSettings) -> Result:
-        best = self.best(state)
-        return Result(
-            sequences=best.sequences.reshape(-1, best.sequences.shape[2]),
-            length=result_length(best.beam_indices, state.start_len),
-            steps=state.step,
-            first_nonfinite_step=state.first_nonfinite_step,
-            scores=state.scores,
-            logits=state.logits,
-            sequences_scores=best.scores.reshape(-1),
-            beam_indices=global_indices(best.beam_indices, self.num_beams),
-            records=state.records,
-        )
-
-    def returned_cache(self, state: S) -> ReturnedCache:
-        return _returned_cache(self, state)
-
-
-@jax.jit
-def _returned_cache(strategy: BeamStrategy[Any], state: BeamState) -> ReturnedCache:
-    best = strategy.best(state)
-    lengths = state.start_len + jnp.sum(best.beam_indices >= 0, axis=2)
-    written = jnp.arange(state.mask.shape[1]) < lengths[..., None]
-    mask = (state.mask[:, None] & written).reshape(-1, state.mask.shape[1])
-    sequences = best.sequences.reshape(mask.shape)
-    return ReturnedCache(state.beam_cache.sequence_cache(best.beam_indices), sequences, mask)
+    Args:
+        group: further keywords of the processors (diverse beam search).
+    """
+    batch, beams = running.scores.shape
+    scores = settings.processors(
+        running.sequences.reshape(batch * beams, -1),
+        jax.nn.log_softmax(logits),
+        state.cur_len,
+        mask=jnp.repeat(state.mask, beams, axis=0),
+        prompt_len=state.start_len,
+        unconditional_logits=unconditional,
+        **group,
+    )
+    return scores.reshape(batch, beams, -1)
 
 
 def record_step(
     state: S,
     unfinished: Bool[Array, " B"],
     logits: Float[Array, "BN V"],
-    scores: Float[Array, "BN V"],
+    scores: Float[Array, "B N V"],
     settings: DecodeSettings,
 ) -> S:
     """Records scores and logits of this step, and `first_nonfinite_step`."""
@@ -228,7 +118,7 @@ def record_step(
             first_nonfinite_step, state.step, unfinished, logits.reshape(rows), scores.reshape(rows)
         )
     return state.replace(
-        scores=write_step(state.scores, scores, state.step),
+        scores=write_step(state.scores, scores.reshape(logits.shape), state.step),
         logits=write_step(state.logits, logits, state.step),
         first_nonfinite_step=first_nonfinite_step,
     )
@@ -265,8 +155,17 @@ class Candidates:
     unused: Bool[Array, " K"] | Bool[Array, "B K"]
     """True beyond the number of candidates that the actual end tokens require."""
 
+    def next_beams(
+        self, count: int
+    ) -> tuple[Float[Array, "B count"], Int[Array, "B count"], Int[Array, "B count"]]:
+        """The `count` best continuations that do not finish: their values, beams and tokens."""
+        value, index = largest(
+            self.value + jnp.where(self.finishes | self.unused, WORST, 0.0), count
+        )
+        return value, take(self.beam, index), take(self.token, index)
 
-def candidates(
+
+def best_candidates(
     total: Float[Array, "B N V"],
     state: BeamState,
     settings: DecodeSettings,

@@ -18,25 +18,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.beam.beam_state import (
     BeamState,
-    BeamStrategy,
-    Candidates,
     advance,
-    candidates,
+    best_candidates,
+    processed_scores,
     record_step,
 )
+from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
 from jaxllm.generation.strategies.beam.constraints import ConstraintProgress, Tries
-from jaxllm.generation.strategies.beam.hypotheses import (
-    WORST,
-    Hypotheses,
-    full_pool_is_final,
-    penalised,
-    take,
-)
+from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised, take
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
-from jaxllm.models.decoder import Decoder
-from jaxllm.models.outputs import DecodeOutput
 
 BANK_WEIGHT = 100.0
 """Weight of a bank against a log-probability when candidates are sorted."""
@@ -73,21 +66,13 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
     tries: Tries
     """Tries of the phrases."""
 
-    def init(
-        self,
-        model: Decoder,
-        inputs: PrefillInputs,
-        out: DecodeOutput,
-        settings: DecodeSettings,
-        new_token_bucket: int,
+    def initial_state(
+        self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int
     ) -> ConstrainedState:
-        state = ConstrainedState(
-            **self.initial_fields(
-                inputs, out.cache, new_token_bucket, jnp.arange(self.num_beams) == 0
-            ),
+        return ConstrainedState(
+            **self.initial_fields(inputs, cache, new_token_bucket, jnp.arange(self.num_beams) == 0),
             progress=self.prompt_progress(inputs),
         )
-        return self.choose_first(state, out, settings, new_token_bucket)
 
     def prompt_progress(self, inputs: PrefillInputs) -> ConstraintProgress:
         """Progress that the prompt makes, [B, N, ...]: a phrase in it counts as fulfilled."""
@@ -112,26 +97,18 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         unconditional: Float[Array, "BN V"] | None,
         settings: DecodeSettings,
     ) -> ConstrainedState:
-        batch, beams = state.is_finished.shape[0], self.num_beams
-        scores = settings.processors(
-            state.running.sequences.reshape(batch * beams, -1),
-            jax.nn.log_softmax(logits),
-            state.cur_len,
-            mask=jnp.repeat(state.mask, beams, axis=0),
-            prompt_len=state.start_len,
-            unconditional_logits=unconditional,
-        )
+        scores = processed_scores(state, state.running, logits, unconditional, settings)
         # As in transformers, output_scores of constrained beams include the beams' sums.
-        total = scores.reshape(batch, beams, -1) + state.running.scores[..., None]
-        state = record_step(
-            state, ~state.is_finished, logits, total.reshape(batch * beams, -1), settings
+        total = scores + state.running.scores[..., None]
+        state = record_step(state, ~state.is_finished, logits, total, settings)
+        candidates = best_candidates(total, state, settings)
+        # Only sequences that fulfil all constraints enter the pool.
+        complete = take(state.progress.complete, candidates.beam) & ~state.is_finished[:, None]
+        enters = (candidates.finishes & complete)[:, : self.num_beams]
+        finished, final = self.extend_pool(
+            state, state.running, state.finished, candidates, enters, settings
         )
-        found = candidates(total, state, settings)
-        finished, is_finished = self.extend_pool(state, found, settings)
-        value, index = jax.lax.top_k(
-            found.value + jnp.where(found.finishes | found.unused, WORST, 0.0), beams
-        )
-        best = NextBeams(value, take(found.beam, index), take(found.token, index), state.progress)
+        best = NextBeams(*candidates.next_beams(self.num_beams), progress=state.progress)
         best = self.merge_by_bank(state, total, best)
         running = state.running.extend(best.beam, best.token, best.value, state.cur_len, state.step)
         return advance(
@@ -140,34 +117,8 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
             best.beam,
             finished=finished,
             progress=best.progress,
-            is_finished=is_finished,
+            is_finished=state.is_finished | final,
         )
-
-    def extend_pool(
-        self, state: ConstrainedState, found: Candidates, settings: DecodeSettings
-    ) -> tuple[Hypotheses, Bool[Array, " B"]]:
-        """Adds candidates that finish now with all constraints fulfilled to the pool.
-
-        Returns:
-            The pool, and which rows are finished.
-        """
-        length = state.cur_len + 1 - state.start_len
-        value, beam, token, finishes = (
-            x[:, : self.num_beams] for x in (found.value, found.beam, found.token, found.finishes)
-        )
-        finishes &= take(state.progress.complete, beam) & ~state.is_finished[:, None]
-        score = jnp.where(finishes, penalised(value, length, self.length_penalty), WORST)
-        new = state.running.extend(beam, token, score, state.cur_len, state.step)
-        finished, _ = state.finished.join(new).best(self.num_beams)
-        final = full_pool_is_final(
-            finished,
-            found.value[:, 0],
-            length,
-            settings.max_length - state.start_len,
-            self.length_penalty,
-            self.early_stopping,
-        )
-        return finished, state.is_finished | final
 
     def merge_by_bank(
         self, state: ConstrainedState, total: Float[Array, "B N V"], best: NextBeams

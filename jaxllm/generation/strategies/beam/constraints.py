@@ -22,7 +22,9 @@ from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.settings.field_checks import BadValueError, words
 
 SMALLEST_TABLE = 8
-NONE = -1
+"""Smallest bucket of edges and of constraints."""
+NO_NODE = -1
+"""Value of `ConstraintProgress.node` while no constraint is in progress."""
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -50,14 +52,14 @@ class DisjunctiveConstraint:
     words: tuple[tuple[int, ...], ...]
 
     def __init__(self, nested_token_ids: Sequence[Sequence[int]]):
-        found = _words("DisjunctiveConstraint", nested_token_ids)
-        for word in found:
-            if any(other is not word and other[: len(word)] == word for other in found):
+        alternatives = _words("DisjunctiveConstraint", nested_token_ids)
+        for word in alternatives:
+            if any(other is not word and other[: len(word)] == word for other in alternatives):
                 raise InputError(
                     f"DisjunctiveConstraint: {list(word)} begins another of its words, which "
                     "could then never be completed; drop one of the two"
                 )
-        object.__setattr__(self, "words", found)
+        object.__setattr__(self, "words", alternatives)
 
 
 Constraint = PhrasalConstraint | DisjunctiveConstraint
@@ -99,9 +101,9 @@ class Tries:
     source: Int[Array, " E"]
     """Node at the beginning of an edge; -2 in padding of the table."""
     token: Int[Array, " E"]
-    """Token of an edge."""
+    """Token of an edge; -1 in padding."""
     target: Int[Array, " E"]
-    """Node at the end of an edge."""
+    """Node at the end of an edge; -1 in padding."""
     owner: Int[Array, " E"]
     """Constraint of an edge."""
     from_root: Bool[Array, " E"]
@@ -142,8 +144,8 @@ class Tries:
         leaves = np.array([target not in inner for target in columns[2]])
         tables: dict[str, Any] = {
             "source": table(columns[0].astype(np.int32), -2),
-            "token": table(columns[1].astype(np.int32), NONE),
-            "target": table(columns[2].astype(np.int32), NONE),
+            "token": table(columns[1].astype(np.int32), -1),
+            "target": table(columns[2].astype(np.int32), NO_NODE),
             "owner": table(columns[3].astype(np.int32), 0),
             "from_root": table(columns[4], False),
             "to_leaf": table(leaves, False),
@@ -164,7 +166,7 @@ class ConstraintProgress:
     turn: Int[Array, "*rows C"]
     """Order in which open constraints are tried."""
     node: Int[Array, " *rows"]
-    """The node reached in the constraint in progress, or -1."""
+    """The node reached in the constraint in progress, or `NO_NODE`."""
     owner: Int[Array, " *rows"]
     """The constraint in progress."""
     depth: Int[Array, " *rows"]
@@ -176,10 +178,15 @@ class ConstraintProgress:
         return ConstraintProgress(
             met=jnp.broadcast_to(~tries.real, (*rows, count)),
             turn=jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*rows, count)),
-            node=jnp.full(rows, NONE, jnp.int32),
+            node=jnp.full(rows, NO_NODE, jnp.int32),
             owner=jnp.zeros(rows, jnp.int32),
             depth=jnp.zeros(rows, jnp.int32),
         )
+
+    @property
+    def in_progress(self) -> Bool[Array, " *rows"]:
+        """True while a beam is within a constraint."""
+        return self.node != NO_NODE
 
     @property
     def complete(self) -> Bool[Array, " *rows"]:
@@ -187,9 +194,9 @@ class ConstraintProgress:
 
     def edges(self, tries: Tries) -> Bool[Array, "*rows E"]:
         """Edges that would advance each beam."""
-        busy = (self.node != NONE)[..., None]
-        idle = tries.from_root & ~jnp.take(self.met, tries.owner, axis=-1)
-        return jnp.where(busy, tries.source == self.node[..., None], idle)
+        continues = tries.source == self.node[..., None]
+        starts = tries.from_root & ~jnp.take(self.met, tries.owner, axis=-1)
+        return jnp.where(self.in_progress[..., None], continues, starts)
 
     def queue(self, tries: Tries) -> Int[Array, "*rows E"]:
         """The turn of each edge's constraint."""
@@ -199,8 +206,8 @@ class ConstraintProgress:
         """The bank of each beam: h for each completed constraint, and h less the missing tokens for
         the one in progress, where h is the height of the tallest constraint."""
         longest = jnp.max(jnp.where(tries.real, tries.height, 0))
-        left = jnp.take(tries.height, self.owner) - self.depth
-        partial = jnp.where(self.node != NONE, longest - left, 0)
+        missing = jnp.take(tries.height, self.owner) - self.depth
+        partial = jnp.where(self.in_progress, longest - missing, 0)
         return jnp.sum(self.met & tries.real, axis=-1) * longest + partial
 
     def take_edge(self, tries: Tries, edge: Int[Array, " *rows"]) -> ConstraintProgress:
@@ -210,7 +217,7 @@ class ConstraintProgress:
         return ConstraintProgress(
             met=self.met | (mine & leaf[..., None]),
             turn=self.turn,
-            node=jnp.where(leaf, NONE, tries.target[edge]),
+            node=jnp.where(leaf, NO_NODE, tries.target[edge]),
             owner=owner,
             depth=tries.depth[edge],
         )
@@ -224,15 +231,15 @@ class ConstraintProgress:
         # A constraint that is not continued goes to the end of the queue.
         mine = jnp.arange(self.met.shape[-1]) == self.owner[..., None]
         back = jnp.max(self.turn, axis=-1, keepdims=True) + 1
-        broken = (self.node != NONE)[..., None] & mine
-        rest = dataclasses.replace(
+        interrupted = self.in_progress[..., None] & mine
+        reset = dataclasses.replace(
             self,
-            turn=jnp.where(broken, back, self.turn),
-            node=jnp.full_like(self.node, NONE),
+            turn=jnp.where(interrupted, back, self.turn),
+            node=jnp.full_like(self.node, NO_NODE),
         )
         moves = fits.any(axis=-1) & ~self.complete
-        rest = jax.tree.map(lambda a, b: _where(self.complete, a, b), self, rest)
-        return jax.tree.map(lambda a, b: _where(moves, a, b), advanced, rest)
+        otherwise = jax.tree.map(lambda a, b: _where(self.complete, a, b), self, reset)
+        return jax.tree.map(lambda a, b: _where(moves, a, b), advanced, otherwise)
 
 
 def _where(condition: Array, a: Array, b: Array) -> Array:

@@ -14,23 +14,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.beam.beam_state import (
     BeamState,
-    BeamStrategy,
     advance,
-    candidates,
+    best_candidates,
+    processed_scores,
     record_step,
 )
-from jaxllm.generation.strategies.beam.hypotheses import (
-    WORST,
-    Hypotheses,
-    full_pool_is_final,
-    penalised,
-    take,
-)
+from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
+from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
-from jaxllm.models.decoder import Decoder
-from jaxllm.models.outputs import DecodeOutput
 
 
 @jax.tree_util.register_dataclass
@@ -53,24 +47,14 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
     def group_size(self) -> int:
         return self.num_beams // self.num_groups
 
-    def init(
-        self,
-        model: Decoder,
-        inputs: PrefillInputs,
-        out: DecodeOutput,
-        settings: DecodeSettings,
-        new_token_bucket: int,
+    def initial_state(
+        self, inputs: PrefillInputs, cache: Cache, new_token_bucket: int
     ) -> GroupBeamState:
-        state = GroupBeamState(
-            **self.initial_fields(
-                inputs,
-                out.cache,
-                new_token_bucket,
-                jnp.arange(self.num_beams) % self.group_size == 0,
-            ),
+        starts = jnp.arange(self.num_beams) % self.group_size == 0
+        return GroupBeamState(
+            **self.initial_fields(inputs, cache, new_token_bucket, starts),
             group_is_finished=jnp.zeros((inputs.mask.shape[0], self.num_groups), bool),
         )
-        return self.choose_first(state, out, settings, new_token_bucket)
 
     def choose(
         self,
@@ -91,14 +75,8 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
             tokens = tokens.at[:, self.group_slice(group)].set(choice.tokens)
             choices.append(choice)
         all_groups = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *choices)
-        rows = (batch * self.num_beams, -1)
-        state = record_step(
-            state,
-            ~state.is_finished,
-            logits.reshape(rows),
-            all_groups.scores.reshape(rows),
-            settings,
-        )
+        flat = logits.reshape(batch * self.num_beams, -1)
+        state = record_step(state, ~state.is_finished, flat, all_groups.scores, settings)
         return advance(
             state,
             all_groups.running,
@@ -129,17 +107,15 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         logits, unconditional = jax.tree.map(
             lambda x: x[:, beams].reshape(-1, x.shape[2]), (logits, unconditional)
         )
-        scores = settings.processors(
-            state.running.beams(beams).sequences.reshape(logits.shape[0], -1),
-            jax.nn.log_softmax(logits),
-            state.cur_len,
-            mask=jnp.repeat(state.mask, self.group_size, axis=0),
-            prompt_len=state.start_len,
-            unconditional_logits=unconditional,
+        return processed_scores(
+            state,
+            state.running.beams(beams),
+            logits,
+            unconditional,
+            settings,
             current_tokens=tokens.reshape(-1),
             beam_group_idx=group,
         )
-        return scores.reshape(-1, self.group_size, scores.shape[1])
 
     def choose_in_group(
         self,
@@ -152,32 +128,16 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         beams = self.group_slice(group)
         running, finished = state.running.beams(beams), state.finished.beams(beams)
         is_finished = state.group_is_finished[:, group, None]
-        found = candidates(scores + running.scores[..., None], state, settings)
-        position = (state.cur_len, state.step, beams.start)
-        length = state.cur_len + 1 - state.start_len
-
-        best = slice(0, self.group_size)
-        enters_pool = found.finishes[:, best] & ~is_finished
-        penalised_scores = penalised(found.value[:, best], length, self.length_penalty)
-        pool_scores = jnp.where(enters_pool, penalised_scores, WORST)
-        new = running.extend(found.beam[:, best], found.token[:, best], pool_scores, *position)
-        finished, _ = finished.join(new).best(self.group_size)
-
-        value, index = jax.lax.top_k(
-            found.value + jnp.where(found.finishes | found.unused, WORST, 0.0), self.group_size
+        candidates = best_candidates(scores + running.scores[..., None], state, settings)
+        enters = candidates.finishes[:, : self.group_size] & ~is_finished
+        finished, final = self.extend_pool(
+            state, running, finished, candidates, enters, settings, offset=beams.start
         )
-        beam, token = take(found.beam, index), take(found.token, index)
+        value, beam, token = candidates.next_beams(self.group_size)
+        value = jnp.where(is_finished, 0.0, value)
         token = jnp.where(is_finished, settings.pad, token)
-        final = full_pool_is_final(
-            finished,
-            found.value[:, 0],
-            length,
-            settings.max_length - state.start_len,
-            self.length_penalty,
-            self.early_stopping,
-        )
         return GroupChoice(
-            running=running.extend(beam, token, jnp.where(is_finished, 0.0, value), *position),
+            running=running.extend(beam, token, value, state.cur_len, state.step, beams.start),
             finished=finished,
             parents=beam + beams.start,
             tokens=token,
