@@ -45,22 +45,22 @@ def load(
     """Loads a model and its tokenizer.
 
     Args:
-        path_or_hub_id: A Hugging Face folder (config.json, one or many safetensors), a .gguf file,
+        path_or_hub_id: a Hugging Face folder (config.json, one or many safetensors), a .gguf file,
             or a Hub id such as ``"HuggingFaceTB/SmolLM2-135M-Instruct"``.
-        dtype: Compute dtype: float32, bfloat16 or float16. None: the checkpoint's own, but float32
+        dtype: compute dtype: float32, bfloat16 or float16. None: the checkpoint's own, but float32
             on a CPU, where half precision is many times slower.
-        param_dtype: Dtype of the weights. None: as in the file (float32 on a CPU that computes in
+        param_dtype: dtype of the weights. None: as in the file (float32 on a CPU that computes in
             float32; saving still writes the file's bytes).
-        mesh: A mesh of `jaxllm.make_mesh` to shard the weights over. Each process reads the shards
+        mesh: a mesh of `jaxllm.make_mesh` to shard the weights over. Each process reads the shards
             of its own devices; all processes must call.
-        revision: Branch, tag or commit on the Hub.
-        architecture: Class name that replaces the one in config.json, such as ``"T5EncoderModel"``.
-        config: Fields that override config.json's, such as dropout rates. None: as if the file had
+        revision: branch, tag or commit on the Hub.
+        architecture: class name that replaces the one in config.json, such as ``"T5EncoderModel"``.
+        config: fields that override config.json's, such as dropout rates. None: as if the file had
             none, for a field that jaxllm does not know and that you know to change nothing.
         attn_implementation: "eager", "xla" or "cudnn".
-        remat: Recompute activations in the backward pass, block by block.
-        allow_nonfinite: Accept NaN and infinite weights.
-        progress: Called as ``progress(tensor_name, bytes_done, bytes_total)``.
+        remat: recompute activations in the backward pass, block by block.
+        allow_nonfinite: accept NaN and infinite weights.
+        progress: called as ``progress(tensor_name, bytes_done, bytes_total)``.
 
     Returns:
         (model, tokenizer); the tokenizer is None if the checkpoint has none. `model.config` and
@@ -158,17 +158,17 @@ def save_hf(
     host one tensor at a time. With several processes, process 0 writes, but all must call.
 
     Args:
-        folder: Created if it does not exist.
-        model: A loaded model, or one of your own config.
-        tokenizer: Its files are written too.
-        dtype: Dtype of the written tensors. None: the checkpoint's own if that is lossless, else
+        folder: created if it does not exist.
+        model: a loaded model, or one of your own config.
+        tokenizer: its files are written too.
+        dtype: dtype of the written tensors. None: the checkpoint's own if that is lossless, else
             the parameters'.
-        max_shard_bytes: Larger models are split into several files.
-        overwrite: Replace a model that is in the folder.
+        max_shard_bytes: larger models are split into several files.
+        overwrite: replace a model that is in the folder.
 
     Raises:
-        CheckpointError: The folder holds a model already, or cannot be written.
-        InputError: The model has LoRA, which `save_adapter` and `merge_lora` are for.
+        CheckpointError: the folder holds a model already, or cannot be written.
+        InputError: the model has LoRA, which `save_adapter` and `merge_lora` are for.
     """
     folder = Path(folder).expanduser()
 
@@ -200,8 +200,8 @@ def save_orbax(
     deleted once the new one is on disk.
 
     Raises:
-        CheckpointError: It could not be written; an older model is intact.
-        RunError: Another process writes to the folder.
+        CheckpointError: it could not be written; an older model is intact.
+        RunError: another process writes to the folder.
     """
     folder = Path(folder).expanduser()
     save_weights(folder, model)
@@ -221,15 +221,15 @@ def load_orbax(
     """Loads a model of `save_orbax`: (model, tokenizer).
 
     Args:
-        folder: The folder given to `save_orbax`.
-        dtype: Compute dtype. None: the parameters' own, but float32 on a CPU.
-        mesh: Shards the weights, as in `load`.
+        folder: the folder given to `save_orbax`.
+        dtype: compute dtype. None: the parameters' own, but float32 on a CPU.
+        mesh: shards the weights, as in `load`.
         attn_implementation: "eager", "xla" or "cudnn".
-        remat: Recompute activations in the backward pass, block by block.
+        remat: recompute activations in the backward pass, block by block.
 
     Raises:
-        MissingFileError: There is no model in the folder.
-        CheckpointError: A file is damaged; names the parameters whose digests differ.
+        MissingFileError: there is no model in the folder.
+        CheckpointError: a file is damaged; names the parameters whose digests differ.
     """
     folder = Path(folder).expanduser()
     if mesh is not None:

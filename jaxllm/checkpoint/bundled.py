@@ -19,7 +19,7 @@ def smollm2() -> Path:
     The package is not imported, since that needs another runtime; only its file list is read.
 
     Raises:
-        MissingFileError: The package is not installed, or has no such file.
+        MissingFileError: the package is not installed, or has no such file.
     """
     try:
         files = metadata.distribution(PACKAGE).files or []

@@ -24,19 +24,19 @@ def resolve(path_or_hub_id: str | PathLike[str], revision: str | None = None) ->
     """Finds a checkpoint: an existing path, or else a model on the Hugging Face Hub.
 
     Args:
-        path_or_hub_id: A folder, a ``.safetensors`` or ``.gguf`` file (``~`` is expanded), or a Hub
+        path_or_hub_id: a folder, a ``.safetensors`` or ``.gguf`` file (``~`` is expanded), or a Hub
             id such as ``"HuggingFaceTB/SmolLM2-135M"``, whose configs, safetensors and tokenizer
             files are downloaded or taken from the cache.
-        revision: Branch, tag or commit on the Hub.
+        revision: branch, tag or commit on the Hub.
 
     Returns:
         An existing folder or file.
 
     Raises:
-        MissingFileError: There is no such path, and the Hub download failed: no such model, a login
+        MissingFileError: there is no such path, and the Hub download failed: no such model, a login
             is needed, or there is no network.
-        UnsupportedError: The path is a file of another format.
-        InputError: A revision was given for a local path.
+        UnsupportedError: the path is a file of another format.
+        InputError: a revision was given for a local path.
     """
     text = str(path_or_hub_id)
     expanded = os.path.expanduser(text)

@@ -145,8 +145,8 @@ def read_spec(
     """Family, class and config of a checkpoint, from config.json and its tensors.
 
     Raises:
-        ConfigError, UnsupportedError: A field of config.json is invalid or unsupported.
-        CheckpointError: The config has more layers than the file has tensors.
+        ConfigError, UnsupportedError: a field of config.json is invalid or unsupported.
+        CheckpointError: the config has more layers than the file has tensors.
     """
     source, where = checkpoint.weights, checkpoint.config_file
     try:
@@ -232,14 +232,14 @@ def check_names(
     """Checks the tensors' names against the model.
 
     Args:
-        entries: Entry of the weight table for each tensor that the model needs.
-        expected: The model's parameters by path.
+        entries: entry of the weight table for each tensor that the model needs.
+        expected: the model's parameters by path.
 
     Returns:
         (tensor name, our path) of the tensors that duplicate another one.
 
     Raises:
-        CheckpointError: Tensors are missing or unexpected, or a duplicate differs.
+        CheckpointError: tensors are missing or unexpected, or a duplicate differs.
     """
     names, table = source.names(), spec.table
     file = source.info(names[0]).file if names else spec.architecture

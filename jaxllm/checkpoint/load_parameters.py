@@ -35,14 +35,14 @@ def load_parameters(
     """Loads the parameters by path, from tensors whose names and shapes are checked.
 
     Args:
-        entries: Entry of the weight table for each tensor of the file.
-        expected: Shape and dtype of each parameter.
+        entries: entry of the weight table for each tensor of the file.
+        expected: shape and dtype of each parameter.
         param_dtype: None keeps the file's dtype, unless the model needs a wider one.
-        mesh: Shards each parameter by `parameter_sharding`; None: one device. A process reads the
+        mesh: shards each parameter by `parameter_sharding`; None: one device. A process reads the
             shards of its own devices only.
 
     Raises:
-        NonFiniteError: A weight is NaN or infinite, or would become so.
+        NonFiniteError: a weight is NaN or infinite, or would become so.
     """
     total = sum(source.info(name).nbytes for name in entries)
     done, arrays = 0, {}

@@ -38,7 +38,7 @@ def save_model(
     """Writes config.json and the weights; see `jaxllm.save_hf`.
 
     Args:
-        arrays: The model's parameters by path, from `with_host_arrays`.
+        arrays: the model's parameters by path, from `with_host_arrays`.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder")

@@ -41,10 +41,10 @@ class TensorInfo:
     """One tensor of a weight file, as its header describes it.
 
     Attributes:
-        shape: The shape of the array that :meth:`WeightSource.read` returns.
-        dtype: The dtype of that array (``ml_dtypes.bfloat16`` included).
-        nbytes: Bytes of the tensor in the file: fewer than the array's where it is quantized.
-        file: The file that holds it.
+        shape: the shape of the array that :meth:`WeightSource.read` returns.
+        dtype: the dtype of that array (``ml_dtypes.bfloat16`` included).
+        nbytes: bytes of the tensor in the file: fewer than the array's where it is quantized.
+        file: the file that holds it.
     """
 
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class WeightSource(Protocol):
         """Shape, dtype, size and file of one tensor, without reading it.
 
         Raises:
-            CheckpointError: No tensor has this name.
+            CheckpointError: no tensor has this name.
         """
         ...
 
@@ -76,7 +76,7 @@ class WeightSource(Protocol):
         requested bytes, or as few as the format allows.
 
         Raises:
-            CheckpointError: No tensor has this name, or the source is closed.
+            CheckpointError: no tensor has this name, or the source is closed.
         """
         ...
 
@@ -190,7 +190,7 @@ def float_dtype(name: str, value: DTypeLike | None) -> np.dtype | None:
     """Converts a dtype argument to a numpy dtype; None stays None.
 
     Raises:
-        UnsupportedError: It is not float32, bfloat16 or float16.
+        UnsupportedError: it is not float32, bfloat16 or float16.
     """
     if value is None:
         return None

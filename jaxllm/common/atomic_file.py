@@ -17,7 +17,7 @@ def replacing(path: Path) -> Generator[Path]:
     """Gives a temporary path to write to, and renames it to `path` on success, after fsync.
 
     Raises:
-        OSError: The file cannot be written; `path` is unchanged.
+        OSError: the file cannot be written; `path` is unchanged.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -34,7 +34,7 @@ def write_whole(path: Path, data: bytes) -> None:
     """Writes a file atomically.
 
     Raises:
-        OSError: The file cannot be written; `path` is unchanged.
+        OSError: the file cannot be written; `path` is unchanged.
     """
     with replacing(path) as partial:
         partial.write_bytes(data)
@@ -44,7 +44,7 @@ def write_json(path: Path, value: Any) -> None:
     """Writes a JSON file of a checkpoint atomically, with sorted keys.
 
     Raises:
-        CheckpointError: The file cannot be written; `path` is unchanged.
+        CheckpointError: the file cannot be written; `path` is unchanged.
     """
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     with naming_file(path, CheckpointError, "written"):
@@ -55,7 +55,7 @@ def make_folder(path: Path) -> None:
     """Creates the folder of a checkpoint, and those above it, unless it exists.
 
     Raises:
-        CheckpointError: It cannot be created.
+        CheckpointError: it cannot be created.
     """
     with naming_file(path, CheckpointError, "created"):
         path.mkdir(parents=True, exist_ok=True)

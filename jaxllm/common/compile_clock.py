@@ -11,10 +11,10 @@ class CompileClock:
     """Listens to JAX's compilation events until `close`.
 
     Attributes:
-        seconds: Time spent compiling.
-        programs: Programs compiled or taken from the persistent cache.
-        cached: Programs taken from the persistent cache.
-        started: Time (``time.monotonic``) at which XLA began to compile a program; None while it
+        seconds: time spent compiling.
+        programs: programs compiled or taken from the persistent cache.
+        cached: programs taken from the persistent cache.
+        started: time (``time.monotonic``) at which XLA began to compile a program; None while it
             does not compile.
     """
 

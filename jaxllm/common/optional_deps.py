@@ -12,7 +12,7 @@ def require(module: str, *, extra: str, purpose: str) -> Any:
     """Imports an optional module.
 
     Raises:
-        MissingExtraError: It is not installed.
+        MissingExtraError: it is not installed.
 
     >>> require("no_such_package", extra="plot", purpose="plots")
     Traceback (most recent call last):

@@ -21,7 +21,7 @@ class RunLock:
     with the process and is not inherited by a forked child. Creates the folder if needed.
 
     Raises:
-        RunError: The folder is locked by another process or this one, or cannot be locked.
+        RunError: the folder is locked by another process or this one, or cannot be locked.
     """
 
     def __init__(self, folder: Path) -> None:

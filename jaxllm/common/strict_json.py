@@ -30,14 +30,14 @@ def read_json(
     """Reads one JSON file; rejects content that two JSON parsers could read differently.
 
     Args:
-        path: The file.
-        max_bytes: Largest file size that is read.
-        max_depth: Deepest nesting of lists and objects; ``{}`` has depth 1.
-        error: Error class for a malformed file.
+        path: the file.
+        max_bytes: largest file size that is read.
+        max_depth: deepest nesting of lists and objects; ``{}`` has depth 1.
+        error: error class for a malformed file.
 
     Raises:
-        MissingFileError: There is no such file.
-        error: The file is too large, not UTF-8, not JSON, too deep, or has duplicate keys,
+        MissingFileError: there is no such file.
+        error: the file is too large, not UTF-8, not JSON, too deep, or has duplicate keys,
             a number that is not finite, or an unpaired surrogate.
     """
     path = Path(path)

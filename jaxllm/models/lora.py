@@ -50,7 +50,7 @@ class LoraConfig:
             norms, heads. A classifier's `score`, which is new, is always among them.
 
     Raises:
-        InputError: An invalid value; the error names the field.
+        InputError: an invalid value; the error names the field.
 
     >>> LoraConfig(rank=4, targets="q_proj").targets
     ('q_proj',)
@@ -116,7 +116,7 @@ def add_lora(model: M, config: LoraConfig | None = None, *, key: int | Array = 0
         The model; its `modules_to_save` are the paths of the modules that are fully trained.
 
     Raises:
-        InputError: A pattern matches no module (the error lists the existing ones), or the model
+        InputError: a pattern matches no module (the error lists the existing ones), or the model
             already has LoRA.
     """
     config = LoraConfig() if config is None else config
@@ -166,7 +166,7 @@ def merge_lora(model: M) -> M:
     Sums are in float32; each weight keeps its dtype, so a half-precision one is rounded.
 
     Raises:
-        InputError: The model has no LoRA.
+        InputError: the model has no LoRA.
     """
     layers = lora_layers(model)
     if not layers:
@@ -228,7 +228,7 @@ def select(field: str, patterns: Iterable[str], names: Mapping[str, str]) -> lis
     """Paths of the modules that any pattern matches, in the model's order.
 
     Raises:
-        InputError: A pattern matches nothing.
+        InputError: a pattern matches nothing.
     """
     selected = set()
     for pattern in patterns:

@@ -36,18 +36,18 @@ def hf_config_from_gguf(
     """Builds the Hugging Face config of a GGUF model.
 
     Args:
-        metadata: The file's fields, as :class:`~jaxllm.checkpoint.gguf.reader.GGUFFile` gives them.
-        tensors: Its tensors, under llama.cpp's names.
-        rope_factors: The values of ``rope_freqs.weight`` where the file has this tensor: Llama 3.1
+        metadata: the file's fields, as :class:`~jaxllm.checkpoint.gguf.reader.GGUFFile` gives them.
+        tensors: its tensors, under llama.cpp's names.
+        rope_factors: the values of ``rope_freqs.weight`` where the file has this tensor: Llama 3.1
             files hold their frequency scaling in it.
 
     Returns:
         The content of a config.json, with ``model_type`` and ``architectures``.
 
     Raises:
-        UnsupportedError: Another architecture, a part of a split file, an adapter, experts, or a
+        UnsupportedError: another architecture, a part of a split file, an adapter, experts, or a
             field or a RoPE scaling that jaxllm does not implement.
-        CheckpointError: A field is missing, impossible, or contradicts the tensors.
+        CheckpointError: a field is missing, impossible, or contradicts the tensors.
     """
     if not tensors:
         raise CheckpointError("the GGUF file holds no tensors")

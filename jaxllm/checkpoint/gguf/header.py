@@ -67,8 +67,8 @@ def parse_header(
         and the tensors in the file's order.
 
     Raises:
-        CheckpointError: The header is malformed or does not fit a file of ``file_bytes``.
-        UnsupportedError: A big-endian file or another version.
+        CheckpointError: the header is malformed or does not fit a file of ``file_bytes``.
+        UnsupportedError: a big-endian file or another version.
     """
     reader = _Reader(data, source)
     if reader.take(4, "the magic number") != MAGIC:

@@ -103,7 +103,7 @@ def hf_name(architecture: str, name: str, *, gated: bool = True) -> str | None:
     Args:
         architecture: llama.cpp's name of the model's architecture, such as ``llama``.
         name: llama.cpp's name.
-        gated: For T5: the feed-forward is gated (``wi_0`` and ``wi_1``), not plain (``wi``).
+        gated: for T5: the feed-forward is gated (``wi_0`` and ``wi_1``), not plain (``wi``).
 
     >>> hf_name("llama", "blk.7.attn_q.weight")
     'model.layers.7.self_attn.q_proj.weight'
@@ -145,12 +145,12 @@ class HFView(WeightSource):
     Transposed tensors are views, so they may be Fortran-ordered. Closing it closes the file.
 
     Attributes:
-        file: The GGUF file.
-        config: The model's config.json.
+        file: the GGUF file.
+        config: the model's config.json.
 
     Raises:
-        UnsupportedError: An architecture, tensor or field that jaxllm does not implement.
-        CheckpointError: The metadata are incomplete or contradict the tensors.
+        UnsupportedError: an architecture, tensor or field that jaxllm does not implement.
+        CheckpointError: the metadata are incomplete or contradict the tensors.
     """
 
     def __init__(self, file: GGUFFile) -> None:

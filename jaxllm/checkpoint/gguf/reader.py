@@ -55,13 +55,13 @@ class GGUFFile(WeightSource):
     linear layer; GGUF stores the dimensions in reverse.
 
     Attributes:
-        path: The file.
-        metadata: The key-value fields: int, float, bool, str, list[str], or a numpy array.
+        path: the file.
+        metadata: the key-value fields: int, float, bool, str, list[str], or a numpy array.
 
     Raises:
-        MissingFileError: There is no such file.
-        CheckpointError: The header is malformed or does not fit the file.
-        UnsupportedError: A big-endian file or an unknown version.
+        MissingFileError: there is no such file.
+        CheckpointError: the header is malformed or does not fit the file.
+        UnsupportedError: a big-endian file or an unknown version.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -90,8 +90,8 @@ class GGUFFile(WeightSource):
         blocks.
 
         Raises:
-            CheckpointError: No tensor has this name, or the file is closed.
-            UnsupportedError: The tensor has another quantised type.
+            CheckpointError: no tensor has this name, or the file is closed.
+            UnsupportedError: the tensor has another quantised type.
         """
         entry = find_tensor(self._entries, name, self.path)
         size = entry.end - entry.begin

@@ -53,7 +53,7 @@ def digest(x: Array) -> UInt32[Array, " 2"]:
     """The two words of an array's digest, which depends on its bits only, not on its dtype.
 
     Raises:
-        CheckpointError: An element is not of 1, 2, 4 or 8 bytes of plain bits (complex, int4).
+        CheckpointError: an element is not of 1, 2, 4 or 8 bytes of plain bits (complex, int4).
     """
     words = as_words(x)
     strides = [math.prod(words.shape[d + 1 :]) for d in range(words.ndim)]

@@ -39,7 +39,7 @@ def flatten(tree: Any) -> dict[str, Any]:
     {'opt_state/0': 2, 'opt_state/1/0': 3, 'params/w': 1}
 
     Raises:
-        CheckpointError: Two leaves have the same path.
+        CheckpointError: two leaves have the same path.
     """
     named = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

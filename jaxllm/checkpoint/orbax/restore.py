@@ -39,10 +39,10 @@ class StepReader:
     """Reads the steps of a folder, the last one first, skipping damaged ones.
 
     Args:
-        on_problem: Called with a sentence that names a skipped step and the reason.
+        on_problem: called with a sentence that names a skipped step and the reason.
 
     Attributes:
-        refused: Steps that are damaged, with the reasons.
+        refused: steps that are damaged, with the reasons.
     """
 
     def __init__(self, folder: Path, on_problem: OnProblem) -> None:
@@ -121,7 +121,7 @@ def attempt(act: Callable[[], T], path: Path) -> tuple[T | None, Exception | Non
     """The result of `act`, or the error that shows that files are damaged or missing.
 
     Raises:
-        CheckpointError: The files cannot be read now, but may be undamaged.
+        CheckpointError: the files cannot be read now, but may be undamaged.
     """
     try:
         return act(), None

@@ -43,17 +43,17 @@ class RunCheckpoints:
     With several processes, all make the same calls, on a shared folder.
 
     Args:
-        folder: A writer creates it if it does not exist.
-        keep: How many of the last steps to keep, besides the best one.
-        mode: Whether the best metric is the smallest ("min") or the largest ("max").
+        folder: a writer creates it if it does not exist.
+        keep: how many of the last steps to keep, besides the best one.
+        mode: whether the best metric is the smallest ("min") or the largest ("max").
         writable: False: only reads, without a lock, also while a run writes.
-        on_saved: Called as ``on_saved(step, seconds, bytes)`` from a background thread, once a
+        on_saved: called as ``on_saved(step, seconds, bytes)`` from a background thread, once a
             step is on disk under its final name.
-        on_problem: Called with a sentence about a step that was skipped, or could not be deleted
+        on_problem: called with a sentence about a step that was skipped, or could not be deleted
             (from a background thread). None: a warning of the logger "jaxllm".
 
     Raises:
-        RunError: Another process writes to the folder.
+        RunError: another process writes to the folder.
         UnsupportedError: orbax-checkpoint is not installed.
     """
 
@@ -98,7 +98,7 @@ class RunCheckpoints:
         """Waits for the pending save and unlocks the folder. A second call does nothing.
 
         Raises:
-            CheckpointError: The pending save failed.
+            CheckpointError: the pending save failed.
         """
         if not self.writable:
             return
@@ -139,14 +139,14 @@ class RunCheckpoints:
         """Starts a save, after the previous one is done. Returns once the arrays are copied.
 
         Args:
-            step: Number of the step, and name of its folder.
-            arrays: A pytree of jax.Arrays (numbers, booleans, typed PRNG keys), sharded or not.
+            step: number of the step, and name of its folder.
+            arrays: a pytree of jax.Arrays (numbers, booleans, typed PRNG keys), sharded or not.
                 They may be donated afterwards.
-            meta: Any JSON value: data position, config, versions.
-            metric: Decides which step is the best; one that is not finite is never the best.
+            meta: any JSON value: data position, config, versions.
+            metric: decides which step is the best; one that is not finite is never the best.
 
         Raises:
-            CheckpointError: The *previous* save failed in the background; this one cannot start; or
+            CheckpointError: the *previous* save failed in the background; this one cannot start; or
                 there is an undamaged step of this number. Earlier steps are intact in every case.
         """
         if not self.writable:
@@ -187,7 +187,7 @@ class RunCheckpoints:
         """Waits until the pending save is on disk.
 
         Raises:
-            CheckpointError: It failed; `on_saved` was not called, and earlier steps are intact.
+            CheckpointError: it failed; `on_saved` was not called, and earlier steps are intact.
         """
         if self._pending is None:
             return
@@ -239,13 +239,13 @@ class RunCheckpoints:
 
         Args:
             step: None: the last undamaged one; skipped steps are reported to `on_problem`.
-            target: A pytree of arrays or jax.ShapeDtypeStruct, with the shardings to restore onto
+            target: a pytree of arrays or jax.ShapeDtypeStruct, with the shardings to restore onto
                 (any mesh and number of processes); without a sharding: the first device.
-            subset: Allow the step to have arrays that the target lacks; they are not read.
+            subset: allow the step to have arrays that the target lacks; they are not read.
 
         Raises:
-            MissingFileError: There is no such step, or none at all.
-            CheckpointError: The arrays of the step are not those of the target; or all steps are
+            MissingFileError: there is no such step, or none at all.
+            CheckpointError: the arrays of the step are not those of the target; or all steps are
                 damaged, with the reason for each.
         """
         self.wait()
@@ -266,7 +266,7 @@ class RunCheckpoints:
         The record is replaced atomically; the arrays are not touched.
 
         Raises:
-            CheckpointError: The record is damaged or cannot be written.
+            CheckpointError: the record is damaged or cannot be written.
         """
         if not self.writable:
             raise RunError(f"{self.folder}: opened for reading, or closed")

@@ -48,7 +48,7 @@ def seal(record: Record) -> dict[str, str]:
     """The record as JSON text, with the text's SHA-256.
 
     Raises:
-        CheckpointError: The meta is not JSON, or JSON would change it.
+        CheckpointError: the meta is not JSON, or JSON would change it.
     """
     content = {
         "format": FORMAT,
@@ -73,7 +73,7 @@ def read_record(folder: Path) -> Record:
     """Reads the record of a step's folder.
 
     Raises:
-        CheckpointError, MissingFileError: It is missing or damaged.
+        CheckpointError, MissingFileError: it is missing or damaged.
     """
     path = folder / RECORD_FILE
     sealed = read_json(path, max_bytes=MAX_BYTES, error=CheckpointError)
@@ -98,7 +98,7 @@ def replace_record(folder: Path, record: Record) -> None:
     """Replaces a step's record atomically.
 
     Raises:
-        CheckpointError: It cannot be written.
+        CheckpointError: it cannot be written.
     """
     path = folder / RECORD_FILE
     with naming_file(path, CheckpointError, "written"):

@@ -88,9 +88,9 @@ def read_peft_config(path: Path, overrides: Mapping[str, Any] | None = None) -> 
     """Reads an adapter_config.json; `overrides` replace its fields.
 
     Raises:
-        MissingFileError: There is no such file.
-        ConfigError: An invalid value.
-        UnsupportedError: A field that jaxllm does not know or does not implement.
+        MissingFileError: there is no such file.
+        ConfigError: an invalid value.
+        UnsupportedError: a field that jaxllm does not know or does not implement.
     """
     raw = read_json(path, max_bytes=MAX_CONFIG_BYTES, error=ConfigError)
     if not isinstance(raw, dict):

@@ -46,15 +46,15 @@ def load_adapter(
     must be in the file, with the config's rank. New parameters are float32.
 
     Args:
-        model: The base model, without LoRA.
-        folder: Holds adapter_config.json and adapter_model.safetensors.
-        config: Fields that override adapter_config.json's; None: as if the file had none.
+        model: the base model, without LoRA.
+        folder: holds adapter_config.json and adapter_model.safetensors.
+        config: fields that override adapter_config.json's; None: as if the file had none.
 
     Raises:
-        MissingFileError: A file is missing.
-        ConfigError, UnsupportedError: A field of the config is invalid or unsupported.
-        CheckpointError: Tensors are missing, unexpected or ill-shaped.
-        NonFiniteError: A tensor holds NaN or infinity.
+        MissingFileError: a file is missing.
+        ConfigError, UnsupportedError: a field of the config is invalid or unsupported.
+        CheckpointError: tensors are missing, unexpected or ill-shaped.
+        NonFiniteError: a tensor holds NaN or infinity.
     """
     folder = Path(folder).expanduser()
     check_plain(model)

@@ -60,15 +60,15 @@ def save_adapter(
     ``PeftModel.from_pretrained(base, folder)`` loads them without missing or unexpected keys.
 
     Args:
-        folder: Created if it does not exist.
-        model: A model from `add_lora` or `load_adapter`.
-        base_model: Path or Hub id of the base model, written to the config. None: the path that
+        folder: created if it does not exist.
+        model: a model from `add_lora` or `load_adapter`.
+        base_model: path or Hub id of the base model, written to the config. None: the path that
             `load` loaded the model from, if it did.
-        overwrite: Replace an adapter that is in the folder.
+        overwrite: replace an adapter that is in the folder.
 
     Raises:
-        CheckpointError: The folder holds an adapter already, or cannot be written.
-        InputError: The model has no LoRA, or layers of different kinds.
+        CheckpointError: the folder holds an adapter already, or cannot be written.
+        InputError: the model has no LoRA, or layers of different kinds.
         UnsupportedError: modules_to_save has a tied embedding, which PEFT would untie.
     """
     folder = Path(folder).expanduser()

@@ -74,8 +74,8 @@ def parse_header(
         The entries in the order of the file, and the metadata.
 
     Raises:
-        CheckpointError: The tensors overlap, leave a gap, or do not fill the data.
-        UnsupportedError: A tensor has a dtype of the format that jaxllm does not read (8-bit
+        CheckpointError: the tensors overlap, leave a gap, or do not fill the data.
+        UnsupportedError: a tensor has a dtype of the format that jaxllm does not read (8-bit
             floats and smaller, complex numbers).
     """
     if not data.startswith(b"{"):
@@ -147,7 +147,7 @@ def layout(
     padded to a multiple of 8, so that the same tensors always give the same file.
 
     Raises:
-        UnsupportedError: An array has a dtype that the format cannot hold.
+        UnsupportedError: an array has a dtype that the format cannot hold.
     """
     coded: list[tuple[int, str, str]] = []
     for name, array in tensors.items():

@@ -33,12 +33,12 @@ class SafetensorsFile(WeightSource):
     """One ``.safetensors`` file.
 
     Args:
-        path: The file.
+        path: the file.
 
     Raises:
-        MissingFileError: There is no such file.
-        CheckpointError: The header is malformed or does not fit the file.
-        UnsupportedError: A tensor has a dtype that jaxllm does not read.
+        MissingFileError: there is no such file.
+        CheckpointError: the header is malformed or does not fit the file.
+        UnsupportedError: a tensor has a dtype that jaxllm does not read.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -95,8 +95,8 @@ class ShardedSafetensors(WeightSource):
     since writers disagree on what it counts.
 
     Raises:
-        MissingFileError: The index or a shard that it names is missing.
-        CheckpointError: The index is malformed, a shard's name is not a plain file name, or a
+        MissingFileError: the index or a shard that it names is missing.
+        CheckpointError: the index is malformed, a shard's name is not a plain file name, or a
             tensor is missing, unlisted or in two shards.
     """
 
@@ -180,9 +180,9 @@ def open_safetensors(path: str | PathLike[str]) -> WeightSource:
     transformers.
 
     Raises:
-        MissingFileError: There is no such folder, or no weights in it.
-        UnsupportedError: The folder holds weights in other formats only (they are not opened).
-        CheckpointError: A file is malformed.
+        MissingFileError: there is no such folder, or no weights in it.
+        UnsupportedError: the folder holds weights in other formats only (they are not opened).
+        CheckpointError: a file is malformed.
     """
     path = Path(path)
     if path.is_file():

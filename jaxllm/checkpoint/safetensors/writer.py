@@ -38,14 +38,14 @@ def write_safetensors(
     Needs memory for one contiguous tensor besides the arrays.
 
     Args:
-        path: The file to create or replace; its folder must exist.
-        tensors: Names and arrays, of any strides.
-        metadata: The header's ``__metadata__``.
+        path: the file to create or replace; its folder must exist.
+        tensors: names and arrays, of any strides.
+        metadata: the header's ``__metadata__``.
 
     Raises:
-        MissingFileError: The folder does not exist.
-        UnsupportedError: The format has no such dtype.
-        CheckpointError: Two tensors share a name, the disk is full, or a tensor read back differs.
+        MissingFileError: the folder does not exist.
+        UnsupportedError: the format has no such dtype.
+        CheckpointError: two tensors share a name, the disk is full, or a tensor read back differs.
     """
     path = Path(path)
     if not path.parent.is_dir():
