@@ -19,6 +19,8 @@ import pytest
 from jaxllm.checkpoint.bundled import smollm2
 from jaxllm.common.errors import MissingFileError
 
+SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # Tracing makes many objects that live on: looking through them for cycles takes 5% of the time.
@@ -27,6 +29,19 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr == "not slow":
         compile_fast()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the cases of slow_cases.txt as slow: those of a test whose other cases show the same
+    on another family or setting, chosen by their measured time."""
+    cases = set(SLOW_CASES.read_text().splitlines())
+    for item in items:
+        if item.nodeid in cases:
+            cases.remove(item.nodeid)
+            item.add_marker(pytest.mark.slow)
+    if cases and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        raise pytest.UsageError(f"{SLOW_CASES}: no such tests: {sorted(cases)}")
 
 
 def compile_fast() -> None:
