@@ -25,6 +25,11 @@ from jaxllm.generation.processors.ngrams import (
     EncoderNoRepeatNGramLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
 )
+from jaxllm.generation.processors.openai_penalties import (
+    FrequencyPenaltyLogitsProcessor,
+    LogitBiasLogitsProcessor,
+    PresencePenaltyLogitsProcessor,
+)
 from jaxllm.generation.processors.penalties import (
     EncoderRepetitionPenaltyLogitsProcessor,
     HammingDiversityLogitsProcessor,
@@ -57,9 +62,11 @@ __all__ = [
     "ExponentialDecayLengthPenalty",
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",
+    "FrequencyPenaltyLogitsProcessor",
     "HammingDiversityLogitsProcessor",
     "HostLogitsProcessor",
     "InfNanRemoveLogitsProcessor",
+    "LogitBiasLogitsProcessor",
     "LogitNormalization",
     "LogitsProcessor",
     "LogitsProcessorList",
@@ -69,6 +76,7 @@ __all__ = [
     "NoBadWordsLogitsProcessor",
     "NoRepeatNGramLogitsProcessor",
     "PrefixConstrainedLogitsProcessor",
+    "PresencePenaltyLogitsProcessor",
     "RepetitionPenaltyLogitsProcessor",
     "SequenceBiasLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",

@@ -137,6 +137,11 @@ class LogitsProcessor:
         """Applies the rule to float32 scores."""
         raise NotImplementedError(f"{type(self).__name__} defines neither process nor __call__")
 
+    def is_neutral(self) -> Bool[Array, ""] | None:
+        """True if the parameters change no scores; batch slots then skip the processor. None: the
+        parameters do not say."""
+        return None
+
 
 class ScoresProcessor(LogitsProcessor):
     """Base class of processors that read the scores alone; ``input_ids`` may be None."""

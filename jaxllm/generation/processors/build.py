@@ -29,6 +29,11 @@ from jaxllm.generation.processors.ngrams import (
     EncoderNoRepeatNGramLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
 )
+from jaxllm.generation.processors.openai_penalties import (
+    FrequencyPenaltyLogitsProcessor,
+    LogitBiasLogitsProcessor,
+    PresencePenaltyLogitsProcessor,
+)
 from jaxllm.generation.processors.penalties import (
     EncoderRepetitionPenaltyLogitsProcessor,
     HammingDiversityLogitsProcessor,
@@ -133,6 +138,13 @@ _PENALTIES: dict[str, Builder] = {
         penalty, *inputs.encoder("encoder_repetition_penalty")
     ),
     "repetition_penalty": lambda penalty, inputs: RepetitionPenaltyLogitsProcessor(penalty),
+    "presence_penalty": lambda penalty, inputs: PresencePenaltyLogitsProcessor(
+        penalty, inputs.prompt_len
+    ),
+    "frequency_penalty": lambda penalty, inputs: FrequencyPenaltyLogitsProcessor(
+        penalty, inputs.prompt_len
+    ),
+    "logit_bias": lambda biases, inputs: LogitBiasLogitsProcessor(dict(biases)),
     "no_repeat_ngram_size": lambda size, inputs: NoRepeatNGramLogitsProcessor(size),
     "encoder_no_repeat_ngram_size": lambda size, inputs: EncoderNoRepeatNGramLogitsProcessor(
         size, *inputs.encoder("encoder_no_repeat_ngram_size")
@@ -260,6 +272,7 @@ def _check_ids(config: GenerationConfig, eos: tuple[int, ...], vocab_size: int) 
         "eos_token_id": eos,
         "bad_words_ids": [i for word in config.bad_words_ids or () for i in word],
         "sequence_bias": [i for word, _ in config.sequence_bias or () for i in word],
+        "logit_bias": [token for token, _ in config.logit_bias],
     }
     for name in (
         "suppress_tokens",

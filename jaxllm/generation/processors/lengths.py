@@ -7,7 +7,7 @@ row, which starts with one token). See ``length`` in :class:`LogitsProcessor`.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import TokenIds, float_leaf, id_table, int_leaf
@@ -72,6 +72,9 @@ class MinNewTokensLengthLogitsProcessor(LogitsProcessor):
             min_new_tokens=int_leaf(owner, "min_new_tokens", min_new_tokens),
             eos_token_id=id_table(owner, "eos_token_id", eos_token_id),
         )
+
+    def is_neutral(self) -> Bool[Array, ""]:
+        return self.min_new_tokens == 0
 
     def process(self, history: History, scores: Scores) -> Scores:
         new = history.length - jnp.reshape(self.prompt_length_to_skip, (-1, 1))

@@ -37,6 +37,9 @@ class NoRepeatNGramLogitsProcessor(LogitsProcessor):
     def __init__(self, ngram_size: int | Array) -> None:
         store(self, ngram_size=int_leaf(type(self).__name__, "ngram_size", ngram_size))
 
+    def is_neutral(self) -> Bool[Array, ""]:
+        return self.ngram_size == 0
+
     def process(self, history: History, scores: Scores) -> Scores:
         last = _completing(history, history.tokens, history.size, self.ngram_size)
         return jnp.where(token_set(history.tokens, last, scores.shape[1]), -jnp.inf, scores)

@@ -51,6 +51,9 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
         leaf = float_leaf(owner, "penalty", penalty, "(0, inf)")
         store(self, penalty=leaf, prompt_ignore_length=ignored)
 
+    def is_neutral(self) -> Bool[Array, ""]:
+        return self.penalty == 1
+
     def process(self, history: History, scores: Scores) -> Scores:
         counted = history.real
         if self.prompt_ignore_length is not None:

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from jaxllm.generation.processors.base import LogitsProcessorList, Scores
+from jaxllm.generation.processors.base import LogitsProcessor, LogitsProcessorList, Scores
 from jaxllm.generation.processors.warpers import Filter, TemperatureLogitsWarper
 
 BATCHED = (Filter, TemperatureLogitsWarper)
@@ -47,7 +47,7 @@ def row_by_row(processors: LogitsProcessorList) -> LogitsProcessorList:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowProcessor:
-    """Processor with one set of parameters per row."""
+    """Processor with one set of parameters per row; not computed while all rows are neutral."""
 
     stacked: Any
 
@@ -62,7 +62,12 @@ class RowProcessor:
         processor, cur_len = per_sequence(input_ids, cur_len, self.stacked)
         if isinstance(processor, BATCHED):
             return processor(input_ids, scores, cur_len)
-        return jax.vmap(_one_row)(processor, input_ids, scores, cur_len)
+
+        def apply() -> Scores:
+            return jax.vmap(_one_row)(processor, input_ids, scores, cur_len)
+
+        neutral = jax.vmap(_is_neutral)(self.stacked)
+        return apply() if neutral is None else jax.lax.cond(neutral.all(), lambda: scores, apply)
 
 
 def per_sequence(
@@ -71,6 +76,10 @@ def per_sequence(
     """Repeats the parameters and length of each row for each of its M sequences."""
     count = input_ids.shape[0] // cur_len.shape[0]
     return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), (parameters, cur_len))
+
+
+def _is_neutral(processor: Any) -> Bool[Array, ""] | None:
+    return processor.is_neutral() if isinstance(processor, LogitsProcessor) else None
 
 
 def _one_row(processor: Any, input_ids: Array, scores: Array, cur_len: Array) -> Array:

@@ -16,6 +16,7 @@ from jaxllm.generation.settings.field_checks import (
     number,
     options,
     strings,
+    token_biases,
     token_id_or_ids,
     token_ids,
     words,
@@ -31,7 +32,8 @@ class GenerationConfig(Settings):
     """Generation settings: immutable, validated, compared and hashed by value.
 
     The class body is the only table of fields (:data:`FIELDS` by name). Names and defaults are
-    those of transformers: all fields of 4.47 and those added in 5.x. An unset field has its
+    those of transformers: all fields of 4.47 and those added in 5.x; `presence_penalty`,
+    `frequency_penalty` and `logit_bias` are those of OpenAI's API. An unset field has its
     default. Numbers that are not ``static`` may be JAX tracers, whose values are not checked.
 
     None in a call disables a field (``top_k=None``, ``eos_token_id=None``), or leaves it unset if
@@ -141,6 +143,10 @@ class GenerationConfig(Settings):
     encoder_repetition_penalty: float = setting(default=1.0, converter=number("(0, inf)"),
         doc="raises the scores of tokens of the encoder's input; 1 is off", off=1.0,
         slots=False)
+    presence_penalty: float = setting(default=0.0, converter=number("[-2, 2]"),
+        doc="subtracted from the scores of new tokens so far; 0 is off", off=0.0, per_row=0.0)
+    frequency_penalty: float = setting(default=0.0, converter=number("[-2, 2]"),
+        doc="the same, once for each time that a token occurs; 0 is off", off=0.0, per_row=0.0)
     length_penalty: float = setting(default=1.0, converter=number("(-inf, inf)"),
         doc="exponent of the length by which beam scores are divided", off=1.0, needs="num_beams")
     no_repeat_ngram_size: int = setting(default=0, converter=integer(0),
@@ -152,6 +158,9 @@ class GenerationConfig(Settings):
         doc="token sequences that must not occur", static=True)
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] | None = setting(default=None,
         converter=biases, doc="bias added to the score of the token that completes a sequence",
+        static=True)
+    logit_bias: tuple[tuple[int, float], ...] = setting(default=(), converter=token_biases,
+        doc="map from tokens to biases that are added to their scores", off=(), per_row=(),
         static=True)
     renormalize_logits: bool = setting(default=False, converter=boolean,
         doc="normalizes the scores (log-softmax) after all processors", off=False)

@@ -18,6 +18,9 @@ from jaxllm.generation.inputs.values import (
     to_scalar,
 )
 
+MAX_BIASED_TOKENS = 512
+"""Most tokens of one `logit_bias`."""
+
 
 class BadValueError(ValueError):
     """Error with the expected value as message; the caller adds the field's name and value."""
@@ -130,6 +133,25 @@ def biases(value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
     if not result or not all(result):
         raise BadValueError("a map from tuples of token ids to numbers, or a list of [ids, number]")
     return tuple(result.items())
+
+
+def token_biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """Checks for a map from token ids to numbers, or a list of pairs; stores pairs.
+
+    >>> token_biases({"7": -100})
+    ((7, -100.0),)
+    """
+    try:
+        pairs = value.items() if isinstance(value, Mapping) else value
+        biases = {
+            integer(0)(int(token) if isinstance(token, str) else token): number("[-100, 100]")(bias)
+            for token, bias in pairs
+        }
+    except (BadValueError, TypeError, ValueError):
+        raise BadValueError("a map from token ids to numbers from -100 to 100") from None
+    if len(biases) > MAX_BIASED_TOKENS:
+        raise BadValueError(f"a map of at most {MAX_BIASED_TOKENS} token ids")
+    return tuple(biases.items())
 
 
 def decay(value: Any) -> tuple[int, float]:

@@ -50,8 +50,9 @@ class Field:
         execution: True if the field chooses how results are computed, but not the results: a value
             from a file that is not implemented has no effect.
         static: True if the value determines the program or is read on the host; never a tracer.
-        per_row: Neutral value of a number that may differ between the rows of one batch program.
-            None: all rows of a program share the value.
+        per_row: Neutral value of a field that may differ between the rows of one batch program,
+            since its processor has the same shape for all values. None: all rows of a program
+            share the value.
         always: True if every program that samples contains the field's processor.
         slots: True if rows that set the field can run in the batch engine's slots; otherwise they
             run in static batches.
@@ -69,7 +70,7 @@ class Field:
     supported: tuple[Any, ...] | None = None
     execution: bool = False
     static: bool = False
-    per_row: float | None = None
+    per_row: float | tuple[()] | None = None
     always: bool = False
     slots: bool = True
     unset: Any = None

@@ -123,6 +123,15 @@ CHANGES = [
     ("EtaLogitsWarper", [{"epsilon": 0}, {"epsilon": 0.2}]),
     ("RepetitionPenaltyLogitsProcessor", [{"penalty": 1}, {"penalty": 1.7}]),
     (
+        "PresencePenaltyLogitsProcessor",
+        [{"penalty": 0.5, "prompt_len": 1}, {"penalty": 1.7, "prompt_len": 2}],
+    ),
+    (
+        "FrequencyPenaltyLogitsProcessor",
+        [{"penalty": 0.5, "prompt_len": 1}, {"penalty": 1.7, "prompt_len": 2}],
+    ),
+    ("LogitBiasLogitsProcessor", [{"logit_bias": {1: 1.0}}, {"logit_bias": {2: 3.0, 3: 1.0}}]),
+    (
         "EncoderRepetitionPenaltyLogitsProcessor",
         [{"penalty": p, "encoder_input_ids": ENCODER} for p in (1, 2.0)],
     ),
@@ -208,6 +217,12 @@ def test_every_processor_is_covered_here():
         "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     }
     assert {name for name, _ in CHANGES} | numberless | tools == set(P.__all__)
+    # transformers does not have these: test_openai_penalties.
+    tools |= {
+        "FrequencyPenaltyLogitsProcessor",
+        "LogitBiasLogitsProcessor",
+        "PresencePenaltyLogitsProcessor",
+    }
     assert {case["cls"] for case in CASES} | tools == set(P.__all__)
 
 

@@ -69,7 +69,7 @@ def allowed_tokens(
     if is_traced(number):
         call = partial(_call_rule, vocab_size)
     else:  # a concrete number binds the program to this rule and keeps it alive
-        call = partial(_call_rule, vocab_size, rule=_rule(number))
+        call = partial(_call_rule, vocab_size, rule=rule_of(number))
     bits = call_on_host(
         call,
         jax.ShapeDtypeStruct((rows, words), jnp.uint32),
@@ -79,7 +79,7 @@ def allowed_tokens(
         jnp.broadcast_to(column_count(input_ids, cur_len).reshape(-1), (rows,)),
         jnp.asarray(_UNKNOWN if prompt_len is None else prompt_len, jnp.int32),
     )
-    return _unpack(bits, vocab_size)
+    return unpack(bits, vocab_size)
 
 
 def _call_rule(
@@ -99,10 +99,15 @@ def _call_rule(
         HostRow(row[:length], row_real[:length], start)
         for row, row_real, length in zip(*table, strict=True)
     ]
-    return (_rule(number) if rule is None else rule)(rows, vocab_size)
+    return (rule_of(number) if rule is None else rule)(rows, vocab_size)
 
 
-def _rule(number: Any) -> Rule:
+def rule_of(number: Any) -> Rule:
+    """The rule with a number.
+
+    Raises:
+        InputError: its processor no longer exists.
+    """
     try:
         return _RULES[int(np.asarray(number))]
     except KeyError:
@@ -123,6 +128,7 @@ def pack(allowed: Bool[np.ndarray, "B V"]) -> UInt32[np.ndarray, "B W"]:
     return np.packbits(padded, axis=1, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def _unpack(words: UInt32[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
+def unpack(words: UInt32[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
+    """The booleans that `pack` packed."""
     bits = words[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)
     return (bits & 1).astype(bool).reshape(words.shape[0], -1)[:, :vocab_size]

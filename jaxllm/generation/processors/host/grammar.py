@@ -20,7 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.inputs.values import TokenIds, id_list, int_leaf, is_integer
@@ -37,6 +37,7 @@ from jaxllm.generation.processors.host.allowed_tokens import (
     HostRow,
     allowed_tokens,
     register_rule,
+    rule_of,
 )
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -85,6 +86,12 @@ class GrammarLogitsProcessor(LogitsProcessor):
         prompt_len = prompt_length(self, prompt_len)
         allowed = allowed_tokens(self.rule, input_ids, cur_len, mask, prompt_len, scores.shape[1])
         return jnp.where(allowed, scores, -jnp.inf)
+
+    def allowed_bits(self, new_tokens: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, " W"]:
+        """The tokens that are allowed after some new ones of one row, as bits (`pack`)."""
+        ids = np.array(new_tokens, np.int64)
+        row = HostRow(ids, np.ones(len(ids), bool), prompt_len=0)
+        return rule_of(self.rule)([row], vocab_size)[0]
 
 
 def json_schema(
