@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from jaxllm.loading import load, load_orbax, save_hf, save_orbax
     from jaxllm.parallel.sharding import make_mesh
     from jaxllm.planning import abstract_model, lower, plan
+    from jaxllm.serve import AsyncEngine
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEngine",
     "BatchGenerator",
     "BatchOutput",
     "GenerateOutput",
@@ -43,6 +45,7 @@ __all__ = [
     "stream",
 ]
 _MODULE_OF = {
+    "AsyncEngine": "serve",
     "BatchGenerator": "batch",
     "BatchOutput": "batch",
     "GenerateOutput": "generation.call.output",

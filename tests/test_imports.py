@@ -23,6 +23,7 @@ LAYERS = [
     {"training.evaluation"},
     {"training.data"},
     {"training"},
+    {"serve", "evaluate"},
     {"batch.job"},
     {"batch"},
     {"api"},
@@ -47,7 +48,7 @@ LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in 
 # The top of the package gathers what people call from the layers above the public functions too.
 # jaxllm.generation has the names of the watermarks, imported on first use.
 GATHERS = {
-    "jaxllm": {"jaxllm.batch", "jaxllm.planning"},
+    "jaxllm": {"jaxllm.batch", "jaxllm.planning", "jaxllm.serve"},
     "jaxllm.generation": {"jaxllm.contrib"},
 }
 FOREIGN = {"torch", "transformers", "tensorflow", "keras"}

@@ -14,7 +14,9 @@ PACKAGES += [
     "generation.strategies",
     "generation.strategies.assisted",
     "generation.strategies.beam",
+    "evaluate",
     "planning",
+    "serve",
     "training",
     "training.data",
     "training.run",
@@ -23,12 +25,14 @@ PACKAGES += [
 ]
 
 DOCUMENTED = {
-    "jaxllm": "BatchGenerator GenerationConfig JaxLLMError abstract_model compute_transition_scores"
-    " generate load load_orbax lower make_mesh plan save_hf save_orbax score stream",
+    "jaxllm": "AsyncEngine BatchGenerator GenerationConfig JaxLLMError abstract_model"
+    " compute_transition_scores generate load load_orbax lower make_mesh plan save_hf save_orbax"
+    " score stream",
     "jaxllm.checkpoint": "RunCheckpoints load_adapter save_adapter smollm2",
     "jaxllm.checkpoint.bundled": "smollm2",
     "jaxllm.checkpoint.peft": "load_adapter save_adapter",
     "jaxllm.checkpoint.runs": "RunCheckpoints",
+    "jaxllm.evaluate": "perplexity",
     "jaxllm.generation": "DisjunctiveConstraint HostLogitsProcessor LogitsProcessorList"
     " MaxTimeCriteria PhrasalConstraint TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper"
     " WatermarkDetector WatermarkLogitsProcessor WatermarkingConfig grammar",

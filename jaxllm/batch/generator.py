@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.memory import Prediction, memory_budget
@@ -13,8 +14,8 @@ from jaxllm.batch.plan import PoolPlan, out_of_memory_error, plans, too_large_er
 from jaxllm.batch.queue import FinishedSequence
 from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, RowReader, error_output
-from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.static_batches import batches, run_batch
+from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import is_integer
@@ -76,24 +77,14 @@ class BatchGenerator:
         announce: Callable[[Prediction], object] | None = None,
         **fields: Any,
     ) -> None:
-        if not hasattr(model, "decode"):
-            raise UnsupportedError(f"{type(model).__name__} has no language-model head")
-        self.mesh = mesh_of(model)
-        if self.mesh is not None and self.mesh.is_multi_process:
-            raise UnsupportedError(
-                "model: lies on devices of several processes, but each process answers rows of its "
-                "own; load it with make_mesh(..., devices=jax.local_devices())"
-            )
-        if slots is not None and (not is_integer(slots) or slots < 1):
-            raise InputError(f"slots: expected an integer of 1 or more, found {slots!r}")
+        self.mesh = check_model(model)
+        self._slots = checked_slots(slots, self.mesh)
         GenerationConfig(**fields)
         self.model, self.tokenizer = model, tokenizer
         self._model = without_metadata(model)
         self._reader = RowReader(
             model, tokenizer, fields, seed, default_new_tokens, chat=chat, system=system
         )
-        per_shard = DEFAULT_SLOTS.get(jax.default_backend(), DEFAULT_ACCELERATOR_SLOTS)
-        self._slots = slots or per_shard * row_shards(self.mesh)
         self._budget = memory_budget(memory, 1 if self.mesh is None else self.mesh.size)
         self._announce = announce
         self.counts = BatchCounts()
@@ -166,20 +157,20 @@ class BatchGenerator:
                 for task in tasks:
                     yield from FinishedSequence.failed(task, too_large_error(task, plan))
                 return
-            pool = None
+            run = None
             try:
-                pool = SlotPool(
+                run = TaskRun(
                     self._model, self.tokenizer, group, tasks, sizes, self.counts, self.mesh
                 )
-                yield from pool.run()
+                yield from run.run()
                 return
             except jax.errors.JaxRuntimeError as error:
                 if not is_exhausted(error):
                     raise
-                if pool is not None:
-                    finished, tasks = pool.leftover()
+                if run is not None:
+                    finished, tasks = run.leftover()
                     yield from finished
-            del pool
+            del run
             if sizes.slots == sizes.shards:
                 for task in tasks:
                     yield from FinishedSequence.failed(task, out_of_memory_error(task, sizes))
@@ -204,3 +195,30 @@ class BatchGenerator:
             finish_reasons=tuple(sequence.reason for sequence in sequences),
             prompt_tokens=len(row.input_ids),
         )
+
+
+def check_model(model: GenerativeModel) -> Mesh | None:
+    """Checks that rows can be generated with a model; returns its mesh.
+
+    Raises:
+        UnsupportedError: it has no language-model head, or lies on devices of several processes.
+    """
+    if not hasattr(model, "decode"):
+        raise UnsupportedError(f"{type(model).__name__} has no language-model head")
+    mesh = mesh_of(model)
+    if mesh is not None and mesh.is_multi_process:
+        raise UnsupportedError(
+            "model: lies on devices of several processes, but each process answers rows of its "
+            "own; load it with make_mesh(..., devices=jax.local_devices())"
+        )
+    return mesh
+
+
+def checked_slots(slots: int | None, mesh: Mesh | None) -> int:
+    """The number of slots; None: the default for the devices."""
+    if slots is None:
+        per_shard = DEFAULT_SLOTS.get(jax.default_backend(), DEFAULT_ACCELERATOR_SLOTS)
+        return per_shard * row_shards(mesh)
+    if not is_integer(slots) or slots < 1:
+        raise InputError(f"slots: expected an integer of 1 or more, found {slots!r}")
+    return slots

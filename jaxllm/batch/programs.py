@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import write_rows
 from jaxllm.batch.slot_strategies import SlotStrategy
-from jaxllm.batch.slots import PrefillBatch, SlotCache, SlotOutputs, Slots
+from jaxllm.batch.slots import PrefillBatch, SlotCache, Slots
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.field_axes import constrain_fields
@@ -21,7 +21,8 @@ from jaxllm.parallel.sharding import constrain
 class DecodeProgress(NamedTuple):
     """Results of some decode steps, for the host."""
 
-    outputs: SlotOutputs
+    outputs: Any
+    """What the strategy's `outputs` returns, such as `SlotOutputs`."""
     unfinished: Bool[Array, " B"]
     """True while the slot's row is not finished."""
     steps: Int[Array, ""]

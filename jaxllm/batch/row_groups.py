@@ -19,7 +19,7 @@ from jaxllm.batch.slot_strategies import BeamSlots, SampleSlots, SlotStrategy
 from jaxllm.batch.slots import PrefillBatch, RowSettings
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
-from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.generation.processors import LogitsProcessor, LogitsProcessorList
 from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.processors.per_row import signature, stack_lists
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
@@ -68,9 +68,13 @@ class Group:
         replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(lambda x: place(x, replicated), criteria)
 
+    def processors(self, row: BatchRow, vocab_size: int) -> LogitsProcessorList:
+        """The logits processors of a row of the group."""
+        return processors_of(row, self.shared_fields, vocab_size)
+
     def settings(self, rows: Sequence[BatchRow], vocab_size: int) -> RowSettings:
         """Settings of the given rows of the group, as host arrays."""
-        processors = [processors_of(row, self.shared_fields, vocab_size) for row in rows]
+        processors = [self.processors(row, vocab_size) for row in rows]
         eos = np.full((len(rows), self.eos_width), NO_TOKEN, np.int32)
         uses_stop_list = np.zeros((len(rows), len(self.stop_lists)), bool)
         for i, row in enumerate(rows):
@@ -214,9 +218,16 @@ def _per_row_values(
 
 
 def processors_of(
-    row: BatchRow, shared_fields: tuple[str, ...], vocab_size: int
+    row: BatchRow,
+    shared_fields: tuple[str, ...],
+    vocab_size: int,
+    extra: Iterable[LogitsProcessor] = (),
 ) -> LogitsProcessorList:
-    """The row's logits processors, including those of all `shared_fields`."""
+    """The row's logits processors, including those of all `shared_fields`.
+
+    Args:
+        extra: further processors, which stand where `generate` has those of its caller.
+    """
     unused = {name: FIELDS[name].neutral for name in {*NEUTRAL, *_NO_SLOTS} - set(shared_fields)}
     neutral = {name: value for name, value in unused.items() if value is not None}
     # `from_dict`: values read from a file, unlike arguments, do not add a processor by being set.
@@ -232,6 +243,7 @@ def processors_of(
         max_length=row.max_length,
         eos_token_id=row.eos,
         vocab_size=vocab_size,
+        extra=extra,
     )
 
 

@@ -29,6 +29,8 @@ from jaxllm.tokenizers.tokenizer import Tokenizer
 MAX_SEED = 2**32 - 1
 MAX_SEQUENCES = 2**20
 """Maximum `num_return_sequences`, so that a wrong number does not take the memory of all rows."""
+MAX_SHARED_SETTINGS = 1024
+"""Different settings of rows that are kept to be shared by later rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +255,11 @@ class RowReader:
             return self._checked_settings(fields)
         settings = self._settings.get(key)
         if settings is None:
-            settings = self._settings[key] = self._checked_settings(fields)
+            settings = self._checked_settings(fields)
+            if len(self._settings) == MAX_SHARED_SETTINGS:
+                self._settings.clear()
+                self._with_default_length.clear()
+            self._settings[key] = settings
         return settings
 
     def _checked_settings(self, fields: Mapping[str, Any]) -> _Settings:

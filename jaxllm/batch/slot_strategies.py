@@ -51,8 +51,9 @@ class SlotStrategy:
     def strategy(self, settings: RowSettings) -> Sample | BeamSearch:
         raise NotImplementedError
 
-    def outputs(self, slots: Slots) -> SlotOutputs:
-        """The sequences of all slots."""
+    def outputs(self, slots: Slots) -> Any:
+        """What the host reads of all slots after a decode call: a pytree of arrays, such as
+        `SlotOutputs`, which has all sequences."""
         raise NotImplementedError
 
     def initial_slots(self, batch: PrefillBatch, cache: Cache, sizes: Sizes) -> Slots:

@@ -13,9 +13,11 @@ from jaxllm.cli.exits import USAGE_ERROR, one_line
 
 # Each command's module has `main(argv, program) -> int`, and is imported on use.
 COMMANDS = {
+    "eval": ("jaxllm.cli.eval", "the perplexity of a text"),
     "export": ("jaxllm.cli.export", "write the model of a training run for transformers or PEFT"),
     "generate": ("jaxllm.cli.generate", "continue a prompt, or answer a question"),
     "plan": ("jaxllm.cli.plan", "what a model costs on a TPU or GPU, compiled ahead of time"),
+    "serve": ("jaxllm.cli.serve", "serve a model over HTTP, with OpenAI's interface"),
     "supervise": ("jaxllm.cli.supervise", "restart a command when one of its processes dies"),
     "train": ("jaxllm.cli.train", "train a model from a recipe"),
     "verify": ("jaxllm.cli.verify", "compare a checkpoint's logits with transformers'"),

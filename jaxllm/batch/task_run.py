@@ -1,0 +1,117 @@
+"""Runs the tasks of a batch through one pool of slots.
+
+While the device decodes, the host prepares the next prompts and yields finished sequences.
+`BatchGenerator` chooses the pools, and halves them when memory runs out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from jaxllm.batch.counts import BatchCounts
+from jaxllm.batch.queue import FinishedSequence, Queue, Task
+from jaxllm.batch.row_groups import Group, prefill_batch
+from jaxllm.batch.sizes import Sizes
+from jaxllm.batch.slot_pool import SlotPool
+from jaxllm.batch.slots import PrefillBatch, SlotOutputs
+from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
+from jaxllm.models.decoder import Decoder
+from jaxllm.tokenizers.tokenizer import Tokenizer
+
+MAX_STEPS = 256
+"""Decode steps of one call at most, so that progress is shown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _NextBatch:
+    """Tasks and their arrays, ready for `prefill`."""
+
+    tasks: list[Task]
+    arrays: PrefillBatch
+
+
+class TaskRun:
+    """Runs the tasks of one group in one pool of slots.
+
+    Args:
+        model: without metadata (`without_metadata`).
+        tasks: all fit `sizes`.
+        mesh: of the model.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None,
+        group: Group,
+        tasks: Sequence[Task],
+        sizes: Sizes,
+        counts: BatchCounts,
+        mesh: Mesh | None,
+    ) -> None:
+        self._group, self._sizes = group, sizes
+        self._vocab = model.config.vocab_size
+        self._queue = Queue(tasks)
+        self._finished: list[FinishedSequence] = []
+        self._next_batch = self._take_next_batch()
+        settings = group.settings([tasks[0].row], self._vocab)
+        self._pool = SlotPool(model, tokenizer, group, sizes, settings, counts, mesh)
+
+    def leftover(self) -> tuple[list[FinishedSequence], list[Task]]:
+        """After a failure: sequences that had ended, and tasks that wait or were in a slot."""
+        running = [task for task in self._pool.tasks if task is not None]
+        next_tasks = [] if self._next_batch is None else self._next_batch.tasks
+        return self._finished, [*running, *next_tasks, *self._queue.take_all()]
+
+    def run(self) -> Iterator[FinishedSequence]:
+        """Sequences as they end. The device decodes while the caller reads them."""
+        while True:
+            self._refill()
+            if not self._pool.busy:
+                break
+            next_batch = self._next_batch
+            free_slots = self._sizes.slots if next_batch is None else len(next_batch.tasks)
+            progress = self._pool.decode(free_slots, MAX_STEPS)
+            self._next_batch = self._next_batch or self._take_next_batch()
+            yield from self._take_finished()
+            progress = jax.device_get(progress)
+            for slot, task in self._pool.take_finished(progress):
+                self._finished.extend(_sequences(task, progress.outputs, slot))
+        yield from self._take_finished()
+
+    def _take_finished(self) -> Iterator[FinishedSequence]:
+        while self._finished:
+            yield self._finished.pop(0)
+
+    def _refill(self) -> None:
+        """Prefills prompts into free slots while there are enough of both."""
+        while (batch := self._next_batch) and len(batch.tasks) <= len(self._pool.free):
+            self._next_batch = None  # from here on its tasks are in slots
+            self._pool.prefill(batch.tasks, batch.arrays)
+            self._next_batch = self._take_next_batch()
+
+    def _take_next_batch(self) -> _NextBatch | None:
+        tasks = self._queue.take(self._sizes.prefill_rows)
+        if not tasks:
+            return None
+        return _NextBatch(tasks, prefill_batch(tasks, self._group, self._sizes, self._vocab))
+
+
+def _sequences(task: Task, outputs: SlotOutputs, slot: int) -> list[FinishedSequence]:
+    """The finished sequences of a slot."""
+    step = int(outputs.first_nonfinite_step[slot])
+    if step != NEVER:
+        return FinishedSequence.failed(task, nonfinite_error(step))
+    sequences = []
+    for number, sample in enumerate(task.samples):
+        new = slice(outputs.prompt_length[slot], outputs.length[slot, number])
+        tokens = outputs.tokens[slot, number, new].tolist()
+        reason = "stop" if outputs.stopped[slot, number] else "length"
+        if tokens and tokens[-1] in task.row.eos:
+            reason = "eos"
+        sequences.append(FinishedSequence(sample, tokens, reason))
+    return sequences

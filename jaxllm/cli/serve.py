@@ -1,0 +1,220 @@
+"""``jaxllm serve MODEL``: a server with OpenAI's interface."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm import load
+from jaxllm.cli import compile_cache, signals
+from jaxllm.cli.devices import local_mesh, mesh_sizes
+from jaxllm.cli.exits import Parser, run_command
+from jaxllm.cli.generate import DTYPES
+from jaxllm.cli.progress import Reporter
+from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
+from jaxllm.common.optional_deps import require
+from jaxllm.serve.async_engine import DEFAULT_QUEUE_SIZE, AsyncEngine
+
+if TYPE_CHECKING:
+    from jaxllm.serve.http.state import ServerState
+
+POLL_SECONDS = 0.1
+"""Time between two looks at whether a signal has come."""
+_EXAMPLES = """\
+examples:
+  jaxllm serve path/to/model
+  jaxllm serve google-t5/t5-small --port 9000 --slots 32
+  jaxllm serve path/to/model --host 0.0.0.0 --api-keys keys.txt
+"""
+
+
+def main(argv: Sequence[str] | None = None, program: str = "jaxllm serve") -> int:
+    """Entry point; returns the exit code."""
+    return run_command(
+        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
+    )
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = Parser(
+        prog=program,
+        usage=f"{program} [options] MODEL",
+        description="Serve a checkpoint over HTTP, with OpenAI's interface.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder, .safetensors, .gguf or Hub id")
+    parser.add_argument("--served-model-name", metavar="NAME", help="its name in requests")
+    parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
+    parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of the weights")
+    parser.add_argument(
+        "--mesh", type=mesh_sizes, metavar="SIZES", help="shard the model: data=2,tensor=4"
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--slots", type=int, help="most sequences that are decoded at once")
+    engine.add_argument("--memory", help="bytes to use on each device, such as 12GB")
+    engine.add_argument(
+        "--context", type=int, metavar="TOKENS", help="of prompt and answer together (at most 2048)"
+    )
+    engine.add_argument(
+        "--queue-size",
+        type=int,
+        default=DEFAULT_QUEUE_SIZE,
+        metavar="N",
+        help=f"most sequences that wait for a slot; then 429 ({DEFAULT_QUEUE_SIZE})",
+    )
+    engine.add_argument(
+        "--steps-per-call", type=int, default=4, metavar="N", help="tokens between two events (4)"
+    )
+    engine.add_argument(
+        "--embeddings", choices=("mean", "last"), help="serve /v1/embeddings, pooled like this"
+    )
+    _add_http_flags(parser)
+    cache = parser.add_mutually_exclusive_group()
+    cache.add_argument(
+        "--compile-cache", type=Path, metavar="FOLDER", help="where to keep compiled programs"
+    )
+    cache.add_argument(
+        "--no-compile-cache",
+        dest="keep_compiled",
+        action="store_false",
+        help="keep no compiled programs",
+    )
+    return parser
+
+
+def _add_http_flags(parser: argparse.ArgumentParser) -> None:
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    http.add_argument("--port", type=int, default=8000, help="0: any free one (8000)")
+    http.add_argument("--api-keys", type=Path, metavar="FILE", help="keys of clients, one per line")
+    http.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a page's origin that may call the server (none)",
+    )
+    http.add_argument(
+        "--max-body", type=int, default=4 * 2**20, metavar="BYTES", help="of a request (4 MiB)"
+    )
+    http.add_argument(
+        "--request-seconds", type=float, default=600.0, metavar="S", help="limit of a request (600)"
+    )
+    http.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time that requests have to end after SIGTERM (60)",
+    )
+
+
+def api_keys(path: Path | None) -> tuple[bytes, ...] | None:
+    """The keys of a file: one per line, without empty lines and those that begin with #.
+
+    Raises:
+        MissingFileError: it cannot be read.
+        InputError: it has no key.
+    """
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        raise MissingFileError(f"{path}: cannot be read ({failure})") from None
+    lines = (line.strip() for line in text.splitlines())
+    keys = tuple(line.encode() for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise InputError(f"{path}: has no API key; write one per line")
+    return keys
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    for module in ("starlette", "uvicorn", "prometheus_client"):
+        require(module, extra="serve", purpose="servers")
+    # Only now, since they import these packages.
+    from jaxllm.serve.http.logs import log_to_stderr
+    from jaxllm.serve.http.server import HttpServer, bound_socket
+
+    keys = api_keys(arguments.api_keys)
+    bound = bound_socket(arguments.host, arguments.port)  # before loading, which takes minutes
+    state = _state(arguments, keys)
+    server = HttpServer(
+        state,
+        bound,
+        drain_seconds=arguments.drain_seconds,
+        cors_origins=tuple(arguments.cors_origin),
+    )
+    host, port = bound.getsockname()[:2]
+
+    async def serve() -> None:
+        ready = asyncio.Event()
+
+        async def stop_on_signal() -> None:
+            await ready.wait()
+            signals.say(f"compiling: {server.warm_up_seconds:.1f} s")
+            signals.say(f"serving {state.model_name} on http://{host}:{port}")
+            stopped = signals.stop_after("request")
+            while not stopped():
+                await asyncio.sleep(POLL_SECONDS)
+            server.stop()
+
+        watcher = asyncio.create_task(stop_on_signal())
+        await server.run(ready.set)
+        watcher.cancel()
+
+    log_to_stderr()
+    asyncio.run(serve())
+    return 0
+
+
+def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> ServerState:
+    """Loads the model; nothing is compiled yet."""
+    from jaxllm.serve.embedder import Embedder
+    from jaxllm.serve.http.state import Limits, ServerState
+
+    reporter = Reporter()
+    if arguments.keep_compiled:
+        problem = compile_cache.enable(arguments.compile_cache or compile_cache.default_folder())
+        if problem is not None:
+            reporter.say(problem)
+    model, tokenizer = _load(arguments, reporter)
+    engine = AsyncEngine(
+        model,
+        tokenizer,
+        slots=arguments.slots,
+        memory=arguments.memory,
+        context=arguments.context,
+        queue_size=arguments.queue_size,
+        steps_per_call=arguments.steps_per_call,
+    )
+    reporter.say(str(engine.memory))
+    embedder = None
+    if arguments.embeddings is not None:
+        embedder = Embedder(model, engine.context, arguments.embeddings)
+    return ServerState(
+        engine=engine,
+        tokenizer=tokenizer,
+        model_name=arguments.served_model_name or Path(arguments.model).resolve().stem,
+        limits=Limits(body_bytes=arguments.max_body, request_seconds=arguments.request_seconds),
+        api_keys=keys,
+        embedder=embedder,
+    )
+
+
+def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[Any, Any]:
+    mesh = local_mesh(arguments)
+    with reporter.phase(f"loading {Path(arguments.model).resolve().name}") as update:
+        model, tokenizer = load(
+            arguments.model,
+            dtype=arguments.dtype,
+            param_dtype=arguments.param_dtype,
+            mesh=mesh,
+            progress=update,
+        )
+    if tokenizer is None:
+        raise UnsupportedError(f"{arguments.model}: has no tokenizer, which a server needs")
+    return model, tokenizer

@@ -1,0 +1,17 @@
+"""Serving: requests that come as they come, in the slots of the batch engine.
+
+`AsyncEngine` streams the tokens of each request. `jaxllm serve` puts an HTTP server before it.
+"""
+
+from jaxllm.serve.async_engine import AsyncEngine, GenerationStream
+from jaxllm.serve.chunks import Chunk, TokenLogprob
+from jaxllm.serve.engine_thread import EngineStoppedError, QueueFullError
+
+__all__ = [
+    "AsyncEngine",
+    "Chunk",
+    "EngineStoppedError",
+    "GenerationStream",
+    "QueueFullError",
+    "TokenLogprob",
+]

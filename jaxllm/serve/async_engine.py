@@ -1,0 +1,312 @@
+"""`AsyncEngine`: requests that come as they come, answered in slots, from asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from jaxllm.batch.counts import BatchCounts
+from jaxllm.batch.generator import check_model, checked_slots
+from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget
+from jaxllm.batch.plan import predict
+from jaxllm.batch.rows import BatchOutput, RowReader
+from jaxllm.batch.sizes import Sizes
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.values import bucket, is_integer
+from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
+from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.model import without_metadata
+from jaxllm.parallel.sharding import row_shards
+from jaxllm.serve.chunks import Chunk
+from jaxllm.serve.engine_thread import ChunkReceiver, EngineThread
+from jaxllm.serve.live_rows import LiveRow, LiveRowReader, LiveTask, live_group, live_tasks
+from jaxllm.serve.live_run import LiveRun
+from jaxllm.tokenizers.tokenizer import Tokenizer
+
+DEFAULT_CONTEXT = 2048
+DEFAULT_QUEUE_SIZE = 256
+
+
+class AsyncEngine:
+    """Answers requests that come as they come; every result is that of `jaxllm.generate` alone.
+
+    A request is a row of `jaxllm.BatchGenerator`: a prompt, a list of token ids, or a mapping with
+    one of `prompt`, `messages` and `input_ids`, optionally `seed`, and generation fields of greedy
+    search and sampling. It waits for a free slot while the others decode; its tokens stream out
+    after every few steps. Requests of all settings share one decode program and one prefill program
+    for each bucket of prompt lengths, which `start` compiles.
+
+    ::
+
+        async with jaxllm.AsyncEngine(model, tokenizer) as engine:
+            async with engine.submit({"prompt": "Once upon", "max_new_tokens": 20}) as stream:
+                async for chunk in stream:
+                    print(chunk.tokens)
+
+    Args:
+        model: a causal or encoder-decoder language model; where it lies on a mesh, so do the slots.
+        tokenizer: the model's own. None: requests have `input_ids`.
+        slots: most sequences that are decoded at once; None: as `BatchGenerator`.
+        memory: bytes to use on each device; as `BatchGenerator`.
+        context: tokens of a slot, prompt and answer together (of an encoder-decoder, of each of the
+            two), rounded up to a power of two. None: the model's context, but at most 2048.
+        queue_size: most sequences that wait for a slot.
+        steps_per_call: decode steps after which new tokens are read, and requests that wait are
+            admitted. More steps take less of the host's time.
+        seed: seed of requests that have none; the i-th request, from 0, then samples as row i of
+            `BatchGenerator`, and one with a seed as `jaxllm.generate(..., key=its_seed)`.
+        default_new_tokens, fields: as `BatchGenerator`.
+
+    Attributes:
+        context: most tokens of a prompt and its answer.
+        counts: counters of slots and program calls, those of `start` included.
+        memory: predicted memory.
+
+    Raises:
+        InputError, UnsupportedError: a field of all requests is wrong.
+    """
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        tokenizer: Tokenizer | None = None,
+        *,
+        slots: int | None = None,
+        memory: int | str | None = None,
+        context: int | None = None,
+        queue_size: int = DEFAULT_QUEUE_SIZE,
+        steps_per_call: int = 4,
+        seed: int = 0,
+        default_new_tokens: int | None = None,
+        **fields: Any,
+    ) -> None:
+        mesh = check_model(model)
+        numbers = {"context": context, "queue_size": queue_size, "steps_per_call": steps_per_call}
+        for name, number in numbers.items():
+            if number is not None and (not is_integer(number) or number < 1):
+                raise InputError(f"{name}: expected an integer of 1 or more, found {number!r}")
+        self.model, self.tokenizer = model, tokenizer
+        self.counts = BatchCounts()
+        columns = _columns(model, context)
+        limit = None if model.is_encoder_decoder else model.config.context_length
+        self.context = columns if limit is None else min(columns, limit)
+        bare, vocab_size = without_metadata(model), model.config.vocab_size
+        sizes = Sizes(
+            slots=0,
+            columns=columns,
+            encoder_columns=columns if model.is_encoder_decoder else None,
+            shards=row_shards(mesh),
+        ).with_slots(checked_slots(slots, mesh))
+        group = live_group(steps_per_call, vocab_size)
+        reader = RowReader(model, tokenizer, fields, seed, default_new_tokens)
+        self._reader = LiveRowReader(bare, reader, group, sizes.columns, sizes.encoder_columns)
+        widest = LiveTask(self._warm_up_row(self._widths()[-1]), 0)
+        budget = memory_budget(memory, 1 if mesh is None else mesh.size)
+        self.memory: Prediction = fitting_slots(
+            partial(predict, bare, None, group, budget, mesh, [widest], sizes),
+            sizes.slots,
+            sizes.shards,
+        )
+        if not self.memory.fits:
+            raise InputError(f"memory: {self.memory} do not fit; lower context, or raise memory")
+        sizes = dataclasses.replace(sizes, slots=self.memory.slots)
+        self._run = LiveRun(bare, group, sizes, widest.row, self.counts, mesh, steps_per_call)
+        self._thread = EngineThread(self._run, queue_size, self._warm_up)
+        self._numbers = itertools.count()
+
+    @property
+    def slots(self) -> int:
+        """Most sequences that are decoded at once."""
+        return self.memory.slots
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End tokens of requests that do not set their own."""
+        return self._reader.eos
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        return self._thread.waiting
+
+    @property
+    def running(self) -> int:
+        """Sequences in slots."""
+        return self._thread.running
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine; None while it runs."""
+        return self._thread.failure
+
+    async def start(self) -> None:
+        """Compiles all programs, and then takes requests."""
+        await asyncio.to_thread(self._thread.start)
+
+    async def close(self, *, drain: bool = True) -> None:
+        """Takes no more requests, answers those that it has (`drain`), and ends."""
+        await asyncio.to_thread(partial(self._thread.close, drain=drain))
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close(drain=kind is None)
+
+    def submit(
+        self,
+        request: Any,
+        *,
+        logprobs: bool = False,
+        grammar: GrammarLogitsProcessor | None = None,
+    ) -> GenerationStream:
+        """Queues a request; call it in the event loop that reads the stream.
+
+        Args:
+            request: as described above.
+            logprobs: chunks have the log-probabilities of their tokens.
+            grammar: of `json_schema` and similar functions; the text matches it.
+
+        Raises:
+            JaxLLMError: the request is wrong.
+            QueueFullError: too many requests wait.
+            EngineStoppedError: the engine takes no requests.
+        """
+        number = next(self._numbers)
+        row = self._reader.read(number, request, logprobs=logprobs, grammar=grammar)
+        stream = GenerationStream(self, row)
+        self._thread.submit(live_tasks(row, self.tokenizer, stream))
+        return stream
+
+    async def generate(self, request: Any, **options: Any) -> BatchOutput:
+        """The whole result of a request; arguments and errors are those of `submit`."""
+        async with self.submit(request, **options) as stream:
+            chunks = [chunk async for chunk in stream]
+        row = stream.row
+        parts = [[chunk for chunk in chunks if chunk.sample == i] for i in range(row.samples)]
+        output_ids = tuple([t for chunk in part for t in chunk.tokens] for part in parts)
+        texts = None
+        if self.tokenizer is not None:
+            texts = tuple(self.tokenizer.decode(i, skip_special_tokens=True) for i in output_ids)
+        return BatchOutput(
+            index=row.index,
+            id=row.id,
+            output_ids=output_ids,
+            texts=texts,
+            finish_reasons=tuple(part[-1].finish_reason or "" for part in parts),
+            prompt_tokens=len(row.input_ids),
+        )
+
+    def cancel(self, request: ChunkReceiver, sample: int) -> None:
+        """Ends one sample of a request; `GenerationStream.cancel` ends all of them."""
+        self._thread.cancel(request, sample)
+
+    def _widths(self) -> list[int]:
+        """The buckets of prompt lengths."""
+        widths = [SMALLEST_BUCKET]
+        while widths[-1] < self.context:
+            widths.append(2 * widths[-1])
+        return widths
+
+    def _warm_up_row(self, width: int) -> LiveRow:
+        """A request with a prompt of one bucket."""
+        length = width - (not self.model.is_encoder_decoder)  # and one new token
+        limit = self.model.config.context_length
+        if limit is not None and not self.model.is_encoder_decoder:
+            length = min(length, limit - 1)
+        return self._reader.read(0, {"input_ids": np.zeros(length, int), "max_new_tokens": 1})
+
+    def _warm_up(self) -> None:
+        """Runs one request of each bucket, and a step of decoding, so that all is compiled."""
+        for width in self._widths():
+            self._run.add([LiveTask(self._warm_up_row(width), 0)])
+            while self._run.busy:
+                self._run.step()
+
+
+class GenerationStream:
+    """The chunks of one request, as they come: an asynchronous iterator.
+
+    Used as a context manager, it cancels the request when the block ends early.
+    """
+
+    def __init__(self, engine: AsyncEngine, row: LiveRow) -> None:
+        self._engine, self.row = engine, row
+        self._loop = asyncio.get_running_loop()
+        self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        self._open_samples = set(range(row.samples))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.row.input_ids)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """The next chunk of any sample.
+
+        Raises:
+            JaxLLMError: the request ended with an error.
+        """
+        while self._open_samples:
+            chunk = await self._chunks.get()
+            if chunk.sample not in self._open_samples:  # cancelled
+                continue
+            if chunk.is_last:
+                self._open_samples.remove(chunk.sample)
+            if chunk.error is not None:
+                self.cancel()
+                raise chunk.error
+            return chunk
+        raise StopAsyncIteration
+
+    def cancel(self, sample: int | None = None) -> None:
+        """Ends the request, or one of its samples; slots are free after the step that runs."""
+        samples = self._open_samples if sample is None else self._open_samples & {sample}
+        for number in samples:
+            self._engine.cancel(self, number)
+        self._open_samples -= samples
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def deliver(self, chunks: list[Chunk]) -> None:
+        """Called by the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody reads
+            self._loop.call_soon_threadsafe(self._put, chunks)
+
+    def _put(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self._chunks.put_nowait(chunk)
+
+
+def _columns(model: GenerativeModel, context: int | None) -> int:
+    """Columns of a slot."""
+    limit = model.config.context_length
+    if context is None:
+        context = DEFAULT_CONTEXT if limit is None else min(limit, DEFAULT_CONTEXT)
+    return bucket(context, SMALLEST_BUCKET)

@@ -1,0 +1,90 @@
+"""Embeddings of texts: pooled hidden states of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.values import bucket
+from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.model import without_metadata
+from jaxllm.parallel.placement import mesh_of
+from jaxllm.parallel.sharding import row_shards, use_mesh
+
+ROWS = 8
+"""Texts of one call of the program."""
+Pooling = Literal["mean", "last"]
+
+
+class Embedder:
+    """Pools the last hidden states of a text (of the encoder, for an encoder-decoder).
+
+    Args:
+        context: most tokens of a text.
+        pooling: "mean": of all tokens; "last": of the last token.
+    """
+
+    def __init__(self, model: GenerativeModel, context: int, pooling: Pooling = "mean") -> None:
+        self._model, self._mesh = without_metadata(model), mesh_of(model)
+        self._context, self._pooling = context, pooling
+        self._rows = max(ROWS, row_shards(self._mesh))
+
+    def warm_up(self) -> None:
+        """Compiles the program of each bucket of lengths."""
+        width = SMALLEST_BUCKET
+        while width <= bucket(self._context, SMALLEST_BUCKET):
+            self.embed([np.zeros(min(width, self._context), np.int32)])
+            width *= 2
+
+    def embed(self, texts: Sequence[Any]) -> list[Float[np.ndarray, " D"]]:
+        """The embeddings of texts, given as token ids; each has the length 1.
+
+        Raises:
+            InputError: a text is empty or too long.
+        """
+        for number, ids in enumerate(texts):
+            if not 0 < len(ids) <= self._context:
+                raise InputError(
+                    f"input[{number}]: has {len(ids)} tokens; expected 1 to {self._context}"
+                )
+        results = []
+        for start in range(0, len(texts), self._rows):
+            part = texts[start : start + self._rows]
+            width = bucket(max(map(len, part)), SMALLEST_BUCKET)
+            tokens = np.zeros((self._rows, width), np.int32)
+            mask = np.zeros((self._rows, width), bool)
+            mask[:, 0] = True  # rows that fill up the batch
+            for row, ids in enumerate(part):
+                tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
+            with use_mesh(self._mesh):
+                pooled = _pooled(self._model, tokens, mask, pooling=self._pooling)
+            results += list(np.asarray(pooled)[: len(part)])
+        return results
+
+
+@partial(jax.jit, static_argnames=("pooling",))
+def _pooled(
+    model: Any, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], *, pooling: Pooling
+) -> Float[Array, "B D"]:
+    if model.is_encoder_decoder:
+        x = model.encode(tokens, mask).x
+    else:
+        cache = model.init_cache(*tokens.shape)
+        column = jnp.zeros(tokens.shape[0], jnp.int32)  # whose logits nobody reads
+        out = model.decode(tokens, mask, cache, cache_is_empty=True, logits_column=column)
+        x = out.last_hidden_state
+    x = x.astype(jnp.float32)
+    if pooling == "mean":
+        weights = mask[..., None].astype(jnp.float32)
+        x = jnp.sum(x * weights, axis=1) / jnp.sum(weights, axis=1)
+    else:
+        x = x[jnp.arange(x.shape[0]), jnp.sum(mask, axis=1) - 1]
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)

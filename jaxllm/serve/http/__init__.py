@@ -1,0 +1,4 @@
+"""OpenAI's HTTP interface over `AsyncEngine`: `jaxllm serve`.
+
+Needs ``pip install jaxllm[serve]``.
+"""

@@ -1,0 +1,231 @@
+"""Bodies of requests. A field that is not declared here is an error that names it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.strict_json import parse_json
+from jaxllm.common.validation import from_plain
+
+T = TypeVar("T")
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+_KNOWN_UNSUPPORTED = {
+    "audio",
+    "best_of",
+    "echo",
+    "function_call",
+    "functions",
+    "logprobs_mode",
+    "modalities",
+    "prediction",
+    "prompt_logprobs",
+    "reasoning_effort",
+    "store",
+    "suffix",
+    "use_beam_search",
+    "web_search_options",
+}
+"""Fields of OpenAI's and other servers' interfaces that are not implemented here."""
+_TEMPLATE_ARGUMENTS = {"tokenize", "tools", "chat_template", "max_bytes", "documents"}
+"""Arguments of `apply_chat_template` that are the server's to set."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonSchema:
+    """The schema of a `response_format`."""
+
+    schema: dict[str, Any]
+    name: str = ""
+    description: str = ""
+    strict: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResponseFormat:
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def __post_init__(self) -> None:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema: is given if and only if type is json_schema")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingFields:
+    """Fields that chat and text completions share."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float] | None, "a map from token ids to numbers"] = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+    """Accepted, and not used."""
+    metadata: Annotated[dict[str, str] | None, "a map of strings"] = None
+    """Accepted, and not used."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise ValueError(f"n: expected 1 to {MAX_CHOICES}, found {self.n}")
+        if len(self.stops) > MAX_STOPS or not all(self.stops):
+            raise ValueError(f"stop: expected at most {MAX_STOPS} strings, none of them empty")
+        if self.temperature is not None and not 0 <= self.temperature <= 2:
+            raise ValueError(f"temperature: expected 0 to 2, found {self.temperature}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens: expected 1 or more, found {self.max_tokens}")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: has no effect without stream")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatRequest(SamplingFields):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[tuple[dict[str, Any], ...], "a list of messages"]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    tools: Annotated[tuple[dict[str, Any], ...] | None, "a list of tools"] = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] = True
+    chat_template_kwargs: Annotated[
+        dict[str, bool] | None, "a map of switches of the template, true or false"
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.messages:
+            raise ValueError("messages: expected one or more")
+        if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
+            raise ValueError("max_completion_tokens: expected 1 or more")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens: give max_completion_tokens or max_tokens, not both")
+        reserved = _TEMPLATE_ARGUMENTS.intersection(self.chat_template_kwargs or ())
+        if reserved:
+            raise ValueError(f"chat_template_kwargs: {min(reserved)} is no switch of a template")
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"top_logprobs: expected 0 to {MAX_TOP_LOGPROBS}")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: has no effect without logprobs")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionRequest(SamplingFields):
+    """Body of /v1/completions."""
+
+    prompt: Annotated[
+        str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...],
+        "a string, a list of strings, token ids, or a list of lists of token ids",
+    ]
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"logprobs: expected 0 to {MAX_TOP_LOGPROBS}")
+
+    @property
+    def prompts(self) -> list[str | tuple[int, ...]]:
+        """The prompts one by one."""
+        return one_by_one("prompt", self.prompt)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingRequest:
+    """Body of /v1/embeddings."""
+
+    input: Annotated[
+        str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...],
+        "a string, a list of strings, token ids, or a list of lists of token ids",
+    ]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    user: str | None = None
+
+    @property
+    def inputs(self) -> list[str | tuple[int, ...]]:
+        """The texts one by one."""
+        return one_by_one("input", self.input)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizeRequest:
+    """Body of /tokenize: a prompt, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[tuple[dict[str, Any], ...] | None, "a list of messages"] = None
+    add_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give prompt or messages")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DetokenizeRequest:
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[tuple[int, ...], "a list of token ids"]
+
+
+def one_by_one(name: str, value: Any) -> list[str | tuple[int, ...]]:
+    """A prompt, or a list of them, as a list."""
+    if isinstance(value, str) or (value and isinstance(value[0], int)):
+        return [value]
+    if not value or not all(value):
+        raise InputError(f"{name}: is empty")
+    return list(value)
+
+
+def read_body(cls: type[T], body: bytes) -> T:
+    """Reads a body; null is as if the field were not there.
+
+    Raises:
+        JaxLLMError: it is not JSON, or a field is unknown, not supported or wrong.
+    """
+    raw = parse_json(body, source="body", error=InputError)
+    if not isinstance(raw, Mapping):
+        raise InputError("body: expected a JSON object")
+    fields = {name: value for name, value in raw.items() if value is not None}
+    declared = {field.name for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+    for name in fields:
+        if name in _KNOWN_UNSUPPORTED - declared:
+            raise UnsupportedError(f"{name}: not supported by this server")
+    return from_plain(cls, fields)

@@ -1,0 +1,299 @@
+"""The server's endpoints, and what stands around each: keys, limits, errors, log and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jaxllm.common.errors import JaxLLMError
+from jaxllm.serve.http.answers import Usage
+from jaxllm.serve.http.api_errors import ApiError, api_error
+from jaxllm.serve.http.api_types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    read_body,
+)
+from jaxllm.serve.http.chat import ChatAnswer, chat_ids
+from jaxllm.serve.http.completions import CompletionAnswer, prompt_ids
+from jaxllm.serve.http.state import ServerState
+from jaxllm.serve.http.streaming import (
+    CLIENT_CLOSED_REQUEST,
+    ClientGoneError,
+    EventStream,
+    read_limited,
+    until_disconnect,
+)
+
+Endpoint: TypeAlias = Callable[["HttpCall"], Awaitable[Response]]
+_LOG = logging.getLogger("jaxllm.serve")
+
+
+class HttpCall:
+    """One request to an endpoint, from its first byte to its line in the log."""
+
+    def __init__(self, state: ServerState, path: str, request: Request) -> None:
+        self.state, self.path, self.request = state, path, request
+        self.id, self.usage = uuid.uuid4().hex, Usage()
+        self.headers = {"x-request-id": self.id}
+
+    async def body(self) -> bytes:
+        """The body, within the limits of size and time."""
+        limits = self.state.limits
+        return await read_limited(self.request.receive, limits.body_bytes, limits.body_seconds)
+
+    def json(self, content: Any, status: int = 200) -> JSONResponse:
+        """An answer."""
+        return JSONResponse(content, status, self.headers)
+
+    def check_key(self) -> None:
+        """Compares the request's key with all of the server's, in constant time."""
+        keys = self.state.api_keys
+        if keys is None:
+            return
+        kind, _, key = self.request.headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(key.strip().encode(), known) for known in keys]
+        if kind.lower() != "bearer" or not any(matches):
+            raise ApiError(
+                401, "Authorization: expected a valid API key (Bearer ...)", code="invalid_api_key"
+            )
+
+    def end(self, status: int) -> None:
+        """Counts and logs the request; the log has no prompt and no answer."""
+        usage, metrics = self.usage, self.state.metrics
+        seconds = time.perf_counter() - usage.start
+        metrics.requests.labels(self.path, status).inc()
+        metrics.seconds.labels(self.path).observe(seconds)
+        if usage.first_token_seconds is not None:
+            metrics.first_token.labels(self.path).observe(usage.first_token_seconds)
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.new_tokens.inc(usage.completion_tokens)
+        fields = {
+            "event": "request",
+            "id": self.id,
+            "method": self.request.method,
+            "path": self.path,
+            "status": status,
+            "seconds": round(seconds, 4),
+            "first_token_seconds": usage.first_token_seconds,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+        }
+        _LOG.info("request", extra={"fields": fields})
+
+
+def endpoint(
+    state: ServerState,
+    path: str,
+    answer: Endpoint,
+    method: str = "POST",
+    *,
+    open_to_all: bool = False,
+) -> Route:
+    """A route whose errors are answers in OpenAI's format.
+
+    Args:
+        open_to_all: no API key is asked for.
+    """
+
+    async def handle(request: Request) -> Response:
+        call = HttpCall(state, path, request)
+        status = 500
+        try:
+            if not open_to_all:
+                call.check_key()
+            response = await answer(call)
+            status = response.status_code
+        except JaxLLMError as error:
+            failure = api_error(error)
+            status, response = failure.status, _error_response(failure, call.headers)
+        except ApiError as failure:
+            status, response = failure.status, _error_response(failure, call.headers)
+        except ClientGoneError:
+            status, response = CLIENT_CLOSED_REQUEST, Response(status_code=CLIENT_CLOSED_REQUEST)
+        except TimeoutError:
+            failure = ApiError(
+                504, f"the answer took longer than {state.limits.request_seconds:.0f} seconds"
+            )
+            status, response = failure.status, _error_response(failure, call.headers)
+        except Exception:
+            _LOG.exception("internal error", extra={"fields": {"event": "error", "id": call.id}})
+            failure = ApiError(500, f"internal error; see the server's log, request {call.id}")
+            status, response = failure.status, _error_response(failure, call.headers)
+        if not isinstance(response, EventStream):  # which ends later
+            call.end(status)
+        return response
+
+    return Route(path, handle, methods=[method])
+
+
+def _error_response(error: ApiError, headers: dict[str, str]) -> JSONResponse:
+    return JSONResponse(error.to_json(), error.status, {**error.headers, **headers})
+
+
+async def _answered(call: HttpCall, answer: Any) -> Response:
+    """The answer of a completion, whole or as a stream."""
+    state, request = call.state, answer.request
+    state.check_model(request.model)
+    async with asyncio.timeout(state.limits.request_seconds):
+        streams = await answer.start()
+        if not request.stream:
+            work = answer.whole(streams)
+            return call.json(await until_disconnect(call.request.receive, work))
+
+    def end(status: int) -> None:
+        for stream in streams:  # of a client that went away before the first event, too
+            stream.cancel()
+        call.end(status)
+
+    seconds = state.limits.request_seconds
+    return EventStream(answer.events(streams), seconds, end, call.headers)
+
+
+async def chat_completions(call: HttpCall) -> Response:
+    """Answers messages."""
+    request = read_body(ChatRequest, await call.body())
+    return await _answered(call, ChatAnswer(call.state, request, call.usage))
+
+
+async def completions(call: HttpCall) -> Response:
+    """Continues prompts."""
+    request = read_body(CompletionRequest, await call.body())
+    return await _answered(call, CompletionAnswer(call.state, request, call.usage))
+
+
+async def embeddings(call: HttpCall) -> Response:
+    """Embeds texts."""
+    state = call.state
+    if state.embedder is None:
+        raise ApiError(404, "embeddings are not served; start the server with --embeddings")
+    request = read_body(EmbeddingRequest, await call.body())
+    state.check_model(request.model)
+    ids = await asyncio.to_thread(prompt_ids, state, request.inputs, "input")
+    call.usage.prompt_tokens = sum(map(len, ids))
+    vectors = await asyncio.to_thread(state.embedder.embed, ids)
+
+    def encoded(vector: np.ndarray) -> Any:
+        if request.encoding_format == "float":
+            return vector.tolist()
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+
+    data = [
+        {"object": "embedding", "index": index, "embedding": encoded(vector)}
+        for index, vector in enumerate(vectors)
+    ]
+    tokens = call.usage.prompt_tokens
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return call.json({"object": "list", "data": data, "model": state.model_name, "usage": usage})
+
+
+async def models(call: HttpCall) -> Response:
+    """Lists the one model."""
+    state = call.state
+    model = {
+        "id": state.model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "jaxllm",
+        "max_model_len": state.engine.context,
+    }
+    return call.json({"object": "list", "data": [model]})
+
+
+async def tokenize(call: HttpCall) -> Response:
+    """Token ids of a prompt or of messages."""
+    request = read_body(TokenizeRequest, await call.body())
+    state = call.state
+    state.check_model(request.model)
+    if request.messages is not None:
+        ids = await asyncio.to_thread(chat_ids, state, request, False)
+    else:
+        ids = await asyncio.to_thread(
+            state.tokenizer.encode,
+            request.prompt or "",
+            add_special_tokens=request.add_special_tokens,
+            max_bytes=state.limits.body_bytes,
+        )
+    return call.json({"tokens": ids, "count": len(ids), "max_model_len": state.engine.context})
+
+
+async def detokenize(call: HttpCall) -> Response:
+    """Text of token ids."""
+    request = read_body(DetokenizeRequest, await call.body())
+    call.state.check_model(request.model)
+    text = await asyncio.to_thread(call.state.tokenizer.decode, request.tokens)
+    return call.json({"prompt": text})
+
+
+async def health(call: HttpCall) -> Response:
+    """200 while the engine runs, 503 after it has failed."""
+    failure = call.state.engine.failure
+    if failure is not None:
+        return call.json({"status": "failed"}, 503)
+    return call.json({"status": "ok"})
+
+
+async def metrics(call: HttpCall) -> Response:
+    """Metrics for Prometheus."""
+    state = call.state
+    state.metrics.running.set(state.engine.running)
+    state.metrics.waiting.set(state.engine.waiting)
+    state.metrics.slots.set(state.engine.slots)
+    state.metrics.decode_steps.set(state.engine.counts.decode_steps)
+    content, content_type = state.metrics.render()
+    return Response(content, headers={**call.headers, "content-type": content_type})
+
+
+def make_app(state: ServerState, cors_origins: tuple[str, ...] = ()) -> Starlette:
+    """The ASGI application.
+
+    Args:
+        cors_origins: origins whose pages may call the server; none by default.
+    """
+    routes = [
+        endpoint(state, "/v1/chat/completions", chat_completions),
+        endpoint(state, "/v1/completions", completions),
+        endpoint(state, "/v1/embeddings", embeddings),
+        endpoint(state, "/v1/models", models, "GET"),
+        endpoint(state, "/tokenize", tokenize),
+        endpoint(state, "/detokenize", detokenize),
+        endpoint(state, "/health", health, "GET", open_to_all=True),
+        endpoint(state, "/metrics", metrics, "GET"),
+    ]
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path[:100]
+        failure = ApiError(error.status_code, f"{request.method} {path}: {error.detail}")
+        return JSONResponse(failure.to_json(), failure.status, error.headers)
+
+    middleware = []
+    if cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(cors_origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+        )
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: http_error}
+    )

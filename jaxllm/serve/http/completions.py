@@ -1,0 +1,76 @@
+"""/v1/completions; for an encoder-decoder the prompt is the encoder's input."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from jaxllm.common.errors import InputError
+from jaxllm.serve.async_engine import GenerationStream
+from jaxllm.serve.http.answers import Answer, Usage
+from jaxllm.serve.http.api_types import CompletionRequest
+from jaxllm.serve.http.logprobs_json import completion_logprobs, token_text
+from jaxllm.serve.http.pieces import Choice, Piece
+from jaxllm.serve.http.state import ServerState
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionAnswer(Answer):
+    """The continuations of one or more prompts."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+    id_prefix = "cmpl"
+    request: CompletionRequest
+
+    def __init__(self, state: ServerState, request: CompletionRequest, usage: Usage) -> None:
+        super().__init__(state, request, usage)
+        self._offsets: dict[int, int] = {}
+
+    async def start(self) -> list[GenerationStream]:
+        """Tokenizes the prompts and queues them."""
+        ids = await asyncio.to_thread(prompt_ids, self.state, self.request.prompts, "prompt")
+        limit = self.request.max_tokens or DEFAULT_MAX_TOKENS
+        return await self.submit(ids, limit, logprobs=self.request.logprobs is not None)
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        logprobs = None
+        if self.request.logprobs is not None:
+            logprobs = completion_logprobs(
+                self.tokenizer, choice.tokens, choice.logprobs, self.request.logprobs
+            )
+        return {"text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
+        logprobs = None
+        if piece.logprobs is not None and self.request.logprobs is not None:
+            offset = self._offsets.get(piece.index, 0)
+            logprobs = completion_logprobs(
+                self.tokenizer, piece.tokens, piece.logprobs, self.request.logprobs, offset
+            )
+            lengths = (len(token_text(self.tokenizer, token)[0]) for token in piece.tokens)
+            self._offsets[piece.index] = offset + sum(lengths)
+        if not piece.text and piece.finish_reason is None and logprobs is None:
+            return []  # the text waits for the next token
+        return [{"text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}]
+
+
+def prompt_ids(
+    state: ServerState, prompts: list[str | tuple[int, ...]], name: str
+) -> list[list[int]]:
+    """The token ids of prompts.
+
+    Raises:
+        InputError: a prompt is empty or too long, or has an id that the model does not know.
+    """
+    vocab_size, result = state.engine.model.config.vocab_size, []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids = state.tokenizer([prompt], max_bytes=state.limits.body_bytes).input_ids[0].tolist()
+        else:
+            ids = list(prompt)
+        if not ids or not all(0 <= token < vocab_size for token in ids):
+            raise InputError(f"{name}: expected one token id or more, from 0 to {vocab_size - 1}")
+        result.append(ids)
+    return result

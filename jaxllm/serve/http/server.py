@@ -1,0 +1,103 @@
+"""Runs the HTTP server: compiles, opens the port, and drains when it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Generator
+
+import uvicorn
+
+from jaxllm.common.errors import InputError
+from jaxllm.serve.http.app import make_app
+from jaxllm.serve.http.state import ServerState
+
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers, since commands have their own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket on an address; it refuses connections until the server listens.
+
+    Raises:
+        InputError: the address is in use or is not this machine's.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as failure:
+        raise InputError(
+            f"{host}:{port}: cannot be bound ({failure.strerror or failure})"
+        ) from None
+    return bound
+
+
+class HttpServer:
+    """A server on a bound socket.
+
+    Args:
+        drain_seconds: time that requests have to end after `stop`.
+        cors_origins: as `make_app`.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        bound: socket.socket,
+        *,
+        drain_seconds: float = 60.0,
+        cors_origins: tuple[str, ...] = (),
+    ) -> None:
+        self._state, self._socket = state, bound
+        config = uvicorn.Config(
+            make_app(state, cors_origins),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=round(drain_seconds),
+        )
+        self._server = _Server(config)
+        self.warm_up_seconds = 0.0
+        """Time that compiling took."""
+
+    def stop(self) -> None:
+        """Takes no more connections, and ends when all requests have; from any thread."""
+        self._server.should_exit = True
+
+    async def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
+        """Compiles all programs, opens the port, and serves until `stop`.
+
+        Args:
+            on_ready: called when everything is compiled, before the port opens.
+        """
+        engine, embedder = self._state.engine, self._state.embedder
+        start = time.perf_counter()
+        await engine.start()
+        try:
+            if embedder is not None:
+                await asyncio.to_thread(embedder.warm_up)
+            self.warm_up_seconds = time.perf_counter() - start
+            on_ready()
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            await engine.close(drain=False)

@@ -1,0 +1,122 @@
+"""What the endpoints of a server share."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor, json_schema
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.serve.async_engine import AsyncEngine, GenerationStream
+from jaxllm.serve.embedder import Embedder
+from jaxllm.serve.http.api_errors import ApiError
+from jaxllm.serve.http.api_types import ResponseFormat, SamplingFields
+from jaxllm.serve.http.metrics import Metrics
+from jaxllm.tokenizers.tokenizer import Tokenizer
+
+_GRAMMARS = 32
+"""Compiled schemas that are kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits of a request."""
+
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 30.0
+    """Time in which the body must arrive."""
+    request_seconds: float = 600.0
+    """Time from the request to the last byte of the answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerState:
+    """A model behind its engine, and how it is served.
+
+    Args:
+        model_name: its name in requests and answers.
+        api_keys: None: no key is asked for.
+        embedder: None: /v1/embeddings is not served.
+    """
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    model_name: str
+    limits: Limits = Limits()
+    api_keys: tuple[bytes, ...] | None = None
+    embedder: Embedder | None = None
+    metrics: Metrics = dataclasses.field(default_factory=Metrics)
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError if a request names another model."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"model: this server has {self.model_name!r}, not {name!r:.100}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def submit(
+        self, rows: Sequence[dict[str, Any]], *, logprobs: bool, grammar: Any
+    ) -> list[GenerationStream]:
+        """Queues the prompts of a request: all of them, or none."""
+        streams: list[GenerationStream] = []
+        try:
+            for row in rows:
+                streams.append(self.engine.submit(row, logprobs=logprobs, grammar=grammar))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return streams
+
+    async def grammar(self, response_format: ResponseFormat | None) -> Any:
+        """The grammar that an answer must match, or None."""
+        if response_format is None or response_format.type == "text":
+            return None
+        schema: dict[str, Any] = {"type": "object"}
+        if response_format.json_schema is not None:
+            schema = response_format.json_schema.schema
+        return await asyncio.to_thread(self._compiled, json.dumps(schema))
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        def compile_schema(schema: str) -> GrammarLogitsProcessor:
+            eos = self.engine.eos_token_ids
+            return json_schema(schema, self.tokenizer, eos_token_id=eos)
+
+        return functools.lru_cache(maxsize=_GRAMMARS)(compile_schema)
+
+    def fields(self, request: SamplingFields) -> dict[str, Any]:
+        """The generation fields of a request. What it does not set is as generation_config.json
+        has it, or else as in OpenAI's interface: sampling at temperature 1 without filters."""
+        config = self.engine.model.generation_config or GenerationConfig()
+        defaults = config.to_dict()
+        fields: dict[str, Any] = {
+            "presence_penalty": request.presence_penalty,
+            "frequency_penalty": request.frequency_penalty,
+            "num_return_sequences": request.n,
+        }
+        if request.repetition_penalty is not None:
+            fields["repetition_penalty"] = request.repetition_penalty
+        if request.logit_bias:
+            fields["logit_bias"] = request.logit_bias
+        if request.min_tokens:
+            fields["min_new_tokens"] = request.min_tokens
+        if request.ignore_eos:
+            fields["eos_token_id"] = None
+        neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        sampling = {name: getattr(request, name) for name in neutral}
+        for name, value in sampling.items():
+            if value is None:
+                sampling[name] = defaults.get(name, neutral[name])
+        if sampling["temperature"] == 0:
+            return {**fields, "do_sample": False}
+        return {**fields, "do_sample": True, **sampling}

@@ -1,0 +1,125 @@
+"""Answers that end with their client: server-sent events, and work that a disconnect cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxllm.common.errors import JaxLLMError
+from jaxllm.serve.http.api_errors import ApiError, api_error
+
+T = TypeVar("T")
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status in logs and metrics where the client went away (nginx's)."""
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer."""
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, which is cancelled when the client disconnects.
+
+    Args:
+        receive: of a request whose body has been read.
+
+    Raises:
+        ClientGoneError: it did.
+    """
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.create_task(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events of an interface like OpenAI's, which end with ``[DONE]``.
+
+    An error after the first event is an event of its own.
+
+    Args:
+        events: JSON objects.
+        seconds: limit of the time until the last byte is sent.
+        on_end: called with the status at the end.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[dict[str, Any]],
+        seconds: float,
+        on_end: Callable[[int], object],
+        headers: dict[str, str],
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events, self._seconds, self._on_end = events, seconds, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        status = 200
+        try:
+            async with asyncio.timeout(self._seconds):
+                await send(start)
+                status = await until_disconnect(receive, self._send_all(send))
+        except (ClientGoneError, OSError):  # TimeoutError is an OSError
+            status = CLIENT_CLOSED_REQUEST
+        finally:
+            self._on_end(status)
+
+    async def _send_all(self, send: Send) -> int:
+        async def write(data: str, *, more: bool = True) -> None:
+            body = f"data: {data}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        status = 200
+        try:
+            async for event in self._events:
+                await write(json.dumps(event, ensure_ascii=False))
+        except JaxLLMError as error:
+            failure = api_error(error)
+            status = failure.status
+            await write(json.dumps(failure.to_json()))
+        await write("[DONE]", more=False)
+        return status
+
+
+async def read_limited(receive: Receive, max_bytes: int, seconds: float) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is larger than `max_bytes`, or takes longer than `seconds`.
+        ClientGoneError: the client disconnects.
+    """
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > max_bytes:
+                    raise ApiError(413, f"body: larger than {max_bytes} bytes")
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(408, f"body: did not arrive within {seconds:.0f} seconds") from None

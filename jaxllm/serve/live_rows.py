@@ -1,0 +1,229 @@
+"""Rows of live requests, and the one group that all of them share.
+
+The programs of a batch depend on which fields its rows use. A server does not know the next
+request, so its group applies every field that may differ between rows, at the neutral value where
+a row does not use it; a processor runs only while a row needs it. So traffic compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, UInt32
+
+from jaxllm.batch.queue import Task
+from jaxllm.batch.row_groups import NEUTRAL, Group, fits_slots, processors_of
+from jaxllm.batch.rows import BatchRow, RawRow, RowReader
+from jaxllm.batch.streamed_slots import StreamedSettings, StreamedSlots
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.processors import LogitsProcessorList
+from jaxllm.generation.processors.base import (
+    History,
+    LogitsProcessor,
+    Scores,
+    logits_processor,
+    store,
+)
+from jaxllm.generation.processors.host.allowed_tokens import WORD, unpack
+from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
+from jaxllm.generation.processors.per_row import signature
+from jaxllm.models.decoder import Decoder
+from jaxllm.serve.stop_strings import StopStringMatcher
+from jaxllm.tokenizers.tokenizer import Tokenizer
+
+MAX_TOP_LOGPROBS = 20
+MAX_EOS_TOKENS = 8
+ALL_TOKENS = np.uint32(0xFFFFFFFF)
+
+
+@logits_processor()
+class TokenMaskLogitsProcessor(LogitsProcessor):
+    """Forbids all tokens but those of a mask, which the host writes before each step."""
+
+    bits: UInt32[Array, " W"]
+    """The allowed tokens, as `allowed_tokens.pack` packs them."""
+
+    def __init__(self, bits: UInt32[np.ndarray, " W"]) -> None:
+        store(self, bits=bits)
+
+    def is_neutral(self) -> Bool[Array, ""]:
+        return jnp.all(self.bits == ALL_TOKENS)
+
+    def process(self, history: History, scores: Scores) -> Scores:
+        return jnp.where(unpack(self.bits[None], scores.shape[1]), scores, -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LiveRow(BatchRow):
+    """A checked request."""
+
+    logprobs: bool
+    stop_strings: tuple[str, ...]
+    grammar: GrammarLogitsProcessor | None
+
+    def mask(self, new_tokens: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, " W"]:
+        """The tokens that its grammar allows after some new tokens, as bits."""
+        if self.grammar is None:
+            return np.full(-(-vocab_size // WORD), ALL_TOKENS)
+        return self.grammar.allowed_bits(new_tokens, vocab_size)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LiveTask(Task):
+    """One sample of a request, from the queue to its end."""
+
+    row: LiveRow
+    request: Any = None
+    """What the caller recognises its request by."""
+    stops: StopStringMatcher | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    """New tokens so far."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveGroup(Group):
+    """The group of all live requests."""
+
+    def processors(self, row: BatchRow, vocab_size: int) -> LogitsProcessorList:
+        assert isinstance(row, LiveRow)
+        mask = TokenMaskLogitsProcessor(row.mask((), vocab_size))
+        return processors_of(row, self.shared_fields, vocab_size, extra=[mask])
+
+    def settings(self, rows: Sequence[BatchRow], vocab_size: int) -> StreamedSettings:
+        settings = super().settings(rows, vocab_size)
+        logprobs: Any = np.array([isinstance(row, LiveRow) and row.logprobs for row in rows])
+        return StreamedSettings(**vars(settings), logprobs=logprobs)
+
+
+def live_group(steps_per_call: int, vocab_size: int) -> LiveGroup:
+    """The group of requests whose slots are read after every `steps_per_call` steps."""
+    strategy = StreamedSlots(
+        sampling=True,
+        allow_nonfinite=False,
+        window=steps_per_call,
+        top_logprobs=min(MAX_TOP_LOGPROBS, vocab_size),
+    )
+    return LiveGroup(
+        number=0,
+        rows=(),
+        strategy=strategy,
+        shared_fields=tuple(sorted(NEUTRAL)),
+        stop_lists=(),
+        eos_width=MAX_EOS_TOKENS,
+    )
+
+
+class LiveRowReader:
+    """Reads requests: rows of `BatchGenerator` that can run in the group of live requests.
+
+    Args:
+        reader: reads the rows.
+        columns: of a slot.
+        encoder_columns: of a slot, for an encoder-decoder.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        reader: RowReader,
+        group: LiveGroup,
+        columns: int,
+        encoder_columns: int | None,
+    ) -> None:
+        self._model, self._reader, self._group = model, reader, group
+        self._columns, self._encoder_columns = columns, encoder_columns
+        plain = self._reader.read(RawRow(0, 0, {"input_ids": [0], "max_new_tokens": 1}))
+        self._check_fields(plain, None)
+        self.eos = plain.eos
+        """End tokens of requests that do not set their own."""
+        self._signature = self._signature_of(_live_row(plain))
+
+    def read(
+        self,
+        index: int,
+        raw: Any,
+        *,
+        logprobs: bool = False,
+        grammar: GrammarLogitsProcessor | None = None,
+    ) -> LiveRow:
+        """Reads and checks a request.
+
+        Raises:
+            JaxLLMError: it is wrong, or needs what slots do not have.
+        """
+        row = self._reader.read(RawRow(index, index, raw))
+        self._check_fields(row, raw)
+        self._check_lengths(row)
+        live_row = _live_row(row, logprobs=logprobs, grammar=grammar)
+        if self._signature_of(live_row) != self._signature:
+            raise self._unsupported(row, raw)
+        return live_row
+
+    def _signature_of(self, row: LiveRow) -> Any:
+        return signature(self._group.processors(row, self._model.config.vocab_size))
+
+    def _check_fields(self, row: BatchRow, raw: Any) -> None:
+        if row.mode not in ("greedy_search", "sample") or not fits_slots(row):
+            raise self._unsupported(row, raw)
+        if row.config.remove_invalid_values:
+            raise UnsupportedError("remove_invalid_values: not in a server; use jaxllm.generate")
+        if len(row.eos) > MAX_EOS_TOKENS:
+            raise UnsupportedError(
+                f"eos_token_id: {len(row.eos)} tokens, but a server takes {MAX_EOS_TOKENS}"
+            )
+
+    def _unsupported(self, row: BatchRow, raw: Any) -> UnsupportedError:
+        fields = raw if isinstance(raw, Mapping) else row.config.to_dict()
+        names = [name for name in fields if name in row.config.fields and name not in NEUTRAL]
+        return UnsupportedError(
+            f"a server runs greedy search and sampling only, but these settings need another "
+            f"program ({', '.join(sorted(names)) or row.mode}); use jaxllm.BatchGenerator"
+        )
+
+    def _check_lengths(self, row: BatchRow) -> None:
+        prompt, limit = len(row.input_ids), self._columns
+        if self._encoder_columns is not None:
+            if prompt > self._encoder_columns:
+                raise InputError(
+                    f"prompt: has {prompt} tokens, but the server takes {self._encoder_columns}"
+                )
+            prompt = 1
+        if row.max_length > limit:
+            raise InputError(
+                f"max_new_tokens: the prompt has {prompt} tokens and {row.max_new_tokens} new ones "
+                f"are asked for, but a slot holds {limit}; ask for at most "
+                f"{max(limit - prompt, 0)}, or shorten the prompt"
+            )
+
+
+def _live_row(
+    row: BatchRow, *, logprobs: bool = False, grammar: GrammarLogitsProcessor | None = None
+) -> LiveRow:
+    """The row with its stop strings apart from the settings, since the host looks for them."""
+    values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    values["config"] = row.config.without(["stop_strings"])
+    return LiveRow(
+        **values,
+        logprobs=logprobs,
+        stop_strings=row.config.stop_strings or (),
+        grammar=grammar,
+    )
+
+
+def live_tasks(row: LiveRow, tokenizer: Tokenizer | None, request: Any) -> list[LiveTask]:
+    """A task for each sample of a request."""
+    return [
+        LiveTask(row, sample, request=request, stops=_matcher(row, tokenizer))
+        for sample in range(row.samples)
+    ]
+
+
+def _matcher(row: LiveRow, tokenizer: Tokenizer | None) -> StopStringMatcher | None:
+    if not row.stop_strings or tokenizer is None:
+        return None
+    prompt: Int[np.ndarray, " C"] = row.decoder_prompt
+    return StopStringMatcher(tokenizer, row.stop_strings, prompt.tolist())

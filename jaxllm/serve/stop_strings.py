@@ -1,0 +1,45 @@
+"""Stop strings of one sequence, looked for on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jaxllm.tokenizers.tokenizer import Tokenizer
+
+
+class StopStringMatcher:
+    """Finds the token that completes a stop string, by the rule of `StopStringCriteria`.
+
+    The string ends within or at the end of the newest token, and may begin in any earlier one, the
+    prompt included. A token counts as its bytes in the middle of a text; an id without a token ends
+    every partial match.
+
+    Args:
+        prompt: token ids before the first new token.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, strings: Sequence[str], prompt: Iterable[int] = ()
+    ) -> None:
+        self._bytes = tokenizer.token_bytes()
+        self._patterns = [string.encode("utf-8") for string in strings]
+        self._kept = max(map(len, self._patterns)) - 1
+        self._tail = b""
+        for token in prompt:
+            self._extend(token)
+
+    def completes(self, token: int) -> bool:
+        """Adds a new token; True if it completes a stop string."""
+        before = self._tail
+        text = self._extend(token)
+        return any(text.find(p, max(len(before) - len(p) + 1, 0)) >= 0 for p in self._patterns)
+
+    def _extend(self, token: int) -> bytes:
+        """The end of the text, the token included; keeps what may be the start of a match."""
+        content = self._bytes[token] if token < len(self._bytes) else None
+        if content is None:
+            self._tail = b""
+            return b""
+        text = self._tail + content
+        self._tail = text[max(len(text) - self._kept, 0) :]
+        return text

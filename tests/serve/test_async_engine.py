@@ -1,0 +1,199 @@
+"""`AsyncEngine`: requests that come as they come are answered as `generate` alone answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from batch_tools import differences, uneven_rows
+from small_tokenizers import small_tokenizer
+
+import jaxllm
+from jaxllm.common.compile_clock import CompileClock
+from jaxllm.serve import AsyncEngine, QueueFullError
+from jaxllm.serve.engine_thread import EngineStoppedError
+
+TOKENIZER = small_tokenizer("llama.model")
+MODEL = tiny.make("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER))
+
+
+def run(use: Callable[[AsyncEngine], Awaitable[Any]], model: Any = MODEL, **options: Any) -> Any:
+    async def main() -> Any:
+        async with AsyncEngine(model, **{"slots": 4, "context": 64, **options}) as engine:
+            return await use(engine)
+
+    return asyncio.run(main())
+
+
+def mixed_rows(count: int, vocab: int) -> list[dict[str, Any]]:
+    """Rows of different lengths and settings."""
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 10, "min_p": 0.01}
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+    settings: list[dict[str, Any]] = [
+        {},
+        {"do_sample": True, "num_return_sequences": 2, **sampling},
+        {"logit_bias": {"11": 5}, "min_new_tokens": 4, "no_repeat_ngram_size": 3, **penalties},
+    ]
+    rows = uneven_rows(count, prompts=16, new=11, seed=3, vocab=vocab)
+    for i, row in enumerate(rows):
+        row |= {"seed": i, **settings[i % len(settings)]}
+        row["max_new_tokens"] += 5
+    return rows
+
+
+@pytest.mark.parametrize("family", tiny.mostly("llama"))
+def test_every_answer_equals_generate_alone_and_traffic_compiles_nothing(family):
+    model = MODEL if family == "llama" else tiny.make(family)
+    rows = mixed_rows(24, vocab=50)
+
+    async def use(engine: AsyncEngine) -> list[Any]:
+        compiled, clock = set(engine.counts.program_calls), CompileClock()
+
+        async def client(row: dict[str, Any], delay: float) -> Any:
+            await asyncio.sleep(delay)
+            return await engine.generate(row)
+
+        rng = random.Random(0)
+        outputs = await asyncio.gather(*(client(row, rng.random() / 4) for row in rows))
+        clock.close()
+        assert clock.programs == 0
+        assert set(engine.counts.program_calls) == compiled
+        assert engine.running == engine.waiting == 0
+        return sorted(outputs, key=lambda output: rows.index(_row_of(output, rows)))
+
+    outputs = run(use, model=model)
+    outputs = [output.__class__(**{**vars(output), "index": i}) for i, output in enumerate(outputs)]
+    assert differences(model, rows, outputs)[0] == []
+
+
+def _row_of(output: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(row for row in rows if row["id"] == output.id)
+
+
+def test_chunks_are_the_tokens_with_the_models_own_log_probabilities():
+    row = {"input_ids": [5, 6, 7], "max_new_tokens": 11, "do_sample": True, "temperature": 3.0}
+
+    async def use(engine: AsyncEngine) -> list[Any]:
+        async with engine.submit({**row, "seed": 4}, logprobs=True) as stream:
+            assert stream.prompt_tokens == 3
+            return [chunk async for chunk in stream]
+
+    chunks = run(use)
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    assert [len(chunk.tokens) for chunk in chunks] == [1, 4, 4, 2]
+    assert chunks[-1].finish_reason == "length"
+    out = jaxllm.generate(MODEL, **{**row, "input_ids": [[5, 6, 7]]}, key=4)
+    assert tokens == np.asarray(out.sequences)[0, 3:].tolist()
+    logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+    score = jaxllm.score(MODEL, [[5, 6, 7]], [tokens])
+    np.testing.assert_allclose([p.logprob for p in logprobs], score.token_log_probs[0], atol=1e-4)
+    assert all(len(p.top) == 20 and p.top[0][1] >= p.logprob - 1e-6 for p in logprobs)
+    for token, logprob in zip(tokens, logprobs, strict=True):
+        assert dict(logprob.top).get(token, logprob.logprob) == pytest.approx(logprob.logprob)
+
+
+def test_stop_strings_and_grammars_beside_other_requests():
+    ids = TOKENIZER.encode("Hello")
+    greedy = jaxllm.generate(MODEL, [ids], max_new_tokens=24, eos_token_id=None)
+    new = [TOKENIZER.token_bytes()[token] for token in np.asarray(greedy.sequences)[0, len(ids) :]]
+    text = next(
+        t for i, t in enumerate(new) if i > 8 and t.isascii() and t not in b"".join(new[:i])
+    )
+    stop = {"input_ids": ids, "max_new_tokens": 24, "eos_token_id": None}
+    stop["stop_strings"] = ["no such", text.decode()]
+    sampled = {"do_sample": True, "max_new_tokens": 24, "temperature": 2.0}
+    pattern = functools.partial(jaxllm.generation.grammar.regex, " ?[0-9]{3}[a-f]{2}", TOKENIZER)
+
+    async def use(engine: AsyncEngine) -> list[Any]:
+        return await asyncio.gather(
+            engine.generate(stop),
+            engine.generate({"input_ids": ids, **sampled, "seed": 7}, grammar=pattern()),
+            engine.generate({"input_ids": ids, **sampled, "seed": 8}),
+            engine.generate({"input_ids": ids, **sampled, "seed": 9}, grammar=pattern()),
+        )
+
+    stopped, *others = run(use, tokenizer=TOKENIZER)
+    out = jaxllm.generate(MODEL, **{**stop, "input_ids": [ids]}, tokenizer=TOKENIZER)
+    assert stopped.output_ids[0] == np.asarray(out.sequences)[0, len(ids) :].tolist()
+    assert stopped.finish_reasons == ("stop",)
+    assert len(stopped.output_ids[0]) < 24
+    for output, seed, processors in zip(
+        others, (7, 8, 9), ([pattern()], [], [pattern()]), strict=True
+    ):
+        out = jaxllm.generate(MODEL, [ids], key=seed, logits_processor=processors, **sampled)
+        want = np.asarray(out.sequences)[0, len(ids) :].tolist()
+        assert output.output_ids[0] == want[: len(output.output_ids[0])]
+        assert set(want[len(output.output_ids[0]) :]) <= {MODEL.config.eos_token_ids[0]}
+    assert len(others[0].texts[0].strip()) == 5
+
+
+def test_cancelled_requests_free_their_slots_and_the_queue_is_bounded():
+    row = {"input_ids": [5, 6], "max_new_tokens": 60, "eos_token_id": None}
+
+    async def use(engine: AsyncEngine) -> None:
+        streams = [engine.submit(row) for _ in range(4)]
+        first = await anext(streams[0])  # all slots are taken
+        waiting = [engine.submit(row) for _ in range(3)]
+        with pytest.raises(QueueFullError, match="the queue holds 3") as error:
+            engine.submit(row)
+        assert error.value.retry_after >= 1
+        for stream in [*streams, *waiting[:2]]:
+            stream.cancel()
+        output = [token async for chunk in waiting[2] for token in chunk.tokens]
+        assert len(output) == 60
+        assert output[: len(first.tokens)] == list(first.tokens)
+        assert engine.counts.decode_steps < 3 * 60
+        with pytest.raises(StopAsyncIteration):
+            await anext(streams[0])
+
+    run(use, queue_size=3)
+
+
+def test_wrong_requests_are_named_and_change_nothing():
+    async def use(engine: AsyncEngine) -> None:
+        for fields, error in [
+            ({"num_beams": 2}, "num_beams"),
+            ({"suppress_tokens": [5]}, "suppress_tokens"),
+            ({"guidance_scale": 2.0}, "guidance_scale"),
+            ({"temperature": -1.0, "do_sample": True}, "temperature"),
+            ({"max_new_tokens": 64}, "a slot holds 64; ask for at most 62"),
+            ({"no_such": 1}, "no_such"),
+            ({"eos_token_id": list(range(9))}, "eos_token_id: 9 tokens"),
+            ({"logit_bias": {"99999": 1}}, "names token 99999"),
+        ]:
+            with pytest.raises(jaxllm.JaxLLMError, match=error):
+                engine.submit({"input_ids": [5, 6], **fields})
+        assert engine.waiting == 0
+
+    run(use)
+
+
+def test_closing_drains_and_a_failure_ends_every_request(monkeypatch):
+    row = {"input_ids": [5, 6], "max_new_tokens": 30, "eos_token_id": None}
+
+    async def main() -> None:
+        engine = AsyncEngine(MODEL, slots=4, context=64)
+        await engine.start()
+        streams = [engine.submit(row) for _ in range(6)]
+        await engine.close()
+        for stream in streams:
+            assert sum([len(chunk.tokens) async for chunk in stream]) == 30
+        with pytest.raises(EngineStoppedError, match="closing"):
+            engine.submit(row)
+
+        engine = AsyncEngine(MODEL, slots=4, context=64)
+        await engine.start()
+        monkeypatch.setattr(engine._run._pool, "decode", lambda *_: 1 / 0)
+        with pytest.raises(EngineStoppedError, match="division by zero"):
+            await engine.generate(row)
+        with pytest.raises(EngineStoppedError, match="has failed"):
+            engine.submit(row)
+        assert isinstance(engine.failure, ZeroDivisionError)
+
+    asyncio.run(main())

@@ -1,0 +1,276 @@
+"""The server over the loopback interface, with OpenAI's own client: answers and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import tiny
+from serving_tools import RunningServer, running_server
+
+import jaxllm
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def alone(server: RunningServer, ids: list[int], **fields: Any) -> list[tuple[list[int], str]]:
+    """New tokens and text of every sample of `generate` on one prompt, its end token included."""
+    model, tokenizer = server.state.engine.model, server.state.tokenizer
+    out = jaxllm.generate(model, [ids], **fields)
+    results = []
+    for row in np.asarray(out.sequences)[:, 1 if model.is_encoder_decoder else len(ids) :].tolist():
+        end = row.index(2) + 1 if 2 in row else len(row)
+        results.append((row[:end], tokenizer.decode(row[:end], skip_special_tokens=True)))
+    return results
+
+
+def sampled(seed: int, **fields: Any) -> dict[str, Any]:
+    """Fields of `generate` that OpenAI's defaults stand for."""
+    return {"do_sample": True, "top_k": 0, "key": seed, **fields}
+
+
+def test_64_clients_at_once_get_what_generate_alone_gives(server):
+    tokenizer = server.state.tokenizer
+    rng = np.random.default_rng(0)
+    requests: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for i in range(64):
+        prompt = "".join(rng.choice(list("abcdefgh "), rng.integers(1, 14)))
+        new = int(rng.integers(1, 16))
+        ours, theirs = [
+            ({"temperature": 0}, {}),
+            (
+                {"seed": i, "temperature": 0.5, "n": 2, "extra_body": {"top_k": 9}},
+                sampled(i, temperature=0.5, num_return_sequences=2, top_k=9),
+            ),
+            (
+                {"temperature": 0, "presence_penalty": 1.0, "logit_bias": {"9": 4}},
+                {"presence_penalty": 1.0, "logit_bias": {9: 4}},
+            ),
+        ][i % 3]
+        request = {"prompt": prompt, "max_tokens": new, **ours}
+        requests.append((request, {"max_new_tokens": new, **theirs}))
+
+    async def ask_all() -> list[Any]:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(
+                *(client.completions.create(model="tiny", **request) for request, _ in requests)
+            )
+
+    programs = set(server.engine.counts.program_calls)
+    for answer, (request, fields) in zip(asyncio.run(ask_all()), requests, strict=True):
+        want = alone(server, tokenizer.encode(request["prompt"]), **fields)
+        assert [choice.text for choice in answer.choices] == [text for _, text in want]
+        assert answer.usage.completion_tokens == sum(len(tokens) for tokens, _ in want)
+    assert set(server.engine.counts.program_calls) == programs
+    assert server.engine.running == server.engine.waiting == 0
+
+
+def test_chat_whole_and_streamed(server, client):
+    messages: Any = [
+        {"role": "system", "content": "abc"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "de"}, {"type": "text", "text": "f"}],
+        },
+    ]
+    ids = server.state.tokenizer.apply_chat_template(
+        [{"role": "system", "content": "abc"}, {"role": "user", "content": "def"}]
+    )
+    arguments: Any = {"model": "tiny", "messages": messages, "max_completion_tokens": 20, "n": 2}
+    answer = client.chat.completions.create(**arguments, seed=5)
+    want = alone(server, ids, max_new_tokens=20, **sampled(5, num_return_sequences=2))
+    assert [choice.message.content for choice in answer.choices] == [text for _, text in want]
+    assert answer.usage.prompt_tokens == len(ids)
+    assert {choice.finish_reason for choice in answer.choices} <= {"stop", "length"}
+
+    texts, reasons, events = ["", ""], [None, None], 0
+    options = {"include_usage": True}
+    for chunk in client.chat.completions.create(
+        **arguments, seed=5, stream=True, stream_options=options
+    ):
+        events += 1
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert chunk.usage == answer.usage
+    assert texts == [choice.message.content for choice in answer.choices]
+    assert reasons == [choice.finish_reason for choice in answer.choices]
+    assert events > 8  # not all at once
+    # Without a limit the answer goes on to the end of the slot.
+    whole = client.chat.completions.create(
+        model="tiny", messages=messages, logit_bias={"2": -100}, temperature=0
+    )
+    assert whole.usage.total_tokens == server.engine.context
+
+
+def test_stop_strings_end_the_text_before_them(server, client):
+    arguments: Any = {"model": "tiny", "prompt": "Hello", "max_tokens": 30, "temperature": 0}
+    arguments["logit_bias"] = {"2": -100}
+    text = client.completions.create(**arguments).choices[0].text
+    place = next(i for i in range(4, 20) if text.index(text[i : i + 2]) == i)
+    stop = text[place : place + 2]
+    answer = client.completions.create(**arguments, stop=["no such", stop])
+    assert answer.choices[0].text == text[:place]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens < 30
+    chunks = list(client.completions.create(**arguments, stop=stop, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text[:place]
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "stop"
+
+
+def test_log_probabilities_are_those_of_score(server, client):
+    tokenizer, model = server.state.tokenizer, server.state.engine.model
+    ids = tokenizer.encode("Hello")
+    answer = client.completions.create(
+        model="tiny", prompt=ids, max_tokens=6, logprobs=3, seed=1, logit_bias={"2": -100}
+    )
+    fields = sampled(1, max_new_tokens=6, logit_bias={2: -100})
+    ((tokens, _),) = alone(server, ids, **fields)
+    score = jaxllm.score(model, [ids], [tokens])
+    logprobs = answer.choices[0].logprobs
+    np.testing.assert_allclose(logprobs.token_logprobs, score.token_log_probs[0], atol=1e-4)
+    assert all(1 <= len(top) <= 3 for top in logprobs.top_logprobs)
+    arguments: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    content = client.chat.completions.create(**arguments).choices[0].logprobs.content
+    # Greedily the chosen token is the most probable one.
+    assert all(item.logprob == item.top_logprobs[0].logprob for item in content)
+    assert all(len(item.top_logprobs) == 2 for item in content)
+    chunks = client.chat.completions.create(**arguments, stream=True)
+    streamed = [
+        item
+        for chunk in chunks
+        if chunk.choices[0].logprobs is not None
+        for item in chunk.choices[0].logprobs.content
+    ]
+    assert [item.bytes for item in streamed] == [item.bytes for item in content]
+
+
+def test_answers_match_a_json_schema_and_become_tool_calls(client):
+    number = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"const": "look"},
+            "parameters": {
+                "type": "object",
+                "properties": {"x": number},
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+    arguments: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": ""}],
+        "seed": 3,
+        "max_tokens": 38,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+    }
+    message = client.chat.completions.create(**arguments).choices[0].message
+    call = json.loads(message.content)
+    assert call["name"] == "look"
+    assert 0 <= call["parameters"]["x"] < 100
+    # The same text is a call where the request has this tool.
+    choice = client.chat.completions.create(**arguments, tools=[TOOL]).choices[0]
+    (tool_call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert tool_call.function.name == "look"
+    assert 0 <= json.loads(tool_call.function.arguments)["x"] < 100
+    *_, last = client.chat.completions.create(**arguments, tools=[TOOL], stream=True)
+    (delta,) = last.choices[0].delta.tool_calls
+    assert delta.function.arguments == tool_call.function.arguments
+    assert last.choices[0].finish_reason == "tool_calls"
+    # And it can be given back, with its result.
+    messages = [
+        *arguments["messages"],
+        {"role": "assistant", "tool_calls": [tool_call.model_dump()]},
+        {"role": "tool", "tool_call_id": tool_call.id, "content": "7"},
+    ]
+    more = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=2, tools=[TOOL], tool_choice="none"
+    )
+    assert more.usage.completion_tokens <= 2
+
+
+def test_embeddings_are_pooled_hidden_states(server, client):
+    texts = ["Hello", "You there"]
+    answer = client.embeddings.create(model="tiny", input=texts)
+    for text, item in zip(texts, answer.data, strict=True):
+        ids = server.state.tokenizer.encode(text)
+        states = server.state.engine.model(np.array([ids]), output_hidden_states=True)
+        mean = np.asarray(states.hidden_states[-1])[0].mean(axis=0)
+        np.testing.assert_allclose(item.embedding, mean / np.linalg.norm(mean), atol=1e-5)
+    raw = httpx.post(
+        f"{server.url}/v1/embeddings", json={"input": texts[0], "encoding_format": "base64"}
+    ).json()
+    values = np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4")
+    np.testing.assert_allclose(values, answer.data[0].embedding, atol=1e-6)
+
+
+def test_tokens_models_health_and_metrics(server, client):
+    post = {"prompt": "Hello"}
+    tokens = httpx.post(f"{server.url}/tokenize", json=post).json()
+    assert tokens["tokens"] == server.state.tokenizer.encode("Hello")
+    text = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens["tokens"]}).json()
+    assert text["prompt"].endswith("Hello")
+    chat = httpx.post(
+        f"{server.url}/tokenize", json={"messages": [{"role": "user", "content": "Hello"}]}
+    ).json()
+    assert chat["count"] > tokens["count"]
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    client.completions.create(model="tiny", prompt="Hello", max_tokens=3)
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'jaxllm_requests_total{path="/v1/completions",status="200"}' in metrics
+    assert "jaxllm_time_to_first_token_seconds_count" in metrics
+    assert f"jaxllm_slots {server.engine.slots}.0" in metrics
+
+
+@pytest.mark.slow
+def test_t5_reads_the_prompt_with_its_encoder():
+    from serving_tools import chat_tokenizer
+
+    model = tiny.make("t5", vocab_size=len(chat_tokenizer()))
+    with running_server(model, eos_token_id=2) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        answer = client.completions.create(
+            model="tiny", prompt=["Hello", "You there"], max_tokens=12, seed=4
+        )
+        embedding = client.embeddings.create(model="tiny", input="Hello").data[0].embedding
+        for prompt, choice in zip(["Hello", "You there"], answer.choices, strict=True):
+            ids = server.state.tokenizer.encode(prompt)
+            fields = sampled(4, max_new_tokens=12, eos_token_id=2)
+            assert choice.text == alone(server, ids, **fields)[0][1]
+        assert len(embedding) == 32
+        with pytest.raises(openai.BadRequestError, match="prompt: has 80 tokens"):
+            client.completions.create(model="tiny", prompt=[5] * 80, max_tokens=1)
+        client.close()

@@ -1,0 +1,206 @@
+"""The server with clients that are wrong, too many, slow, or gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving_tools import RunningServer, running_server
+
+from jaxllm.serve.http.logs import JsonFormatter
+from jaxllm.serve.http.state import Limits
+
+LONG = {"prompt": "a", "max_tokens": 60, "temperature": 0, "logit_bias": {"2": -100}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    limits = Limits(body_bytes=50_000, body_seconds=0.5)
+    options: Any = {"queue_size": 4, "embeddings": False}
+    with running_server(limits=limits, api_keys=(b"key-1", b"key-2"), **options) as server:
+        yield server
+
+
+@pytest.fixture
+def http(server: RunningServer) -> Iterator[httpx.Client]:
+    headers = {"Authorization": "Bearer key-2"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
+        yield client
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds."""
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+def test_wrong_requests_are_errors_that_name_the_field(http):
+    base = {"prompt": "a", "max_tokens": 2}
+    for change, field, message in [
+        ({"top_pp": 1}, "top_pp", "is it top_p?"),
+        ({"best_of": 2}, "best_of", "not supported by this server"),
+        ({"echo": True}, "echo", "not supported by this server"),
+        ({"temperature": "hot"}, "temperature", "expected a number"),
+        ({"temperature": 2.5}, "temperature", "expected 0 to 2"),
+        ({"top_p": 1.5}, "top_p", "must be a number in"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "must be a map from token ids"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias", "names token 9999"),
+        ({"max_tokens": 0}, "max_tokens", "expected 1 or more"),
+        ({"max_tokens": 64}, "max_new_tokens", "a slot holds 64"),
+        ({"prompt": "a " * 100}, "prompt", "shorten it"),
+        ({"prompt": []}, "prompt", "is empty"),
+        ({"prompt": [99999]}, "prompt", "expected one token id or more"),
+        ({"n": 9}, None, "the queue holds 4"),
+        ({"stream_options": {}}, "stream_options", "no effect without stream"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "if and"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type", "expected 'text'"),
+    ]:
+        answer = http.post("/v1/completions", json={**base, **change})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (429 if field is None else 400, field), error
+        assert message in error["message"]
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+    for switches in ({"chat_template": True}, {"bos_token": "<s>"}):
+        answer = http.post("/v1/chat/completions", json={**chat, "chat_template_kwargs": switches})
+        assert answer.json()["error"]["param"] == "chat_template_kwargs"
+    chat = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
+    assert "no images" in http.post("/v1/chat/completions", json=chat).json()["error"]["message"]
+    model = http.post("/v1/completions", json={**base, "model": "gpt-5"})
+    assert (model.status_code, model.json()["error"]["code"]) == (404, "model_not_found")
+    assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 404
+    assert http.get("/v1/completions").status_code == 405
+    assert http.get("/nothing").json()["error"]["type"] == "not_found_error"
+
+
+def test_malformed_and_oversized_bodies(http, server):
+    for body, status in [
+        (b"", 400),
+        (b"{", 400),
+        (b"[1]", 400),
+        (b'{"prompt": "a", "prompt": "b"}', 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b'{"prompt": "a", "temperature": NaN}', 400),
+        (b'{"prompt": ' + b"[" * 20_000, 400),
+        (b'{"prompt": "\xff"}', 400),
+        (b'{"prompt": "' + b"a" * 60_000 + b'"}', 413),
+    ]:
+        answer = http.post("/v1/completions", content=body)
+        assert answer.status_code == status, body[:40]
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    # A body that does not end.
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-1\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert b"408" in connection.recv(100)
+    assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_keys_are_asked_for_and_no_other_origin_is_told_anything(server):
+    for headers in ({}, {"Authorization": "Bearer key-3"}, {"Authorization": "Basic key-1"}):
+        answer = httpx.get(f"{server.url}/v1/models", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    origin = {"Origin": "http://evil.example", "Authorization": "Bearer key-1"}
+    answer = httpx.get(f"{server.url}/v1/models", headers=origin)
+    assert answer.status_code == 200
+    assert "access-control-allow-origin" not in answer.headers
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_full_queue_answers_429_and_the_rest_is_served(http, server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="key-1", max_retries=0)
+    results: list[Any] = []
+
+    def ask() -> None:
+        try:
+            results.append(client.completions.create(model="tiny", **LONG).usage.completion_tokens)
+        except openai.RateLimitError as error:
+            results.append((error.code, int(error.response.headers["retry-after"]) >= 1))
+
+    threads = [threading.Thread(target=ask) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    client.close()
+    served = [result for result in results if result == 60]
+    assert len(results) == 20
+    assert 8 <= len(served) < 20
+    assert set(results) == {60, ("queue_full", True)}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_slot(http, server, stream):
+    # The engine is slowed down, so that the request is still running when its client goes away.
+    decode, pool = server.engine._run._pool.decode, server.engine._run._pool
+
+    def slow_decode(*arguments: int) -> Any:
+        time.sleep(0.05)
+        return decode(*arguments)
+
+    pool.decode = slow_decode
+    try:
+        steps = server.engine.counts.decode_steps
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            body = json.dumps({**LONG, "stream": stream})
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-1\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            eventually(lambda: server.engine.running == 1)
+        eventually(lambda: server.engine.running == 0)
+        assert server.engine.counts.decode_steps - steps < 40  # of 60
+    finally:
+        pool.decode = decode
+
+
+def test_requests_are_logged_without_their_prompts(http, caplog):
+    with caplog.at_level(logging.INFO, "jaxllm.serve"):
+        body = {"prompt": "secret words", "max_tokens": 3, "ignore_eos": True}
+        answer = http.post("/v1/completions", json=body)
+    (record,) = [r for r in caplog.records if r.name == "jaxllm.serve"]
+    line = json.loads(JsonFormatter().format(record))
+    assert line["id"] == answer.headers["x-request-id"]
+    assert (line["path"], line["status"], line["completion_tokens"]) == ("/v1/completions", 200, 3)
+    assert line["first_token_seconds"] <= line["seconds"]
+    assert "secret" not in json.dumps(line)
+
+
+def test_time_limits_and_draining():
+    limits = Limits(request_seconds=1.5)
+    options: Any = {"queue_size": 4, "embeddings": False}
+    with running_server(limits=limits, **options) as server:
+        pool = server.engine._run._pool
+        decode = pool.decode
+
+        def slow_decode(*arguments: int) -> Any:
+            time.sleep(0.2)
+            return decode(*arguments)
+
+        pool.decode = slow_decode
+        late = httpx.post(f"{server.url}/v1/completions", json=LONG)
+        assert late.status_code == 504
+        assert "longer than" in late.json()["error"]["message"]
+        eventually(lambda: server.engine.running == 0)
+        # A stream that runs when the server is told to end is answered to its end.
+        body = {**LONG, "max_tokens": 8, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.server.stop()
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
+        server.thread.join()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")

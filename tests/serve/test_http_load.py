@@ -1,0 +1,123 @@
+"""The server under load: many requests, slow readers, half-open sockets, a long queue."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny
+from serving_tools import running_server
+
+from jaxllm.serve import AsyncEngine
+
+pytestmark = pytest.mark.slow
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def test_memory_is_flat_over_2000_requests():
+    async def ask(client: httpx.AsyncClient, number: int) -> None:
+        body: dict[str, Any] = {
+            "prompt": "abc" * (1 + number % 5),
+            "max_tokens": 1 + number % 12,
+            "temperature": 1 + number / 10_000,  # another setting each time
+            "seed": number,
+            "stream": number % 2 == 0,
+            "stop": [f"x{number}"],
+        }
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+
+    async def many(url: str, start: int, count: int) -> None:
+        gate = asyncio.Semaphore(32)
+
+        async def gated(number: int) -> None:
+            async with gate:
+                await ask(client, number)
+
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            await asyncio.gather(*(gated(start + i) for i in range(count)))
+
+    with running_server(queue_size=64, embeddings=False) as server:
+        asyncio.run(many(server.url, 0, 500))
+        gc.collect()
+        before, programs = resident_bytes(), set(server.engine.counts.program_calls)
+        asyncio.run(many(server.url, 500, 2000))
+        gc.collect()
+        assert resident_bytes() - before < 30 * 2**20
+        assert set(server.engine.counts.program_calls) == programs
+        assert server.engine.running == server.engine.waiting == 0
+
+
+def test_slow_readers_and_half_open_sockets_do_not_hold_up_the_rest():
+    with running_server(embeddings=False) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps({"prompt": "a", "max_tokens": 60, "stream": True, "n": 2})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        silent = [socket.create_connection((host, int(port))) for _ in range(200)]
+        halves = [socket.create_connection((host, int(port))) for _ in range(200)]
+        readers = [socket.create_connection((host, int(port))) for _ in range(20)]
+        try:
+            for connection in halves:
+                connection.sendall(head[:40].encode())
+            for connection in readers:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+                connection.sendall((head + body).encode())  # and never reads
+            for _ in range(20):
+                answer = httpx.post(
+                    f"{server.url}/v1/completions",
+                    json={"prompt": "a", "max_tokens": 20, "ignore_eos": True},
+                    timeout=60,
+                )
+                assert answer.json()["usage"]["completion_tokens"] == 20
+        finally:
+            for connection in (*silent, *halves, *readers):
+                connection.close()
+
+
+def test_10_000_queued_requests_are_all_answered():
+    model = tiny.make("llama", num_hidden_layers=1)
+    lengths = [2 + i % 7 for i in range(10_000)]
+
+    async def main() -> None:
+        engine = AsyncEngine(model, slots=64, context=16, queue_size=10_000, eos_token_id=None)
+        async with engine:
+            streams = [
+                engine.submit({"input_ids": [5, 6, 7], "max_new_tokens": length})
+                for length in lengths
+            ]
+            for stream, length in zip(streams, lengths, strict=True):
+                assert sum([len(chunk.tokens) async for chunk in stream]) == length
+        # The first token of a sequence comes with its prompt.
+        assert engine.counts.busy_slot_steps == sum(lengths) - len(lengths)
+        assert engine.counts.utilisation > 0.9
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_garbage_never_breaks_the_server(path):
+    rng = random.Random(0)
+    good = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    values = [None, -1, 1e9, "", "x", [], {}, [[]], True, {"type": "text"}, [None], "\u0000"]
+    names = [*good, "n", "stop", "seed", "logit_bias", "tools", "response_format", "logprobs"]
+    with (
+        running_server(embeddings=False) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        for _ in range(300):
+            name = "prompt" if path == "/v1/completions" else "messages"
+            body = {name: good[name], "max_tokens": 2, rng.choice(names): rng.choice(values)}
+            answer = client.post(path, json=body)
+            assert answer.status_code in (200, 400, 429), answer.text
+        assert client.get("/health").status_code == 200

@@ -1,0 +1,70 @@
+"""Text of a sample up to a stop string, stop strings on the host, and tool calls."""
+
+from __future__ import annotations
+
+import random
+
+import jax.numpy as jnp
+import numpy as np
+from small_tokenizers import small_tokenizer
+
+from jaxllm.generation.stopping import StopStringCriteria
+from jaxllm.serve.http.sample_text import SampleText
+from jaxllm.serve.http.tool_calls import split_tool_calls
+from jaxllm.serve.stop_strings import StopStringMatcher
+
+TOKENIZER = small_tokenizer("llama.model")
+
+
+def test_pieces_are_the_text_before_the_stop_string_that_is_complete_first():
+    rng = random.Random(0)
+    stopped = 0
+    for _ in range(200):
+        text = "".join(rng.choices("ab é", k=20))
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(2)]
+        sample, pieces = SampleText(TOKENIZER, stops), []
+        for token in TOKENIZER.encode(text, add_special_tokens=False):
+            pieces.append(sample.put(token))
+            if sample.stopped:
+                break
+        pieces.append(sample.end())
+        decoded = TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False))
+        matches = [(decoded.find(s) + len(s), decoded.find(s)) for s in stops if s in decoded]
+        assert "".join(pieces) == decoded[: min(matches)[1] if matches else None]
+        assert sample.stopped == bool(matches)
+        stopped += sample.stopped
+    assert 20 < stopped < 200
+
+
+def test_the_host_finds_stop_strings_where_generate_does():
+    rng, stops = np.random.default_rng(0), ["ab", "e", "th"]
+    criteria = StopStringCriteria(TOKENIZER, stops)
+    count = len(TOKENIZER)
+    ascii_tokens = [i for i, b in enumerate(TOKENIZER.token_bytes()) if b and b.isascii()]
+    found = 0
+    for _ in range(40):
+        ids = rng.choice([*ascii_tokens, count + 5], 40).tolist()
+        matcher = StopStringMatcher(TOKENIZER, stops, ids[:3])
+        ours = [matcher.completes(token) for token in ids[3:]]
+        columns = jnp.arange(4, 41)
+        rows = jnp.asarray([ids] * 37)
+        theirs = np.asarray(criteria(rows, None, columns)).tolist()
+        assert ours == theirs
+        found += sum(ours)
+    assert found > 10
+
+
+def test_only_calls_of_known_functions_are_tool_calls():
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+    content, calls = split_tool_calls(f"Hm.{call}\n{call}", ["f"])
+    assert content == "Hm."
+    assert [(c.name, c.arguments) for c in calls] == [("f", '{"x": "é"}')] * 2
+    assert calls[0].id != calls[1].id
+    for text in (
+        call,  # of a function that the request does not have
+        '<tool_call>{"name": "g", "arguments": []}</tool_call>',
+        '<tool_call>{"name": </tool_call>',
+        '{"name": "other"}',
+        "[" * 100_000,
+    ):
+        assert split_tool_calls(text, ["g"]) == (text, [])

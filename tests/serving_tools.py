@@ -1,0 +1,112 @@
+"""A real server on a free port of the loopback interface, in a thread of the tests' process.
+
+All servers and engines have slots of one size, so that their programs are compiled once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tiny
+from small_tokenizers import DATA
+
+from jaxllm.serve import AsyncEngine
+from jaxllm.serve.embedder import Embedder
+from jaxllm.serve.http.server import HttpServer, bound_socket
+from jaxllm.serve.http.state import Limits, ServerState
+from jaxllm.tokenizers import LlamaTokenizer
+from jaxllm.tokenizers.settings import TokenizerSettings
+
+CHAT_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls %}({{ call.function.arguments.x }}){% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def chat_tokenizer() -> LlamaTokenizer:
+    """A small tokenizer with a chat template."""
+    settings = TokenizerSettings(chat_templates={"default": CHAT_TEMPLATE})
+    return LlamaTokenizer((DATA / "llama.model").read_bytes(), settings, {})
+
+
+@dataclasses.dataclass
+class RunningServer:
+    """A server that takes requests."""
+
+    url: str
+    engine: AsyncEngine
+    state: ServerState
+    server: HttpServer
+    thread: threading.Thread
+
+
+@contextlib.contextmanager
+def running_server(
+    model: Any = None,
+    tokenizer: Any = None,
+    *,
+    limits: Limits | None = None,
+    api_keys: tuple[bytes, ...] | None = None,
+    cors_origins: tuple[str, ...] = (),
+    drain_seconds: float = 60.0,
+    embeddings: bool = True,
+    **options: Any,
+) -> Iterator[RunningServer]:
+    """Runs a server until the block ends; raises what ended it."""
+    tokenizer = tokenizer or chat_tokenizer()
+    if model is None:
+        model = tiny.make("llama", num_hidden_layers=1, vocab_size=len(tokenizer))
+    engine = AsyncEngine(model, tokenizer, **{"slots": 4, "context": 64, **options})
+    state = ServerState(
+        engine=engine,
+        tokenizer=tokenizer,
+        model_name="tiny",
+        limits=limits or Limits(),
+        api_keys=api_keys,
+        embedder=Embedder(model, engine.context) if embeddings else None,
+    )
+    bound = bound_socket("127.0.0.1", 0)
+    server = HttpServer(state, bound, drain_seconds=drain_seconds, cors_origins=cors_origins)
+    ready, failures = threading.Event(), []
+
+    def main() -> None:
+        try:
+            asyncio.run(server.run(ready.set))
+        except BaseException as failure:
+            failures.append(failure)
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=main, name="server")
+    thread.start()
+    ready.wait()
+    try:
+        if not failures:
+            url = "http://{}:{}".format(*bound.getsockname())
+            wait_until_open(bound.getsockname())
+            yield RunningServer(url, engine, state, server, thread)
+    finally:
+        server.stop()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def wait_until_open(address: tuple[str, int]) -> None:
+    """Connects until the server listens."""
+    import socket
+    import time
+
+    for _ in range(500):
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(address).close()
+            return
+        time.sleep(0.01)
+    raise TimeoutError(address)
