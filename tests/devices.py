@@ -15,7 +15,13 @@ def environment(devices: int) -> dict[str, str]:
     """Environment variables of a child process with this many devices and the tests' helpers."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     folders = [str(TESTS), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    return os.environ | {
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        # XLA has a thread for each core. With more devices than cores, and programs in flight that
+        # wait for each other, a collective may not get one for each device, and XLA aborts.
+        "PJRT_NPROC": str(4 * max(devices, os.cpu_count() or 1)),
+    }
 
 
 def on_devices(code: str, *arguments: object, devices: int = 8) -> str:

@@ -21,6 +21,8 @@ from jaxllm.parallel.sharding import AXES, make_mesh
 
 CONNECT_SECONDS = 300
 """Limit of the time in which all processes must connect."""
+LEAVE_SECONDS = 5
+"""Limit of the time in which a process waits for the others to disconnect, too."""
 NOTICE_SECONDS = 10
 """Time after which a process says that it waits for others."""
 
@@ -113,6 +115,7 @@ def join_processes(arguments: argparse.Namespace) -> None:
         )
     if arguments.distributed or not missing:
         sys.excepthook = _exit_at_once
+        signals.leave_by(leave_processes)
         # JAX's preemption notifier takes SIGTERM and only records it.
         signals.handle_again()
 
@@ -176,6 +179,26 @@ def connect_limit(what: str) -> Generator[None]:
         yield
     finally:
         connected.set()
+
+
+def leave_processes() -> bool:
+    """Disconnects this process from the others, if they disconnect within `LEAVE_SECONDS`, too.
+
+    Otherwise JAX aborts the processes that are connected when process 0 ends, and after some time
+    process 0 when another one has ended.
+
+    Returns:
+        False if they did not.
+    """
+    has_left = threading.Event()
+
+    def shut_down() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.distributed.shutdown()
+        has_left.set()
+
+    threading.Thread(target=shut_down, daemon=True).start()
+    return has_left.wait(LEAVE_SECONDS)
 
 
 def _exit_at_once(error_type: type[BaseException], error: BaseException, trace: Any) -> None:

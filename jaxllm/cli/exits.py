@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -17,6 +18,8 @@ from jaxllm.common.errors import JaxLLMError
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a write to a full disk, or beyond a quota or limit."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,8 +45,9 @@ def run_command(
     """Runs a command on its arguments and returns the exit code.
 
     A :class:`~jaxllm.JaxLLMError` prints one line (with ``--debug`` also the traceback) and gives
-    2. Any other exception is a bug and keeps its traceback. A closed pipe (``| head``) gives 141,
-    without a message. SIGINT, SIGTERM and SIGHUP give 130, 143 and 129 (see `signals`).
+    2, and so does a full disk. Any other exception is a bug and keeps its traceback. A closed pipe
+    (``| head``) gives 141, without a message. SIGINT, SIGTERM and SIGHUP give 130, 143 and 129 (see
+    `signals`).
     """
     with signals.handled(program):
         code = _exit_code(command, program, list(sys.argv[1:] if argv is None else argv))
@@ -53,7 +57,7 @@ def run_command(
 
 def _exit_code(command: Callable[[list[str]], int], program: str, arguments: list[str]) -> int:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), signals.giving_way():
             warnings.showwarning = _warn(program)
             code = command(arguments)
         sys.stdout.flush()
@@ -61,15 +65,35 @@ def _exit_code(command: Callable[[list[str]], int], program: str, arguments: lis
     except JaxLLMError as error:
         if "--debug" in arguments:
             traceback.print_exc()
-        print(f"{program}: error: {one_line(str(error))}", file=sys.stderr)
+        print_error(program, str(error))
+        if not signals.leave():  # JAX would wait for minutes for the other processes
+            sys.stdout.flush()
+            os._exit(USAGE_ERROR)
         return USAGE_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout again at exit, which would print an error.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        close_stdout()
         return BROKEN_PIPE
+    except OSError as failure:
+        if failure.errno not in FULL:
+            raise
+        close_stdout()
+        where = f"{failure.filename}: " if failure.filename else ""
+        print_error(program, f"{where}nothing more can be written ({failure.strerror})")
+        return USAGE_ERROR
+
+
+def print_error(program: str, message: str) -> None:
+    """Prints a message on one line of stderr, unless that is closed or full, too."""
+    with contextlib.suppress(OSError):
+        print(f"{program}: error: {one_line(message)}", file=sys.stderr, flush=True)
+
+
+def close_stdout() -> None:
+    """Drops what could not be written to stdout; Python would write it again as it exits."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def one_line(message: str) -> str:

@@ -10,6 +10,7 @@ Imports nothing heavy: commands install it before they import JAX.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -30,12 +31,16 @@ class SignalWatcher:
     Attributes:
         received: signals that were deferred so far.
         react: called in the thread with the number of each signal.
+        leave: disconnects this process from others; called before it ends.
+        is_ending: True from the signal on that ends the process.
     """
 
     def __init__(self, program: str) -> None:
         self.program = program
         self.received: list[int] = []
         self.react: Callable[[int], None] = self.end
+        self.leave: Callable[[], bool] = lambda: True
+        self.is_ending = False
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._earlier_pipe = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -52,6 +57,11 @@ class SignalWatcher:
         for number in self._earlier:
             signal.signal(number, lambda number, frame: None)
 
+    def ignore(self) -> None:
+        """Ignores the signals from now on."""
+        for number in self._earlier:
+            signal.signal(number, signal.SIG_IGN)
+
     def close(self) -> None:
         """Restores the earlier handlers."""
         for number, handler in self._earlier.items():
@@ -67,7 +77,9 @@ class SignalWatcher:
 
     def end(self, number: int) -> None:
         """Ends the process with 128 + `number`, and one line."""
+        self.is_ending = True
         self.say(f"stopped by {signal.Signals(number).name}")
+        self.leave()
         os._exit(128 + number)
 
     def say(self, line: str) -> None:
@@ -86,6 +98,9 @@ def install(program: str) -> None:
     global _watcher
     if _watcher is None:
         _watcher = SignalWatcher(program)
+        # While Python exits it restores the default handlers, by which a command that has done its
+        # work would still be killed. Functions that are registered first are called last.
+        atexit.register(_watcher.ignore)
     _watcher.program = program
 
 
@@ -96,17 +111,19 @@ def handled(program: str) -> Generator[None]:
     Does nothing within `install`, and outside the main thread, where Python takes no signals.
     """
     global _watcher
-    is_new = _watcher is None
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    install(program)
+    if _watcher is not None:
+        _watcher.program = program
+        yield
+        return
+    watcher = _watcher = SignalWatcher(program)
     try:
         yield
     finally:
-        if is_new and _watcher is not None:
-            _watcher.close()
-            _watcher = None
+        watcher.close()
+        _watcher = None
 
 
 def stop_after(unit: str, *, quiet: bool = False) -> Callable[[], int | None]:
@@ -139,6 +156,30 @@ def stop_after(unit: str, *, quiet: bool = False) -> Callable[[], int | None]:
         return received()
 
     return stop
+
+
+def leave_by(leave: Callable[[], bool]) -> None:
+    """Sets the function by which `leave` and a signal disconnect this process from others."""
+    if _watcher is not None:
+        _watcher.leave = leave
+
+
+def leave() -> bool:
+    """Disconnects this process from others; False if they did not answer in time."""
+    return _watcher is None or _watcher.leave()
+
+
+@contextlib.contextmanager
+def giving_way() -> Iterator[None]:
+    """Waits at its end for that of the process, if a signal is ending it in the other thread.
+
+    What fails then, such as the communication with processes that end too, is of no interest.
+    """
+    try:
+        yield
+    finally:
+        if _watcher is not None and _watcher.is_ending:
+            threading.Event().wait()
 
 
 def say(line: str) -> None:

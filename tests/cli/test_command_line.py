@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,16 @@ def test_compile_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_folder() == Path("/cache/jaxllm/xla")
     monkeypatch.setenv("JAXLLM_CACHE_DIR", "/mine")
     assert default_folder() == Path("/mine")
+
+
+def test_a_full_disk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run_command(lambda arguments: print("text") or 0, "x", []) == 2
+    error = capfd.readouterr().err
+    assert error == "x: error: nothing more can be written (No space left on device)\n"
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -158,6 +158,23 @@ def test_a_signal_during_the_imports(batch: BatchCommand) -> None:
     assert not batch.output.parent.joinpath("out.jsonl").exists()
 
 
+EXIT = """
+import os, signal, sys, time
+from jaxllm.cli import signals
+class LateSignal:
+    def __del__(self):  # as Python finalizes
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+signals.install("x")
+sys.modules["late"] = LateSignal()
+"""
+
+
+def test_a_signal_while_python_exits_is_ignored() -> None:
+    done = subprocess.run([sys.executable, "-c", EXIT], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.slow
 def test_a_signal_between_rows(batch: BatchCommand) -> None:
     wait = once(lambda: batch.rows_done > 3)

@@ -121,8 +121,8 @@ class Job:
     row that cannot be answered is a line with an `error` (and the number of its line).
 
     With several JAX processes, each has a `Job` and generates its share of the rows that are not
-    done; process 0 merges. The processes synchronise only when the journal is opened and at the
-    end.
+    done; process 0 merges. The processes communicate only when the journal is opened; at the end
+    they wait for each other's files.
 
     Args:
         engine: its settings are those of `identity`.
@@ -171,8 +171,9 @@ class Job:
                 self._finish(journal, RunCounters.total([run.to_note(), *others]))
                 # Last: a job stopped before this still has all its rows and is merged again.
                 journal.remove()
+            else:
+                notes.write_note(folder, self.process, run.to_note())
         if self.process > 0:
-            notes.write_note(folder, self.process, run.to_note())
             notes.wait_for_merge(folder)
 
     def _open_journal(self) -> Journal:

@@ -62,7 +62,7 @@ def check_output(
     folder = journal_folder(output)
     if process > 0 or not folder.exists():
         return is_finished(output, identity, resume=resume)
-    lock = RunLock(folder / "process-00000")
+    lock = RunLock(process_folder(folder, 0))
     try:
         finished = is_finished(output, identity, resume=resume)
         if finished:
@@ -78,8 +78,10 @@ def check_paths(output: Path) -> None:
 
     Raises:
         MissingFileError: its folder does not exist.
-        RunError: a name is too long, or no path.
+        RunError: it is a folder, or a name is too long, or no path.
     """
+    if output.is_dir():
+        raise RunError(f"--output: {output} is a folder; name a file in it")
     with naming_file(output, RunError, "created"):
         if not output.parent.is_dir():
             raise MissingFileError(f"--output: {output.parent}: no such folder; create it")
@@ -125,6 +127,11 @@ def report_file(output: Path) -> Path:
 
 def journal_folder(output: Path) -> Path:
     return output.with_name(output.name + ".parts")
+
+
+def process_folder(folder: Path, process: int) -> Path:
+    """The folder whose lock a process of the job holds."""
+    return folder / f"process-{process:05d}"
 
 
 def started_file(folder: Path) -> Path:

@@ -28,6 +28,7 @@ from jaxllm.batch.job.job_files import (
     is_finished,
     job_id,
     journal_folder,
+    process_folder,
     remove_files,
     started_file,
 )
@@ -74,7 +75,7 @@ class Journal:
         self.done: dict[int, Place] = {}
         """Finished rows by row number."""
         check_paths(output)
-        self._lock = RunLock(self.folder / f"process-{process:05d}")
+        self._lock = RunLock(process_folder(self.folder, process))
         self._part = self.folder / f"part-{process:05d}.jsonl"
         try:
             with naming_file(self.folder, RunError, "written"):

@@ -14,7 +14,7 @@ from file_faults import disk_full_at
 from paths import ROOT
 from recorded_job import IDENTITY, run
 
-from jaxllm.batch.job import journal
+from jaxllm.batch.job import journal, process_notes
 from jaxllm.batch.job.job_files import check_output, journal_folder, report_file
 from jaxllm.batch.job.journal import Journal
 from jaxllm.common.errors import DataError, MissingFileError, RunError
@@ -102,9 +102,29 @@ def test_a_running_job_is_named_before_what_it_left(tmp_path):
         check_output(output, IDENTITY, resume=False)
 
 
-@pytest.mark.parametrize("name", ["x" * 240, "x" * 256, "no/dir/out.jsonl"])
+def test_lost_processes_are_noticed(tmp_path):
+    """A process that holds its lock no more must have left its note, or have merged the parts."""
+    output = tmp_path / "out"
+    with Journal(output, IDENTITY, resume=False) as first:
+        with Journal(output, IDENTITY, resume=True, process=1):
+            pass  # killed
+        with pytest.raises(RunError, match="process 1 ended before its rows did"):
+            process_notes.wait_for_notes(first.folder, 2)
+        process_notes.write_note(first.folder, 1, {"rows": 3})
+        assert process_notes.wait_for_notes(first.folder, 2) == [{"rows": 3}]
+    with pytest.raises(RunError, match="process 0 ended before its rows did"):
+        process_notes.wait_for_merge(first.folder)
+    process_notes.write_note(first.folder, 0, {"error": "disk full"})
+    with pytest.raises(RunError, match=r"process 0 failed \(disk full\)"):
+        process_notes.wait_for_merge(first.folder)
+    with Journal(output, IDENTITY, resume=True) as first:
+        first.remove()
+    process_notes.wait_for_merge(first.folder)
+
+
+@pytest.mark.parametrize("name", ["x" * 240, "x" * 256, "no/dir/out.jsonl", ".", ".."])
 def test_paths_that_cannot_be_written(tmp_path, name):
-    with pytest.raises((RunError, MissingFileError), match=r"too long|no such folder"):
+    with pytest.raises((RunError, MissingFileError), match=r"too long|no such folder|is a folder"):
         check_output(tmp_path / name, IDENTITY, resume=False)
     assert not journal_folder(tmp_path / name).parent.joinpath("x").exists()
     assert list(tmp_path.iterdir()) == []
