@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxllm.checkpoint.load import gguf_in
 from jaxllm.common.errors import CheckpointError, naming_file
 
 HEAD_BYTES = 16 << 20
@@ -33,7 +34,7 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
     or more changes it.
 
     Args:
-        path: a folder, or a .safetensors or .gguf file.
+        path: a folder of safetensors or with one .gguf file, or a .safetensors or .gguf file.
         whole: hash all bytes of the weights.
 
     Returns:
@@ -41,7 +42,9 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
 
     Raises:
         CheckpointError: a file cannot be read.
+        MissingFileError: a folder of several GGUF files.
     """
+    path = gguf_in(path) or path
     if path.suffix.lower() == ".gguf" and path.is_file():
         return {"model weights": _digest([path], whole=whole)}
     folder = path.parent if path.is_file() else path

@@ -52,15 +52,24 @@ class Checkpoint:
         return self.path if self.gguf is not None else self.path / "config.json"
 
 
+def gguf_in(folder: Path) -> Path | None:
+    """The .gguf file of a folder that is a GGUF checkpoint: one without config.json.
+
+    Raises:
+        MissingFileError: there are several.
+    """
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return None
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files[:5])
+        raise MissingFileError(f"{folder}: several .gguf files ({names}); name one of them")
+    return files[0] if files else None
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a folder (config.json and safetensors, or one .gguf) or a .gguf file."""
-    if path.is_dir() and not (path / "config.json").exists():
-        ggufs = sorted(path.glob("*.gguf"))
-        if len(ggufs) > 1:
-            names = ", ".join(p.name for p in ggufs[:5])
-            raise MissingFileError(f"{path}: several .gguf files ({names}); name one of them")
-        if ggufs:
-            path = ggufs[0]
+    path = gguf_in(path) or path
     if path.is_file() and path.suffix.lower() == ".safetensors":
         raise UnsupportedError(
             f"{path}: a weight file without config.json; give the folder that also holds "

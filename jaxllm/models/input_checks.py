@@ -17,6 +17,8 @@ from jaxtyping import Array, Float, Int
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import InputError
 
+MAX_IDS = 2**30
+"""Token ids in one call; an array that was broadcast may claim more than the host can check."""
 IGNORED = -100
 """Label of positions that the loss ignores."""
 
@@ -94,6 +96,8 @@ def checked_token_ids(name: str, ids: Any, vocab_size: int) -> Any:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise InputError(f"{name}: expected integers, found {ids.dtype}")
     if not is_traced(ids):
+        if ids.size > MAX_IDS:
+            raise InputError(f"{name}: {ids.size} token ids at once, but at most {MAX_IDS} fit")
         bad = (ids < 0) | (ids >= vocab_size)
         if bad.any():
             row, column = np.argwhere(bad)[0]

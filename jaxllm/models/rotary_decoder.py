@@ -101,6 +101,8 @@ class RotaryConfig(cfg.ModelConfig):
         # Qwen's files, read as Llama: these act only if `use_sliding_window` is true.
         no_window = raw.get("use_sliding_window") is False
         handled = ROPE_KEYS | ({"sliding_window", "max_window_layers"} if no_window else set())
+        if raw.get("position_embedding_type") in ("rope", "rotary"):  # as these families have it
+            handled |= {"position_embedding_type"}
         config = cfg.read_config(cls, raw, handled=handled, derived=frozenset({"rope"}))
         config.check()
         rope = rope_from_config(

@@ -341,4 +341,7 @@ def _text_list(texts: Any) -> list[Any]:
         return [texts]
     if isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
         raise InputError(f"expected a str or a list of str, found {type(texts).__name__}")
+    dtype = getattr(texts, "dtype", None)
+    if dtype is not None and getattr(dtype, "kind", None) not in ("U", "O", "T"):
+        raise InputError(f"expected a str or a list of str, found an array of {dtype}")
     return list(texts)

@@ -71,6 +71,16 @@ def test_keys_of_real_files_are_no_obstacle(row):
     assert read.architecture == (row[3] or "GPT2LMHeadModel").replace("LLaMA", "Llama")
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_name_of_the_rotary_embedding_is_no_obstacle(family):
+    """As in the plain one of four variants of shikhar-srivastava/multilingual-eleuther."""
+    plain = tiny.CONFIGS[family]
+    named = {**plain, "position_embedding_type": "rope"}
+    assert model_spec(named).config == model_spec(plain).config
+    with pytest.raises(UnsupportedError, match=r"position_embedding_type \(learned\)"):
+        model_spec({**plain, "position_embedding_type": "learned"})
+
+
 def test_qwens_windows_that_are_off_are_no_obstacle_for_llama():
     """As in Qwen models whose files were converted to Llama's."""
     windows = {"sliding_window": 32768, "max_window_layers": 28, "use_sliding_window": False}

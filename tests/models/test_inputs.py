@@ -22,6 +22,7 @@ def bad_id(value) -> np.ndarray:
 
 
 DECODER_ONLY = [
+    ({"input_ids": np.broadcast_to(5, (1, 2**40))}, "input_ids: 1099511627776 token ids at once"),
     ({"input_ids": bad_id(2**40 + 5)}, r"input_ids\[1, 4\]: id 1099511627781 is not in the voc"),
     ({"input_ids": bad_id(-1)}, r"input_ids\[1, 4\]: id -1"),
     ({"input_ids": bad_id(50)}, r"input_ids\[1, 4\]: id 50 .*\(0 to 49\)"),

@@ -166,6 +166,8 @@ def check_patterns(name: str, value: Any) -> dict[str, Any]:
             re.compile(pattern)
         except re.error as failure:
             raise ConfigError(f"{name}: {quoted(pattern)}: {failure}") from None
+        if number is None:
+            raise ConfigError(f"{name}[{pattern!r}]: expected a number, found null")
         numbers[pattern] = coerce(f"{name}[{pattern!r}]", number, int if name[0] == "r" else float)
         if name == "rank_pattern" and numbers[pattern] < 1:
             raise ConfigError(f"{name}[{pattern!r}]: expected a rank from 1 on, found {number}")

@@ -13,8 +13,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
 
+from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, InputError, JaxLLMError
 from jaxllm.common.strict_json import read_json
@@ -24,6 +26,7 @@ from jaxllm.generation.settings.field_checks import BadValueError
 
 C = TypeVar("C", bound=type)
 
+FILE_NAME = "generation_config.json"
 _MAX_FILE_BYTES = 1 << 20
 
 
@@ -190,6 +193,31 @@ class Settings:
             ConfigError: The file is not a strict JSON object of known fields.
         """
         return cls.from_dict(read_json(path, max_bytes=_MAX_FILE_BYTES), where=str(path))
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | PathLike[str], config_file_name: str = FILE_NAME, **fields: Any
+    ) -> Self:
+        """Reads the settings of a Hugging Face folder; ``fields`` replace some of them.
+
+        Raises:
+            MissingFileError, ConfigError: as :meth:`from_file`.
+            InputError: one of ``fields`` is unknown or invalid.
+        """
+        return cls.from_file(Path(folder).expanduser() / config_file_name).replace(**fields)
+
+    def save_pretrained(
+        self, save_directory: str | PathLike[str], config_file_name: str = FILE_NAME
+    ) -> None:
+        """Writes the settings to a folder, which is created if needed; the other direction.
+
+        Raises:
+            InputError: JSON cannot hold the value of a field.
+            CheckpointError: the file cannot be written.
+        """
+        values, folder = self.to_json(), Path(save_directory).expanduser()
+        make_folder(folder)
+        write_json(folder / config_file_name, values)
 
     def replace(self, **fields: Any) -> Self:
         """Returns a copy with the given fields replaced; they are added to ``explicit``."""

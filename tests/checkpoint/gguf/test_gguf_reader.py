@@ -24,6 +24,7 @@ from weight_files import (
     written,
 )
 
+from jaxllm.checkpoint.file_digests import checkpoint_digests
 from jaxllm.checkpoint.gguf.header import MAX_HEADER_BYTES
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.common.errors import CheckpointError, JaxLLMError, MissingFileError, UnsupportedError
@@ -298,3 +299,14 @@ class TestSmolLM2:
         for size in (100_000, 1_000_000, 3_000_000):
             with pytest.raises(JaxLLMError, match="ends"):
                 GGUFFile(written(tmp_path / "a.gguf", head[:size]))
+
+
+def test_digests_of_a_folder_are_those_of_its_file(tmp_path):
+    digests_of = {}
+    for value in (5, 6):
+        written(tmp_path / "a.gguf", gguf_bytes([gguf_field("k", value)], []))
+        digests = checkpoint_digests(tmp_path)
+        assert digests == checkpoint_digests(tmp_path / "a.gguf")
+        assert digests.keys() == {"model weights"}
+        digests_of[value] = digests
+    assert digests_of[5] != digests_of[6]

@@ -246,6 +246,8 @@ def test_config_patterns():
         ("a_field_of_tomorrow", {"on": 1}, UnsupportedError),
         ("rank_pattern", {"(a+)+b": 2}, UnsupportedError),
         ("rank_pattern", {"q": 0}, ConfigError),
+        ("rank_pattern", {"q": None}, ConfigError),
+        ("alpha_pattern", {"q": None}, ConfigError),
         ("rank_pattern", [1], ConfigError),
         ("alpha_pattern", {"q": "8"}, ConfigError),
         ("alpha_pattern", {"q\\": 8}, ConfigError),

@@ -217,6 +217,18 @@ def test_files(tmp_path):
         GenerationConfig.from_file(tmp_path / "none.json")
 
 
+def test_folders(tmp_path):
+    config = GenerationConfig(do_sample=True, eos_token_id=[2, 3], sequence_bias=[[[5], -1.0]])
+    config.save_pretrained(tmp_path / "model")
+    config.save_pretrained(tmp_path / "model", "other.json")
+    read = GenerationConfig.from_pretrained(tmp_path / "model")
+    assert read.to_dict() == config.to_dict()
+    assert GenerationConfig.from_pretrained(tmp_path / "model", "other.json") == read
+    assert GenerationConfig.from_pretrained(tmp_path / "model", top_k=7).top_k == 7
+    with pytest.raises(MissingFileError, match=r"none.generation_config\.json"):
+        GenerationConfig.from_pretrained(tmp_path / "none")
+
+
 @pytest.mark.parametrize(
     ("fields", "mode"),
     [

@@ -155,7 +155,9 @@ def test_values_that_are_no_ids(tmp_path):
     assert tokenizer.decode(np.array(ids)) == tokenizer.decode(jnp.array(ids)) == "Hello</s>"
 
 
-@pytest.mark.parametrize("texts", [None, 3, b"a", {"a": 1}, [None]])
+@pytest.mark.parametrize(
+    "texts", [None, 3, b"a", {"a": 1}, [None], np.broadcast_to(np.int32(5), 2**40)]
+)
 def test_values_that_are_no_texts(tmp_path, texts):
     with pytest.raises(InputError, match="str"):
         load(tmp_path, "t5", {})(texts)
