@@ -50,6 +50,8 @@ def _patched(before: Callable[[], None], torn: Callable[[io.FileIO, Any], None])
         if not Path(path).exists() or "w" in mode:
             before()
         raw = file_type(path, mode.replace("b", "").replace("t", ""))
+        if buffering == 0:
+            return raw
         buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
         return buffered if "b" in mode else io.TextIOWrapper(buffered, *args, **kwargs)
 

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 START_SECONDS = 120  # importing the target, on a busy machine
+EXTREMES = (0, -1, 2**31, 2**40, 2**70, 1e300, -0.5, "", "x", "\ufdd0", None, True, [], {}, [[]])
+"""Values that `mutate_json` sets."""
 MAX_WAITS = 8  # for a child that does not run at all, times the limit of its CPU time
 
 
@@ -73,6 +75,29 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
             case 5 if rng.random() < 0.2:
                 del result[start:]
     return bytes(result)
+
+
+def mutate_json(data: bytes, rng: random.Random) -> bytes:
+    """Replace, delete or swap values anywhere in the tree: files that are JSON, and wrong."""
+    tree = json.loads(data)
+    for _ in range(rng.randint(1, 3)):
+        node, parent, key = tree, None, None
+        while isinstance(node, dict | list) and node and (parent is None or rng.random() < 0.85):
+            parent = node
+            key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+            node = parent[key]
+        match rng.randrange(4):
+            case 0:
+                del parent[key]
+            case 1 if isinstance(parent, list):
+                parent.append(rng.choice(parent))
+            case 2 if isinstance(parent, dict):
+                parent[rng.choice(("type", "x", "Ġ", "pattern"))] = parent[key]
+            case _:
+                parent[key] = rng.choice(EXTREMES)
+        if not tree:
+            break
+    return json.dumps(tree, ensure_ascii=False).encode()
 
 
 def run_batch(

@@ -1,17 +1,23 @@
-"""A full disk at each stage of training and export: one line, and what was there is whole."""
+"""A full disk at each stage of training, export and a batch: one line, and what was there is
+whole."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 from tiny_runs import measured, saved, write_recipe
 
-from jaxllm.cli import export, train
+import jaxllm
+from jaxllm.cli import export, generate, train
+from jaxllm.common.errors import CheckpointError
 
+MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 STEPS = 6
 SIZES = (4, 16, 40, 90, 160, 250, 350, 450)
 """Kilobytes that end with the log, the run card, the first checkpoint, ..., the report."""
@@ -90,3 +96,47 @@ def test_export(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) 
     disk.mount(100)
     assert run(export.main, capsys, folder, out) == (0, [])
     assert {path.name for path in out.iterdir()} >= {"config.json", "model.safetensors"}
+
+
+@pytest.mark.slow
+def test_batch(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"Hello {i}", "max_new_tokens": 1 + i % 8} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--model", MODEL, "--input", tmp_path / "rows.jsonl", "--slots", 4, "--quiet")
+    flags += ("--no-compile-cache", "--do-sample", "--seed", 3, "--output")
+    straight, out = tmp_path / "straight.jsonl", disk.folder / "out.jsonl"
+    assert run(generate.main, capsys, *flags, straight) == (0, [])
+    failures, sizes = set(), range(4, 60, 4)  # each file takes a page of 4 KB at least
+    for size in sizes:
+        disk.mount(size)
+        code, lines = run(generate.main, capsys, *flags, out)
+        if code:
+            assert (code, len(lines)) == (2, 1), lines
+            assert "No space left on device" in lines[0]
+            failures.add(lines[0].split(f"{disk.folder}/")[1].split(":")[0])
+            disk.mount(1000, "remount")
+            assert run(generate.main, capsys, *flags, out, "--resume") == (0, [])
+        assert out.read_bytes() == straight.read_bytes()
+        names = {"out.jsonl", "out.jsonl.report.json"}
+        assert {path.name for path in disk.folder.iterdir()} == names
+        disk.unmount()
+    assert code == 0  # with the last size
+    assert len(failures) > 2, failures
+
+
+def test_save(tmp_path: Path, disk: Disk) -> None:
+    model, tokenizer = jaxllm.load(MODEL)
+    disk.mount(1000)
+    jaxllm.save_hf(disk.folder / "model", model, tokenizer)
+    files = {path.name: path.read_bytes() for path in (disk.folder / "model").iterdir()}
+    disk.unmount()
+    for size in (4, 100, 244, 260):
+        disk.mount(size)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            jaxllm.save_hf(disk.folder / "model", model, tokenizer)
+        written = {path.name: path.read_bytes() for path in (disk.folder / "model").iterdir()}
+        assert written.items() <= files.items()  # each file is whole, or is not there
+        disk.mount(1000, "remount")
+        jaxllm.save_hf(disk.folder / "model", model, tokenizer, overwrite=True)
+        assert {p.name: p.read_bytes() for p in (disk.folder / "model").iterdir()} == files
+        disk.unmount()

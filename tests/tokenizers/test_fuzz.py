@@ -6,7 +6,7 @@ from pathlib import Path
 
 import paths
 import pytest
-from fuzzing import Outcome, fuzz_count, mutate, run_batch
+from fuzzing import Outcome, fuzz_count, mutate, mutate_json, run_batch
 
 DATA = paths.DATA / "tokenizers"
 FAST = sorted(path.name for path in (DATA / "fast").iterdir())
@@ -33,30 +33,6 @@ SEEDS = {
     "tokenizer_config": [json.dumps(CONFIG).encode()],
     "chat_template": templates(),
 }
-EXTREMES = (0, -1, 2**31, 2**40, 2**70, 1e300, -0.5, "", "x", "\ufdd0", None, True, [], {}, [[]])
-
-
-def mutate_json(data: bytes, rng: random.Random) -> bytes:
-    """Replace, delete or swap values anywhere in the tree: files that are JSON, and wrong."""
-    tree = json.loads(data)
-    for _ in range(rng.randint(1, 3)):
-        node, parent, key = tree, None, None
-        while isinstance(node, dict | list) and node and (parent is None or rng.random() < 0.85):
-            parent = node
-            key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
-            node = parent[key]
-        match rng.randrange(4):
-            case 0:
-                del parent[key]
-            case 1 if isinstance(parent, list):
-                parent.append(rng.choice(parent))
-            case 2 if isinstance(parent, dict):
-                parent[rng.choice(("type", "x", "Ġ", "pattern"))] = parent[key]
-            case _:
-                parent[key] = rng.choice(EXTREMES)
-        if not tree:
-            break
-    return json.dumps(tree, ensure_ascii=False).encode()
 
 
 def replace(pattern: str, content: str) -> dict:
