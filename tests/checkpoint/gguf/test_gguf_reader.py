@@ -222,10 +222,10 @@ class TestMalformed:
     def test_header(self, case, tmp_path):
         data, message = MALFORMED_GGUF[case]
         path = written(tmp_path / "a.gguf", data)
-        start = time.perf_counter()
+        start = time.process_time()
         with pytest.raises(CheckpointError, match=message) as error:
             GGUFFile(path)
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
         assert str(path) in str(error.value)
 
     def test_the_file_that_hangs_ggufs_own_reader_has_49_bytes(self):

@@ -178,9 +178,9 @@ def test_a_table_stays_small_and_is_made_in_time():
     rng = np.random.default_rng(0)
     letters = np.frombuffer(b" etaoinshrdlu\n", np.uint8)
     tokens = [rng.choice(letters, rng.integers(1, 9)).tobytes() for _ in range(50_000)]
-    start = time.perf_counter()
+    start = time.process_time()
     classes, table = token_automaton(tokens, [b"\nhuman:", b"the end", b"lord"])
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert classes.shape == (50_001,)
     assert table.shape[1] <= 256
 

@@ -198,10 +198,10 @@ def test_hostile_and_broken_files(
 def test_a_billion_laughs_take_no_time(tmp_path: Path):
     lines = ["l0: &l0 [ha, ha, ha, ha, ha, ha, ha, ha, ha, ha]"]
     lines += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 10)]
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ConfigError, match="aliases are not read"):
         read(tmp_path / "r.yaml", "\n".join(lines))
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_a_file_that_is_not_there(tmp_path: Path):
