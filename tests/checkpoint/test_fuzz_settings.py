@@ -67,7 +67,7 @@ def check(count: int, folder: Path) -> None:
 
 
 def test_some_settings(tmp_path: Path) -> None:
-    check(fuzz_count(100), tmp_path)
+    check(fuzz_count(300), tmp_path)
 
 
 @pytest.mark.slow
