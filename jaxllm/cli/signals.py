@@ -170,7 +170,7 @@ def leave() -> bool:
 
 
 @contextlib.contextmanager
-def giving_way() -> Iterator[None]:
+def giving_way() -> Generator[None]:
     """Waits at its end for that of the process, if a signal is ending it in the other thread.
 
     What fails then, such as the communication with processes that end too, is of no interest.

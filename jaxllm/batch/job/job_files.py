@@ -80,9 +80,9 @@ def check_paths(output: Path) -> None:
         MissingFileError: its folder does not exist.
         RunError: it is a folder, or a name is too long, or no path.
     """
-    if output.is_dir():
-        raise RunError(f"--output: {output} is a folder; name a file in it")
     with naming_file(output, RunError, "created"):
+        if output.is_dir():
+            raise RunError(f"--output: {output} is a folder; name a file in it")
         if not output.parent.is_dir():
             raise MissingFileError(f"--output: {output.parent}: no such folder; create it")
         report = report_file(output)
