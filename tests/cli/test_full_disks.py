@@ -15,7 +15,7 @@ from tiny_runs import measured, saved, write_recipe
 
 import jaxllm
 from jaxllm.cli import export, generate, train
-from jaxllm.common.errors import CheckpointError
+from jaxllm.common.errors import JaxLLMError
 
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 STEPS = 6
@@ -132,7 +132,7 @@ def test_save(tmp_path: Path, disk: Disk) -> None:
     disk.unmount()
     for size in (4, 100, 244, 260):
         disk.mount(size)
-        with pytest.raises(CheckpointError, match="No space left on device"):
+        with pytest.raises(JaxLLMError, match="No space left on device"):
             jaxllm.save_hf(disk.folder / "model", model, tokenizer)
         written = {path.name: path.read_bytes() for path in (disk.folder / "model").iterdir()}
         assert written.items() <= files.items()  # each file is whole, or is not there
