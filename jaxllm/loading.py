@@ -168,6 +168,7 @@ def save_hf(
 
     Raises:
         CheckpointError: the folder holds a model already, or cannot be written.
+        TokenizerError: a file of the tokenizer cannot be written.
         InputError: the model has LoRA, which `save_adapter` and `merge_lora` are for.
     """
     folder = Path(folder).expanduser()
