@@ -12,6 +12,7 @@ from jaxllm import load
 from jaxllm.cli import compile_cache, signals
 from jaxllm.cli.devices import local_mesh, mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
+from jaxllm.cli.field_flags import add_field_flags, generation_fields
 from jaxllm.cli.generate import DTYPES
 from jaxllm.cli.progress import Reporter
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
@@ -72,6 +73,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--embeddings", choices=("mean", "last"), help="serve /v1/embeddings, pooled like this"
     )
     _add_http_flags(parser)
+    add_field_flags(parser)
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument(
         "--compile-cache", type=Path, metavar="FOLDER", help="where to keep compiled programs"
@@ -190,6 +192,7 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
         context=arguments.context,
         queue_size=arguments.queue_size,
         steps_per_call=arguments.steps_per_call,
+        **generation_fields(arguments),
     )
     reporter.say(str(engine.memory))
     embedder = None

@@ -66,6 +66,7 @@ class AsyncEngine:
         default_new_tokens, fields: as `BatchGenerator`.
 
     Attributes:
+        model, tokenizer, fields: as given.
         context: most tokens of a prompt and its answer.
         counts: counters of slots and program calls, those of `start` included.
         memory: predicted memory.
@@ -93,7 +94,7 @@ class AsyncEngine:
         for name, number in numbers.items():
             if number is not None and (not is_integer(number) or number < 1):
                 raise InputError(f"{name}: expected an integer of 1 or more, found {number!r}")
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.fields = model, tokenizer, fields
         self.counts = BatchCounts()
         columns = _columns(model, context)
         limit = None if model.is_encoder_decoder else model.config.context_length

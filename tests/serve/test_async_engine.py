@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ import jaxllm
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.serve import AsyncEngine, QueueFullError
 from jaxllm.serve.engine_thread import EngineStoppedError
+from jaxllm.serve.http.api_types import SamplingFields
+from jaxllm.serve.http.state import ServerState
 
 TOKENIZER = small_tokenizer("llama.model")
 MODEL = tiny.make("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER))
@@ -137,6 +140,14 @@ def test_cancelled_requests_free_their_slots_and_the_queue_is_bounded():
     row = {"input_ids": [5, 6], "max_new_tokens": 60, "eos_token_id": None}
 
     async def use(engine: AsyncEngine) -> None:
+        pool = engine._run._pool
+        decode = pool.decode
+
+        def slow_decode(*arguments: int) -> Any:  # so that all are still running
+            time.sleep(0.02)
+            return decode(*arguments)
+
+        pool.decode = slow_decode
         streams = [engine.submit(row) for _ in range(4)]
         first = await anext(streams[0])  # all slots are taken
         waiting = [engine.submit(row) for _ in range(3)]
@@ -197,3 +208,18 @@ def test_closing_drains_and_a_failure_ends_every_request(monkeypatch):
         assert isinstance(engine.failure, ZeroDivisionError)
 
     asyncio.run(main())
+
+
+def test_fields_of_all_requests_override_the_models_own():
+    model = tiny.make("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER))
+    model.generation_config = jaxllm.GenerationConfig.from_dict({"num_beams": 4, "top_p": 0.5})
+    with pytest.raises(jaxllm.errors.UnsupportedError, match="num_beams"):
+        AsyncEngine(model, slots=4, context=64)
+    engine = AsyncEngine(model, slots=4, context=64, num_beams=1)
+    state = ServerState(engine=engine, tokenizer=TOKENIZER, model_name="tiny")
+    fields = state.fields(SamplingFields())
+    assert (fields["do_sample"], fields["top_p"], fields["top_k"]) == (True, 0.5, 0)
+    state.engine.fields["top_p"] = 0.8  # an option of the command
+    assert state.fields(SamplingFields())["top_p"] == 0.8
+    assert state.fields(SamplingFields(top_p=0.9))["top_p"] == 0.9
+    assert "top_p" not in state.fields(SamplingFields(temperature=0))

@@ -247,6 +247,9 @@ def test_tokens_models_health_and_metrics(server, client):
     ).json()
     assert chat["count"] > tokens["count"]
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").model_extra["max_model_len"] == server.engine.context
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny', not 'other'"):
+        client.models.retrieve("other")
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
     client.completions.create(model="tiny", prompt="Hello", max_tokens=3)
     metrics = httpx.get(f"{server.url}/metrics").text

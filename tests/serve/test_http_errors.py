@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import httpx
@@ -34,6 +35,23 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
     headers = {"Authorization": "Bearer key-2"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
         yield client
+
+
+@contextlib.contextmanager
+def slowed(server: RunningServer, seconds: float) -> Generator[None]:
+    """Decode calls take this long, so that requests are still running when something happens."""
+    pool = server.engine._run._pool
+    decode = pool.decode
+
+    def slow_decode(*arguments: int) -> Any:
+        time.sleep(seconds)
+        return decode(*arguments)
+
+    pool.decode = slow_decode
+    try:
+        yield
+    finally:
+        pool.decode = decode
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -129,10 +147,11 @@ def test_a_full_queue_answers_429_and_the_rest_is_served(http, server):
             results.append((error.code, int(error.response.headers["retry-after"]) >= 1))
 
     threads = [threading.Thread(target=ask) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with slowed(server, 0.1):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     client.close()
     served = [result for result in results if result == 60]
     assert len(results) == 20
@@ -142,15 +161,7 @@ def test_a_full_queue_answers_429_and_the_rest_is_served(http, server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_slot(http, server, stream):
-    # The engine is slowed down, so that the request is still running when its client goes away.
-    decode, pool = server.engine._run._pool.decode, server.engine._run._pool
-
-    def slow_decode(*arguments: int) -> Any:
-        time.sleep(0.05)
-        return decode(*arguments)
-
-    pool.decode = slow_decode
-    try:
+    with slowed(server, 0.05):
         steps = server.engine.counts.decode_steps
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
@@ -160,8 +171,6 @@ def test_a_client_that_goes_away_frees_its_slot(http, server, stream):
             eventually(lambda: server.engine.running == 1)
         eventually(lambda: server.engine.running == 0)
         assert server.engine.counts.decode_steps - steps < 40  # of 60
-    finally:
-        pool.decode = decode
 
 
 def test_requests_are_logged_without_their_prompts(http, caplog):
@@ -179,15 +188,7 @@ def test_requests_are_logged_without_their_prompts(http, caplog):
 def test_time_limits_and_draining():
     limits = Limits(request_seconds=1.5)
     options: Any = {"queue_size": 4, "embeddings": False}
-    with running_server(limits=limits, **options) as server:
-        pool = server.engine._run._pool
-        decode = pool.decode
-
-        def slow_decode(*arguments: int) -> Any:
-            time.sleep(0.2)
-            return decode(*arguments)
-
-        pool.decode = slow_decode
+    with running_server(limits=limits, **options) as server, slowed(server, 0.2):
         late = httpx.post(f"{server.url}/v1/completions", json=LONG)
         assert late.status_code == 504
         assert "longer than" in late.json()["error"]["message"]

@@ -204,17 +204,25 @@ async def embeddings(call: HttpCall) -> Response:
     return call.json({"object": "list", "data": data, "model": state.model_name, "usage": usage})
 
 
-async def models(call: HttpCall) -> Response:
-    """Lists the one model."""
-    state = call.state
-    model = {
+def _model(state: ServerState) -> dict[str, Any]:
+    return {
         "id": state.model_name,
         "object": "model",
         "created": state.created,
         "owned_by": "jaxllm",
         "max_model_len": state.engine.context,
     }
-    return call.json({"object": "list", "data": [model]})
+
+
+async def models(call: HttpCall) -> Response:
+    """Lists the one model."""
+    return call.json({"object": "list", "data": [_model(call.state)]})
+
+
+async def model(call: HttpCall) -> Response:
+    """The model with the name in the path."""
+    call.state.check_model(call.request.path_params["name"])
+    return call.json(_model(call.state))
 
 
 async def tokenize(call: HttpCall) -> Response:
@@ -272,6 +280,7 @@ def make_app(state: ServerState, cors_origins: tuple[str, ...] = ()) -> Starlett
         endpoint(state, "/v1/completions", completions),
         endpoint(state, "/v1/embeddings", embeddings),
         endpoint(state, "/v1/models", models, "GET"),
+        endpoint(state, "/v1/models/{name:path}", model, "GET"),
         endpoint(state, "/tokenize", tokenize),
         endpoint(state, "/detokenize", detokenize),
         endpoint(state, "/health", health, "GET", open_to_all=True),

@@ -95,10 +95,11 @@ class ServerState:
         return functools.lru_cache(maxsize=_GRAMMARS)(compile_schema)
 
     def fields(self, request: SamplingFields) -> dict[str, Any]:
-        """The generation fields of a request. What it does not set is as generation_config.json
-        has it, or else as in OpenAI's interface: sampling at temperature 1 without filters."""
+        """The generation fields of a request. What it does not set is as the engine's fields or
+        generation_config.json have it, or else as in OpenAI's interface: sampling at temperature 1
+        without filters."""
         config = self.engine.model.generation_config or GenerationConfig()
-        defaults = config.to_dict()
+        defaults = {**config.to_dict(), **self.engine.fields}
         fields: dict[str, Any] = {
             "presence_penalty": request.presence_penalty,
             "frequency_penalty": request.frequency_penalty,
