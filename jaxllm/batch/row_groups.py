@@ -117,7 +117,7 @@ def _beams_fit(row: BatchRow) -> bool:
     return columns <= MAX_COLUMNS and not row.config.low_memory
 
 
-def _has_effect(name: str, value: Any) -> bool:
+def _has_effect(name: str, value: object) -> bool:
     field = FIELDS[name]
     return value is not None and value != field.neutral and value != field.default
 

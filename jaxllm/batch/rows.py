@@ -305,7 +305,7 @@ class RowReader:
         return checked_ids(key, np.asarray(ids), vocab_size)[0]
 
 
-def _as_mapping(raw: Any) -> Mapping[str, Any]:
+def _as_mapping(raw: object) -> Mapping[str, Any]:
     """A row as a mapping: a string is a prompt, anything else token ids."""
     if isinstance(raw, str):
         return {"prompt": raw}
@@ -327,7 +327,7 @@ def _row_input(raw: Mapping[str, Any]) -> RowInput:
     return row
 
 
-def _id_array(ids: Any) -> Shaped[np.ndarray, " T"]:
+def _id_array(ids: object) -> Shaped[np.ndarray, " T"]:
     """A list that should be token ids, as an array."""
     array = np.zeros(0)
     if isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str):

@@ -38,7 +38,7 @@ def with_shardings(shapes: T, mesh: Mesh | None) -> T:
     return map_with_axes(with_sharding, shapes)
 
 
-def place(x: Any, sharding: Any = None) -> jax.Array:
+def place(x: np.ndarray, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
     """Copies an array to the devices; by default to the default device."""
     return jax.device_put(x, sharding, may_alias=False)
 
@@ -82,7 +82,7 @@ def write_rows(old: T, new: T, slot_ids: Int[Array, " R"]) -> T:
     the mask (0 * NaN is NaN).
     """
 
-    def write(axes: Axes, old: Shaped[Array, "B ..."], new: Any):
+    def write(axes: Axes, old: Shaped[Array, "B ..."], new: Shaped[Array, "R ..."]):
         if "heads" in axes:
             return write_layer(old, new, slot_ids)
         return write_padded_rows(old, new, slot_ids)
@@ -92,7 +92,7 @@ def write_rows(old: T, new: T, slot_ids: Int[Array, " R"]) -> T:
 
 def write_padded_rows(
     old: Shaped[Array, "B ..."],
-    new: Any,
+    new: Shaped[Array, "R ..."],
     slot_ids: Int[Array, " R"],
     axes: tuple[str, ...] = ("rows",),
 ) -> Shaped[Array, "B ..."]:
@@ -151,10 +151,10 @@ def empty_slots(shapes: Slots, settings: RowSettings) -> Slots:
             its slow branch.)
     """
 
-    def zeros(shape: Any) -> jax.Array:
+    def zeros(shape: jax.ShapeDtypeStruct | Array) -> jax.Array:
         return place(np.zeros(shape.shape, shape.dtype), shape.sharding)
 
-    def repeated(shape: Any, value: np.ndarray) -> jax.Array:
+    def repeated(shape: jax.ShapeDtypeStruct, value: np.ndarray) -> jax.Array:
         return place(np.repeat(value, shape.shape[0], axis=0), shape.sharding)
 
     return Slots(

@@ -7,11 +7,11 @@ finished keeps its final state.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, PyTree
 
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slots import PrefillBatch, RowSettings, SlotOutputs, Slots
@@ -109,7 +109,7 @@ class SlotStrategy:
         unfinished &= unfinished_rows(state, settings.max_length)
         unfinished &= state.first_nonfinite_step == NEVER
 
-        def shorten_free_slots(x: Any) -> Any:
+        def shorten_free_slots(x: PyTree) -> PyTree:
             """Sets the cache length of free slots to 0, so that attention reads no further than
             unfinished rows need."""
             if not isinstance(x, Cache):

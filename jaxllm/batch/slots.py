@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxllm.cache.attention_view import AttentionView, Branches
 from jaxllm.cache.kv_cache import Cache
@@ -79,7 +79,7 @@ class PrefillBatch:
     encoder: dict[str, Any]
     """Encoder inputs of `model.init_cache`, of an encoder-decoder."""
 
-    def keys(self) -> Any:
+    def keys(self) -> Key[Array, " R"]:
         """The keys that `generate(..., key=seed, row_ids=[row])` gives its samples."""
 
         def key_of(seed: Array, row: Array, sample: Array) -> Array:

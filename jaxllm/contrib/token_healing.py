@@ -8,14 +8,15 @@ training data, and generation cannot reach the longer token that fits. The algor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Int
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.generate import generate
+from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.registration import register_prompt_transform
 from jaxllm.models.decoder import GenerativeModel
@@ -54,7 +55,7 @@ def heal_tokens(
     Args:
         input_ids: int ``[B, T]``, padded on either side.
         mask: bool ``[B, T]``, padding mask, True at tokens.
-        tokenizer: The model's tokenizer, with a pad token.
+        tokenizer: the model's tokenizer, with a pad token.
         generate_one: ``(row, sequence_bias) -> token``: generates the token after ``row``, int32
             ``[U - 1]`` left-padded with pad tokens, with a ``sequence_bias`` as in ``generate``. In
             transformers it is chosen greedily or sampled, by the model's own generation config with
@@ -64,7 +65,7 @@ def heal_tokens(
         int32 ``[B, U]``, padded on the tokenizer's side, and the padding mask, bool ``[B, U]``.
 
     Raises:
-        InputError: The ids are traced, the tokenizer is missing or has no pad token, or all prompts
+        InputError: the ids are traced, the tokenizer is missing or has no pad token, or all prompts
             are empty without special tokens and white space.
     """
     ids, real, pad = _retokenize(input_ids, mask, tokenizer)
@@ -113,7 +114,7 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _retokenize(
-    input_ids: Any, mask: Any, tokenizer: Any
+    input_ids: ArrayLike, mask: ArrayLike, tokenizer: Tokenizer
 ) -> tuple[Int[np.ndarray, "B U"], Bool[np.ndarray, "B U"], int]:
     if not isinstance(tokenizer, Tokenizer):
         raise InputError("token_healing: pass the model's tokenizer as `tokenizer`")
@@ -144,13 +145,16 @@ def _retokenize(
 
 
 def heal(
-    model: GenerativeModel, tokenizer: Any, input_ids: Any, attention_mask: Any
-) -> tuple[Any, Any]:
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    input_ids: TokenRows | None,
+    attention_mask: TokenRows | None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Prompt transform of `token_healing`: :func:`heal_tokens` with greedy choices of the model."""
     if model.is_encoder_decoder:
         raise UnsupportedError("token_healing: is for prompts of decoder-only models")
 
-    def next_token(row: np.ndarray, sequence_bias: Any) -> int:
+    def next_token(row: np.ndarray, sequence_bias: SequenceBias) -> int:
         out = generate(
             model,
             jnp.asarray(row[None]),

@@ -11,7 +11,7 @@ The tables are next to the code that reads them: `strategies.select_strategy.REG
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from jaxllm.generation.call.prompts import PROMPT_TRANSFORMS, PromptTransform
 from jaxllm.generation.inputs.values import float_leaf, int_leaf
@@ -26,7 +26,13 @@ from jaxllm.generation.strategies.select_strategy import (
     Call,
     RegisteredStrategy,
 )
-from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs, Result, Strategy
+from jaxllm.generation.strategies.strategy import (
+    AnyStrategy,
+    DecodeSettings,
+    PrefillInputs,
+    Result,
+    Strategy,
+)
 from jaxllm.generation.strategies.token_choice import choose_greedy, choose_sample
 
 __all__ = [
@@ -55,15 +61,15 @@ __all__ = [
 
 
 def register_strategy(
-    name: str, selects: Callable[[Call], bool], build: Callable[[Call], Strategy[Any]]
+    name: str, selects: Callable[[Call], bool], build: Callable[[Call], AnyStrategy]
 ) -> None:
     """Adds a generation strategy. Registered strategies are tried before the built-in ones.
 
     Args:
-        name: Used in messages; a second registration under the same name replaces the first.
-        selects: Returns True if the settings of a call ask for this strategy. The first registered
+        name: used in messages; a second registration under the same name replaces the first.
+        selects: returns True if the settings of a call ask for this strategy. The first registered
             strategy that returns True is used.
-        build: Creates the strategy of a call; raises `InputError` or `UnsupportedError` for
+        build: creates the strategy of a call; raises `InputError` or `UnsupportedError` for
             settings that contradict it.
 
     >>> def asks_for_typical(call):
@@ -88,10 +94,10 @@ def register_processor(
     strategy. Rows with it run in the slots of the batch engine unless the field has `slots=False`.
 
     Args:
-        name: The field; a second registration under the same name replaces the first.
+        name: the field; a second registration under the same name replaces the first.
         build: `(value, inputs) -> processor`, from the field's value and
             `processors.build.ProcessorInputs`; None if the value needs no processor.
-        field: Declares a new field. None: `GenerationConfig` already has it.
+        field: declares a new field. None: `GenerationConfig` already has it.
         place: "penalties": before the caller's own processors and the sampling filters; "last":
             after them.
 
@@ -111,7 +117,7 @@ def register_prompt_transform(field: str, transform: PromptTransform) -> None:
     """Adds a function that changes the prompt before generation, in calls where `field` is set.
 
     Args:
-        field: A field of `GenerationConfig`.
+        field: a field of `GenerationConfig`.
         transform: `(model, tokenizer, input_ids, attention_mask) -> (input_ids, attention_mask)`,
             on the host. The call must have a tokenizer, and no other inputs than `input_ids`.
 

@@ -19,7 +19,7 @@ class _Config:
         """Creates the config from names and values, as in a file.
 
         Raises:
-            InputError: A name is unknown or missing, or a value is invalid.
+            InputError: a name is unknown or missing, or a value is invalid.
         """
         known = {field.name for field in fields(cls)}  # pyright: ignore[reportArgumentType]
         unknown = sorted(map(str, set(config_dict) - known))
@@ -91,7 +91,7 @@ def watermarking_config(
     from a file).
 
     Raises:
-        InputError: It is neither a mapping nor one of the two classes, or its settings are invalid.
+        InputError: it is neither a mapping nor one of the two classes, or its settings are invalid.
     """
     if isinstance(value, WatermarkingConfig | SynthIDTextWatermarkingConfig):
         return value

@@ -41,9 +41,9 @@ class WatermarkDetector:
     """Detects whether sequences carry the watermark; transformers' class of this name.
 
     Args:
-        model_config: The model's config: ``vocab_size``, and the decoder start or BOS token.
-        watermarking_config: The settings that the sequences were generated with.
-        ignore_repeated_ngrams: Whether to count each n-gram once per sequence.
+        model_config: the model's config: ``vocab_size``, and the decoder start or BOS token.
+        watermarking_config: the settings that the sequences were generated with.
+        ignore_repeated_ngrams: whether to count each n-gram once per sequence.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(vocab_size=50, bos_token_id=1)
@@ -77,14 +77,14 @@ class WatermarkDetector:
         """Tests each row.
 
         Args:
-            input_ids: Sequences, preferably without prompts, which carry no watermark.
+            input_ids: sequences, preferably without prompts, which carry no watermark.
             z_threshold: z-score above which a sequence counts as watermarked.
-            return_dict: Whether to return all statistics instead of the predictions alone.
-            attention_mask: Padding mask; n-grams with a masked token do not count. None: all tokens
+            return_dict: whether to return all statistics instead of the predictions alone.
+            attention_mask: padding mask; n-grams with a masked token do not count. None: all tokens
                 count (as always in transformers).
 
         Raises:
-            InputError: The rows are too short, or only some begin with BOS.
+            InputError: the rows are too short, or only some begin with BOS.
         """
         ids = np.asarray(input_ids)
         mask = np.ones(ids.shape, bool) if attention_mask is None else np.asarray(attention_mask)

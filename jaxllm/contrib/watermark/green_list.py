@@ -49,16 +49,16 @@ class WatermarkLogitsProcessor(LogitsProcessor):
     (transformers counts padding as tokens).
 
     Args:
-        vocab_size: Size of the model's vocabulary; part of the hash.
-        greenlist_ratio: Share of green tokens, in (0, 1).
-        bias: Number added to the scores of green tokens.
-        hashing_key: Secret key, a non-negative integer. Changing it or ``bias`` does not compile
+        vocab_size: size of the model's vocabulary; part of the hash.
+        greenlist_ratio: share of green tokens, in (0, 1).
+        bias: number added to the scores of green tokens.
+        hashing_key: secret key, a non-negative integer. Changing it or ``bias`` does not compile
             again.
         seeding_scheme: "lefthash" or "selfhash".
-        context_width: Number of tokens that determine the list; for ``selfhash``, with the new one.
+        context_width: number of tokens that determine the list; for ``selfhash``, with the new one.
 
     Raises:
-        InputError: An argument is out of its range.
+        InputError: an argument is out of its range.
     """
 
     bias: Float[Array, ""]

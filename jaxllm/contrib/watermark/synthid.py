@@ -7,7 +7,6 @@ ones ("tournament sampling"), so that the mean of a sequence's bits reveals the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +48,17 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
     same result (and correct for beams, which are reordered).
 
     Args:
-        ngram_len: Context length plus one, at least 2.
-        keys: Secret keys, 64-bit integers, one per round.
-        sampling_table_size: Number of bits in the table, at most 2**24.
-        sampling_table_seed: Seed of the table, drawn as by torch's generator.
-        context_history_size: Number of previous contexts that count as used.
-        skip_first_ngram_calls: No watermark until the context has ``ngram_len - 1`` new tokens.
-        debug_mode: Replaces all scores by ones before biasing.
-        prompt_len: Columns before the first new token, for calls that do not pass it.
+        ngram_len: context length plus one, at least 2.
+        keys: secret keys, 64-bit integers, one per round.
+        sampling_table_size: number of bits in the table, at most 2**24.
+        sampling_table_seed: seed of the table, drawn as by torch's generator.
+        context_history_size: number of previous contexts that count as used.
+        skip_first_ngram_calls: no watermark until the context has ``ngram_len - 1`` new tokens.
+        debug_mode: replaces all scores by ones before biasing.
+        prompt_len: columns before the first new token, for calls that do not pass it.
 
     Raises:
-        InputError: An argument is out of its range.
+        InputError: an argument is out of its range.
     """
 
     keys: Int64
@@ -125,12 +124,12 @@ class SynthIDTextWatermarkLogitsProcessor(LogitsProcessor):
         *,
         mask: Bool[Array, "B L"] | None = None,
         prompt_len: Int[Array, ""] | int | None = None,
-        **_: Any,
+        **_: object,
     ) -> Scores:
         """float32 ``[B, V]``; new tokens begin at column ``prompt_len``.
 
         Raises:
-            InputError: Neither the call nor the processor specifies ``prompt_len``.
+            InputError: neither the call nor the processor specifies ``prompt_len``.
         """
         prompt_len = prompt_length(self, prompt_len)
         history = History.of(input_ids, cur_len)

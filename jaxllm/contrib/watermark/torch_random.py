@@ -49,7 +49,7 @@ def first_of_permutation(seed: UInt32[Array, ""], size: int, count: int) -> Bool
     depth is logarithmic.
 
     Args:
-        seed: The low 32 bits of the generator's seed.
+        seed: the low 32 bits of the generator's seed.
         size, count: Python numbers, ``0 <= count < size``.
     """
     if count == 0:

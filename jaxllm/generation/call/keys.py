@@ -6,6 +6,7 @@ A row therefore draws the same tokens in any batch, any bucket and on any device
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +22,8 @@ from jaxllm.generation.inputs.values import is_traced
 RandomKey: TypeAlias = Array | np.ndarray | int | None
 """A typed PRNG key, the data of a raw one, or an int seed; None: a fresh seed."""
 
+RowIds: TypeAlias = Sequence[int] | np.ndarray | Array | None
+
 
 def shared_key(key: RandomKey, mesh: Mesh | None) -> RandomKey:
     """The caller's key; None becomes a random seed shared by all processes of a mesh.
@@ -33,7 +36,7 @@ def shared_key(key: RandomKey, mesh: Mesh | None) -> RandomKey:
 
 
 def row_keys(
-    key: RandomKey, row_ids: Any, batch: int, samples: int, *, sampling: bool, under_jit: bool
+    key: RandomKey, row_ids: RowIds, batch: int, samples: int, *, sampling: bool, under_jit: bool
 ) -> Key[Array, " Bn"]:
     """Random keys for `samples` results of each row; the samples of a row are adjacent.
 
@@ -70,7 +73,7 @@ def _typed_key(key: Any) -> Key[Array, ""]:
     return key
 
 
-def _checked_row_ids(row_ids: Any, batch: int) -> UInt32[Array, " B"]:
+def _checked_row_ids(row_ids: RowIds, batch: int) -> UInt32[Array, " B"]:
     if row_ids is None:
         row_ids = np.arange(batch, dtype=np.uint32)
     elif np.shape(row_ids) != (batch,):

@@ -7,7 +7,6 @@ result. The encoder's columns are padded where they are checked (`call/prompts.p
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +17,11 @@ from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.call.past_key_values import PastKeyValues, continuation
 from jaxllm.generation.call.prompts import PreparedInputs
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, last_token_columns
-from jaxllm.generation.inputs.values import any_traced, bucket, int_leaf
+from jaxllm.generation.inputs.values import HostArray, any_traced, bucket, int_leaf
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.lengths import MAX_COLUMNS
 from jaxllm.generation.strategies.select_strategy import Call
-from jaxllm.generation.strategies.strategy import PrefillInputs, Strategy
+from jaxllm.generation.strategies.strategy import AnyStrategy, PrefillInputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Layout:
 def build_layout(
     call: Call,
     inputs: PreparedInputs,
-    strategy: Strategy[Any],
+    strategy: AnyStrategy,
     keys: Key[Array, " Bn"],
     past: PastKeyValues | None,
 ) -> Layout:
@@ -115,7 +114,9 @@ def _refuse_cache_settings(config: GenerationConfig) -> None:
             raise InputError(f"{option}: past_key_values has a kind already; give one of the two")
 
 
-def sequence_buffers(padded: PaddedBatch, new_token_bucket: int, pad: int) -> tuple[Any, Any, Any]:
+def sequence_buffers(
+    padded: PaddedBatch, new_token_bucket: int, pad: int
+) -> tuple[HostArray, HostArray, HostArray]:
     """Buffers for prompt and new tokens, and the last real column of each row's prompt.
 
     Built with numpy unless the prompt is traced, so that other lengths compile nothing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxllm.generation.strategies.strategy import (
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.outputs import PerLayer
 
+T = TypeVar("T")
 PerStep = tuple[PerLayer, ...] | None
 """Tuple over the steps of tuples over the layers, or None."""
 PROGRESS_FIELDS = (
@@ -154,7 +155,7 @@ def past_key_values(
     )
 
 
-def on_every_process(tree: Any, mesh: Mesh | None) -> Any:
+def on_every_process(tree: T, mesh: Mesh | None) -> T:
     """Replicates arrays on a multi-process mesh, so that every process can read them."""
     if mesh is None or not mesh.is_multi_process:
         return tree

@@ -198,7 +198,7 @@ def _new_columns(
     return new_columns
 
 
-def checked_past(past: Any) -> PastKeyValues | None:
+def checked_past(past: object) -> PastKeyValues | None:
     """`past_key_values` of a call; raises InputError unless it is None or a `PastKeyValues`."""
     if past is not None and not isinstance(past, PastKeyValues):
         raise InputError(

@@ -39,7 +39,11 @@ from jaxllm.generation.stopping.criteria import build_criteria
 from jaxllm.generation.strategies.assisted.select_draft import check_assistant_inputs
 from jaxllm.generation.strategies.guidance import NegativePrompt, negative_prompt
 from jaxllm.generation.strategies.select_strategy import Call, select_strategy
-from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs, Strategy
+from jaxllm.generation.strategies.strategy import (
+    AnyStrategy,
+    DecodeSettings,
+    PrefillInputs,
+)
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.parallel.placement import mesh_of, put_everywhere, put_rows
 
@@ -48,7 +52,7 @@ from jaxllm.parallel.placement import mesh_of, put_everywhere, put_rows
 class Request:
     """A checked call: arguments of the compiled programs, and values used on the host."""
 
-    strategy: Strategy[Any]
+    strategy: AnyStrategy
     inputs: PreparedInputs
     """The inputs of the model, not padded to buckets."""
     layout: Layout
@@ -194,7 +198,7 @@ def check_lengths(call: Call, inputs: PreparedInputs, unchecked: ModelInputs) ->
 
 
 def check_past_support(
-    strategy: Strategy[Any],
+    strategy: AnyStrategy,
     inputs: PreparedInputs,
     past: PastKeyValues | None,
     arguments: CallArguments,

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.common.errors import InputError
-from jaxllm.generation.inputs.arguments import CallArguments, ModelInputs, needed_tokenizer, refuse
+from jaxllm.generation.inputs.arguments import (
+    CallArguments,
+    ModelInputs,
+    TokenRows,
+    needed_tokenizer,
+    refuse,
+)
 from jaxllm.generation.inputs.padded_batch import (
     SMALLEST_BUCKET,
     PaddedBatch,
@@ -20,12 +26,15 @@ from jaxllm.generation.inputs.padded_batch import (
     floats,
     pad_right,
 )
-from jaxllm.generation.inputs.values import bucket, is_traced
+from jaxllm.generation.inputs.values import HostArray, bucket, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models import input_checks as check
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.tokenizers.tokenizer import Tokenizer
 
-PromptTransform = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+PromptTransform = Callable[
+    [GenerativeModel, Tokenizer, TokenRows | None, TokenRows | None], tuple[TokenRows, TokenRows]
+]
 """`(model, tokenizer, input_ids, attention_mask) -> (input_ids, attention_mask)`, on the host."""
 
 PROMPT_TRANSFORMS: dict[str, PromptTransform] = {}
@@ -45,7 +54,7 @@ class PreparedInputs:
     """Encoder inputs as `Decoder.init_cache` takes them."""
     negative: PaddedBatch | None = None
     """The unconditional contexts of classifier-free guidance."""
-    token_type_ids: Any = None
+    token_type_ids: HostArray | None = None
     """int32 [B, T], or None."""
     pad: int = 0
     """Token id of the columns that pad to a bucket."""
@@ -191,7 +200,7 @@ def decoder_only_prompt(
     return PaddedBatch(ids, checked_mask(attention_mask, ids.shape), embeds)
 
 
-def inferred_mask(ids: Any, pad: int | None, eos: tuple[int, ...]) -> Any:
+def inferred_mask(ids: HostArray, pad: int | None, eos: tuple[int, ...]) -> HostArray | None:
     """Padding mask of ids given without one, as transformers infers it: pads are masked if the pad
     token is not an end token. None: every token is real."""
     return None if pad is None or pad in eos else ids != pad
@@ -257,7 +266,11 @@ def last_hidden_state(encoder_outputs: Any) -> Any:
 
 
 def decoder_prompt(
-    model: GenerativeModel, ids: Any, mask: Any, batch: int, config: GenerationConfig
+    model: GenerativeModel,
+    ids: TokenRows | None,
+    mask: TokenRows | None,
+    batch: int,
+    config: GenerationConfig,
 ) -> PaddedBatch:
     """The decoder's prompt of an encoder-decoder: the start token, then the caller's ids.
 
@@ -280,16 +293,16 @@ def decoder_prompt(
         if mask is not None:
             raise InputError("decoder_attention_mask: given without decoder_input_ids")
         return PaddedBatch(np.array(start), np.ones((batch, 1), bool))
-    ids = checked_ids("decoder_input_ids", ids, model.config.vocab_size)
-    mask = checked_mask(mask, ids.shape, "decoder_attention_mask")
-    if ids.shape[0] != batch:
-        raise InputError(f"decoder_input_ids: {ids.shape[0]} rows for a batch of {batch}")
-    if not is_traced(mask) and (np.diff(np.asarray(mask).astype(int), axis=1) < 0).any():
+    host_ids = checked_ids("decoder_input_ids", ids, model.config.vocab_size)
+    host_mask = checked_mask(mask, host_ids.shape, "decoder_attention_mask")
+    if host_ids.shape[0] != batch:
+        raise InputError(f"decoder_input_ids: {host_ids.shape[0]} rows for a batch of {batch}")
+    if not is_traced(host_mask) and (np.diff(np.asarray(host_mask).astype(int), axis=1) < 0).any():
         # T5 measures distances between columns; a gap inside a row would change them.
         raise InputError("decoder_attention_mask: pad decoder prompts on the left")
-    if is_traced(ids) or is_traced(mask):
-        return PaddedBatch(ids, mask)
-    return with_start(np.asarray(ids), np.asarray(mask), start)
+    if is_traced(host_ids) or is_traced(host_mask):
+        return PaddedBatch(host_ids, host_mask)
+    return with_start(np.asarray(host_ids), np.asarray(host_mask), start)
 
 
 def with_start(ids: np.ndarray, mask: np.ndarray, start: np.ndarray) -> PaddedBatch:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from jaxtyping import Array
 
 from jaxllm.common.errors import InputError, UnsupportedError
 
+T = TypeVar("T")
 TokenRows: TypeAlias = Array | np.ndarray | Sequence[Sequence[int]] | Sequence[np.ndarray]
 """Token ids or masks: an array [B, T], or one sequence for each row."""
 
@@ -99,7 +100,7 @@ def split_keywords(keywords: Mapping[str, Any]) -> Keywords:
     """Splits the keyword arguments of a call into inputs, arguments and settings.
 
     Raises:
-        UnsupportedError: An argument is supported by transformers only.
+        UnsupportedError: an argument is supported by transformers only.
     """
     for name, feature in UNSUPPORTED.items():
         if keywords.get(name) is not None and keywords[name] is not False:
@@ -119,14 +120,14 @@ def refuse(inputs: Mapping[str, Any], why: str) -> None:
             raise InputError(f"{name}: {why}")
 
 
-def needed_tokenizer(tokenizer: Any, field: str) -> Any:
+def needed_tokenizer(tokenizer: T | None, field: str) -> T:
     """Returns the tokenizer; raises InputError if it is None, since `field` needs one."""
     if tokenizer is None:
         raise InputError(f"{field}: needs tokenizer=, the tokenizer of this model")
     return tokenizer
 
 
-def processor_list(processors: Any) -> tuple[Any, ...]:
+def processor_list(processors: object) -> tuple[Callable[..., Array], ...]:
     """Converts the caller's list of logits processors to a tuple; None gives ()."""
     if processors is None:
         return ()

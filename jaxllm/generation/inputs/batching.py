@@ -28,13 +28,13 @@ def run_in_batches(
     last batch repeats an item. If device memory runs out, the batch size is halved.
 
     Args:
-        run: Computes a batch; returns one result per item, in order.
-        batch_size: Maximum number of items per batch.
-        length: Length of an item.
-        on_halving: Called when memory ran out.
+        run: computes a batch; returns one result per item, in order.
+        batch_size: maximum number of items per batch.
+        length: length of an item.
+        on_halving: called when memory ran out.
 
     Raises:
-        jax.errors.JaxRuntimeError: Memory ran out with a single item.
+        jax.errors.JaxRuntimeError: memory ran out with a single item.
 
     >>> list(run_in_batches(lambda items: [x * x for x in items], [1, 3, 2], 2, length=int))
     [(1, 9), (2, 4), (0, 1)]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxllm.common.errors import InputError
-from jaxllm.generation.inputs.values import is_traced
+from jaxllm.generation.inputs.values import HostArray, is_traced
 from jaxllm.models import input_checks as check
 from jaxllm.models.decoder import GenerativeModel
 
@@ -22,9 +22,12 @@ SMALLEST_BUCKET = 16
 class PaddedBatch:
     """A [batch, length] argument and its padding mask, before or after padding to a bucket."""
 
-    ids: Any
-    mask: Any
-    embeds: Any = None
+    ids: HostArray
+    """int32; None for a prompt of embeddings alone."""
+    mask: HostArray
+    """bool: True at real tokens."""
+    embeds: HostArray = None
+    """float [B, T, D], or None."""
     before: int | None = dataclasses.field(default=None, metadata={"static": True})
     """Number of columns before padding to a bucket; None: not padded yet."""
 
@@ -81,18 +84,18 @@ def check_positions(
         )
 
 
-def check_width(name: str, x: Any, width: int) -> None:
+def check_width(name: str, x: HostArray, width: int) -> None:
     if x.ndim != 3 or x.shape[-1] != width or 0 in x.shape:
         raise InputError(f"{name}: expected [batch, length, {width}], found {list(x.shape)}")
 
 
-def checked_ids(name: str, ids: Any, vocab_size: int) -> Any:
+def checked_ids(name: str, ids: object, vocab_size: int) -> HostArray:
     """Checks token ids; returns int32 [batch, length], a NumPy array unless traced."""
     checked = check.checked_token_ids(name, ids, vocab_size)
     return checked.astype(jnp.int32) if is_traced(checked) else checked
 
 
-def checked_mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask") -> Any:
+def checked_mask(mask: object, shape: tuple[int, ...], name: str = "attention_mask") -> HostArray:
     """Checks for a mask of ``shape`` with a real token in every row; returns it as bool."""
     checked = check.mask_of(name, mask, shape)
     if is_traced(checked):
@@ -104,7 +107,9 @@ def checked_mask(mask: Any, shape: tuple[int, ...], name: str = "attention_mask"
     return host
 
 
-def checked_types(model: GenerativeModel, token_type_ids: Any, prompt: PaddedBatch) -> Any:
+def checked_types(
+    model: GenerativeModel, token_type_ids: object, prompt: PaddedBatch
+) -> HostArray | None:
     """Checks token types; returns int32 [B, T], a NumPy array unless traced, or None."""
     if token_type_ids is None:
         return None
@@ -114,7 +119,7 @@ def checked_types(model: GenerativeModel, token_type_ids: Any, prompt: PaddedBat
     return types if is_traced(types) else np.asarray(types)
 
 
-def last_token_columns(mask: Any) -> Any:
+def last_token_columns(mask: HostArray) -> HostArray:
     """Column of each row's last real token, int32 [B]: a NumPy array unless traced."""
     host = jnp if is_traced(mask) else np
     known = host.asarray(mask)
@@ -122,12 +127,12 @@ def last_token_columns(mask: Any) -> Any:
     return host.max(columns, axis=-1).astype(host.int32)
 
 
-def floats(x: Any) -> Any:
+def floats(x: ArrayLike) -> HostArray:
     """Converts embeddings to a NumPy array unless traced, so that padding compiles nothing."""
     return x if is_traced(x) else np.asarray(x)
 
 
-def pad_right(x: Any, extra: int, value: Any) -> Any:
+def pad_right(x: HostArray, extra: int, value: float) -> HostArray:
     """Appends `extra` columns of `value` to an array."""
     widths = ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 2))
     if isinstance(x, np.ndarray):

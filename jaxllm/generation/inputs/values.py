@@ -13,13 +13,16 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.input_checks import is_traced
 
 Number: TypeAlias = float | int | np.generic | Array
 TokenIds: TypeAlias = int | Sequence[int] | np.ndarray | Array
+HostArray: TypeAlias = Any
+"""A NumPy array, or a tracer inside the caller's jit. Any for type checkers, since it is a leaf of
+pytrees whose fields are declared as JAX arrays."""
 
 NO_TOKEN = -1
 """Padding value for tables of token ids; not a valid token."""
@@ -38,7 +41,7 @@ def in_interval(interval: str, value: float) -> bool:
     return above and below
 
 
-def any_traced(*values: Any) -> bool:
+def any_traced(*values: PyTree) -> bool:
     """Returns whether any leaf of the pytrees is a tracer."""
     return any(is_traced(leaf) for leaf in jax.tree.leaves(values))
 
@@ -49,12 +52,12 @@ def to_scalar(value: Any) -> Any:
     return value.item() if one_element and not is_traced(value) else value
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     """Returns whether ``value`` has an integer type; booleans do not count."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Returns whether ``value`` is a Python or NumPy integer or float; booleans do not count."""
     return is_integer(value) or isinstance(value, float | np.floating)
 
@@ -63,7 +66,7 @@ def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Arr
     """Converts ``value`` to a float32 scalar; checks the interval unless it is a tracer.
 
     Raises:
-        InputError: It is not a number in the interval; the message names ``owner`` and ``name``.
+        InputError: it is not a number in the interval; the message names ``owner`` and ``name``.
     """
     if is_traced(value):
         return jnp.asarray(value, jnp.float32)
@@ -77,7 +80,7 @@ def int_leaf(owner: str, name: str, value: Any, *, least: int = 0) -> Int[Array,
     """Converts ``value`` to int32: a scalar, or one number per row of the batch (shape ``[B]``).
 
     Raises:
-        InputError: It is not an integer of at least ``least``.
+        InputError: it is not an integer of at least ``least``.
     """
     if is_traced(value):
         return jnp.asarray(value, jnp.int32)
@@ -108,7 +111,7 @@ def id_table(owner: str, name: str, value: TokenIds) -> Int[Array, " E"]:
     The bucket avoids compiling again when the number of ids changes slightly.
 
     Raises:
-        InputError: An item is not an int32 of at least 0.
+        InputError: an item is not an int32 of at least 0.
     """
     ids = id_list(value)
     if isinstance(ids, list):

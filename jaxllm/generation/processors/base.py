@@ -115,11 +115,11 @@ class LogitsProcessor:
             input_ids: int32 ``[B, L]``, a buffer whose first ``cur_len`` columns hold tokens; the
                 other columns have no effect.
             scores: ``[B, V]`` logits (log-probabilities in beam search), without NaN.
-            cur_len: The number of columns in use, prompt included: an int, a traced scalar, or one
+            cur_len: the number of columns in use, prompt included: an int, a traced scalar, or one
                 per row, ``[B]``. None: all.
             mask: bool ``[B, L]``, True at real tokens. None: all of the first ``cur_len`` columns.
                 Padding on either side has no effect, except on rules about lengths.
-            length: The length that rules about lengths use. It differs from ``cur_len`` where the
+            length: the length that rules about lengths use. It differs from ``cur_len`` where the
                 prompt was padded to a bucket, beyond the caller's own padding. None: ``cur_len``.
 
         Returns:
@@ -186,7 +186,7 @@ def logits_processor(*, static: tuple[str, ...] = ()) -> Callable[[C], C]:
     return decorate
 
 
-def store(processor: Any, **values: Any) -> None:
+def store(processor: object, **values: object) -> None:
     """Sets the fields of a frozen processor, in its ``__init__``."""
     for name, value in values.items():
         object.__setattr__(processor, name, value)
@@ -260,7 +260,7 @@ def checked_scores(processor: Any, out: Any, shape: tuple[int, ...]) -> Scores:
     return jnp.asarray(out, jnp.float32)
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """Name of a processor or criterion in messages."""
     return getattr(function, "__name__", type(function).__name__)
 
@@ -310,7 +310,7 @@ class EncoderTokens(NamedTuple):
         """Checks ids and mask; a single row may lack its batch axis. None: ids >= 0 are real.
 
         Raises:
-            InputError: The ids are not ``[B, S]``, or the mask has another shape.
+            InputError: the ids are not ``[B, S]``, or the mask has another shape.
         """
         ids = jnp.atleast_2d(jnp.asarray(ids, jnp.int32))
         real = ids >= 0 if mask is None else jnp.atleast_2d(jnp.asarray(mask, bool))
@@ -333,7 +333,7 @@ def prompt_length(processor: Any, from_call: Int[Array, ""] | int | None) -> Int
     """Number of columns before the first new token: from the call, else from the processor.
 
     Raises:
-        InputError: Neither specifies it.
+        InputError: neither specifies it.
     """
     prompt_len = processor.prompt_len if from_call is None else from_call
     if prompt_len is None:

@@ -97,7 +97,7 @@ def word_table(owner: str, name: str, words: Sequence[Sequence[int]]) -> Int[Arr
     compile again.
 
     Raises:
-        InputError: A sequence is empty or holds something other than token ids.
+        InputError: a sequence is empty or holds something other than token ids.
     """
     for word in words:
         if isinstance(word, str) or not isinstance(word, Sequence) or not word:

@@ -81,7 +81,7 @@ class ProcessorInputs:
         """Least number of tokens that a filter keeps: beams need one that is not an EOS."""
         return 1 if self.config.num_beams == 1 else max(2, len(self.eos) + 1)
 
-    def encoder(self, field: str) -> tuple[Any, Any]:
+    def encoder(self, field: str) -> tuple[Int[Array, "B S"], Bool[Array, "B S"] | None]:
         """Ids and mask of the encoder's input; InputError naming ``field`` if there are no ids."""
         if self.encoder_ids is None:
             raise InputError(f"`{field}` needs token ids as the model's input")
@@ -201,21 +201,21 @@ def build_processors(
     are always in the list when sampling.
 
     Args:
-        config: The settings.
-        prompt_len: Length of the prompt with its padding (for T5, of the decoder's prompt).
-        max_length: Maximum length of a row, prompt and padding included.
-        eos_token_id: The end-of-sequence tokens in force; may be empty.
-        vocab_size: Number of scores.
-        encoder_input_ids: The encoder's input; None for decoder-only models, which use the prompt.
-        encoder_mask: Its padding mask.
-        prompt_ids: The prompt, used where `encoder_input_ids` is None.
-        prompt_mask: Its padding mask.
+        config: the settings.
+        prompt_len: length of the prompt with its padding (for T5, of the decoder's prompt).
+        max_length: maximum length of a row, prompt and padding included.
+        eos_token_id: the end-of-sequence tokens in force; may be empty.
+        vocab_size: number of scores.
+        encoder_input_ids: the encoder's input; None for decoder-only models, which use the prompt.
+        encoder_mask: its padding mask.
+        prompt_ids: the prompt, used where `encoder_input_ids` is None.
+        prompt_mask: its padding mask.
         prefix_allowed_tokens_fn: `(batch_id, ids) -> allowed token ids`.
-        extra: The caller's own processors, placed after the built-in ones and before the warpers.
+        extra: the caller's own processors, placed after the built-in ones and before the warpers.
             One of the same class as a built-in one replaces it.
 
     Raises:
-        InputError: A field names a token outside the vocabulary, or needs an input or an end token
+        InputError: a field names a token outside the vocabulary, or needs an input or an end token
             that is missing.
     """
     _check_ids(config, eos_token_id, vocab_size)

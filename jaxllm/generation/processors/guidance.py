@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -52,7 +50,7 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         cur_len: CurLen = None,
         *,
         unconditional_logits: Scores | None = None,
-        **_: Any,
+        **_: object,
     ) -> Scores:
         """float32 ``[B, V]``.
 

@@ -127,11 +127,11 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         """Processes the scores of one beam group.
 
         Args:
-            input_ids: Unused.
+            input_ids: unused.
             scores: ``[prompts * group size, V]``.
-            cur_len: Unused.
+            cur_len: unused.
             current_tokens: ``[prompts * num_beams]``, the tokens chosen in this step so far.
-            beam_group_idx: Index of the group.
+            beam_group_idx: index of the group.
         """
         scores = jnp.asarray(scores, jnp.float32)
         tokens = jnp.asarray(current_tokens, jnp.int32).reshape(-1, self.num_beams)

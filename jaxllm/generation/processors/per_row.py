@@ -7,8 +7,8 @@ each row is built as for a call of one row; then the lists are stacked: each lea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,13 @@ from jaxtyping import Array, Bool, Int
 from jaxllm.generation.processors.base import LogitsProcessor, LogitsProcessorList, Scores
 from jaxllm.generation.processors.warpers import Filter, TemperatureLogitsWarper
 
+T = TypeVar("T")
 BATCHED = (Filter, TemperatureLogitsWarper)
 """Processor types that accept arrays with one value per row and so need no `vmap`. Under `vmap`, a
 filter would run both branches of each `lax.cond`."""
 
 
-def signature(processors: LogitsProcessorList) -> Any:
+def signature(processors: LogitsProcessorList) -> Hashable:
     """Types and leaf shapes of a list, hashable; lists with equal signatures can be stacked."""
     leaves, structure = jax.tree.flatten(processors)
     return structure, tuple((np.shape(leaf), np.result_type(leaf).name) for leaf in leaves)
@@ -56,7 +57,7 @@ class RowProcessor:
         input_ids: Int[Array, "BM L"],
         scores: Scores,
         cur_len: Int[Array, " R"],
-        **_: Any,
+        **_: object,
     ) -> Scores:
         """Scores [B * M, V]: M sequences per row, equally long and starting at column 0."""
         processor, cur_len = per_sequence(input_ids, cur_len, self.stacked)
@@ -71,8 +72,8 @@ class RowProcessor:
 
 
 def per_sequence(
-    input_ids: Int[Array, "BM L"], cur_len: Int[Array, " R"], parameters: Any
-) -> tuple[Any, Int[Array, " BM"]]:
+    input_ids: Int[Array, "BM L"], cur_len: Int[Array, " R"], parameters: T
+) -> tuple[T, Int[Array, " BM"]]:
     """Repeats the parameters and length of each row for each of its M sequences."""
     count = input_ids.shape[0] // cur_len.shape[0]
     return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), (parameters, cur_len))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError, NonFiniteError, UnsupportedError
@@ -130,8 +131,8 @@ def read_pairs(
     model: GenerativeModel,
     prompts: TokenRows,
     completions: TokenRows,
-    attention_mask: Any,
-    completion_mask: Any,
+    attention_mask: TokenRows | None,
+    completion_mask: TokenRows | None,
 ) -> list[Pair]:
     """Checks the arguments of `score` and builds the pairs."""
     if not hasattr(model, "decode"):
@@ -236,7 +237,7 @@ def _score_batch(
 
 
 def token_rows(
-    name: str, rows: Any, mask: Any, mask_name: str, vocab_size: int
+    name: str, rows: TokenRows, mask: TokenRows | None, mask_name: str, vocab_size: int
 ) -> list[Int[np.ndarray, " _"]]:
     """The real tokens of each row, as int32."""
     if mask is not None and np.shape(mask) != np.shape(np.asarray(rows, dtype=object)):
@@ -261,7 +262,7 @@ def token_rows(
     return token_ids
 
 
-def real_columns(name: str, mask: Any) -> np.ndarray:
+def real_columns(name: str, mask: Sequence[int] | ArrayLike) -> np.ndarray:
     mask = np.asarray(mask)
     if not np.isin(mask, (0, 1)).all():
         raise InputError(f"{name}: expected 0 and 1 only")

@@ -259,7 +259,7 @@ def declare_field(name: str, field: Field) -> None:
     Declaring an added field again replaces it.
 
     Raises:
-        ValueError: A built-in field or an argument of generate() has this name.
+        ValueError: a built-in field or an argument of generate() has this name.
     """
     if name in _BUILT_IN or name in GENERATE_ARGUMENTS or hasattr(Settings, name):
         raise ValueError(f"declare_field: {name!r} is taken; choose another name")

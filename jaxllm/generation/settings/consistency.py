@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
 from jaxllm.generation.inputs.values import is_traced
@@ -11,6 +10,7 @@ from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.fields import checked_value
 from jaxllm.generation.settings.mode import draft_options, generation_mode, is_contrastive
 from jaxllm.generation.settings.special_tokens import token_tuple
+from jaxllm.models.decoder import GenerativeModel
 
 _RECORDS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 
@@ -19,8 +19,8 @@ class UnusedFieldWarning(UserWarning):
     """A generation field that has no effect beside the other settings.
 
     Attributes:
-        field: Name of the field.
-        needs: The setting without which it has no effect; empty if no setting helps.
+        field: name of the field.
+        needs: the setting without which it has no effect; empty if no setting helps.
     """
 
     def __init__(self, message: str, field: str, needs: str = "") -> None:
@@ -38,9 +38,9 @@ def check_for_use(config: GenerationConfig) -> GenerationConfig:
         The settings without such values.
 
     Raises:
-        UnsupportedError: A value is not implemented; the message names the field and the supported
+        UnsupportedError: a value is not implemented; the message names the field and the supported
             values.
-        ConfigError: A sampling field of a file has an effect, but an invalid value.
+        ConfigError: a sampling field of a file has an effect, but an invalid value.
     """
     ineffective = set() if config.return_dict_in_generate else {*_RECORDS} - config.explicit
     for name, value in config.to_dict().items():
@@ -62,14 +62,16 @@ def check_for_use(config: GenerationConfig) -> GenerationConfig:
     return config.without(ineffective)
 
 
-def check_consistent(config: GenerationConfig, assistant_model: Any = None) -> None:
+def check_consistent(
+    config: GenerationConfig, assistant_model: GenerativeModel | None = None
+) -> None:
     """Raises for settings that contradict each other, and warns of settings without effect.
 
     As in transformers, it warns only of fields given in code: a checkpoint's file may set a
     temperature and be used greedily.
 
     Raises:
-        InputError: Several results from greedy search, more results than beams, beam groups that do
+        InputError: several results from greedy search, more results than beams, beam groups that do
             not divide the beams, or a token that is both forced and suppressed.
     """
     results, beams = config.num_return_sequences, config.num_beams

@@ -44,25 +44,25 @@ class Field:
     """One field of a generation config: a descriptor that reads the value of an instance.
 
     Attributes:
-        default: Value if the field is not set.
-        check: Returns the value as stored (lists as tuples), or raises BadValueError.
-        doc: Description, for the documentation and the command line.
-        off: Value that None in a call stands for: a neutral value, None itself, or UNSET.
-        needs: Option without which the field has no effect (``check_consistent``).
-        supported: Values that are implemented; None: all.
+        default: value if the field is not set.
+        check: returns the value as stored (lists as tuples), or raises BadValueError.
+        doc: description, for the documentation and the command line.
+        off: value that None in a call stands for: a neutral value, None itself, or UNSET.
+        needs: option without which the field has no effect (``check_consistent``).
+        supported: values that are implemented; None: all.
         execution: True if the field chooses how results are computed, but not the results: a value
             from a file that is not implemented has no effect.
         static: True if the value determines the program or is read on the host; never a tracer.
-        per_row: Neutral value of a field that may differ between the rows of one batch program,
+        per_row: neutral value of a field that may differ between the rows of one batch program,
             since its processor has the same shape for all values. None: all rows of a program
             share the value.
         always: True if every program that samples contains the field's processor.
         slots: True if rows that set the field can run in the batch engine's slots; otherwise they
             run in static batches.
-        unset: Value that means unset in a file, as null does.
-        provider: Module that registers what the field enables; imported by a call that sets it.
+        unset: value that means unset in a file, as null does.
+        provider: module that registers what the field enables; imported by a call that sets it.
         metadata: True if the field only describes the origin of a file and has no effect.
-        name: The field's name.
+        name: the field's name.
     """
 
     default: Any
@@ -117,8 +117,8 @@ class Settings:
     """Base class of GenerationConfig: creation, copying and comparison.
 
     Attributes:
-        fields: Declared fields, by name.
-        explicit: Names of the fields set in code, not read from a file.
+        fields: declared fields, by name.
+        explicit: names of the fields set in code, not read from a file.
     """
 
     fields: ClassVar[dict[str, Field]]
@@ -189,8 +189,8 @@ class Settings:
         """Reads a ``generation_config.json``, as :meth:`from_dict`.
 
         Raises:
-            MissingFileError: The file does not exist.
-            ConfigError: The file is not a strict JSON object of known fields.
+            MissingFileError: the file does not exist.
+            ConfigError: the file is not a strict JSON object of known fields.
         """
         return cls.from_dict(read_json(path, max_bytes=_MAX_FILE_BYTES), where=str(path))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -34,7 +34,7 @@ def resolve_lengths(
     overrides ``min_length``.
 
     Raises:
-        InputError: The prompt alone reaches the maximum, or the minimum is above it.
+        InputError: the prompt alone reaches the maximum, or the minimum is above it.
 
     >>> resolve_lengths(GenerationConfig(max_new_tokens=5, min_new_tokens=2), prompt_len=10)
     Lengths(max_length=15, min_length=12)
@@ -109,7 +109,7 @@ def checked_lengths(
     return config, max_length
 
 
-def host_int(name: str, value: Any) -> int:
+def host_int(name: str, value: int | Int[Array, ""]) -> int:
     """Converts a length to a Python int; raises InputError for a tracer, since it sizes buffers."""
     if is_traced(value):
         raise InputError(f"{name}: must be a Python int, since it sizes the result; found a tracer")

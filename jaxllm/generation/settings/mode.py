@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.decoder import GenerativeModel
 
 
-def generation_mode(config: GenerationConfig, assistant_model: Any = None) -> str:
+def generation_mode(
+    config: GenerationConfig, assistant_model: GenerativeModel | None = None
+) -> str:
     """Name of the strategy that the settings select, by transformers' rule.
 
     >>> generation_mode(GenerationConfig(num_beams=4))
@@ -37,7 +38,7 @@ def is_contrastive(config: GenerationConfig) -> bool:
     return is_traced(alpha) or bool(alpha)
 
 
-def draft_options(config: GenerationConfig, assistant_model: Any) -> list[str]:
+def draft_options(config: GenerationConfig, assistant_model: GenerativeModel | None) -> list[str]:
     """Names of the options set that enable drafts."""
     options = {
         "assistant_early_exit": config.assistant_early_exit,

@@ -39,7 +39,7 @@ def checked_pad(
     A token of a file that is not in the vocabulary counts as unset.
 
     Raises:
-        InputError: The call sets a token that is not in the vocabulary.
+        InputError: the call sets a token that is not in the vocabulary.
     """
     size = model.config.vocab_size
     if config.pad_token_id is not None and not 0 <= config.pad_token_id < size:

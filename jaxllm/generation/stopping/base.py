@@ -58,10 +58,10 @@ class StoppingCriteria:
                 last of these is the newest token.
             scores: ``[B, V]``, the scores that the newest token was chosen by. (transformers passes
                 the scores of all steps.)
-            cur_len: The number of columns in use, prompt included: an int, a traced scalar, or one
+            cur_len: the number of columns in use, prompt included: an int, a traced scalar, or one
                 per row, ``[B]``. None: all.
             mask: bool ``[B, L]``, True at real tokens; None: all of the first ``cur_len`` columns.
-            length: The length that rules about lengths use; None: ``cur_len``.
+            length: the length that rules about lengths use; None: ``cur_len``.
 
         Returns:
             bool ``[B]``.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -68,7 +67,7 @@ class EosTokenCriteria(StoppingCriteria):
         input_ids: Int[Array, "B L"],
         scores: Scores | None,
         cur_len: CurLen = None,
-        **_: Any,
+        **_: object,
     ) -> Done:
         ids = jnp.asarray(input_ids, jnp.int32)
         column = column_count(ids, cur_len).reshape(-1, 1) - 1
@@ -105,7 +104,7 @@ class HostCriteria(StoppingCriteria):
         cur_len: CurLen = None,
         *,
         mask: Bool[Array, "B L"] | None = None,
-        **_: Any,
+        **_: object,
     ) -> Done:
         cur_len = column_count(input_ids, cur_len)
         unfinished = None
@@ -122,11 +121,11 @@ class MaxTimeCriteria:
     in chunks checks :meth:`expired` between them.
 
     Args:
-        max_time: Seconds.
-        initial_timestamp: Start time in seconds, as from ``time.time()``. None: now.
+        max_time: seconds.
+        initial_timestamp: start time in seconds, as from ``time.time()``. None: now.
 
     Raises:
-        InputError: An argument is not a number.
+        InputError: an argument is not a number.
     """
 
     def __init__(self, max_time: float, initial_timestamp: float | None = None) -> None:
@@ -138,7 +137,7 @@ class MaxTimeCriteria:
         """Returns whether more than ``max_time`` seconds have passed."""
         return time.time() - self.initial_timestamp > self.max_time
 
-    def __call__(self, input_ids: Int[Array, "B L"], *_: Any, **__: Any) -> Done:
+    def __call__(self, input_ids: Int[Array, "B L"], *_: object, **__: object) -> Done:
         """Mask [B]: all rows end if the limit has expired. UnsupportedError under ``jit``."""
         if any_traced(input_ids):
             raise UnsupportedError(
@@ -148,7 +147,7 @@ class MaxTimeCriteria:
         return jnp.full(input_ids.shape[:1], self.expired())
 
 
-def _seconds(name: str, value: Any) -> float:
+def _seconds(name: str, value: float) -> float:
     value = to_scalar(value)
     if not is_number(value) or math.isnan(value):
         raise InputError(f"MaxTimeCriteria: `{name}` must be a number, but is {value!r}")

@@ -42,11 +42,11 @@ class StopStringCriteria(StoppingCriteria):
     compile again.
 
     Args:
-        tokenizer: The model's tokenizer.
-        stop_strings: The strings.
+        tokenizer: the model's tokenizer.
+        stop_strings: the strings.
 
     Raises:
-        InputError: There is no string, one is empty, or no token of the vocabulary can complete
+        InputError: there is no string, one is empty, or no token of the vocabulary can complete
             any of them.
     """
 
@@ -153,9 +153,9 @@ def token_automaton(
     """Builds the class of each token, and the effect of each class on each state.
 
     Args:
-        tokens: The bytes of each id. None ends every partial match, and so does an id beyond the
+        tokens: the bytes of each id. None ends every partial match, and so does an id beyond the
             list, whose class is the last of ``classes``. Empty bytes leave the state unchanged.
-        patterns: The strings to find, as non-empty bytes.
+        patterns: the strings to find, as non-empty bytes.
 
     Returns:
         ``classes``, and ``table[state, class]``: twice the next state, plus one if a pattern ended

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import Branches
-from jaxllm.cache.kv_cache import Cache
+from jaxllm.cache.kv_cache import KV, Cache
 from jaxllm.cache.layout import per_head, write_columns
 from jaxllm.generation.strategies.records import initial_records
 from jaxllm.generation.strategies.sample import (
@@ -55,7 +54,7 @@ class BestCandidate:
     token: Int[Array, " B"]
     out: DecodeOutput
     """The model's output for it, one column, without the cache."""
-    column: Any
+    column: tuple[KV, ...]
     """Its keys and values: `Cache.layers` of one slot."""
 
 
@@ -184,7 +183,7 @@ class Contrastive(Strategy[ContrastiveState]):
         """Same as `choose_in_parallel`, but runs the candidates one by one in one slot."""
         context, unfinished = state.cache, ~state.is_finished[:, None]
 
-        def candidate(i: Int[Array, ""], layers: Any) -> tuple[BestCandidate, Cache]:
+        def candidate(i: Int[Array, ""], layers: tuple[KV, ...]) -> tuple[BestCandidate, Cache]:
             token, p = (jax.lax.dynamic_slice_in_dim(x, i, 1, 1) for x in (tokens, probability))
             out = model.decode(token, unfinished, context.replace(layers=layers), **options)
             column = jax.tree.map(

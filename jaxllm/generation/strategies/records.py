@@ -21,6 +21,7 @@ from jaxllm.generation.inputs.values import is_traced
 from jaxllm.models.outputs import DecodeOutput, PerLayer
 
 MAX_BYTES = 4 * 2**30
+AnyArray = Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
@@ -194,7 +195,7 @@ class RecordColumns:
         """Number of query columns of the first step."""
         return self.prompt_len if self.prefilled is None else self.prefilled
 
-    def cut_keys(self, weights: Any, step: int) -> Any:
+    def cut_keys(self, weights: AnyArray, step: int) -> AnyArray:
         """Attention weights [B, heads, T, S] over the columns of the sequence up to new token
         `step`, without padding."""
         weights = weights[:, :, : self.queries]

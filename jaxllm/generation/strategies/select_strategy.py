@@ -24,7 +24,7 @@ from jaxllm.generation.strategies.beam.group_beam import GroupBeamSearch
 from jaxllm.generation.strategies.contrastive import Contrastive
 from jaxllm.generation.strategies.dola import DoLa, layers_to_contrast
 from jaxllm.generation.strategies.sample import Sample
-from jaxllm.generation.strategies.strategy import Strategy
+from jaxllm.generation.strategies.strategy import AnyStrategy
 from jaxllm.models.decoder import GenerativeModel
 
 
@@ -57,19 +57,19 @@ class RegisteredStrategy:
     name: str
     selects: Callable[[Call], bool]
     """Returns True if the settings of a call select it."""
-    build: Callable[[Call], Strategy[Any]]
+    build: Callable[[Call], AnyStrategy]
 
 
 REGISTERED_STRATEGIES: dict[str, RegisteredStrategy] = {}
 """Registered strategies by name, tried in this order before the built-in ones."""
 
 
-def _sample(call: Call) -> Strategy[Any]:
+def _sample(call: Call) -> AnyStrategy:
     config = call.config
     return Sample(sampling=bool(config.do_sample), num_return_sequences=config.num_return_sequences)
 
 
-def _assisted(call: Call) -> Strategy[Any]:
+def _assisted(call: Call) -> AnyStrategy:
     return build_assisted(
         call.model,
         call.config,
@@ -79,7 +79,7 @@ def _assisted(call: Call) -> Strategy[Any]:
     )
 
 
-def _contrastive(call: Call) -> Strategy[Any]:
+def _contrastive(call: Call) -> AnyStrategy:
     k, vocabulary = call.config.top_k, call.model.config.vocab_size
     if is_traced(k):
         raise InputError("top_k: contrastive search runs so many candidates; found a tracer")
@@ -90,7 +90,7 @@ def _contrastive(call: Call) -> Strategy[Any]:
     return Contrastive(alpha=alpha, k=k, low_memory=bool(call.config.low_memory))
 
 
-def _dola(call: Call) -> Strategy[Any]:
+def _dola(call: Call) -> AnyStrategy:
     if call.model.is_encoder_decoder:
         raise InputError("dola_layers: DoLa decoding is only available for decoder-only models")
     config = call.config
@@ -131,11 +131,11 @@ def _check_no_stopping_criteria(call: Call) -> None:
             )
 
 
-def _beam_search(call: Call) -> Strategy[Any]:
+def _beam_search(call: Call) -> AnyStrategy:
     return BeamSearch(**_beam_fields(call), sampling=bool(call.config.do_sample))
 
 
-def _group_beam_search(call: Call) -> Strategy[Any]:
+def _group_beam_search(call: Call) -> AnyStrategy:
     config = call.config
     _check_no_stopping_criteria(call)
     if config.do_sample:
@@ -145,7 +145,7 @@ def _group_beam_search(call: Call) -> Strategy[Any]:
     return GroupBeamSearch(**_beam_fields(call), num_groups=config.num_beam_groups)
 
 
-def _constrained_beam_search(call: Call) -> Strategy[Any]:
+def _constrained_beam_search(call: Call) -> AnyStrategy:
     config = call.config
     if config.num_beams == 1:
         name = "constraints" if config.force_words_ids is None else "force_words_ids"
@@ -179,7 +179,7 @@ def _constrained_beam_search(call: Call) -> Strategy[Any]:
     return ConstrainedBeamSearch(**_beam_fields(call), tries=Tries.of(constraints))
 
 
-BUILDERS: Mapping[str, Callable[[Call], Strategy[Any]]] = {
+BUILDERS: Mapping[str, Callable[[Call], AnyStrategy]] = {
     "greedy_search": _sample,
     "sample": _sample,
     "assisted_generation": _assisted,
@@ -192,7 +192,7 @@ BUILDERS: Mapping[str, Callable[[Call], Strategy[Any]]] = {
 }
 
 
-def select_strategy(call: Call) -> Strategy[Any]:
+def select_strategy(call: Call) -> AnyStrategy:
     """The strategy of a call: a registered one that its settings select, or else the one that
     transformers would choose (`generation_mode`)."""
     for registered in REGISTERED_STRATEGIES.values():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +245,10 @@ class Strategy(Generic[S]):
         # With guidance the last rows are unconditional contexts, which belong to this call only.
         cache = state.cache.first_rows(state.mask.shape[0])
         return ReturnedCache(cache, state.sequences, state.mask)
+
+
+AnyStrategy: TypeAlias = Strategy[Any]
+"""A strategy, whatever its state."""
 
 
 def unfinished_rows(

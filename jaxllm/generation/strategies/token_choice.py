@@ -30,7 +30,7 @@ def choose_sample(keys: Key[Array, " B"], scores: Float[Array, "B V"]) -> Int[Ar
     Every backend takes the same two steps, since they determine which token a key draws.
 
     Args:
-        keys: Typed PRNG keys, one per row. A row's draw depends on its key and scores only.
+        keys: typed PRNG keys, one per row. A row's draw depends on its key and scores only.
         scores: ``[B, V]``; a row has at least one finite score, and no NaN or +inf.
 
     Returns:

@@ -11,11 +11,12 @@ import itertools
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxllm.common.errors import InputError
@@ -35,7 +36,7 @@ class HostRow(NamedTuple):
     Attributes:
         ids: int64 ``[cur_len]``.
         real: bool ``[cur_len]``; False at padding, and after the row's end.
-        prompt_len: Columns before the first new token; None if the call did not pass it.
+        prompt_len: columns before the first new token; None if the call did not pass it.
     """
 
     ids: np.ndarray
@@ -84,11 +85,11 @@ def allowed_tokens(
 
 def _call_rule(
     vocab_size: int,
-    number: Any,
-    ids: Any,
-    real: Any,
-    lengths: Any,
-    prompt_len: Any,
+    number: np.ndarray,
+    ids: np.ndarray,
+    real: np.ndarray,
+    lengths: np.ndarray,
+    prompt_len: np.ndarray,
     *,
     rule: Rule | None = None,
 ) -> np.ndarray:
@@ -102,7 +103,7 @@ def _call_rule(
     return (rule_of(number) if rule is None else rule)(rows, vocab_size)
 
 
-def rule_of(number: Any) -> Rule:
+def rule_of(number: ArrayLike) -> Rule:
     """The rule with a number.
 
     Raises:

@@ -14,11 +14,12 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation.inputs.values import any_traced
@@ -39,7 +40,7 @@ class HostError(Exception):
 
 
 def call_on_host(
-    function: Callable[..., np.ndarray], result: jax.ShapeDtypeStruct, *arrays: Any
+    function: Callable[..., np.ndarray], result: jax.ShapeDtypeStruct, *arrays: ArrayLike | None
 ) -> jax.Array:
     """Calls ``function(*arrays)`` with NumPy arrays: at once, or as a callback of a program.
 
@@ -47,7 +48,7 @@ def call_on_host(
     twice or not at all. An exception in it ends the program (see :func:`reraise_failures`).
 
     Raises:
-        UnsupportedError: A program on several devices is being traced.
+        UnsupportedError: a program on several devices is being traced.
     """
     check_one_device()
     if not any_traced(arrays):
@@ -61,7 +62,7 @@ def check_one_device() -> None:
     On several, a device in a callback and devices waiting for it in an all-reduce may deadlock.
 
     Raises:
-        UnsupportedError: The current mesh has several devices.
+        UnsupportedError: the current mesh has several devices.
     """
     mesh = context_mesh()
     if mesh is not None and mesh.size > 1:

@@ -79,7 +79,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         *,
         mask: Bool[Array, "B L"] | None = None,
         prompt_len: Int[Array, ""] | int | None = None,
-        **_: Any,
+        **_: object,
     ) -> Scores:
         """float32 ``[B, V]``; new tokens begin at column ``prompt_len``."""
         scores = jnp.asarray(scores, jnp.float32)
@@ -107,13 +107,13 @@ def json_schema(
     ``{"x-guidance": {"whitespace_flexible": True}, ...}``.
 
     Args:
-        schema: The schema, or its JSON text; or a list with one for each prompt.
-        tokenizer: The model's tokenizer.
-        eos_token_id: End-of-sequence tokens; None: the tokenizer's own.
-        prompt_len: Columns before the first new token, for calls that do not pass it.
+        schema: the schema, or its JSON text; or a list with one for each prompt.
+        tokenizer: the model's tokenizer.
+        eos_token_id: end-of-sequence tokens; None: the tokenizer's own.
+        prompt_len: columns before the first new token, for calls that do not pass it.
 
     Raises:
-        InputError: The schema is invalid; the message has llguidance's reason.
+        InputError: the schema is invalid; the message has llguidance's reason.
         UnsupportedError: llguidance is not installed.
     """
 
@@ -223,7 +223,7 @@ class Grammar:
     The cache only saves time: a sequence not in it is consumed from its longest cached prefix on.
 
     Raises:
-        InputError: No token can begin the text, or the grammar is too complex.
+        InputError: no token can begin the text, or the grammar is too complex.
     """
 
     def __init__(self, matcher: Any, ends: frozenset[int], vocabulary: GrammarVocabulary) -> None:

@@ -44,11 +44,11 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
     function's tokens are allowed again, with score 0, as in transformers 5.
 
     Args:
-        prefix_allowed_tokens_fn: Returns a non-empty list of token ids.
-        num_beams: Rows per prompt; row r belongs to prompt ``r // num_beams``.
+        prefix_allowed_tokens_fn: returns a non-empty list of token ids.
+        num_beams: rows per prompt; row r belongs to prompt ``r // num_beams``.
 
     Raises:
-        InputError: An argument has the wrong type. While the program runs: the function returned
+        InputError: an argument has the wrong type. While the program runs: the function returned
             no token, or one outside the vocabulary
             (see :mod:`jaxllm.generation.processors.host.callbacks`).
 
@@ -83,7 +83,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
         mask: Bool[Array, "B L"] | None = None,
         prompt_len: Int[Array, ""] | int | None = None,
         columns: int = 1,
-        **_: Any,
+        **_: object,
     ) -> Scores:
         """float32 ``[B, V]``; with ``prompt_len``, the function is not called for ended rows.
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.common.errors import InputError
@@ -55,7 +56,7 @@ class HostLogitsProcessor(LogitsProcessor):
         *,
         mask: Bool[Array, "B L"] | None = None,
         prompt_len: Int[Array, ""] | int | None = None,
-        **_: Any,
+        **_: object,
     ) -> Scores:
         scores = jnp.asarray(scores, jnp.float32)
         cur_len = column_count(input_ids, cur_len)
@@ -67,11 +68,11 @@ class HostLogitsProcessor(LogitsProcessor):
         return call_by_row(self.fn, input_ids, scores, cur_len, scores, unfinished)
 
 
-def host_function(owner: str, fn: Any) -> HostFunction:
+def host_function(owner: str, fn: object) -> HostFunction:
     """Returns ``fn`` after checking that it is callable.
 
     Raises:
-        InputError: It is not callable.
+        InputError: it is not callable.
     """
     if not callable(fn):
         raise InputError(f"{owner}: `fn` must be a function, but is {fn!r}")
@@ -93,7 +94,7 @@ def call_by_row(
     result is ``default``.
 
     Raises:
-        InputError: The result does not have the shape and kind of dtype of ``default`` (reraised
+        InputError: the result does not have the shape and kind of dtype of ``default`` (reraised
             from a program by :mod:`jaxllm.generation.processors.host.callbacks`).
     """
     dtype = np.dtype(default.dtype)
@@ -106,7 +107,7 @@ def call_by_row(
             )
         return out.astype(dtype)
 
-    def run(*arrays: Any) -> np.ndarray:
+    def run(*arrays: ArrayLike) -> np.ndarray:
         ids, values, length, result, active = map(np.asarray, arrays)
         if length.ndim == 0:
             return call(ids[:, :length], values, result.shape)

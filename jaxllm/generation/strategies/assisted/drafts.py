@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.cache.layout import write_columns
@@ -64,7 +64,7 @@ class DraftInputs:
     buffer: TokenBuffer
     cache: Cache
     """The model's cache: each row without its newest token."""
-    draft_state: Any
+    draft_state: PyTree
     """State from `Draft.init` or from the last round."""
     limit: Int[Array, " B"]
     """Most tokens to propose for each row."""
@@ -86,7 +86,7 @@ class Proposal:
     buffer: TokenBuffer
     cache: Cache
     """The model's cache."""
-    draft_state: Any
+    draft_state: PyTree
 
 
 class Draft:
@@ -95,7 +95,7 @@ class Draft:
     has_scores: ClassVar[bool] = True
     """Its tokens are drawn from scores, which the speculative rule of acceptance needs."""
 
-    def init(self, model: Decoder, inputs: PrefillInputs, capacity: int, samples: int) -> Any:
+    def init(self, model: Decoder, inputs: PrefillInputs, capacity: int, samples: int) -> PyTree:
         """The draft's own state after the prompt.
 
         Args:
@@ -107,7 +107,7 @@ class Draft:
     def propose(self, inputs: DraftInputs) -> Proposal:
         raise NotImplementedError
 
-    def drop_rejected(self, draft_state: Any, length: Int[Array, " B"]) -> Any:
+    def drop_rejected(self, draft_state: PyTree, length: Int[Array, " B"]) -> PyTree:
         """The draft's state without rejected tokens.
 
         Args:

@@ -38,8 +38,8 @@ def build_assisted(
         max_length: columns of the longest result, prompt included.
 
     Raises:
-        InputError: Two drafts at once, or more layers than the model has.
-        UnsupportedError: An assistant that does not fit the model.
+        InputError: two drafts at once, or more layers than the model has.
+        UnsupportedError: an assistant that does not fit the model.
     """
     options = draft_options(config, assistant_model)
     if len(options) > 1:

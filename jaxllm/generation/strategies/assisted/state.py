@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.cache.layout import write_columns
@@ -44,7 +44,7 @@ class AssistedState:
     """The first new token without finite logits, or -1."""
     cache: Cache
     """The model's cache: all tokens of each row but the newest."""
-    draft: Any
+    draft: PyTree
     """The draft's own state (`Draft.init`)."""
     counts: AssistedCounts
     scores: Float[Array, "B N V"] | None = None
