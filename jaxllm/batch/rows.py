@@ -51,12 +51,12 @@ class RowInput:
         Raises:
             InputError: the row has none of them, or several.
         """
-        found = [key for key in PROMPT_KEYS if getattr(self, key) is not None]
-        if len(found) == 1:
-            return found[0]
+        keys = [key for key in PROMPT_KEYS if getattr(self, key) is not None]
+        if len(keys) == 1:
+            return keys[0]
         raise InputError(
             "a row has exactly one of prompt, messages and input_ids; found "
-            + (" and ".join(found) or "none")
+            + (" and ".join(keys) or "none")
         )
 
 

@@ -134,13 +134,13 @@ def _retokenize(
         )
     ids = np.full((len(rows), width), pad, np.int32)
     real = np.zeros((len(rows), width), bool)
-    left = tokenizer.padding_side == "left"
+    pads_left = tokenizer.padding_side == "left"
     for row, row_mask, tokens in zip(ids, real, rows, strict=True):
-        columns = slice(width - len(tokens), None) if left else slice(len(tokens))
+        columns = slice(width - len(tokens), None) if pads_left else slice(len(tokens))
         row[columns] = tokens
         row_mask[columns] = True
         # A prompt without text keeps one pad token, from which the model starts.
-        row_mask[-1 if left else 0] = True
+        row_mask[-1 if pads_left else 0] = True
     return ids, real, pad
 
 

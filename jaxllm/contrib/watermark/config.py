@@ -21,12 +21,12 @@ class _Config:
         Raises:
             InputError: a name is unknown or missing, or a value is invalid.
         """
-        known = {field.name for field in fields(cls)}  # pyright: ignore[reportArgumentType]
-        unknown = sorted(map(str, set(config_dict) - known))
+        names = {field.name for field in fields(cls)}  # pyright: ignore[reportArgumentType]
+        unknown = sorted(map(str, set(config_dict) - names))
         if unknown:
             raise InputError(
                 f"watermarking_config: {unknown[0]!r} is not among the settings of "
-                f"{cls.__name__}, which are {sorted(known)}"
+                f"{cls.__name__}, which are {sorted(names)}"
             )
         try:
             return cls(**config_dict)

@@ -1,7 +1,8 @@
 """Pads the arrays of a call to buckets for the compiled programs, and sizes its cache.
 
 Rounding up prompt columns, new tokens and slots only changes the amount of padding, never the
-result. The encoder's columns are padded where they are checked (`call/prompts.py`).
+result. The encoder's columns are padded where they are checked (`call/prompts.py`); `prepare.py`
+checks the other arguments and calls this module last.
 """
 
 from __future__ import annotations

@@ -55,6 +55,6 @@ def merged_config(
         warnings.warn(UnusedFieldWarning(message, name), stacklevel=2)
     if "eos_token_id" in explicit.to_dict():
         return config, resolve_eos(config)
-    named = (*resolve_eos(own), *model.config.eos_token_ids, *model.extra_eos_token_ids)
+    end_tokens = (*resolve_eos(own), *model.config.eos_token_ids, *model.extra_eos_token_ids)
     # A file may name a token that is not in the vocabulary: no model can produce it.
-    return config, tuple(dict.fromkeys(i for i in named if 0 <= i < model.config.vocab_size))
+    return config, tuple(dict.fromkeys(i for i in end_tokens if 0 <= i < model.config.vocab_size))

@@ -149,10 +149,10 @@ def continuation(past: PastKeyValues, inputs: PreparedInputs) -> Continuation:
     width = bucket(int(counts.max()), SMALLEST_BUCKET)
 
     def take_new(x: np.ndarray, filler: int) -> np.ndarray:
-        taken = np.full((len(new_columns), width), filler, np.int32)
+        new = np.full((len(new_columns), width), filler, np.int32)
         for row, columns in enumerate(new_columns):
-            taken[row, : len(columns)] = x[row, columns]
-        return taken
+            new[row, : len(columns)] = x[row, columns]
+        return new
 
     decoder_inputs: dict[str, Any] = {
         "tokens": take_new(ids, inputs.pad),

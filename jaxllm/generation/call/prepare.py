@@ -174,15 +174,15 @@ def checked_inputs(
     pad = checked_pad(model, config, eos)
     inputs = transformed_inputs(model, config, inputs, arguments)
     if past is not None:
-        prepared = continued_inputs(past, model, inputs, config, eos, pad)
+        prompt_inputs = continued_inputs(past, model, inputs, config, eos, pad)
     elif model.is_encoder_decoder:
-        prepared = seq2seq_inputs(model, inputs, config)
+        prompt_inputs = seq2seq_inputs(model, inputs, config)
     else:
-        prepared = decoder_only_inputs(model, inputs, config, eos, pad)
+        prompt_inputs = decoder_only_inputs(model, inputs, config, eos, pad)
     return dataclasses.replace(
-        prepared,
-        negative=negative_prompt(model, config, arguments, prepared.prompt, inputs),
-        token_type_ids=checked_types(model, inputs.token_type_ids, prepared.prompt),
+        prompt_inputs,
+        negative=negative_prompt(model, config, arguments, prompt_inputs.prompt, inputs),
+        token_type_ids=checked_types(model, inputs.token_type_ids, prompt_inputs.prompt),
         pad=pad or 0,
     )
 

@@ -39,21 +39,21 @@ def run_in_batches(
     >>> list(run_in_batches(lambda items: [x * x for x in items], [1, 3, 2], 2, length=int))
     [(1, 9), (2, 4), (0, 1)]
     """
-    waiting = sorted(range(len(items)), key=lambda i: length(items[i]), reverse=True)
+    remaining = sorted(range(len(items)), key=lambda i: length(items[i]), reverse=True)
     size = min(batch_size, bucket(len(items), 1))
-    while waiting:
-        chosen = waiting[:size]
-        filled = chosen + chosen[:1] * (size - len(chosen))
+    while remaining:
+        batch = remaining[:size]
+        full_batch = batch + batch[:1] * (size - len(batch))
         try:
-            results = run([items[i] for i in filled])
+            results = run([items[i] for i in full_batch])
         except jax.errors.JaxRuntimeError as error:
             if size == 1 or not is_exhausted(error):
                 raise
             size //= 2
             on_halving()
             continue
-        yield from zip(chosen, results, strict=False)
-        waiting = waiting[size:]
+        yield from zip(batch, results, strict=False)
+        remaining = remaining[size:]
 
 
 def is_exhausted(error: BaseException) -> bool:

@@ -122,8 +122,8 @@ def checked_types(
 def last_token_columns(mask: HostArray) -> HostArray:
     """Column of each row's last real token, int32 [B]: a NumPy array unless traced."""
     host = jnp if is_traced(mask) else np
-    known = host.asarray(mask)
-    columns = host.where(known, host.arange(known.shape[1]), 0)
+    real = host.asarray(mask)
+    columns = host.where(real, host.arange(real.shape[1]), 0)
     return host.max(columns, axis=-1).astype(host.int32)
 
 

@@ -268,7 +268,7 @@ def _merged(
 
 
 def _check_ids(config: GenerationConfig, eos: tuple[int, ...], vocab_size: int) -> None:
-    named: dict[str, Any] = {
+    ids_by_field: dict[str, Any] = {
         "eos_token_id": eos,
         "bad_words_ids": [i for word in config.bad_words_ids or () for i in word],
         "sequence_bias": [i for word, _ in config.sequence_bias or () for i in word],
@@ -281,8 +281,10 @@ def _check_ids(config: GenerationConfig, eos: tuple[int, ...], vocab_size: int) 
         "forced_eos_token_id",
     ):
         value = getattr(config, name)
-        named[name] = () if value is None else (value,) if not isinstance(value, tuple) else value
-    for name, ids in named.items():
+        ids_by_field[name] = (
+            () if value is None else (value,) if not isinstance(value, tuple) else value
+        )
+    for name, ids in ids_by_field.items():
         for token in ids:
             if not is_traced(token) and not 0 <= token < vocab_size:
                 raise InputError(

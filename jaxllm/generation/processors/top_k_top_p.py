@@ -104,28 +104,28 @@ def top_p_mask(x: Float[Array, "B V"], p: Float[Array, "*B"], least: int = 1) ->
 
     def among_candidates() -> tuple[Float[Array, " B"], Float[Array, " B"]]:
         # A token is kept if the mass of the larger ones is below the target.
-        kept = jnp.sum(cumulative - top_weights < mass[:, None], axis=-1)
-        edge = _pick(top, jnp.maximum(kept, least) - 1)
+        count = jnp.sum(cumulative - top_weights < mass[:, None], axis=-1)
+        edge = _pick(top, jnp.maximum(count, least) - 1)
         above = jnp.sum(top > edge[:, None], axis=-1)
-        return edge, (jnp.maximum(kept, least) - above).astype(jnp.float32)
+        return edge, (jnp.maximum(count, least) - above).astype(jnp.float32)
 
     def by_bisection() -> tuple[Float[Array, " B"], Float[Array, " B"]]:
         # On the weights alone, since reading one array is twice as fast as reading two.
         edge_weight = threshold(weights, weights, mass)[:, None]
         missing = mass - jnp.sum(jnp.where(weights > edge_weight, weights, 0.0), axis=-1)
         weight = jnp.maximum(edge_weight[:, 0], jnp.finfo(jnp.float32).tiny)
-        kept = jnp.maximum(jnp.ceil(missing / weight), 1.0)
+        count = jnp.maximum(jnp.ceil(missing / weight), 1.0)
         at_edge = weights == edge_weight
-        kept = jnp.minimum(kept, jnp.sum(at_edge, axis=-1))
-        edge = _kth_of_equal_weight(x, at_edge, kept)
+        count = jnp.minimum(count, jnp.sum(at_edge, axis=-1))
+        edge = _kth_of_equal_weight(x, at_edge, count)
         edge = jnp.minimum(edge, top[:, least - 1])
         above = jnp.sum(x > edge[:, None], axis=-1)
-        kept += jnp.sum(weights > edge_weight, axis=-1)
-        return edge, jnp.maximum(kept, least) - above
+        count += jnp.sum(weights > edge_weight, axis=-1)
+        return edge, jnp.maximum(count, least) - above
 
     enough = (x.shape[1] <= width) | jnp.all(cumulative[:, -1] >= mass)
-    edge, kept_at_edge = lax.cond(enough, among_candidates, by_bisection)
-    return x >= _later_of_equals(x, edge, jnp.maximum(kept_at_edge, 1))
+    edge, count_at_edge = lax.cond(enough, among_candidates, by_bisection)
+    return x >= _later_of_equals(x, edge, jnp.maximum(count_at_edge, 1))
 
 
 def _kth_of_equal_weight(
@@ -169,9 +169,9 @@ def nearest_mask(
     Ties with it are kept. At least ``least`` are kept, earlier columns first among equals.
     """
     nearness = -distance
-    kept = nearness >= threshold(nearness, weights, mass * (1 - _ROUNDING))[:, None]
+    mask = nearness >= threshold(nearness, weights, mass * (1 - _ROUNDING))[:, None]
     _, nearest = lax.top_k(nearness, min(least, nearness.shape[1]))
-    return kept | _mask_of(nearest, nearness.shape[1])
+    return mask | _mask_of(nearest, nearness.shape[1])
 
 
 def top_mask(x: Float[Array, "B V"], count: int) -> Bool[Array, "B V"]:

@@ -88,8 +88,8 @@ class Filter(ScoresProcessor):
         off = self.off(scores)
 
         def apply() -> Scores:
-            kept = self.keep(scores) | column(off)
-            return jnp.where(kept, scores, column(self.filter_value))
+            mask = self.keep(scores) | column(off)
+            return jnp.where(mask, scores, column(self.filter_value))
 
         return lax.cond(jnp.all(off), lambda: scores, apply)
 

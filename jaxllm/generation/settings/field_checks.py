@@ -69,7 +69,7 @@ def choice(*values: Any) -> Callable[[Any], Any]:
     """Checks for one of the given values."""
 
     def check(value: Any) -> Any:
-        if not any(value is known or (value == known) is True for known in values):
+        if not any(value is allowed or (value == allowed) is True for allowed in values):
             raise BadValueError("one of " + ", ".join(map(repr, values)))
         return value
 

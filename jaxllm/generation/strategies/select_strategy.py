@@ -157,17 +157,17 @@ def _constrained_beam_search(call: Call) -> AnyStrategy:
         if is_set:
             raise UnsupportedError(f"{name}: not together with constraints")
     _check_no_stopping_criteria(call)
-    listed = () if config.constraints is None else config.constraints
-    if not isinstance(listed, list | tuple):
-        raise InputError(f"`constraints` must be a list of constraints, but is {listed!r}")
-    for constraint in listed:
+    own_constraints = () if config.constraints is None else config.constraints
+    if not isinstance(own_constraints, list | tuple):
+        raise InputError(f"`constraints` must be a list of constraints, but is {own_constraints!r}")
+    for constraint in own_constraints:
         if not isinstance(constraint, PhrasalConstraint | DisjunctiveConstraint):
             raise InputError(
                 f"`constraints` must hold PhrasalConstraint or DisjunctiveConstraint, but holds "
                 f"{constraint!r}"
             )
-    forced = () if config.force_words_ids is None else force_words(config.force_words_ids)
-    constraints = (*listed, *forced)
+    phrases = () if config.force_words_ids is None else force_words(config.force_words_ids)
+    constraints = (*own_constraints, *phrases)
     if not constraints:
         raise InputError("`constraints` is empty; give None for a search without them")
     vocabulary = call.model.config.vocab_size

@@ -296,8 +296,8 @@ class GrammarVocabulary:
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        named = (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
-        special = {*tokenizer.special_ids, *(i for i in named if i is not None)}
+        special_tokens = (tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
+        special = {*tokenizer.special_ids, *(i for i in special_tokens if i is not None)}
         # An id without a token gets no bytes, so that no grammar can produce it.
         self.tokens = [token or b"" for token in tokenizer.token_bytes()]
         self.special_token_ids = sorted(i for i in special if i < len(self.tokens))

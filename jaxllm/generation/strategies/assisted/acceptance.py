@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxllm.generation.strategies.token_choice import choose_sample
 
 # Each position has a key for each purpose, so that its draws are independent of each other.
-DRAFT, ACCEPT, REST = range(3)
+DRAFT, ACCEPT, RESIDUAL = range(3)
 
 
 @jax.tree_util.register_dataclass
@@ -119,11 +119,11 @@ def accept_speculative(
 
     p_next = jnp.take_along_axis(p, accepted[:, None, None], axis=1)[:, 0]
     q_next = jnp.take_along_axis(q, jnp.minimum(accepted, width - 1)[:, None, None], axis=1)[:, 0]
-    rest = jnp.maximum(p_next - jnp.where(accepted < drafted.size, 1.0, 0.0)[:, None] * q_next, 0.0)
+    residual = jnp.maximum(p_next - jnp.where((accepted < drafted.size)[:, None], q_next, 0.0), 0.0)
     # With the mixture in place of p it is the same distribution: weight * (p - q), normalised.
     # If p = q up to rounding, no entry of p - q is positive.
-    rest = jnp.where(jnp.any(rest > 0, axis=-1, keepdims=True), rest, p_next)
-    token = choose_sample(position_keys(keys, positions + accepted, REST), jnp.log(rest))
+    residual = jnp.where(jnp.any(residual > 0, axis=-1, keepdims=True), residual, p_next)
+    token = choose_sample(position_keys(keys, positions + accepted, RESIDUAL), jnp.log(residual))
     tokens = jnp.pad(drafted.tokens, ((0, 0), (0, 1)))
     return jnp.where(jnp.arange(width + 1) == accepted[:, None], token[:, None], tokens), accepted
 

@@ -50,8 +50,8 @@ class PromptLookup(Draft):
             prompt_len=inputs.prompt_len,
         )
         allowed = scores > jnp.finfo(jnp.float32).min
-        column, found = earlier_match(history.tokens, history.size, allowed, self.ngram_size)
-        limit = jnp.where(found, inputs.limit, 0)
+        column, has_match = earlier_match(history.tokens, history.size, allowed, self.ngram_size)
+        limit = jnp.where(has_match, inputs.limit, 0)
         drafted = draft_from(
             history.tokens, history.size, column, limit, inputs.settings.eos, inputs.max_draft
         )

@@ -1,7 +1,7 @@
 """State of assisted generation, and functions that process and append the tokens of a round.
 
 Every row has its own length. Other strategies process one column per step; the functions here
-process T columns of each row, from the row's length on.
+process T columns of each row, from the row's length on. `assisted.py` has the rounds themselves.
 """
 
 from __future__ import annotations

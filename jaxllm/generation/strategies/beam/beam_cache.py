@@ -88,6 +88,6 @@ class BeamCache:
         in_prompt = (cache.mask & (slots < self.prompt_slots))[:, None]
         mask = (in_prompt | own).reshape(batch * count, -1)
         cache = cache.repeat(count)
-        known = jnp.sum(mask, axis=1, dtype=jnp.int32)
+        token_counts = jnp.sum(mask, axis=1, dtype=jnp.int32)
         width = self.cache.capacity - (beams - 1) * new_token_bucket
-        return cache.replace(mask=mask, next_position=known).compact(width)
+        return cache.replace(mask=mask, next_position=token_counts).compact(width)

@@ -122,15 +122,15 @@ class Tries:
         """Tables for a list of constraints."""
         edges, nodes = [], 0
         for owner, constraint in enumerate(constraints):
-            root, nodes, known = nodes, nodes + 1, {}
+            root, nodes, targets = nodes, nodes + 1, {}
             for word in constraint.words:
                 node = root
                 for depth, token in enumerate(word, start=1):
-                    if (node, token) not in known:
-                        known[node, token] = nodes
+                    if (node, token) not in targets:
+                        targets[node, token] = nodes
                         edges.append((node, token, nodes, owner, node == root, depth))
                         nodes += 1
-                    node = known[node, token]
+                    node = targets[node, token]
         inner = {edge[0] for edge in edges}
         size = bucket(len(edges), SMALLEST_TABLE)
         columns = [np.array(column) for column in zip(*edges, strict=True)]
