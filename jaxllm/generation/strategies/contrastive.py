@@ -17,6 +17,7 @@ from jaxllm.generation.strategies.sample import (
     SampleState,
     append,
     initial_sample_state,
+    processed_scores,
     sample_result,
     with_score_buffers,
 )
@@ -107,14 +108,7 @@ class Contrastive(Strategy[ContrastiveState]):
     def step(
         self, model: Decoder, state: ContrastiveState, settings: DecodeSettings
     ) -> ContrastiveState:
-        scores = settings.processors(
-            state.sequences,
-            state.next_logits,
-            state.cur_len,
-            mask=state.mask,
-            prompt_len=state.cur_len - state.step,
-            unconditional_logits=state.next_unconditional,
-        )
+        scores = processed_scores(state, state.next_logits, state.next_unconditional, settings)
         top_scores, tokens = jax.lax.top_k(scores, self.k)
         tokens = tokens.astype(jnp.int32)
         probability = jnp.exp(top_scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True))

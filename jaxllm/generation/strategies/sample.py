@@ -159,14 +159,7 @@ class Sample(Strategy[SampleState]):
         self, state: SampleState, logits: NextTokenLogits, settings: DecodeSettings
     ) -> SampleState:
         """Processes the logits of a step, chooses its tokens and appends them."""
-        scores = settings.processors(
-            state.sequences,
-            logits.processor_input,
-            state.cur_len,
-            mask=state.mask,
-            prompt_len=state.cur_len - state.step,
-            unconditional_logits=logits.unconditional,
-        )
+        scores = processed_scores(state, logits.processor_input, logits.unconditional, settings)
         token = self.choose(state, scores)
         return append(state, token, logits.raw, scores, settings)
 
@@ -211,15 +204,53 @@ def with_score_buffers(
     return state
 
 
+def processed_scores(
+    state: SampleState,
+    logits: Float[Array, "B V"],
+    unconditional: Float[Array, "B V"] | None,
+    settings: DecodeSettings,
+) -> Float[Array, "B V"]:
+    """Scores of each row's next token, after the logits processors."""
+    return settings.processors(
+        state.sequences,
+        logits,
+        state.cur_len,
+        mask=state.mask,
+        prompt_len=state.cur_len - state.step,
+        unconditional_logits=unconditional,
+    )
+
+
+def record_step(
+    state: S,
+    unfinished: Bool[Array, " B"],
+    logits: Float[Array, "R V"],
+    scores: Float[Array, "R V"],
+    settings: DecodeSettings,
+) -> S:
+    """Records scores and logits of this step, and `first_nonfinite_step`.
+
+    R: rows of a step; with beams those are all beams of the B rows.
+    """
+    first_nonfinite_step = state.first_nonfinite_step
+    if not settings.allow_nonfinite:
+        rows = (unfinished.shape[0], -1)
+        first_nonfinite_step = note_nonfinite(
+            first_nonfinite_step, state.step, unfinished, logits.reshape(rows), scores.reshape(rows)
+        )
+    return state.replace(
+        scores=write_step(state.scores, scores, state.step),
+        logits=write_step(state.logits, logits, state.step),
+        first_nonfinite_step=first_nonfinite_step,
+    )
+
+
 def write_step(
     buffer: Float[Array, "N R V"] | None,
     values: Float[Array, "R V"],
     step: Int[Array, ""] | Int[Array, " B"],
 ) -> Float[Array, "N R V"] | None:
-    """Writes the scores or logits of a step to their buffer; None if they are not kept.
-
-    R: rows of a step; with beams those are all beams of the B rows.
-    """
+    """Writes the scores or logits of a step to their buffer; None if they are not kept."""
     if buffer is None:
         return None
     return jax.lax.dynamic_update_slice_in_dim(buffer, values[None], step, axis=0)
@@ -248,23 +279,16 @@ def append(
     """Writes a token to each unfinished row and a pad to the others; finds rows that finish."""
     unfinished = ~state.is_finished
     token = jnp.where(unfinished, token, settings.pad)
-    first_nonfinite_step = state.first_nonfinite_step
-    if not settings.allow_nonfinite:
-        first_nonfinite_step = note_nonfinite(
-            first_nonfinite_step, state.step, unfinished, logits, scores
-        )
+    state = record_step(state, unfinished, logits, scores, settings)
     sequences = write_columns(state.sequences, token[:, None], state.cur_len)
     mask = write_columns(state.mask, unfinished[:, None], state.cur_len)
     ends = jnp.any(token[:, None] == settings.eos, axis=1)
     stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=mask)
     return state.replace(
-        scores=write_step(state.scores, scores, state.step),
-        logits=write_step(state.logits, logits, state.step),
         sequences=sequences,
         mask=mask,
         cur_len=state.cur_len + 1,
         token=token,
         is_finished=state.is_finished | ends | stopped,
         step=state.step + 1,
-        first_nonfinite_step=first_nonfinite_step,
     )

@@ -17,13 +17,13 @@ from jaxllm.generation.strategies.beam.beam_state import (
     BeamState,
     Candidates,
     advance,
+    beam_scores,
     best_candidates,
     extended_mask,
-    processed_scores,
-    record_step,
 )
 from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
 from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised, take
+from jaxllm.generation.strategies.sample import record_step
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 
 
@@ -59,8 +59,9 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         unconditional: Float[Array, "BN V"] | None,
         settings: DecodeSettings,
     ) -> BeamSearchState:
-        scores = processed_scores(state, state.running, logits, unconditional, settings)
+        scores = beam_scores(state, state.running, logits, unconditional, settings)
         state = record_step(state, ~state.is_finished, logits, scores, settings)
+        scores = scores.reshape(*state.running.scores.shape, -1)
         total = scores + state.running.scores[..., None]
         candidates = best_candidates(total, state, settings, sampling=self.sampling)
         full = (state.cur_len + 1 >= settings.max_length)[..., None]

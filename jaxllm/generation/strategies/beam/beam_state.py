@@ -19,8 +19,7 @@ from jaxllm.generation.strategies.beam.hypotheses import (
     take,
 )
 from jaxllm.generation.strategies.records import Records
-from jaxllm.generation.strategies.sample import write_step
-from jaxllm.generation.strategies.strategy import DecodeSettings, note_nonfinite
+from jaxllm.generation.strategies.strategy import DecodeSettings
 from jaxllm.generation.strategies.token_choice import draw_without_replacement
 from jaxllm.parallel.field_axes import axes
 
@@ -77,21 +76,21 @@ class BeamState:
 S = TypeVar("S", bound=BeamState)
 
 
-def processed_scores(
+def beam_scores(
     state: BeamState,
     running: Hypotheses,
     logits: Float[Array, "BM V"],
     unconditional: Float[Array, "BM V"] | None,
     settings: DecodeSettings,
     **group: Any,
-) -> Float[Array, "B M V"]:
+) -> Float[Array, "BM V"]:
     """Log-probabilities of the next tokens of M running beams, after the logits processors.
 
     Args:
         group: further keywords of the processors (diverse beam search).
     """
     batch, beams = running.scores.shape
-    scores = settings.processors(
+    return settings.processors(
         running.sequences.reshape(batch * beams, -1),
         jax.nn.log_softmax(logits),
         state.cur_len,
@@ -99,28 +98,6 @@ def processed_scores(
         prompt_len=state.start_len,
         unconditional_logits=unconditional,
         **group,
-    )
-    return scores.reshape(batch, beams, -1)
-
-
-def record_step(
-    state: S,
-    unfinished: Bool[Array, " B"],
-    logits: Float[Array, "BN V"],
-    scores: Float[Array, "B N V"],
-    settings: DecodeSettings,
-) -> S:
-    """Records scores and logits of this step, and `first_nonfinite_step`."""
-    first_nonfinite_step = state.first_nonfinite_step
-    if not settings.allow_nonfinite:
-        rows = (unfinished.shape[0], -1)
-        first_nonfinite_step = note_nonfinite(
-            first_nonfinite_step, state.step, unfinished, logits.reshape(rows), scores.reshape(rows)
-        )
-    return state.replace(
-        scores=write_step(state.scores, scores.reshape(logits.shape), state.step),
-        logits=write_step(state.logits, logits, state.step),
-        first_nonfinite_step=first_nonfinite_step,
     )
 
 

@@ -22,13 +22,13 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.beam.beam_state import (
     BeamState,
     advance,
+    beam_scores,
     best_candidates,
-    processed_scores,
-    record_step,
 )
 from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
 from jaxllm.generation.strategies.beam.constraints import ConstraintProgress, Tries
 from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised, take
+from jaxllm.generation.strategies.sample import record_step
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 
 BANK_WEIGHT = 100.0
@@ -97,10 +97,11 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         unconditional: Float[Array, "BN V"] | None,
         settings: DecodeSettings,
     ) -> ConstrainedState:
-        scores = processed_scores(state, state.running, logits, unconditional, settings)
+        scores = beam_scores(state, state.running, logits, unconditional, settings)
         # As in transformers, output_scores of constrained beams include the beams' sums.
-        total = scores + state.running.scores[..., None]
-        state = record_step(state, ~state.is_finished, logits, total, settings)
+        total = scores.reshape(*state.running.scores.shape, -1) + state.running.scores[..., None]
+        sums = total.reshape(logits.shape)
+        state = record_step(state, ~state.is_finished, logits, sums, settings)
         candidates = best_candidates(total, state, settings)
         # Only sequences that fulfil all constraints enter the pool.
         complete = take(state.progress.complete, candidates.beam) & ~state.is_finished[:, None]

@@ -18,12 +18,12 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.beam.beam_state import (
     BeamState,
     advance,
+    beam_scores,
     best_candidates,
-    processed_scores,
-    record_step,
 )
 from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
 from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised
+from jaxllm.generation.strategies.sample import record_step
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 
 
@@ -75,8 +75,10 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
             tokens = tokens.at[:, self.group_slice(group)].set(choice.tokens)
             choices.append(choice)
         all_groups = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *choices)
-        flat = logits.reshape(batch * self.num_beams, -1)
-        state = record_step(state, ~state.is_finished, flat, all_groups.scores, settings)
+        logits, scores = (
+            x.reshape(batch * self.num_beams, -1) for x in (logits, all_groups.scores)
+        )
+        state = record_step(state, ~state.is_finished, logits, scores, settings)
         return advance(
             state,
             all_groups.running,
@@ -107,7 +109,7 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         logits, unconditional = jax.tree.map(
             lambda x: x[:, beams].reshape(-1, x.shape[2]), (logits, unconditional)
         )
-        return processed_scores(
+        scores = beam_scores(
             state,
             state.running.beams(beams),
             logits,
@@ -116,6 +118,7 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
             current_tokens=tokens.reshape(-1),
             beam_group_idx=group,
         )
+        return scores.reshape(-1, self.group_size, scores.shape[1])
 
     def choose_in_group(
         self,
