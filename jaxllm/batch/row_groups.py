@@ -34,8 +34,6 @@ NEUTRAL: Mapping[str, Any] = {
 applies it to all rows, with the neutral value for the others."""
 _WARPERS = frozenset(name for name in NEUTRAL if FIELDS[name].only_sampling)
 _ALWAYS_SAMPLED = frozenset(name for name in NEUTRAL if FIELDS[name].always)
-_NO_SLOTS = frozenset(name for name, field in FIELDS.items() if not field.slots)
-"""Fields that need a static batch; rows in slots must have neutral or default values."""
 _SINGLE, _BEAMS = ("greedy_search", "sample"), ("beam_search", "beam_sample")
 _CACHES = (None, "static", "dynamic")
 MAX_STOP_LISTS = 8
@@ -99,7 +97,9 @@ def fits_slots(row: BatchRow) -> bool:
     values = row.config.to_dict()
     if values.pop("cache_implementation", None) not in _CACHES:
         return False
-    return not any(_has_effect(name, value) for name, value in values.items() if name in _NO_SLOTS)
+    return not any(
+        _has_effect(name, value) for name, value in values.items() if not FIELDS[name].slots
+    )
 
 
 def check_processors(row: BatchRow, vocab_size: int) -> None:
@@ -228,7 +228,9 @@ def processors_of(
     Args:
         extra: further processors, which stand where `generate` has those of its caller.
     """
-    unused = {name: FIELDS[name].neutral for name in {*NEUTRAL, *_NO_SLOTS} - set(shared_fields)}
+    # Read here, not when the module is imported: fields may be registered later.
+    no_slots = {name for name, field in FIELDS.items() if not field.slots}
+    unused = {name: FIELDS[name].neutral for name in {*NEUTRAL, *no_slots} - set(shared_fields)}
     neutral = {name: value for name, value in unused.items() if value is not None}
     # `from_dict`: values read from a file, unlike arguments, do not add a processor by being set.
     config = row.config.merge(GenerationConfig.from_dict({**neutral, "min_length": 0}))

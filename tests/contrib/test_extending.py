@@ -10,6 +10,7 @@ import tiny
 from paths import ROOT
 
 import jaxllm
+from jaxllm.batch import BatchGenerator  # before the examples register their fields
 from jaxllm.generation import GenerationConfig
 from jaxllm.generation.processors.build import REGISTERED
 from jaxllm.generation.registration import register_processor, register_prompt_transform
@@ -43,11 +44,12 @@ def test_examples_run(unregistered) -> None:
     assert (config.top_n_sigma, config.explicit) == (2.0, {"top_n_sigma", "do_sample"})
     with pytest.raises(jaxllm.JaxLLMError, match="`top_n_sigma` must be a number"):
         GenerationConfig(top_n_sigma=0)
-    generator = jaxllm.BatchGenerator(tiny.cached("llama"), do_sample=True, seed=0)
-    rows = [{"input_ids": [3, 4, 5], "top_n_sigma": n, "max_new_tokens": 3} for n in (0.5, 1e-6)]
+    generator = BatchGenerator(tiny.cached("llama"), do_sample=True, seed=0)
+    settings = ({"top_n_sigma": 0.5}, {"top_n_sigma": 1e-6}, {"greedy_above": 0.0})
+    rows = [{"input_ids": [3, 4, 5], "max_new_tokens": 3, **fields} for fields in settings]
     outputs = sorted(generator.generate(rows), key=lambda output: output.index)
     greedy = jaxllm.generate(tiny.cached("llama"), np.array([[3, 4, 5]]), max_new_tokens=3)
-    assert outputs[1].output_ids == (greedy.sequences[0, 3:].tolist(),)
+    assert outputs[1].output_ids == outputs[2].output_ids == (greedy.sequences[0, 3:].tolist(),)
 
 
 def test_registration_names_what_is_wrong() -> None:
