@@ -8,6 +8,7 @@ import pytest
 
 PACKAGES = ["models", "nn", "cache", "parallel", "checkpoint", "tokenizers", "generation", "batch"]
 PACKAGES += [
+    "batch.job",
     "generation.processors.host",
     "generation.scoring",
     "generation.settings",

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Int
 
 from jaxllm.batch.queue import Task
 from jaxllm.batch.rows import BatchRow
@@ -17,7 +16,7 @@ from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import place
 from jaxllm.batch.slot_strategies import BeamSlots, SampleSlots, SlotStrategy
 from jaxllm.batch.slots import PrefillBatch, RowSettings
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
 from jaxllm.generation.processors import LogitsProcessor, LogitsProcessorList
 from jaxllm.generation.processors.build import build_processors
@@ -257,27 +256,11 @@ def prefill_batch(
     rows = [task.row for task in tasks]
     width, encoder = tasks[0].width, {}
     if sizes.encoder_columns is not None:
-        mask = np.arange(width) < np.array([[len(row.input_ids)] for row in rows])
-        encoder = {
-            "input_ids": padded([row.input_ids for row in rows], width),
-            "attention_mask": mask,
-        }
-        width = 1
+        encoder_ids, mask = padded_rows([row.input_ids for row in rows], width)
+        encoder, width = {"input_ids": encoder_ids, "attention_mask": mask}, 1
     arrays: dict[str, Any] = {
-        "tokens": padded([row.decoder_prompt for row in rows], width),
+        "tokens": padded_rows([row.decoder_prompt for row in rows], width)[0],
         "prompt_length": np.array([len(row.decoder_prompt) for row in rows], np.int32),
         "key_data": np.array([(t.row.seed, t.row.row_number, t.sample) for t in tasks], np.uint32),
     }
     return PrefillBatch(**arrays, settings=group.settings(rows, vocab_size), encoder=encoder)
-
-
-def padded(rows: Sequence[Int[np.ndarray, " _"]], width: int) -> Int[np.ndarray, "R W"]:
-    """Rows padded on the right with 0.
-
-    >>> padded([np.array([5, 6]), np.array([7])], 3).tolist()
-    [[5, 6, 0], [7, 0, 0]]
-    """
-    ids = np.zeros((len(rows), width), np.int32)
-    for line, row in zip(ids, rows, strict=True):
-        line[: len(row)] = row
-    return ids

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+from jaxtyping import Bool, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import HostArray, is_traced
@@ -125,6 +127,20 @@ def last_token_columns(mask: HostArray) -> HostArray:
     real = host.asarray(mask)
     columns = host.where(real, host.arange(real.shape[1]), 0)
     return host.max(columns, axis=-1).astype(host.int32)
+
+
+def padded_rows(
+    rows: Sequence[Int[np.ndarray, " _"]], width: int
+) -> tuple[Int[np.ndarray, "R W"], Bool[np.ndarray, "R W"]]:
+    """Ids and padding mask of rows, padded on the right with 0.
+
+    >>> [x.tolist() for x in padded_rows([np.array([5, 6]), np.array([7])], 3)]
+    [[[5, 6, 0], [7, 0, 0]], [[True, True, False], [True, False, False]]]
+    """
+    ids, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)], mask[i, : len(row)] = row, True
+    return ids, mask
 
 
 def floats(x: ArrayLike) -> HostArray:

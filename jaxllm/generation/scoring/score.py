@@ -16,7 +16,7 @@ from jaxllm.common.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.call.prompts import decoder_prompt
 from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.inputs.batching import run_in_batches
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import any_traced, bucket, is_integer, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.token_choice import choose_greedy
@@ -188,11 +188,7 @@ def padded_pairs(pairs: list[Pair]) -> tuple[Any, ...]:
 
 def padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Ids [B, T] and padding mask of rows, padded on the right to a bucket."""
-    width = bucket(max(map(len, rows)), SMALLEST_BUCKET)
-    ids, mask = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)], mask[i, : len(row)] = row, True
-    return ids, mask
+    return padded_rows(rows, bucket(max(map(len, rows)), SMALLEST_BUCKET))
 
 
 @jax.jit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +126,13 @@ class Contrastive(Strategy[ContrastiveState]):
             next_logits=out.logits[:, 0],
             next_unconditional=unconditional(out),
             directions=write_columns(state.directions, unit_vectors(out.last_hidden_state), slot),
-            cache=cache.replace(layers=jax.tree.map(put_slot(slot), cache.layers, best.column)),
+            cache=cache.replace(
+                layers=jax.tree.map(
+                    lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, x.ndim - 2),
+                    cache.layers,
+                    best.column,
+                )
+            ),
         )
 
     def choose_in_parallel(
@@ -243,11 +248,6 @@ def for_all_rows(x: Shaped[Array, " B"], cache: Cache) -> Shaped[Array, " R"]:
     """Repeats values of B rows for all rows of the cache: with guidance the unconditional rows
     follow the others, and continue with the same tokens."""
     return jnp.tile(x, cache.mask.shape[0] // x.shape[0])
-
-
-def put_slot(slot: Int[Array, ""]) -> Callable[[Array, Array], Array]:
-    """Returns a function that writes a column of keys or values to a slot of all rows and heads."""
-    return lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=x.ndim - 2)
 
 
 def take_candidate(
