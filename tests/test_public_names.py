@@ -10,7 +10,6 @@ PACKAGES = ["models", "nn", "cache", "parallel", "checkpoint", "tokenizers", "ge
 PACKAGES += [
     "batch.job",
     "generation.processors.host",
-    "generation.scoring",
     "generation.settings",
     "generation.strategies",
     "generation.strategies.assisted",

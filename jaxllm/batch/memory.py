@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import is_integer
@@ -90,7 +89,7 @@ def memory_budget(memory: int | str | None, devices: int = 1) -> int:
     return int(memory)
 
 
-def nbytes(tree: PyTree) -> int:
+def nbytes(tree: object) -> int:
     """Bytes per device of a pytree of arrays or shapes; sharded arrays count as their shard."""
 
     def leaf_bytes(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> int:

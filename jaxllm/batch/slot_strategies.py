@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool
 
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slots import PrefillBatch, RowSettings, SlotOutputs, Slots
@@ -109,7 +109,7 @@ class SlotStrategy:
         unfinished &= unfinished_rows(state, settings.max_length)
         unfinished &= state.first_nonfinite_step == NEVER
 
-        def shorten_free_slots(x: PyTree) -> PyTree:
+        def shorten_free_slots(x: object) -> object:
             """Sets the cache length of free slots to 0, so that attention reads no further than
             unfinished rows need."""
             if not isinstance(x, Cache):

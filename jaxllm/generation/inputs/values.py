@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.input_checks import is_traced
@@ -41,7 +41,7 @@ def in_interval(interval: str, value: float) -> bool:
     return above and below
 
 
-def any_traced(*values: PyTree) -> bool:
+def any_traced(*values: object) -> bool:
     """Returns whether any leaf of the pytrees is a tracer."""
     return any(is_traced(leaf) for leaf in jax.tree.leaves(values))
 

@@ -184,6 +184,16 @@ class DecodeState(Protocol):
         ...
 
     @property
+    def scores(self) -> Float[Array, ...] | None:
+        """Processed scores of every step, if they are kept."""
+        ...
+
+    @property
+    def logits(self) -> Float[Array, ...] | None:
+        """Raw logits of every step, if they are kept."""
+        ...
+
+    @property
     def cache(self) -> Cache: ...
 
     def replace(self, **changes: Any) -> Self: ...

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.cache.layout import write_columns
@@ -28,6 +28,8 @@ from jaxllm.generation.strategies.strategy import (
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 
+DraftState: TypeAlias = Any
+"""State that a draft keeps between rounds, a pytree: the cache of an assistant, or None."""
 Choose = Callable[[Float[Array, "B V"], Int[Array, " B"]], Int[Array, " B"]]
 """`(processed scores, columns) -> tokens`: each row's token for its column."""
 
@@ -64,7 +66,7 @@ class DraftInputs:
     buffer: TokenBuffer
     cache: Cache
     """The model's cache: each row without its newest token."""
-    draft_state: PyTree
+    draft_state: DraftState
     """State from `Draft.init` or from the last round."""
     limit: Int[Array, " B"]
     """Most tokens to propose for each row."""
@@ -86,7 +88,7 @@ class Proposal:
     buffer: TokenBuffer
     cache: Cache
     """The model's cache."""
-    draft_state: PyTree
+    draft_state: DraftState
 
 
 class Draft:
@@ -95,7 +97,9 @@ class Draft:
     has_scores: ClassVar[bool] = True
     """Its tokens are drawn from scores, which the speculative rule of acceptance needs."""
 
-    def init(self, model: Decoder, inputs: PrefillInputs, capacity: int, samples: int) -> PyTree:
+    def init(
+        self, model: Decoder, inputs: PrefillInputs, capacity: int, samples: int
+    ) -> DraftState:
         """The draft's own state after the prompt.
 
         Args:
@@ -107,7 +111,7 @@ class Draft:
     def propose(self, inputs: DraftInputs) -> Proposal:
         raise NotImplementedError
 
-    def drop_rejected(self, draft_state: PyTree, length: Int[Array, " B"]) -> PyTree:
+    def drop_rejected(self, draft_state: DraftState, length: Int[Array, " B"]) -> DraftState:
         """The draft's state without rejected tokens.
 
         Args:

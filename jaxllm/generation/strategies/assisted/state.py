@@ -11,11 +11,11 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.cache.layout import write_columns
-from jaxllm.generation.strategies.assisted.drafts import TokenBuffer
+from jaxllm.generation.strategies.assisted.drafts import DraftState, TokenBuffer
 from jaxllm.generation.strategies.records import Records
 from jaxllm.generation.strategies.strategy import NEVER, AssistedCounts, DecodeSettings, nonfinite
 from jaxllm.parallel.field_axes import axes
@@ -44,7 +44,7 @@ class AssistedState:
     """The first new token without finite logits, or -1."""
     cache: Cache
     """The model's cache: all tokens of each row but the newest."""
-    draft: PyTree
+    draft: DraftState
     """The draft's own state (`Draft.init`)."""
     counts: AssistedCounts
     scores: Float[Array, "B N V"] | None = None
