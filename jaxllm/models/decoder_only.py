@@ -243,6 +243,13 @@ class CausalLM(DecoderOnly, LanguageModel[ModelConfig]):
             cache=out.cache,
         )
 
+    def head_inputs(
+        self, *, dropout_key: Array | None = None, **inputs: Any
+    ) -> tuple[Float[Array, "B T D"], Array | None]:
+        key, head_key = split(dropout_key, 2)
+        out = self.hidden(dropout_key=key, **inputs)
+        return self.scaled_for_head(out.last_hidden_state), head_key
+
     def init_cache(
         self,
         batch: int,

@@ -54,11 +54,27 @@ class LanguageModel(Model[C]):
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         return self.embedding(tokens)
 
+    @property
+    def head(self) -> Linear | Embedding:
+        """The LM head, or the tied embedding in its place."""
+        return self.embedding if self.lm_head is None else self.lm_head
+
+    def scaled_for_head(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Hidden states as the LM head reads them."""
+        return x
+
     def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
         """Float32 logits of hidden states."""
-        if self.lm_head is None:
-            return self.embedding.attend(x).astype(jnp.float32)
-        return self.lm_head(x, key).astype(jnp.float32)
+        return head_logits(self.head, self.scaled_for_head(x), key)
+
+    def head_inputs(
+        self, *, dropout_key: Array | None = None, **inputs: Any
+    ) -> tuple[Float[Array, "B T D"], Array | None]:
+        """One forward pass up to the LM head: its input, and its dropout key.
+
+        ``head_logits(model.head, *model.head_inputs(...))`` are the logits of `__call__`.
+        """
+        raise NotImplementedError
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A self-attention cache of `capacity` columns, without tokens."""
@@ -110,6 +126,14 @@ class LanguageModel(Model[C]):
             attentions=out.attentions,
             cross_attentions=out.cross_attentions,
         )
+
+
+def head_logits(
+    head: Linear | Embedding, x: Float[Array, "... D"], key: Array | None = None
+) -> Float[Array, "... V"]:
+    """Float32 logits of an LM head or a tied embedding."""
+    logits = head.attend(x) if isinstance(head, Embedding) else head(x, key)
+    return logits.astype(jnp.float32)
 
 
 def take_column(x: Float[Array, "B T D"], column: Int[Array, " B"]) -> Float[Array, "B 1 D"]:

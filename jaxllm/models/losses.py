@@ -14,8 +14,8 @@ from jaxllm.models.input_checks import IGNORED, label_ids, on_host
 
 
 def token_losses(
-    logits: Float[Array, "B T V"], labels: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    logits: Float[Array, "*B V"], labels: Int[Array, "*B"]
+) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
     """Cross-entropy per label (0 where it is -100), and the log of the softmax denominator."""
     logits = logits.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
@@ -23,7 +23,7 @@ def token_losses(
 
 
 @jax.custom_jvp
-def label_logits(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
+def label_logits(logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """Logit of each label; 0 where the label is ignored (-100).
 
     The custom gradient compares indices, which fuses with the softmax's gradient. The gradient of

@@ -259,6 +259,15 @@ def partition(
     return PartitionSpec(*(place(size, name) for size, name in zip(shape, axes, strict=False)))
 
 
+def shard_count(shape: Sequence[int], *axes: str | None) -> int:
+    """Number of shards of an array that `constrain(x, *axes)` makes; 1 without a mesh."""
+    mesh = context_mesh()
+    if mesh is None:
+        return 1
+    sharding = NamedSharding(mesh, partition(shape, axes, mesh))
+    return math.prod(shape) // math.prod(sharding.shard_shape(tuple(shape)))
+
+
 def row_shards(mesh: Mesh | AbstractMesh | None) -> int:
     """Number of shards that the rows of a batch are split into, over all processes."""
     return 1 if mesh is None else mesh.shape[DATA] * mesh.shape[FSDP]

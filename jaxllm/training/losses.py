@@ -14,6 +14,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.input_checks import IGNORED
+from jaxllm.models.language_model import head_logits
 from jaxllm.models.losses import (
     classification_loss,
     label_logits,
@@ -22,6 +23,7 @@ from jaxllm.models.losses import (
 )
 from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
+from jaxllm.training.chunked_loss import chunked_sums, columns_within
 
 LabelledModel = CausalLM | T5ForConditionalGeneration | SequenceClassifier
 Batch = Mapping[str, Any]
@@ -48,6 +50,9 @@ class LossSums:
         return LossSums(*(jnp.zeros((), jnp.float32) for _ in range(3)))
 
 
+MAX_LOGITS = 1 << 27
+"""512 MiB in float32; chunks of 2048 tokens of GPT-2's vocabulary, which keep a TPU's matrix unit
+busy."""
 Loss = Callable[..., LossSums]
 """``loss(model, batch, key=None) -> LossSums``; a key turns dropout on."""
 
@@ -61,10 +66,13 @@ class TokenLoss:
             (Szegedy et al. 2015, arXiv:1512.00567, equation 3 in section 7), 0 to 1.
         z_loss: weight of log(Z)^2, which keeps the softmax's denominator near 1 (Chowdhery et al.
             2022, arXiv:2204.02311, section 5; 1e-4 there).
+        max_logits: most logits that a device holds at once, in float32; a batch with more is
+            computed in chunks of columns (`chunked_loss`).
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    max_logits: int = MAX_LOGITS
 
     def __post_init__(self):
         if not 0 <= self.label_smoothing < 1:
@@ -72,7 +80,18 @@ class TokenLoss:
         if self.z_loss < 0:
             raise InputError(f"z_loss: expected 0 or more, found {self.z_loss}")
 
-    def of_tokens(self, logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> LossSums:
+    def of_model(
+        self, model: Any, inputs: dict[str, Any], labels: Any, key: Array | None
+    ) -> LossSums:
+        """Loss sums of a language model for labels [B, T] that its logits predict."""
+        x, head_key = model.head_inputs(**inputs, dropout_key=key)
+        labels = jnp.asarray(labels)
+        columns = columns_within(self.max_logits, labels.shape, model.config.vocab_size)
+        if columns >= labels.shape[1]:
+            return self.of_tokens(head_logits(model.head, x, head_key), labels)
+        return chunked_sums(self.of_tokens, columns, model.head, x, labels, head_key)
+
+    def of_tokens(self, logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> LossSums:
         """Loss sums for logits and the labels that they predict; labels of -100 are not counted."""
         losses, log_z = token_losses(logits, labels)
         if self.label_smoothing:
@@ -90,18 +109,15 @@ class TokenLoss:
         )
 
 
-def forward(
-    model: LabelledModel, batch: Batch, key: Array | None
-) -> tuple[Float[Array, "B *T V"], Any]:
-    """Runs the model on a batch; returns logits and labels.
+def inputs_and_labels(batch: Batch) -> tuple[dict[str, Any], Any]:
+    """Splits a batch into the model's inputs and the labels.
 
     Raises:
         InputError: the batch has no labels.
     """
-    inputs = {name: x for name, x in batch.items() if name != "labels"}
     if "labels" not in batch:
         raise InputError(f"labels: missing in the batch, which has {', '.join(sorted(batch))}")
-    return model(**inputs, dropout_key=key).logits, batch["labels"]
+    return {name: x for name, x in batch.items() if name != "labels"}, batch["labels"]
 
 
 class CausalLoss(TokenLoss):
@@ -112,8 +128,9 @@ class CausalLoss(TokenLoss):
     """
 
     def __call__(self, model: CausalLM, batch: Batch, key: Array | None = None) -> LossSums:
-        logits, labels = forward(model, batch, key)
-        return self.of_tokens(logits, next_labels(labels, batch.get("segment_ids")))
+        inputs, labels = inputs_and_labels(batch)
+        labels = next_labels(labels, batch.get("segment_ids"))
+        return self.of_model(model, inputs, labels, key)
 
 
 class Seq2SeqLoss(TokenLoss):
@@ -127,8 +144,8 @@ class Seq2SeqLoss(TokenLoss):
         if labels is not None and not has_inputs:
             shifted = model.shift_right(labels, batch.get("decoder_segment_ids"))
             batch = {**batch, "decoder_input_ids": shifted}
-        logits, labels = forward(model, batch, key)
-        return self.of_tokens(logits, labels)
+        inputs, labels = inputs_and_labels(batch)
+        return self.of_model(model, inputs, labels, key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +161,8 @@ class ClassificationLoss:
         self, model: SequenceClassifier, batch: Batch, key: Array | None = None
     ) -> LossSums:
         weights = batch.get("weights")
-        logits, labels = forward(model, {k: v for k, v in batch.items() if k != "weights"}, key)
-        labels = jnp.asarray(labels)
+        inputs, labels = inputs_and_labels({k: v for k, v in batch.items() if k != "weights"})
+        logits, labels = model(**inputs, dropout_key=key).logits, jnp.asarray(labels)
         counted = jnp.ones(logits.shape[0], bool) if weights is None else jnp.asarray(weights) > 0
         problem = model.config.problem_type
         if jnp.issubdtype(labels.dtype, jnp.integer) and problem in (

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +13,9 @@ import pytest
 import tiny
 
 from jaxllm.common.errors import InputError
+from jaxllm.models.lora import LoraConfig, add_lora
 from jaxllm.training.losses import CausalLoss, Seq2SeqLoss, TokenLoss, loss_for
+from jaxllm.training.state import split_model
 
 
 def logits_and_labels(seed: int = 0):
@@ -130,3 +136,89 @@ def test_settings_that_cannot_be():
         loss_for(classifier, z_loss=0.1)
     with pytest.raises(InputError, match="T5EncoderModel: has no labels to predict"):
         loss_for(tiny.make("t5", architecture="T5EncoderModel"))
+
+
+def in_chunks(family, make_loss, batch, key=None, **changes):
+    """Sums and gradients of a loss at once, and with chunks of two columns."""
+    model = tiny.make(family, **changes)
+    rows, vocab_size = len(batch["labels"]), model.config.vocab_size
+
+    def run(max_logits):
+        loss = make_loss(max_logits=max_logits)
+
+        def scalar(model):
+            sums = loss(model, batch, key)
+            return 0.5 * sums.loss, sums
+
+        (_, sums), gradients = jax.jit(jax.value_and_grad(scalar, has_aux=True))(model)
+        return sums, jax.jit(loss)(model, batch, key), gradients
+
+    return run(1 << 27), run(2 * rows * vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt2", {"tie_word_embeddings": True}),
+        ("llama", {}),
+        ("t5", {"tie_word_embeddings": True}),
+        pytest.param("t5", {"tie_word_embeddings": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_of_columns_give_the_same_sums_and_gradients(family, changes):
+    """An odd number of columns, packed rows, ignored labels, label smoothing and z-loss."""
+    ids = np.random.default_rng(0).integers(3, 50, (4, 7)).astype(np.int32)
+    segments = np.array([[1, 1, 1, 2, 2, 2, 0]] * 4, np.int32)
+    batch = {"input_ids": ids, "labels": ids, "segment_ids": segments}
+    if family == "t5":
+        batch["decoder_segment_ids"] = segments
+    batch["labels"] = np.where(segments == 0, -100, ids)
+    make_loss = partial(
+        Seq2SeqLoss if family == "t5" else CausalLoss, label_smoothing=0.1, z_loss=0.01
+    )
+    whole, chunked = in_chunks(family, make_loss, batch, **changes)
+    # Biases of keys have no gradient but for rounding, so the largest one sets the scale.
+    scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(whole[2]))
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6 * scale)
+
+
+def test_chunks_of_a_head_with_lora():
+    """Gradients of a frozen head's LoRA alone, DoRA included, and of its dropout."""
+    model = add_lora(
+        tiny.make("llama"), LoraConfig(targets=("lm_head",), dora=True, dropout=0.25), key=1
+    )
+    structure, params = split_model(model)
+    ids = np.random.default_rng(0).integers(3, 50, (4, 8)).astype(np.int32)
+    batch = {"input_ids": ids, "labels": ids}
+    trained = {path: x for path, x in params.items() if "lora_" in path}
+
+    def gradients(max_logits, key=None):
+        loss = CausalLoss(max_logits=max_logits)
+
+        def scalar(trained):
+            return loss(structure.model({**params, **trained}), batch, key).loss
+
+        return jax.jit(jax.grad(scalar))(trained)
+
+    whole, chunked = gradients(1 << 27), gradients(2 * 4 * 50)
+    for path in trained:
+        np.testing.assert_allclose(chunked[path], whole[path], rtol=2e-5, atol=1e-4)
+    dropped = gradients(2 * 4 * 50, jax.random.key(0))
+    assert np.any(np.asarray(dropped["lm_head.lora_b"]) != chunked["lm_head.lora_b"])
+
+
+def test_a_chunked_loss_never_holds_the_logits_of_all_tokens():
+    model = tiny.make("llama", vocab_size=53)
+    ids = jax.ShapeDtypeStruct((4, 32), jnp.int32)
+    batch = {"input_ids": ids, "labels": ids}
+
+    def arrays_of_logits(loss):
+        gradient = jax.grad(lambda model, batch: loss(model, batch).loss)
+        text = jax.jit(gradient).lower(model, batch).compile().as_text()
+        shapes = [shape.split(",") for shape in re.findall(r"\[([\d,]+)\]", text)]
+        sizes = [math.prod(map(int, shape)) for shape in shapes if "53" in shape]
+        return [size for size in sizes if size >= 4 * 32 * 53]
+
+    assert arrays_of_logits(CausalLoss()) != []
+    assert arrays_of_logits(CausalLoss(max_logits=8 * 4 * 53)) == []

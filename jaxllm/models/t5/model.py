@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
@@ -155,11 +156,9 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
             else Linear(*head, std=config.initializer_factor, rngs=rngs, **options.dtypes)
         )
 
-    def logits(self, x: Float[Array, "... D"], key: Array | None = None) -> Float[Array, "... V"]:
-        """Float32 logits. Scaling is independent of tying; see `T5Config`."""
-        if self.config.scaled:
-            x = x * self.config.d_model**-0.5
-        return super().logits(x, key)
+    def scaled_for_head(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Scaling is independent of tying; see `T5Config`."""
+        return x * self.config.d_model**-0.5 if self.config.scaled else x
 
     @allows_label_trees
     def __call__(
@@ -187,11 +186,43 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
             InputError: token ids outside the vocabulary, or shapes that do not match.
         """
         inputs = Seq2SeqInputs(input_ids, attention_mask, decoder_input_ids, **arrays)
-        records: dict[str, Any] = {
-            "output_hidden_states": output_hidden_states,
-            "output_attentions": output_attentions,
-        }
-        encoder_key, decoder_key, cross_key, head_key = split(dropout_key, 4)
+        *keys, head_key = split(dropout_key, 4)
+        encoded, out = self._states(
+            inputs,
+            labels,
+            keys,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        shape = out.x.shape[:2]
+        logits = self.logits(out.x[:, check.columns_to_keep(logits_to_keep, shape[1])], head_key)
+        loss = None
+        if labels is not None:
+            loss = token_loss(logits, check.checked_labels(labels, shape, logits))
+        return Seq2SeqLMOutput(
+            logits=logits,
+            loss=loss,
+            encoder_last_hidden_state=encoded.output.last_hidden_state,
+            encoder_hidden_states=encoded.output.hidden_states,
+            encoder_attentions=encoded.output.attentions,
+            decoder_hidden_states=out.hidden_states,
+            decoder_attentions=out.attentions,
+            cross_attentions=out.cross_attentions,
+        )
+
+    def head_inputs(
+        self, *, dropout_key: Array | None = None, **inputs: Any
+    ) -> tuple[Float[Array, "B T D"], Array | None]:
+        *keys, head_key = split(dropout_key, 4)
+        _, out = self._states(Seq2SeqInputs(**inputs), None, keys)
+        return self.scaled_for_head(out.x), head_key
+
+    def _states(
+        self, inputs: Seq2SeqInputs, labels: Any, keys: Sequence[Array | None], **records: bool
+    ) -> tuple[Encoded, StackOutput]:
+        """Output of encoder and decoder; `keys` are those of encoder, decoder and cross-attention's
+        keys and values."""
+        encoder_key, decoder_key, cross_key = keys
         encoded = self._encoded(inputs, key=encoder_key, **records)
         decoder = self._decoder_inputs(inputs, encoded, labels)
         out = self.decoder(
@@ -208,21 +239,7 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
             key=decoder_key,
             **records,
         )
-        shape = decoder.mask.shape
-        logits = self.logits(out.x[:, check.columns_to_keep(logits_to_keep, shape[1])], head_key)
-        loss = None
-        if labels is not None:
-            loss = token_loss(logits, check.checked_labels(labels, shape, logits))
-        return Seq2SeqLMOutput(
-            logits=logits,
-            loss=loss,
-            encoder_last_hidden_state=encoded.output.last_hidden_state,
-            encoder_hidden_states=encoded.output.hidden_states,
-            encoder_attentions=encoded.output.attentions,
-            decoder_hidden_states=out.hidden_states,
-            decoder_attentions=out.attentions,
-            cross_attentions=out.cross_attentions,
-        )
+        return encoded, out
 
     def _encoded(self, inputs: Seq2SeqInputs, **options: Any) -> Encoded:
         """Runs the encoder, or checks and uses the caller's `encoder_outputs`."""
