@@ -37,7 +37,7 @@ def load(
     revision: str | None = None,
     architecture: str | None = None,
     config: Mapping[str, Any] | None = None,
-    attn_implementation: str = "eager",
+    attn_implementation: str = "auto",
     remat: bool = False,
     allow_nonfinite: bool = False,
     progress: LoadProgress | None = None,
@@ -57,7 +57,8 @@ def load(
         architecture: class name that replaces the one in config.json, such as ``"T5EncoderModel"``.
         config: fields that override config.json's, such as dropout rates. None: as if the file had
             none, for a field that jaxllm does not know and that you know to change nothing.
-        attn_implementation: "eager", "xla" or "cudnn".
+        attn_implementation: "auto" (splash on a TPU, blockwise on a GPU, eager elsewhere), "eager",
+            "blockwise", "splash" (TPU), "xla" or "cudnn"; see docs/models.md.
         remat: recompute activations in the backward pass, block by block.
         allow_nonfinite: accept NaN and infinite weights.
         progress: called as ``progress(tensor_name, bytes_done, bytes_total)``.
@@ -216,7 +217,7 @@ def load_orbax(
     *,
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
-    attn_implementation: str = "eager",
+    attn_implementation: str = "auto",
     remat: bool = False,
 ) -> tuple[Any, Tokenizer | None]:
     """Loads a model of `save_orbax`: (model, tokenizer).
@@ -225,7 +226,8 @@ def load_orbax(
         folder: the folder given to `save_orbax`.
         dtype: compute dtype. None: the parameters' own, but float32 on a CPU.
         mesh: shards the weights, as in `load`.
-        attn_implementation: "eager", "xla" or "cudnn".
+        attn_implementation: "auto" (splash on a TPU, blockwise on a GPU, eager elsewhere), "eager",
+            "blockwise", "splash" (TPU), "xla" or "cudnn"; see docs/models.md.
         remat: recompute activations in the backward pass, block by block.
 
     Raises:

@@ -14,6 +14,52 @@ SlotIndices = Int[Array, ""] | Int[Array, " B"] | Int[Array, "B T"]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class SequenceMask:
+    """Attention mask of whole sequences by its parts, from which kernels need no [T, S] array."""
+
+    keys: Bool[Array, "B S"]
+    """Padding mask of the keys."""
+    query_columns: Int[Array, " T"] | None = None
+    """Causal: a query attends to keys up to its own column. None: to keys on both sides."""
+    query_segments: Int[Array, "B T"] | None = None
+    """Document of each query in packed rows; it attends to keys of the same document."""
+    key_segments: Int[Array, "B S"] | None = None
+    query_index: Int[Array, "B T"] | None = None
+    """Index of each query among the real tokens of its row; with a window only."""
+    key_index: Int[Array, "B S"] | None = None
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """A query attends to the last `window` real tokens, its own included."""
+
+    def array(self) -> Bool[Array, "B 1 #T S"]:
+        """The mask as an array: True where the query attends to the key."""
+        visible = self.keys[:, None, None, :]
+        if self.query_columns is not None:
+            columns = jnp.arange(self.keys.shape[1], dtype=jnp.int32)
+            visible = visible & (columns <= self.query_columns[:, None])
+        if self.query_segments is not None and self.key_segments is not None:
+            same = self.query_segments[:, :, None] == self.key_segments[:, None, :]
+            visible = visible & same[:, None]
+        if self.window is not None:
+            assert self.query_index is not None
+            assert self.key_index is not None
+            visible = visible & near(self.query_index, self.key_index, self.window)
+        return visible
+
+
+def mask_array(mask: Bool[Array, "B 1 #T S"] | SequenceMask) -> Bool[Array, "B 1 #T S"]:
+    """An attention mask as an array."""
+    return mask.array() if isinstance(mask, SequenceMask) else mask
+
+
+def near(
+    query_index: Int[Array, "B T"], key_index: Int[Array, "B S"], window: int | Int[Array, ""]
+) -> Bool[Array, "B 1 T S"]:
+    """True at keys later than `window` real tokens before the query."""
+    return (key_index[:, None, :] > query_index[..., None] - window)[:, None]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class AttentionView:
     """Positions and attention mask of one forward call, from the padding mask and the slots."""
 
@@ -23,8 +69,8 @@ class AttentionView:
     """Column of the sequence that each query is in; differences give T5's relative bias."""
     key_columns: Int[Array, " S"] | Int[Array, "B S"]
     """Column of the sequence that each key is in."""
-    visible: Bool[Array, "B 1 T S"]
-    """Attention mask: True where the query attends to the key."""
+    visible: Bool[Array, "B 1 #T S"] | SequenceMask
+    """Attention mask: True where the query attends to the key, or the parts that give it."""
     rope_length: Int[Array, ""] | Int[Array, " B"]
     """Sequence length, for RoPE types that depend on it: 1 + the largest position of a real token
     so far, of the batch or of each row."""
@@ -48,8 +94,17 @@ class AttentionView:
         included. Padding does not count."""
         assert self.query_index is not None
         assert self.key_index is not None
-        near = self.key_index[:, None, :] > self.query_index[..., None] - window
-        return dataclasses.replace(self, visible=self.visible & near[:, None])
+        index = (self.query_index, self.key_index)
+        if isinstance(self.visible, SequenceMask) and isinstance(window, int):
+            parts = dict(zip(("query_index", "key_index"), index, strict=True))
+            visible = dataclasses.replace(self.visible, window=window, **parts)
+        else:
+            visible = mask_array(self.visible) & near(*index, window)
+        return dataclasses.replace(self, visible=visible)
+
+    def with_mask_array(self) -> AttentionView:
+        """The view with the attention mask as an array."""
+        return dataclasses.replace(self, visible=mask_array(self.visible))
 
 
 def make_view(
@@ -66,11 +121,8 @@ def make_view(
     mask, T = jnp.asarray(mask), mask.shape[1]
     counts = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     slots = jnp.arange(T, dtype=jnp.int32)
-    visible = mask[:, None, None, :]
-    if causal:
-        visible = visible & (slots[None, :] <= slots[:, None])
     if segments is not None:
-        visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
+        segments = jnp.asarray(segments)
         earlier_tokens = jnp.where(document_starts(segments), counts - mask, 0)
         counts = counts - jax.lax.cummax(earlier_tokens, axis=1)
     positions = jnp.maximum(counts - 1, 0)
@@ -78,7 +130,12 @@ def make_view(
         positions=positions,
         query_columns=slots,
         key_columns=slots,
-        visible=jnp.broadcast_to(visible, (mask.shape[0], 1, T, T)),
+        visible=SequenceMask(
+            keys=mask,
+            query_columns=slots if causal else None,
+            query_segments=segments,
+            key_segments=segments,
+        ),
         rope_length=jnp.max(counts),
         write_slots=None,
         query_index=positions,

@@ -33,6 +33,7 @@ from jaxllm.models.build_options import Options
 from jaxllm.models.model import Origin
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.weights import Entry, Table, parameter_path
+from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.sharding import check_heads
 
 MAX_JSON_BYTES = 16 * 2**20
@@ -92,7 +93,7 @@ def load_model(
     param_dtype: DTypeLike | None = None,
     architecture: str | None = None,
     overrides: Mapping[str, Any] | None = None,
-    attn_implementation: str = "eager",
+    attn_implementation: str = "auto",
     remat: bool = False,
     allow_nonfinite: bool = False,
     progress: LoadProgress | None = None,
@@ -111,7 +112,7 @@ def load_model(
     options = Options(
         dtype=compute_dtype,
         param_dtype=weight_dtype,
-        attn_implementation=attn_implementation,
+        attn_implementation=implementation_for(attn_implementation, jax.default_backend()),
         remat=remat,
     )
     shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=None))

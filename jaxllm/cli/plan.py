@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from jaxllm.cli.devices import mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.cli.progress import Reporter
+from jaxllm.nn.attention import IMPLEMENTATIONS
 from jaxllm.planning import Plan, plan
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -72,7 +73,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         action="append",
         help="what to compile; may be repeated (default: all)",
     )
-    parser.add_argument("--attn-implementation", default="eager", help="eager, xla or cudnn")
+    implementations = f"auto (the default), {', '.join(IMPLEMENTATIONS)}"
+    parser.add_argument("--attn-implementation", default="auto", help=implementations)
     parser.add_argument("--remat", action="store_true", help="training recomputes activations")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser

@@ -13,8 +13,9 @@ class Options:
     """Options for building a model.
 
     `dtype` is the compute dtype, `param_dtype` the dtype of the weights. `attn_implementation`:
-    "eager" (the reference), "xla" or "cudnn" (`jax.nn.dot_product_attention`). `remat` recomputes
-    each block's activations in the backward pass.
+    "eager" (the reference), "blockwise" (`nn/blockwise.py`), "splash" (`nn/splash.py`, TPUs only),
+    "xla" or "cudnn" (`jax.nn.dot_product_attention`). `remat` recomputes each block's activations
+    in the backward pass.
     """
 
     dtype: Any = jnp.float32

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.attention_view import AttentionView, make_view
+from jaxllm.cache.attention_view import AttentionView, SequenceMask, make_view
 from jaxllm.cache.kv_cache import KV, Cache
 from jaxllm.common.errors import InputError
 from jaxllm.models import input_checks as check
@@ -62,7 +62,7 @@ class Backbone(nnx.Module):
         context = Context(
             view=view,
             rotary=self.rotary(view),
-            cross_visible=None if cross_mask is None else cross_mask[:, None, None, :],
+            cross_visible=None if cross_mask is None else SequenceMask(cross_mask),
         )
         return self.stack(
             x, context, layers=None if cache is None else cache.layers, cross_kv=cross_kv, **options

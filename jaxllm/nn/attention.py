@@ -11,15 +11,36 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.cache.attention_view import SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError
+from jaxllm.nn.blockwise import BY_PARTS, QUERY_BLOCK, ColumnBias, attend_blocks
 from jaxllm.nn.dropout import dropout, split
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.platform import attend_used_slots, splits_cache, with_query_tile
 from jaxllm.nn.rope import rotate
 from jaxllm.parallel.sharding import constrain
 
-IMPLEMENTATIONS = ("eager", "xla", "cudnn")
+IMPLEMENTATIONS = ("eager", "xla", "cudnn", *BY_PARTS)
+PLATFORM_IMPLEMENTATIONS = {"tpu": "splash", "gpu": "blockwise", "cuda": "blockwise"}
+"""What "auto" stands for; eager on other platforms."""
+
+
+def implementation_for(name: str, platform: str) -> str:
+    """Resolves `attn_implementation` "auto" for a platform.
+
+    Raises:
+        UnsupportedError: the kernel is not one of the platform.
+
+    >>> implementation_for("auto", "cpu"), implementation_for("auto", "tpu")
+    ('eager', 'splash')
+    """
+    if name == "splash" and platform != "tpu":
+        raise UnsupportedError(
+            f"attn_implementation: splash is a kernel for TPUs, and this runs on {platform}; "
+            "choose auto, eager or blockwise"
+        )
+    return PLATFORM_IMPLEMENTATIONS.get(platform, "eager") if name == "auto" else name
 
 
 def attend(
@@ -137,9 +158,9 @@ class Attention(nnx.Module):
         x: Float[Array, "B T D"],
         kv: KV,
         *,
-        visible: Bool[Array, "B 1 #T S"],
+        visible: Bool[Array, "B 1 #T S"] | SequenceMask,
         rotary: tuple[Array, Array] | None = None,
-        bias: Float[Array, "#B N T S"] | None = None,
+        bias: Float[Array, "#B N T S"] | ColumnBias | None = None,
         head_mask: Float[Array, " N"] | None = None,
         key: jax.Array | None = None,
         want_weights: bool = False,
@@ -158,22 +179,51 @@ class Attention(nnx.Module):
         if rotary is not None:
             q = rotate(q, *rotary)
         weights = None
-        # Only eager attention returns weights and supports a head mask and dropout.
-        if want_weights or head_mask is not None or key is not None:
-            out, weights = attend(
-                q,
-                kv,
-                visible=visible,
-                bias=bias,
-                scale=self.scale,
-                head_mask=head_mask,
-                dropout_rate=self.dropout_rate,
-                key=key,
-            )
+        key = key if self.dropout_rate else None
+        if isinstance(visible, SequenceMask) and not want_weights:
+            out = self._attend_sequence(q, kv, visible, bias, head_mask, key)
         else:
-            out = self._attend(q, kv, visible, bias, used)
+            visible = mask_array(visible)
+            bias = bias.array() if isinstance(bias, ColumnBias) else bias
+            # Only eager attention returns weights and supports a head mask and dropout.
+            if want_weights or head_mask is not None or key is not None:
+                out, weights = self._eager(
+                    q, kv, visible=visible, bias=bias, head_mask=head_mask, key=key
+                )
+            else:
+                out = self._attend(q, kv, visible, bias, used)
         y = self.o(out.reshape(B, T, self.heads * self.head_dim), o_key)
         return y, (weights if want_weights else None)
+
+    def _eager(
+        self, q: Float[Array, "B T N H"], kv: KV, **options: Any
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T S"]]:
+        return attend(q, kv, scale=self.scale, dropout_rate=self.dropout_rate, **options)
+
+    def _attend_sequence(
+        self,
+        q: Float[Array, "B T N H"],
+        kv: KV,
+        mask: SequenceMask,
+        bias: ColumnBias | Float[Array, "#B N T S"] | None,
+        head_mask: Float[Array, " N"] | None,
+        key: jax.Array | None,
+    ) -> Float[Array, "B T N H"]:
+        """Attention of whole sequences without an array [T, S]; eager for a few queries."""
+
+        def eager(q: Array, kv: KV, **options: Any) -> Array:
+            return self._eager(q, kv, head_mask=head_mask, **options)[0]
+
+        if self.implementation == "splash" and bias is None and head_mask is None and key is None:
+            # Pallas takes a second to import.
+            from jaxllm.nn.splash import attend_splash, splash_applies
+
+            if splash_applies(q.shape[1], mask):
+                return attend_splash(q, kv, mask=mask, scale=self.scale)
+        if q.shape[1] > QUERY_BLOCK and not isinstance(bias, jax.Array):
+            return attend_blocks(eager, q, kv, mask=mask, bias=bias, key=key)
+        bias = bias.array() if isinstance(bias, ColumnBias) else bias
+        return eager(q, kv, visible=mask.array(), bias=bias, key=key)
 
     def _attend(
         self,
@@ -184,7 +234,7 @@ class Attention(nnx.Module):
         used: Int[Array, ""] | None,
     ) -> Float[Array, "B T N H"]:
         """Attention that returns no weights, without head mask and dropout."""
-        if self.implementation != "eager":
+        if self.implementation in ("xla", "cudnn"):
             implementation, scale = self.implementation, self.scale
             return attend_fused(
                 q, kv, visible=visible, bias=bias, scale=scale, implementation=implementation

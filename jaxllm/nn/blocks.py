@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from jaxllm.cache.attention_view import AttentionView
+from jaxllm.cache.attention_view import AttentionView, SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import InputError
 from jaxllm.nn.attention import Attention
+from jaxllm.nn.blockwise import BY_PARTS, ColumnBias
 from jaxllm.nn.dropout import dropout, split
 from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.norm import LayerNorm, RMSNorm
@@ -43,9 +44,9 @@ class Context:
     view: AttentionView
     rotary: tuple[Array, Array] | None = None
     """Cosines and sines [B, T, 1, H]."""
-    bias: Float[Array, "#B N T S"] | None = None
+    bias: Float[Array, "#B N T S"] | ColumnBias | None = None
     """Bias added to the self-attention scores."""
-    cross_visible: Bool[Array, "B 1 #T E"] | None = None
+    cross_visible: Bool[Array, "B 1 #T E"] | SequenceMask | None = None
     """Cross-attention mask: True at encoder positions to attend to. Required with an encoder."""
 
 
@@ -335,8 +336,15 @@ class Stack(nnx.Module):
         """Each block's context, with its attention window and its relative bias."""
         windows = dict.fromkeys(block.attn.window for block in self.blocks)
         views = {window: context.view.for_layer(window) for window in windows}
-        slots = (context.view.query_columns, context.view.key_columns)
-        biases = [bias(*slots) for bias in self.position_bias]
+        columns = (context.view.query_columns, context.view.key_columns)
+        biases: list[Any] = [ColumnBias(bias, *columns) for bias in self.position_bias]
+        if self.blocks[0].attn.implementation not in BY_PARTS:
+            # Masks and biases are computed once for all layers.
+            views = {window: view.with_mask_array() for window, view in views.items()}
+            biases = [bias.array() for bias in biases]
+            if context.cross_visible is not None:
+                cross_visible = mask_array(context.cross_visible)
+                context = dataclasses.replace(context, cross_visible=cross_visible)
         contexts = []
         for i, block in enumerate(self.blocks):
             # T5 has one bias for all blocks, umT5 one per block.

@@ -21,6 +21,7 @@ from jaxllm.common.strict_json import read_json
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
 from jaxllm.models.registry import model_spec
+from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.placement import put_tree
 from jaxllm.parallel.sharding import check_heads, check_mesh
 
@@ -31,7 +32,7 @@ def abstract_model(
     mesh: Mesh | None = None,
     device: Any = None,
     dtype: Any = "bfloat16",
-    attn_implementation: str = "eager",
+    attn_implementation: str = "auto",
     remat: bool = False,
 ) -> Any:
     """A model whose parameters are `jax.ShapeDtypeStruct`s: no weights are read or allocated.
@@ -58,8 +59,14 @@ def abstract_model(
     except JaxLLMError as error:
         raise type(error)(f"{where}: {error}") from None
     dtype = float_dtype("dtype", dtype)
+    platform = (jax.devices()[0] if device is None else device).platform
+    if mesh is not None:
+        platform = mesh.devices.flat[0].platform
     options = Options(
-        dtype=dtype, param_dtype=dtype, attn_implementation=attn_implementation, remat=remat
+        dtype=dtype,
+        param_dtype=dtype,
+        attn_implementation=implementation_for(attn_implementation, platform),
+        remat=remat,
     )
     model = jax.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
     if mesh is not None:

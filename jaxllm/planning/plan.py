@@ -90,7 +90,7 @@ def plan(
     slots: int = 64,
     dtype: str = "bfloat16",
     program: str | Sequence[str] | None = None,
-    attn_implementation: str = "eager",
+    attn_implementation: str = "auto",
     remat: bool = False,
     progress: Callable[[str], object] | None = None,
 ) -> Plan:
@@ -146,7 +146,8 @@ def plan(
                 raise
             raise UnsupportedError(
                 "attn_implementation: cudnn kernels are compiled by cuDNN itself, which this "
-                f"machine does not have ({str(error).splitlines()[0]}); plan with eager or xla"
+                f"machine does not have ({str(error).splitlines()[0]}); plan with blockwise, eager "
+                "or xla"
             ) from None
         for lowered in programs:
             if progress is not None:

@@ -202,9 +202,8 @@ def loss_for(model: Model[Any], *, label_smoothing: float = 0.0, z_loss: float =
             if value:
                 raise InputError(f"{name}: only for language models, but the model is a classifier")
         return ClassificationLoss()
-    settings = {"label_smoothing": label_smoothing, "z_loss": z_loss}
     if isinstance(model, CausalLM):
-        return CausalLoss(**settings)
+        return CausalLoss(label_smoothing, z_loss)
     if isinstance(model, T5ForConditionalGeneration):
-        return Seq2SeqLoss(**settings)
+        return Seq2SeqLoss(label_smoothing, z_loss)
     raise InputError(f"{type(model).__name__}: has no labels to predict, so no loss")

@@ -23,6 +23,7 @@ from jaxllm.models.config_export import config_to_json
 from jaxllm.models.model import Model, Origin
 from jaxllm.models.registry import architecture_of, model_spec
 from jaxllm.models.weights import parameter_path, parameters
+from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.sharding import check_heads, parameter_sharding
 
 WEIGHTS = "weights"
@@ -53,7 +54,7 @@ def load_weights(
     *,
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
-    attn_implementation: str = "eager",
+    attn_implementation: str = "auto",
     remat: bool = False,
 ) -> Any:
     """Loads the model that `save_weights` wrote; parameters keep their dtypes."""
@@ -61,7 +62,10 @@ def load_weights(
         record = checkpoints.read()
         dtype = float_dtype("dtype", dtype) or compute_dtype(record)
         options = Options(
-            dtype=dtype, param_dtype=dtype, attn_implementation=attn_implementation, remat=remat
+            dtype=dtype,
+            param_dtype=dtype,
+            attn_implementation=implementation_for(attn_implementation, jax.default_backend()),
+            remat=remat,
         )
         spec = model_spec(record.meta["config"])
         shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=None))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.cache.attention_view import AttentionView, document_starts, make_view
+from jaxllm.cache.attention_view import AttentionView, SequenceMask, document_starts, make_view
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models import input_checks as check
@@ -218,7 +218,7 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
         return self.scaled_for_head(out.x), head_key
 
     def _states(
-        self, inputs: Seq2SeqInputs, labels: Any, keys: Sequence[Array | None], **records: bool
+        self, inputs: Seq2SeqInputs, labels: Any, keys: Sequence[Array | None], **records: Any
     ) -> tuple[Encoded, StackOutput]:
         """Output of encoder and decoder; `keys` are those of encoder, decoder and cross-attention's
         keys and values."""
@@ -229,7 +229,11 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
             self.shared.from_ids_or_embeds(decoder.input_ids, decoder.inputs_embeds),
             Context(
                 view=make_view(decoder.mask, segments=decoder.segments),
-                cross_visible=cross_visible(encoded.mask, encoded.segments, decoder.segments),
+                cross_visible=SequenceMask(
+                    encoded.mask,
+                    query_segments=decoder.segments,
+                    key_segments=encoded.segments,
+                ),
             ),
             cross_kv=self.decoder.project_cross_kv(encoded.output.last_hidden_state, cross_key),
             head_mask=self.head_mask("decoder_head_mask", inputs.decoder_head_mask, self.decoder),
@@ -339,25 +343,12 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
     ) -> StackOutput:
         assert tokens is not None
         assert cache.cross_mask is not None
-        context = Context(view=view, cross_visible=cache.cross_mask[:, None, None, :])
+        context = Context(view=view, cross_visible=SequenceMask(cache.cross_mask))
         caches = {"layers": cache.layers, "cross_kv": cache.cross}
         return self.decoder(self.embed(tokens), context, **caches, **options)
 
     def early_exit(self, layers: int) -> Self:
         return shallow_copy(self, decoder=self.decoder.first_blocks(layers))
-
-
-def cross_visible(
-    mask: Bool[Array, "B E"],
-    segments: Int[Array, "B E"] | None,
-    decoder_segments: Int[Array, "B T"] | None,
-) -> Bool[Array, "B 1 #T E"]:
-    """Cross-attention mask: real encoder tokens, in packed rows of the same document."""
-    visible = jnp.asarray(mask)[:, None, None, :]
-    if segments is None or decoder_segments is None:
-        return visible
-    same = jnp.asarray(decoder_segments)[:, :, None] == jnp.asarray(segments)[:, None, :]
-    return visible & same[:, None]
 
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES, architecture_of, model_spec
 from jaxllm.models.weights import parameters, with_parameters
+from jaxllm.nn.attention import implementation_for
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.lora import add_lora, is_trainable
@@ -89,7 +90,7 @@ def new_model(source: ModelSource, seed: int) -> tuple[Model[Any], None]:
     options = Options(
         dtype=jnp.dtype(source.dtype or "float32"),
         remat=source.remat,
-        attn_implementation=source.attn_implementation,
+        attn_implementation=implementation_for(source.attn_implementation, jax.default_backend()),
     )
     return jax.jit(lambda: spec.make(spec.config, options, rngs=nnx.Rngs(seed)))(), None
 

@@ -42,7 +42,8 @@ class ModelSource:
         dtype: compute dtype; None: as `jaxllm.load` chooses. Trained parameters are
             float32.
         remat: recompute the activations of each block in the backward pass, to save memory.
-        attn_implementation: eager, xla or cudnn.
+        attn_implementation: auto (splash on a TPU, blockwise on a GPU, eager elsewhere), eager,
+            blockwise, splash, xla or cudnn.
     """
 
     path: str | None = None
@@ -54,7 +55,7 @@ class ModelSource:
     tokenizer: str | None = None
     dtype: Dtype | None = None
     remat: bool = False
-    attn_implementation: Literal["eager", "xla", "cudnn"] = "eager"
+    attn_implementation: Literal["auto", "eager", "blockwise", "splash", "xla", "cudnn"] = "auto"
 
     def __post_init__(self):
         if (self.path is None) == (self.config is None):

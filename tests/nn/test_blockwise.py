@@ -1,0 +1,165 @@
+"""Attention without an array of queries x keys: blocks of queries and the TPU kernel."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxllm.cache.attention_view import make_view
+from jaxllm.cache.kv_cache import KV
+from jaxllm.common.errors import UnsupportedError
+from jaxllm.models.build_options import Options
+from jaxllm.nn import splash
+from jaxllm.nn.attention import Attention, attend, implementation_for
+from jaxllm.nn.blockwise import QUERY_BLOCK, ColumnBias
+from jaxllm.nn.relative_bias import RelativeBias
+from jaxllm.nn.splash import splash_applies
+from jaxllm.training.losses import loss_for
+
+B, T, N, K, H = 3, 300, 4, 2, 8
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((B, T, N, H)), jnp.float32)
+    k, v = jnp.asarray(rng.standard_normal((2, B, T, K, H)), jnp.float32)
+    mask = np.ones((B, T), bool)
+    mask[0, :50] = mask[1, -40:] = False  # pads left and right
+    mask[2, 100:130] = False  # and inside
+    return q, k, v, jnp.asarray(mask)
+
+
+def layer(implementation, **options):
+    """An attention layer of which only the attention itself is used."""
+    options = {"heads": N, "kv_heads": K, "head_dim": H, "scale": 0.5, **options}
+    return Attention(None, None, None, None, implementation=implementation, **options)
+
+
+def output_and_gradients(attention, q, k, v, **options):
+    def run(q, k, v, bias):
+        return attention._attend_sequence(
+            q, KV.from_sequence(k, v), options["mask"], bias, None, None
+        )
+
+    def eager(q, k, v, bias):
+        bias = None if bias is None else bias.array()
+        kv, visible = KV.from_sequence(k, v), options["mask"].array()
+        return attend(q, kv, visible=visible, bias=bias, scale=0.5)[0]
+
+    arguments = (q, k, v, options.get("bias"))
+    way = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
+    results = []
+    for function in (run, eager):
+
+        def scalar(*arguments, function=function):
+            out = function(*arguments)
+            return jnp.vdot(out, way), out
+
+        grad = jax.grad(scalar, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
+        gradients, out = jax.jit(grad)(*arguments)
+        floats = [g for g in jax.tree.leaves(gradients) if g.dtype == jnp.float32]
+        results.append([out, *floats])
+    return results
+
+
+def check(results, rtol=2e-5):
+    for got, expected in zip(*results, strict=True):
+        scale = float(jnp.abs(expected).max())
+        assert scale > 0.1
+        np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol * scale)
+
+
+@pytest.mark.parametrize("masked", ["causal", "window", "packed", "bias"])
+def test_blocks_of_queries_equal_eager(masked):
+    q, k, v, mask = arrays()
+    segments = jnp.asarray(np.arange(T) // 70 + 1) * mask if masked == "packed" else None
+    view = make_view(mask, segments=segments, causal=masked != "bias")
+    bias = None
+    if masked == "window":
+        view = view.for_layer(60)
+    if masked == "bias":
+        table = RelativeBias(
+            8,
+            16,
+            N,
+            bidirectional=True,
+            std=1.0,
+            dtype=jnp.float32,
+            param_dtype=jnp.float32,
+            rngs=tiny.nnx.Rngs(0),
+        )
+        bias = ColumnBias(table, view.query_columns, view.key_columns)
+    assert T > QUERY_BLOCK
+    results = output_and_gradients(layer("blockwise"), q, k, v, mask=view.visible, bias=bias)
+    check(results)
+    assert len(results[0]) == (5 if bias is not None else 4)
+    if masked != "bias":  # the first pads of a row on the left see nothing
+        assert (np.asarray(results[0][0])[0, :50] == 0).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernel_for_tpus_equals_eager(packed, monkeypatch):
+    """Interpreted, with grouped heads, pads on all sides and a length that fills no tile."""
+    q, k, v, mask = arrays()
+    segments = jnp.asarray(np.arange(T) // 70 + 1) * mask if packed else None
+    visible = make_view(mask, segments=segments).visible
+    assert splash_applies(T, visible)
+    monkeypatch.setattr(splash, "INTERPRET", True)
+    check(output_and_gradients(layer("splash"), q, k, v, mask=visible), rtol=1e-4)
+
+
+def test_windows_that_are_narrower_than_the_sequence_are_computed_by_blocks():
+    view = make_view(jnp.ones((1, T), bool))
+    assert splash_applies(T, view.for_layer(T).visible)
+    assert not splash_applies(T, view.for_layer(T - 1).visible)
+    assert not splash_applies(64, view.visible)
+
+
+@pytest.mark.parametrize("family", tiny.mostly("gpt2"))
+def test_dropout_is_drawn_for_each_block(family):
+    rates = {"attn_pdrop": 0.5, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_positions": T}
+    if family != "gpt2":
+        rates = {"dropout_rate": 0.5} if family == "t5" else {"attention_dropout": 0.5}
+        rates |= {} if family == "t5" else {"max_position_embeddings": T}
+    make = partial(tiny.make, family, **rates)
+    model = make(options=Options(attn_implementation="blockwise"))
+    ids = np.random.default_rng(0).integers(3, 50, (1, T)).astype(np.int32)
+    batch = {"input_ids": ids, "labels": ids}
+    run = jax.jit(lambda key: loss_for(model)(model, batch, key).loss)
+    losses = [float(run(jax.random.key(seed))) for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "splash"])
+@pytest.mark.parametrize("family", tiny.mostly("llama"))
+def test_a_training_step_for_a_tpu_holds_no_array_of_tokens_x_tokens(family, implementation):
+    length = 531
+    sizes = {"gpt2": {"n_positions": length}, "llama": {"max_position_embeddings": length}}
+    ids = jax.ShapeDtypeStruct((2, length), jnp.int32)
+
+    def squares(implementation):
+        options = Options(jnp.bfloat16, jnp.bfloat16, attn_implementation=implementation)
+        model = tiny.make(family, options=options, **sizes.get(family, {}))
+        gradient = jax.jit(jax.grad(lambda model, batch: loss_for(model)(model, batch).loss))
+        traced = gradient.trace(model, {"input_ids": ids, "labels": ids})
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        return re.findall(rf"tensor<(?:\d+x)*{length}x(?:\d+x)*{length}x\w+>", text)
+
+    assert squares(implementation) == []
+    if implementation == "splash":
+        assert squares("eager") != []
+
+
+def test_auto_is_resolved_by_platform():
+    assert implementation_for("auto", "cpu") == "eager"
+    assert implementation_for("auto", "tpu") == "splash"
+    assert implementation_for("auto", "gpu") == "blockwise"
+    assert implementation_for("xla", "tpu") == "xla"
+    with pytest.raises(UnsupportedError, match="splash is a kernel for TPUs, and this runs on cpu"):
+        implementation_for("splash", "cpu")
