@@ -129,7 +129,8 @@ class Module:
         computations: dict[str, list[Instruction]] = {}
         entry, lines = "", None
         for line in text.split("\n"):
-            if line.startswith("}"):
+            # Attributes of a Pallas kernel have lines of their own, which may begin with "}".
+            if line.rstrip() == "}":
                 lines = None
             elif lines is not None:
                 if (instruction := _instruction(line)) is not None:
