@@ -46,7 +46,7 @@ class ProgramPlan:
     """True if `peak_bytes` fits the memory of a device; None: unknown (CPU)."""
     estimated_step_us: float | None = None
     """The compiler's cycles of one step at the chip's clock, those of loops times their trips.
-    TPU only."""
+    TPU only, and without Pallas kernels, of which the compiler gives none."""
     floor_step_us: float | None = None
     """Weights that the step reads, and cache, over the memory's bandwidth."""
     inner_loops: int | None = None
