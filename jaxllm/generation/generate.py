@@ -271,7 +271,11 @@ def run_prefill(model: Decoder, request: Request, program: Callable[..., Prefill
     settings = request.settings
     layout = request.layout
     arguments = (request.strategy, model, layout.prefill_inputs, settings)
-    sizes = {"capacity": layout.capacity, "new_token_bucket": layout.new_token_bucket}
+    sizes = {
+        "capacity": layout.capacity,
+        "new_token_bucket": layout.new_token_bucket,
+        "chunk_size": layout.chunk_size,
+    }
     if settings.keep_hidden_states or settings.keep_attentions:
         # This traces the program; the call below reuses the trace.
         check_size(prefill_program.eval_shape(*arguments, **sizes).records)

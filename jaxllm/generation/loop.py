@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
     PrefillInputs,
@@ -22,6 +23,7 @@ from jaxllm.generation.strategies.strategy import (
     unfinished_rows,
 )
 from jaxllm.models.decoder import Decoder, EncoderDecoder
+from jaxllm.models.outputs import DecodeOutput
 from jaxllm.nn.blocks import StackOutput
 from jaxllm.parallel.field_axes import constrain_fields
 from jaxllm.parallel.sharding import constrain
@@ -35,6 +37,7 @@ def prefill(
     *,
     capacity: int,
     new_token_bucket: int,
+    chunk_size: int | None = None,
 ) -> S:
     """Runs the prompt, or the tokens that `past_key_values` does not hold yet, and initialises the
     strategy's state.
@@ -42,6 +45,7 @@ def prefill(
     Args:
         capacity: number of cache slots.
         new_token_bucket: the limit of new tokens, rounded up.
+        chunk_size: run the prompt in chunks of this many columns; None: at once.
     """
     output_options = settings.decode_options
     encoded = None
@@ -57,9 +61,12 @@ def prefill(
         **strategy.extra_decode_options,
         "cache_is_empty": inputs.past_cache is None,
     }
-    out = model.decode(
-        cache=cache, logits_column=inputs.last_column, **inputs.decoder_inputs, **options
-    )
+    if chunk_size is not None and chunk_size < inputs.decoder_inputs["mask"].shape[1]:
+        out = decode_in_chunks(model, inputs, cache, chunk_size)
+    else:
+        out = model.decode(
+            cache=cache, logits_column=inputs.last_column, **inputs.decoder_inputs, **options
+        )
     if encoded is not None:
         out = out.replace(
             encoder_hidden_states=encoded.hidden_states, encoder_attentions=encoded.attentions
@@ -67,6 +74,42 @@ def prefill(
     # `length` becomes that of the unpadded prompt: new tokens overwrite the bucket's padding.
     out = out.replace(cache=out.cache.replace(length=inputs.cache_len))
     return with_fixed_sharding(strategy.init(model, inputs, out, settings, new_token_bucket))
+
+
+def decode_in_chunks(
+    model: Decoder, inputs: PrefillInputs, cache: Cache, chunk_size: int
+) -> DecodeOutput:
+    """`Decoder.decode` of the prompt in chunks of columns, each after the cached ones before it.
+
+    Positions and masks come from the cache, so pads may be anywhere.
+    """
+    arrays = {name: x for name, x in inputs.decoder_inputs.items() if x is not None}
+    rows, columns = arrays["mask"].shape
+    count = columns // chunk_size
+    end = count * chunk_size
+
+    def run(
+        carry: tuple[Cache, Array], xs: tuple[Array, dict[str, Array]]
+    ) -> tuple[tuple[Cache, Array], Array]:
+        (cache, logits), (start, chunk) = carry, xs
+        last = jnp.clip(inputs.last_column - start, 0, chunk["mask"].shape[1] - 1)
+        out = model.decode(**{"tokens": None, **chunk}, cache=cache, logits_column=last)
+        # A row's logits are those of the last chunk that its prompt reaches.
+        reaches = (inputs.last_column >= start)[:, None, None]
+        return (out.cache, jnp.where(reaches, out.logits, logits)), out.last_hidden_state
+
+    def chunks(x: Array) -> Array:
+        return x[:, :end].reshape(rows, count, chunk_size, *x.shape[2:]).swapaxes(0, 1)
+
+    carry = (cache, jnp.zeros((rows, 1, model.config.vocab_size), jnp.float32))
+    starts = jnp.arange(count, dtype=jnp.int32) * chunk_size
+    carry, hidden = jax.lax.scan(run, carry, (starts, jax.tree.map(chunks, arrays)))
+    hidden = hidden.swapaxes(0, 1).reshape(rows, end, -1)
+    if end < columns:
+        rest = {name: x[:, end:] for name, x in arrays.items()}
+        carry, tail = run(carry, (jnp.int32(end), rest))
+        hidden = jnp.concatenate([hidden, tail], axis=1)
+    return DecodeOutput(logits=carry[1], cache=carry[0], last_hidden_state=hidden)
 
 
 def recorded_encoding(
@@ -122,7 +165,7 @@ def finish(strategy: Strategy[S], state: S, settings: DecodeSettings) -> Result:
     return constrain(dataclasses.replace(result, all_finished=all_finished))
 
 
-prefill_program = jax.jit(prefill, static_argnames=("capacity", "new_token_bucket"))
+prefill_program = jax.jit(prefill, static_argnames=("capacity", "new_token_bucket", "chunk_size"))
 # The state is donated: cache and sequences are updated in the buffers that prefill made.
 decode_program = jax.jit(decode, donate_argnames=("state",))
 finish_program = jax.jit(finish)

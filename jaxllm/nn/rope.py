@@ -51,6 +51,11 @@ class Rope:
         scale = self.attention_scaling
         return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
+    @property
+    def uses_length(self) -> bool:
+        """True if the frequencies depend on the length of the sequence."""
+        return self.rope_type in ("dynamic", "longrope")
+
     def frequencies(self, rope_length: Int[Array, " ..."]) -> Float[Array, "... F"]:
         """Radians per position. Traced only for types that depend on length (dynamic, longrope)."""
         match self.rope_type:

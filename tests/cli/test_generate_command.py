@@ -198,8 +198,8 @@ ERRORS = {
     "not a number": (("--top-k", "many", "hi"), "`top_k` must be an integer"),
     "out of range": (("--top-p", "1.5", "hi"), "`top_p` must be a number in [0, 1]"),
     "not there yet": (
-        ("--model", LLAMA, "--prefill-chunk-size", "6", "hi"),
-        "`prefill_chunk_size`",
+        ("--model", LLAMA, "--speculation-type", "dflash", "hi"),
+        "`speculation_type`",
     ),
     "no place for it": (
         ("--model", LLAMA, "--output-scores", "hi"),

@@ -34,6 +34,8 @@ class Layout:
     """Number of cache slots."""
     new_token_bucket: int
     """The limit of new tokens, rounded up."""
+    chunk_size: int | None = None
+    """Columns of a chunk of the prompt (`prefill_chunk_size`); None: the prompt is run at once."""
 
 
 def build_layout(
@@ -53,6 +55,7 @@ def build_layout(
         InputError: too many beams for a cache, or a prompt that does not continue `past`.
     """
     config, return_cache = call.config, call.arguments.return_past_key_values
+    chunk_size = prefill_chunk_size(call, inputs, strategy)
     new_token_bucket = bucket(call.max_new_tokens, SMALLEST_BUCKET)
     new_slots = strategy.cache_slots(new_token_bucket)
     capacity = inputs.width + new_slots
@@ -65,6 +68,7 @@ def build_layout(
         # A ring buffer overwrites columns that have left the window; a later call and
         # output_attentions need them.
         ring = strategy.allows_ring_cache and not return_cache and not config.output_attentions
+        ring = ring and chunk_size is None  # it takes a whole prompt or single columns
         kind = cache_kind(config, ring=ring)
         if return_cache:
             capacity = bucket(capacity, SMALLEST_BUCKET)  # the size that the next call will have
@@ -84,7 +88,36 @@ def build_layout(
             past_cache=past.cache.replace(length=past.cache.next_position),
         )
     needed = int(np.max(arrays.cache_len)) + strategy.cache_slots(call.max_new_tokens)
-    return Layout(arrays, cache_capacity(config, kind, capacity, needed), new_token_bucket)
+    capacity = cache_capacity(config, kind, capacity, needed)
+    return Layout(arrays, capacity, new_token_bucket, chunk_size)
+
+
+def prefill_chunk_size(call: Call, inputs: PreparedInputs, strategy: Strategy[Any]) -> int | None:
+    """The call's `prefill_chunk_size`; None where it does not apply and a file has set it.
+
+    Raises:
+        UnsupportedError: the call sets it, and the prompt cannot be run in chunks.
+    """
+    config = call.config
+    if config.prefill_chunk_size is None:
+        return None
+    rope = getattr(call.model.config, "rotary", None)
+    reasons = {
+        "an encoder-decoder, whose prompt is the encoder's": call.model.is_encoder_decoder,
+        "a negative prompt": inputs.negative is not None,
+        "output_hidden_states and output_attentions": config.output_hidden_states
+        or config.output_attentions,
+        "DoLa": bool(strategy.extra_decode_options),
+        "a quantized cache, which a whole prompt does not read": config.cache_implementation
+        == "quantized",
+        "RoPE that depends on the length of the prompt": rope is not None and rope.uses_length,
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    if reason is None:
+        return config.prefill_chunk_size
+    if "prefill_chunk_size" in config.explicit:
+        raise UnsupportedError(f"prefill_chunk_size: not with {reason}; drop one of the two")
+    return None
 
 
 def prefill_inputs(

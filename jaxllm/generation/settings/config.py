@@ -106,7 +106,7 @@ class GenerationConfig(Settings):
         doc="contrastive search: decodes candidates one after the other", off=False,
         needs="penalty_alpha")
     prefill_chunk_size: int | None = setting(default=None, converter=integer(1),
-        doc="prefills the prompt in chunks of this size", execution=True, supported=(None,))
+        doc="prefills the prompt in chunks of this size", execution=True, static=True, slots=False)
     compile_config: Any = setting(default=None, converter=anything, doc="options of torch.compile",
         execution=True, supported=(None,))
     disable_compile: bool = setting(default=False, converter=boolean,

@@ -266,7 +266,6 @@ UNSUPPORTED = {
     "use_mtp": True,
     "use_cache": False,
     "cache_implementation": "offloaded",
-    "prefill_chunk_size": 8,
     "return_legacy_cache": True,
     "compile_config": {"backend": "x"},
     "disable_compile": True,
