@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxllm.nn.platform import times_transposed
-from jaxllm.parallel.sharding import constrain
+from jaxllm.parallel.sharding import all_gather_fsdp, constrain_gradient
 
 
 def normal(
@@ -73,7 +73,10 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Int[Array, ...]) -> Float[Array, "... D"]:
         # All-gather the fsdp shards first, as for every weight matrix.
-        return self.rows(constrain(self.weight[...], "vocab"), ids)
+        x = self.rows(all_gather_fsdp(self.weight[...], "vocab", "embed"), ids)
+        # Its gradient goes from shards of rows to shards of features (all-to-all), which the
+        # table's gradient has: otherwise each device sums a whole table.
+        return constrain_gradient(x, "copies", None, "embed") if x.ndim == 3 else x
 
     def rows(self, table: Float[Array, "V D"], ids: Int[Array, ...]) -> Float[Array, "... D"]:
         # Ids are checked on the host. Without `clip` a bad traced id would give a vector of NaN.

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -30,10 +31,12 @@ MESH_AXIS = {
     "heads": TENSOR,
     "mlp": TENSOR,
     "embed": FSDP,
+    "copies": DATA,
 }
 """Logical axis -> mesh axis. `tensor` shards a layer's computation: q, k and v followed by o, and
 gate and up followed by down, need one all-reduce each (Megatron). `fsdp` shards the remaining
-dimension, all-gathered before use."""
+dimension, all-gathered before use. `copies` are the rows of each copy of the model, not sharded
+further."""
 
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(embed|shared|lm_head)\.weight", ("vocab", "embed")),
@@ -239,6 +242,41 @@ def constrain(x: T, *axes: str | None, batch: int | None = None) -> T:
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree.map(one, x)
+
+
+def all_gather_fsdp(x: jax.Array, *axes: str | None) -> jax.Array:
+    """All-gathers the fsdp shards of a parameter with these logical axes, before its use.
+
+    The gradient is sharded as the parameter is: XLA then reduces it into shards. (The gradient of
+    `constrain` has the sharding of its output, here whole on every device.)
+    """
+    return x if context_mesh() is None else _all_gather_fsdp(x, axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _all_gather_fsdp(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    return constrain(x, *(None if MESH_AXIS.get(axis or "") == FSDP else axis for axis in axes))
+
+
+_all_gather_fsdp.defvjp(
+    lambda x, axes: (_all_gather_fsdp(x, axes), None),
+    lambda axes, _, gradient: (constrain(gradient, *axes),),
+)
+
+
+def constrain_gradient(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Returns x, whose gradient is constrained as `constrain` does."""
+    return x if context_mesh() is None else _constrain_gradient(x, axes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _constrain_gradient(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    return x
+
+
+_constrain_gradient.defvjp(
+    lambda x, axes: (x, None), lambda axes, _, gradient: (constrain(gradient, *axes),)
+)
 
 
 def partition(

@@ -15,6 +15,7 @@ from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.language_model import head_logits
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.parallel.sharding import (
+    all_gather_fsdp,
     constrain,
     key_name,
     logical_axes,
@@ -121,16 +122,18 @@ _sums.defvjp(_forward, _backward)
 
 def gathered(head: Head) -> Head:
     """The head with its fsdp shards all-gathered, once for all chunks."""
-    return _constrain_parameters(head, lambda axis: None if axis == "embed" else axis)
+    return _map_parameters(all_gather_fsdp, head)
 
 
 def sharded(head: Head) -> Head:
     """The head's parameters, or their gradients, in the shards of a parameter."""
-    return _constrain_parameters(head, lambda axis: axis)
+    return _map_parameters(constrain, head)
 
 
-def _constrain_parameters(head: Head, axis_of: Callable[[str | None], str | None]) -> Head:
+def _map_parameters(function: Callable[..., Array], head: Head) -> Head:
+    """``function(parameter, *logical axes)`` of each parameter."""
+
     def one(path: tuple[Any, ...], leaf: Array) -> Array:
-        return constrain(leaf, *map(axis_of, logical_axes(f"lm_head.{key_name(path)}")))
+        return function(leaf, *logical_axes(f"lm_head.{key_name(path)}"))
 
     return jax.tree_util.tree_map_with_path(one, head)

@@ -212,3 +212,32 @@ print("done")
 @pytest.mark.slow
 def test_two_processes():
     assert on_processes(TWO_PROCESSES) == ["done"] * 2
+
+
+EMBEDDING = """
+import re, jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from jaxllm.nn.linear import Embedding
+from jaxllm.parallel.sharding import batch_sharding, make_mesh, parameter_sharding, use_mesh
+
+table = Embedding(96, 64, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+ids = np.random.default_rng(0).integers(0, 96, (8, 4)).astype(np.int32)
+gradient = lambda table, ids: jax.grad(lambda table: jnp.square(table(ids)).sum())(table)
+expected = gradient(table, ids).weight[...]
+for sizes in ({"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
+    mesh = make_mesh(**{"data": 1, **sizes})
+    sharding = parameter_sharding("embed.weight", (96, 64), mesh)
+    arguments = jax.device_put(table, sharding), jax.device_put(ids, batch_sharding(mesh))
+    with use_mesh(mesh):
+        compiled = jax.jit(gradient).lower(*arguments).compile()
+    found = compiled(*arguments).weight[...]
+    assert found.sharding.is_equivalent_to(sharding, 2)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    sums = re.findall(r"= f32.(\\d+),(\\d+).\\S* (?:scatter|all-reduce)[(]", compiled.as_text())
+    print(max(int(rows) * int(width) for rows, width in sums))
+"""
+
+
+def test_the_gradient_of_an_embedding_is_summed_in_shards() -> None:
+    """No device sums the whole table, 96 x 64."""
+    assert [int(size) for size in on_devices(EMBEDDING).split()] == [96 * 8, 48 * 32]

@@ -144,3 +144,14 @@ def test_a_program_without_loops_is_one_step() -> None:
 def test_other_text_is_refused() -> None:
     with pytest.raises(ValueError, match="no ENTRY"):
         hlo.Module.parse("module @jit_f {}")
+
+
+def test_attributes_of_a_kernel_may_span_lines() -> None:
+    kernel = (
+        'custom-call(%x), frontend_attributes={kernel_metadata={\n"block": "512"\n}}, calls=%no'
+    )
+    text = "ENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
+    text += f"  %k = f32[8]{{0}} {kernel}\n  ROOT %y = f32[8]{{0}} copy(%k){CYCLES.format(7)}\n}}\n"
+    module = hlo.Module.parse(text)
+    assert [instruction.name for instruction in module.computations["main"]] == ["x", "k", "y"]
+    assert hlo.cycles(module, "main") == 7
