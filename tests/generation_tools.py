@@ -11,7 +11,7 @@ import numpy as np
 from compiling import compiled_as_users
 from conformance_runs import model
 
-from jaxllm.cache.attention_view import make_view
+from jaxllm.cache.attention_view import make_view, mask_array
 from jaxllm.generation.generate import prepare_call, program_model, run_prefill
 from jaxllm.generation.loop import decode_program, prefill_program
 from jaxllm.nn.blocks import Context
@@ -125,7 +125,7 @@ def banded(model, row: list[int], window: int, source=None) -> np.ndarray:
     ids = np.array([row])
     view = make_view(np.ones(ids.shape, bool))
     near = np.subtract.outer(np.arange(len(row)), np.arange(len(row))) < window
-    view = dataclasses.replace(view, visible=view.visible & near)
+    view = dataclasses.replace(view, visible=mask_array(view.visible) & near)
     if source is None:
         return np.asarray(model.logits(model.backbone.run(ids, view).x))[0]
     mask = np.ones((1, len(source)), bool)

@@ -91,7 +91,7 @@ def test_help_lists_supported_fields_only(run) -> None:
     assert result.code == 0
     assert "--repetition-penalty" in result.out
     assert "--num-beams" in result.out
-    assert "--prefill-chunk-size" not in result.out
+    assert "--speculation-type" not in result.out
 
 
 def test_streamed_text_equals_whole_text(run) -> None:
