@@ -163,3 +163,23 @@ def test_auto_is_resolved_by_platform():
     assert implementation_for("xla", "tpu") == "xla"
     with pytest.raises(UnsupportedError, match="splash is a kernel for TPUs, and this runs on cpu"):
         implementation_for("splash", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_of_t5_by_blocks_equal_eager(remat):
+    """Relative biases of encoder and decoder, cross-attention and padding, over two blocks."""
+    ids = np.random.default_rng(0).integers(3, 50, (2, T)).astype(np.int32)
+    mask = np.ones_like(ids)
+    mask[0, 200:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": np.where(mask == 1, ids, -100)}
+
+    def gradients(implementation, remat=False):
+        options = Options(attn_implementation=implementation, remat=remat)
+        model = tiny.make("t5", num_layers=1, num_decoder_layers=1, options=options)
+        return jax.jit(jax.grad(lambda model: loss_for(model)(model, batch).loss))(model)
+
+    expected = jax.tree.leaves(gradients("eager"))
+    scale = max(float(jnp.abs(x).max()) for x in expected)
+    for got, leaf in zip(jax.tree.leaves(gradients("blockwise", remat)), expected, strict=True):
+        np.testing.assert_allclose(got, leaf, atol=1e-5 * scale)
