@@ -216,6 +216,7 @@ def test_two_processes():
 
 EMBEDDING = """
 import re, jax, jax.numpy as jnp, numpy as np
+from compiling import compiled_as_users
 from flax import nnx
 from jaxllm.nn.linear import Embedding
 from jaxllm.parallel.sharding import batch_sharding, make_mesh, parameter_sharding, use_mesh
@@ -229,7 +230,7 @@ for sizes in ({"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
     sharding = parameter_sharding("embed.weight", (96, 64), mesh)
     arguments = jax.device_put(table, sharding), jax.device_put(ids, batch_sharding(mesh))
     with use_mesh(mesh):
-        compiled = jax.jit(gradient).lower(*arguments).compile()
+        compiled = compiled_as_users(jax.jit(gradient).lower(*arguments))
     found = compiled(*arguments).weight[...]
     assert found.sharding.is_equivalent_to(sharding, 2)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
