@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import write_rows
 from jaxllm.batch.slot_strategies import SlotStrategy
-from jaxllm.batch.slots import PrefillBatch, SlotCache, Slots
+from jaxllm.batch.slots import PrefillBatch, Slots
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.field_axes import constrain_fields
@@ -50,12 +51,14 @@ def prefill(
     batch = constrain(batch, "rows")
     rows, width = batch.tokens.shape
     mask = jnp.arange(width) < batch.prompt_length[:, None]
-    cache = SlotCache.of(model.init_cache(rows, width, **batch.encoder))
+    init_cache = partial(model.init_cache, rows, **batch.encoder)
+    prompt_length = jnp.asarray(batch.prompt_length)
+    cache = slots.state.cache.for_prompts(init_cache, width, prompt_length)
     out = model.decode(
         batch.tokens, mask, cache, cache_is_empty=True, logits_column=batch.prompt_length - 1
     )
     # New tokens overwrite the bucket's padding.
-    out = out.replace(cache=out.cache.replace(length=batch.prompt_length))
+    out = out.replace(cache=out.cache.replace(length=prompt_length))
     return write_rows(slots, strategy.init(model, batch, out, stops, sizes), slot_ids)
 
 

@@ -15,9 +15,12 @@ from jaxtyping import Array, Int, Shaped
 
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_strategies import SlotStrategy
-from jaxllm.batch.slots import PrefillBatch, RowSettings, SlotCache, Slots
+from jaxllm.batch.slots import PrefillBatch, RotatedCache, RowSettings, SlotCache, Slots
+from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
+from jaxllm.nn.platform import writes_one_slot
 from jaxllm.parallel.field_axes import Axes, map_with_axes
+from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import ROWS, context_mesh, partition, use_mesh
 
 T = TypeVar("T")
@@ -82,7 +85,13 @@ def write_rows(old: T, new: T, slot_ids: Int[Array, " R"]) -> T:
     the mask (0 * NaN is NaN).
     """
 
-    def write(axes: Axes, old: Shaped[Array, "B ..."], new: Shaped[Array, "R ..."]):
+    def write(
+        axes: Axes,
+        old: Shaped[Array, "B ..."] | Shaped[Array, ""],
+        new: Shaped[Array, "R ..."] | Shaped[Array, ""],
+    ):
+        if old.ndim == 0:  # a number of all slots
+            return old
         if "heads" in axes:
             return write_layer(old, new, slot_ids)
         return write_padded_rows(old, new, slot_ids)
@@ -134,8 +143,11 @@ def slot_shapes(
     repeated = jax.tree.map(lambda x: np.repeat(x[:1], count, axis=0), settings)
     batch = PrefillBatch(**arrays, settings=repeated, encoder={})
 
+    rotated = strategy.beams == 1 and writes_one_slot(platform_of_arrays(model))
+
     def initial_slots(model: Decoder, batch: PrefillBatch) -> Slots:
         cache = empty_cache(model, count, sizes.capacity, sizes.encoder_columns)
+        cache = RotatedCache.of(cache) if rotated else SlotCache.of(cache)
         return strategy.initial_slots(batch, cache, sizes)
 
     with use_mesh(mesh):
@@ -164,13 +176,11 @@ def empty_slots(shapes: Slots, settings: RowSettings) -> Slots:
     )
 
 
-def empty_cache(
-    model: Decoder, count: int, capacity: int, encoder_columns: int | None
-) -> SlotCache:
+def empty_cache(model: Decoder, count: int, capacity: int, encoder_columns: int | None) -> Cache:
     """The cache of `count` slots; traced for its shapes alone."""
     encoder = {}
     if encoder_columns is not None:
         shape = (count, encoder_columns)
         encoder = {"input_ids": jnp.zeros(shape, jnp.int32)}
         encoder["attention_mask"] = jnp.zeros(shape, bool)
-    return SlotCache.of(model.init_cache(count, capacity, **encoder))
+    return model.init_cache(count, capacity, **encoder)

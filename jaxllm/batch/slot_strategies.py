@@ -191,7 +191,7 @@ def _where_unfinished(unfinished: Bool[Array, " B"], new: S, old: S) -> S:
     since those of finished rows are never read."""
 
     def select(axes: Axes, new: Array, old: Array) -> Array:
-        if "heads" in axes:  # keys or values of the cache
+        if "heads" in axes or new.ndim == 0:  # keys or values of the cache; a number of all rows
             return new
         return jnp.where(unfinished.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 

@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -50,6 +51,17 @@ class SlotCache(Cache):
         fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
         return cls(**{**fields, "length": jnp.broadcast_to(cache.length, rows)})
 
+    def for_prompts(
+        self, init_cache: Callable[[int], Cache], width: int, prompt_length: Int[Array, " R"]
+    ) -> SlotCache:
+        """An empty cache for the prefill of R prompts, whose rows then replace rows of this one.
+
+        Args:
+            init_cache: makes a cache of R rows with a number of columns.
+            width: columns of the padded prompts.
+        """
+        return SlotCache.of(init_cache(width))
+
     def align_lengths(self) -> Self:
         return self
 
@@ -62,6 +74,66 @@ class SlotCache(Cache):
     ) -> tuple[AttentionView, Self]:
         view, reserved = super().make_view(mask, cache_is_empty=cache_is_empty, branches=branches)
         return dataclasses.replace(view, rope_length=reserved.next_position), reserved
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RotatedCache(SlotCache):
+    """KV cache of independent rows whose next columns all have the same cache slot.
+
+    Column j of a row is in slot ``(offset + j) % S``, and a row's offset is chosen when its prompt
+    is written. A decode step then updates keys and values with one slice, as in `generate`, however
+    different the lengths of the rows are.
+    """
+
+    offset: Int[Array, " B"] = dataclasses.field(kw_only=True)
+    """Cache slot of each row's first column."""
+    next_slot: Int[Array, ""] = dataclasses.field(kw_only=True)
+    """Cache slot of the next column of all unfinished rows: ``(offset + length) % S``."""
+
+    @classmethod
+    def of(cls, cache: Cache) -> Self:
+        fields = vars(SlotCache.of(cache))
+        zeros = jnp.zeros_like(fields["length"])
+        return cls(**fields, offset=zeros, next_slot=jnp.int32(0))
+
+    def for_prompts(
+        self, init_cache: Callable[[int], Cache], width: int, prompt_length: Int[Array, " R"]
+    ) -> SlotCache:
+        """As `SlotCache.for_prompts`. Each prompt takes the slots before this cache's next one."""
+        offset = (self.next_slot - prompt_length) % self.capacity
+        return self.of(init_cache(self.capacity)).replace(offset=offset, next_slot=self.next_slot)
+
+    def make_view(
+        self,
+        mask: Bool[Array, "B T"],
+        *,
+        cache_is_empty: bool = False,
+        branches: Branches | None = None,
+    ) -> tuple[AttentionView, Self]:
+        """`Cache.make_view` for one new column, or for whole prompts (`cache_is_empty`)."""
+        size, T = self.capacity, mask.shape[1]
+        if branches is not None or (T > 1 and not cache_is_empty):
+            raise ValueError("a rotated cache takes its new columns one at a time")
+        slots = self.next_slot
+        if cache_is_empty:
+            columns = self.offset[:, None] + jnp.arange(T, dtype=jnp.int32)
+            slots = jnp.where(mask, columns % size, size)
+        view, reserved = SlotCache.make_view(
+            self.replace(length=slots), mask, cache_is_empty=cache_is_empty
+        )
+        reserved = reserved.replace(length=self.length + T)
+        if cache_is_empty:
+            return view, reserved
+        key_columns = (jnp.arange(size, dtype=jnp.int32) - self.offset[:, None]) % size
+        view = dataclasses.replace(
+            view,
+            query_columns=self.length[:, None],
+            key_columns=key_columns,
+            visible=reserved.mask[:, None, None, :],
+            used=None,
+        )
+        return view, reserved.replace(next_slot=(slots + 1) % size)
 
 
 @jax.tree_util.register_dataclass

@@ -55,6 +55,14 @@ def padded_product(
     return out[..., :count, :]
 
 
+def writes_one_slot(platform: str) -> bool:
+    """True if rows of different lengths are written to one cache slot of all (`RotatedCache`)."""
+    # PERF(tpu): XLA keeps a cache with heads of 64 in a layout that a scatter cannot write, so it
+    # would copy the whole cache before and after the loop; docs/plan.md. On a CPU a step reads only
+    # the slots that are in use, which are the first ones without rotation.
+    return platform == "tpu"
+
+
 def random_uint16(key: Array, size: int) -> UInt16[Array, " {size}"]:
     """Uniform random uint16 numbers, generated once even if used several times."""
     words = jax.random.bits(key, ((size + 1) // 2,), jnp.uint32)

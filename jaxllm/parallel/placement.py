@@ -122,3 +122,13 @@ def mesh_of(tree: Any) -> Mesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding.mesh
     return None
+
+
+def platform_of_arrays(tree: Any) -> str:
+    """Platform of the devices that hold a tree of arrays: "cpu", "gpu" or "tpu". JAX's default one
+    if they are traced, or shapes without a sharding."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)  # None: numpy, or a shape
+        if isinstance(sharding, Sharding) and not isinstance(leaf, jax.core.Tracer):
+            return next(iter(sharding.device_set)).platform
+    return jax.default_backend()

@@ -1,0 +1,58 @@
+"""Slots that all write one cache slot a step: the rows' results, and the programs of a TPU."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import pytest
+import tiny
+from batch_tools import differences, uneven_rows
+
+from jaxllm import BatchGenerator
+from jaxllm.batch import slot_placement
+from jaxllm.batch.slots import RotatedCache
+from jaxllm.planning import lower
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"num_hidden_layers": 1, "sliding_window": 5}),
+        ("t5", {"num_layers": 1, "num_decoder_layers": 1}),
+    ],
+)
+def test_rows_equal_rows_alone(
+    family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots are refilled at many offsets, and the columns of most rows pass the last slot."""
+    monkeypatch.setattr(slot_placement, "writes_one_slot", lambda platform: True)
+    model = tiny.make(family, **changes)
+    rows = uneven_rows(30, prompts=16, new=16)
+    prompts: list[RotatedCache] = []
+    for_prompts = RotatedCache.for_prompts
+
+    def recorded(*args: Any) -> RotatedCache:
+        prompts.append(for_prompts(*args))
+        return prompts[-1]
+
+    monkeypatch.setattr(RotatedCache, "for_prompts", recorded)
+    outputs = BatchGenerator(model, slots=4).generate(rows)
+    assert differences(model, rows, outputs)[0] == []
+    assert prompts
+
+
+@pytest.mark.parametrize(("platform", "scatters"), [("tpu", 0), ("cpu", 2)])
+def test_a_tpu_writes_keys_and_values_with_a_slice(
+    platform: str, scatters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scatter there copies the whole cache before and after the loop."""
+    monkeypatch.setattr(slot_placement, "platform_of_arrays", lambda tree: platform)
+    lowering = importlib.import_module("jaxllm.planning.lower")
+    monkeypatch.setattr(lowering, "platform_of", lambda device: platform)
+    model = tiny.make("llama", num_hidden_layers=1)
+    decode, _ = lower(model, "batch", prompt=20, new=12, slots=8)
+    text = decode.lowered.as_text()
+    shape = "x".join(map(str, model.init_cache(8, 32).layers[0].k.shape))
+    assert len(re.findall(rf"scatter.*?-> tensor<{shape}xf32>", text, re.DOTALL)) == scatters
