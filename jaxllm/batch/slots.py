@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
-from jaxllm.cache.attention_view import AttentionView, Branches
+from jaxllm.cache.attention_view import AttentionView, Branches, SlotIndices
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.processors import LogitsProcessorList
 
@@ -112,28 +112,25 @@ class RotatedCache(SlotCache):
         branches: Branches | None = None,
     ) -> tuple[AttentionView, Self]:
         """`Cache.make_view` for one new column, or for whole prompts (`cache_is_empty`)."""
-        size, T = self.capacity, mask.shape[1]
-        if branches is not None or (T > 1 and not cache_is_empty):
+        if branches is not None or (mask.shape[1] > 1 and not cache_is_empty):
             raise ValueError("a rotated cache takes its new columns one at a time")
-        slots = self.next_slot
-        if cache_is_empty:
-            columns = self.offset[:, None] + jnp.arange(T, dtype=jnp.int32)
-            slots = jnp.where(mask, columns % size, size)
-        view, reserved = SlotCache.make_view(
-            self.replace(length=slots), mask, cache_is_empty=cache_is_empty
-        )
-        reserved = reserved.replace(length=self.length + T)
+        view, reserved = super().make_view(mask, cache_is_empty=cache_is_empty)
         if cache_is_empty:
             return view, reserved
-        key_columns = (jnp.arange(size, dtype=jnp.int32) - self.offset[:, None]) % size
+        slots = jnp.arange(self.capacity, dtype=jnp.int32)
         view = dataclasses.replace(
             view,
-            query_columns=self.length[:, None],
-            key_columns=key_columns,
+            key_columns=(slots - self.offset[:, None]) % self.capacity,
             visible=reserved.mask[:, None, None, :],
             used=None,
         )
-        return view, reserved.replace(next_slot=(slots + 1) % size)
+        return view, reserved.replace(next_slot=(self.next_slot + 1) % self.capacity)
+
+    def slots_of_new_columns(self, mask: Bool[Array, "B T"], cache_is_empty: bool) -> SlotIndices:
+        if not cache_is_empty:
+            return self.next_slot
+        columns = self.offset[:, None] + jnp.arange(mask.shape[1], dtype=jnp.int32)
+        return jnp.where(mask, columns % self.capacity, self.capacity)
 
 
 @jax.tree_util.register_dataclass

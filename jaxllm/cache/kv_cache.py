@@ -219,6 +219,10 @@ class Cache:
         Shorter rows get a gap, which the mask hides."""
         return self.replace(length=jnp.max(self.length))
 
+    def slots_of_new_columns(self, mask: Bool[Array, "B T"], cache_is_empty: bool) -> SlotIndices:
+        """Cache slots that `make_view` reserves for new columns."""
+        return self.length
+
     def make_view(
         self,
         mask: Bool[Array, "B T"],
@@ -236,14 +240,15 @@ class Cache:
         if branches is not None:
             steps = jnp.broadcast_to(jnp.any(mask, axis=-1, keepdims=True), mask.shape)
         counts = self.next_position[:, None] + steps.astype(jnp.int32)
-        new_mask = write_columns(self.mask, mask, self.length)
+        slots = self.slots_of_new_columns(mask, cache_is_empty)
+        new_mask = write_columns(self.mask, mask, slots)
         reserved = self.replace(mask=new_mask, length=self.length + T, next_position=counts[:, -1])
         positions, slot_positions = jnp.maximum(counts - 1, 0), self.positions
         if slot_positions is not None:
-            slot_positions = write_columns(slot_positions, positions, self.length)
+            slot_positions = write_columns(slot_positions, positions, slots)
             reserved = reserved.replace(positions=slot_positions)
         if cache_is_empty:
-            return dataclasses.replace(make_view(mask), write_slots=self.length), reserved
+            return dataclasses.replace(make_view(mask), write_slots=slots), reserved
         key_columns = jnp.arange(self.capacity, dtype=jnp.int32)
         query_columns = jnp.asarray(self.length)[..., None] + jnp.arange(T, dtype=jnp.int32)
         if branches is None:
@@ -257,7 +262,7 @@ class Cache:
             key_columns=key_columns,
             visible=visible[:, None],
             rope_length=jnp.max(counts[:, -1]),
-            write_slots=self.length,
+            write_slots=slots,
             used=jnp.max(self.length) + T,
             query_index=None if slot_positions is None else positions,
             key_index=slot_positions,
