@@ -92,7 +92,7 @@ def build_layout(
     return Layout(arrays, capacity, new_token_bucket, chunk_size)
 
 
-def prefill_chunk_size(call: Call, inputs: PreparedInputs, strategy: Strategy[Any]) -> int | None:
+def prefill_chunk_size(call: Call, inputs: PreparedInputs, strategy: AnyStrategy) -> int | None:
     """The call's `prefill_chunk_size`; None where it does not apply and a file has set it.
 
     Raises:
