@@ -32,7 +32,7 @@ test: $(DEV) $(MODEL) ## Run the tests
 	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: $(DEV) $(MODEL) ## Run the slow tests too
-	$(PYTEST) -m "" --jaxtyping-packages=jaxllm,shape_checks.check $(PYTEST_ARGS)
+	$(PYTEST) -m "" $(PYTEST_ARGS)
 
 fuzz: $(DEV) $(MODEL) ## Run the mutation tests with 10,000 files a format (FUZZ_N=...)
 	JAXLLM_FUZZ_N=$(or $(FUZZ_N),10000) $(PYTEST) -m "" -k fuzz $(PYTEST_ARGS)

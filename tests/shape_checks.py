@@ -1,9 +1,8 @@
 """Runtime check of the shapes and dtypes that jaxtyping annotations state.
 
-pyproject.toml hooks packages of jaxllm with ``--jaxtyping-packages=...,shape_checks.check``:
-jaxtyping decorates their functions and dataclasses while they are imported, with
-:func:`check` as the type checker. ``pytest --jaxtyping-packages=jaxllm,shape_checks.check``
-checks all of jaxllm, ``--jaxtyping-packages=`` none.
+pyproject.toml hooks jaxllm with ``--jaxtyping-packages=jaxllm,shape_checks.check``: jaxtyping
+decorates its functions and dataclasses while they are imported, with :func:`check` as the type
+checker. ``--jaxtyping-packages=`` checks nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 
 ENTRY_POINT = re.compile(
     r"jaxllm\.models\..*(__call__|given_encoding)"
-    r"|jaxllm\.generation\..*\.(generate|stream|score|heal_tokens|EncoderTokens\.of"
+    r"|jaxllm\.(generation|contrib)\..*\.(generate|stream|score|heal_tokens|EncoderTokens\.of"
     r"|LogitsProcessor\.__call__)"
 )
 """Functions that accept whatever becomes such an array, and say themselves what does not; tests

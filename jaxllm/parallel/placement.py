@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxllm.common.errors import InputError
@@ -129,6 +130,6 @@ def platform_of_arrays(tree: Any) -> str:
     if they are traced, or shapes without a sharding."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)  # None: numpy, or a shape
-        if isinstance(sharding, Sharding) and not isinstance(leaf, jax.core.Tracer):
+        if isinstance(sharding, Sharding) and not isinstance(leaf, Tracer):
             return next(iter(sharding.device_set)).platform
     return jax.default_backend()

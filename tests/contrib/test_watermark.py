@@ -244,7 +244,7 @@ def test_synthid_needs_the_length_of_the_prompt():
         ({"hashing_key": 2**60}, "hashing_key"),
         ({"bias": "2"}, "bias"),
         ({"colour": "green"}, "'colour' is not among the settings"),
-        ({"ngram_len": 5}, "missing 1 required positional argument: 'keys'"),
+        ({"ngram_len": 5}, "missing .*argument: 'keys'"),
         ({"ngram_len": 1, "keys": [1]}, "ngram_len"),
         ({"ngram_len": 5, "keys": []}, "keys"),
         ({"ngram_len": 5, "keys": [2**63]}, "keys"),

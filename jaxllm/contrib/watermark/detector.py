@@ -72,7 +72,7 @@ class WatermarkDetector:
         z_threshold: float = 3.0,
         return_dict: bool = False,
         *,
-        attention_mask: Bool[Array, "B L"] | None = None,
+        attention_mask: Bool[Array, "B L"] | Int[Array, "B L"] | None = None,
     ) -> WatermarkDetectorOutput | np.ndarray:
         """Tests each row.
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
 from jaxllm.common.errors import InputError
 from jaxllm.contrib.watermark.int64 import Int64
@@ -233,15 +233,17 @@ def _step(hashed: Int64, data: Int64) -> Int64:
     return hashed.plus(data).times(_MULTIPLIER).plus(_ONE)
 
 
-def mean_score(g_values: Float[Array, "B N K"], mask: Bool[Array, "B N"]) -> Float[Array, " B"]:
+def mean_score(
+    g_values: Num[Array, "B N K"], mask: Bool[Array, "B N"] | Int[Array, "B N"]
+) -> Float[Array, " B"]:
     """Mean of the unmasked bits: about 0.5 without a watermark, more with one."""
     weights = jnp.ones((np.shape(g_values)[-1],))
     return _score(g_values, mask, weights)
 
 
 def weighted_mean_score(
-    g_values: Float[Array, "B N K"],
-    mask: Bool[Array, "B N"],
+    g_values: Num[Array, "B N K"],
+    mask: Bool[Array, "B N"] | Int[Array, "B N"],
     weights: Float[Array, " K"] | None = None,
 ) -> Float[Array, " B"]:
     """Mean of the unmasked bits, weighted by round; None: 10 down to 1, as early rounds weigh more.
