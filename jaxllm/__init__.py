@@ -8,7 +8,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.common.public_names import set_lookup
+
 if TYPE_CHECKING:
+    from jaxllm.auto import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
     from jaxllm.batch import BatchGenerator, BatchOutput
     from jaxllm.common.errors import JaxLLMError
     from jaxllm.generation.call.output import GenerateOutput
@@ -16,8 +26,9 @@ if TYPE_CHECKING:
     from jaxllm.generation.scoring.score import ScoreOutput, score
     from jaxllm.generation.scoring.transition_scores import compute_transition_scores
     from jaxllm.generation.settings.config import GenerationConfig
-    from jaxllm.loading import load, load_orbax, save_hf, save_orbax
+    from jaxllm.loading import load, load_orbax, push_to_hub, save_hf, save_orbax
     from jaxllm.parallel.sharding import make_mesh
+    from jaxllm.pipelines import Pipeline, pipeline
     from jaxllm.planning import abstract_model, lower, plan
     from jaxllm.serve import AsyncEngine
 
@@ -25,11 +36,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncEngine",
+    "AutoConfig",
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSequenceClassification",
+    "AutoTokenizer",
     "BatchGenerator",
     "BatchOutput",
     "GenerateOutput",
     "GenerationConfig",
     "JaxLLMError",
+    "Pipeline",
     "ScoreOutput",
     "abstract_model",
     "compute_transition_scores",
@@ -38,7 +56,9 @@ __all__ = [
     "load_orbax",
     "lower",
     "make_mesh",
+    "pipeline",
     "plan",
+    "push_to_hub",
     "save_hf",
     "save_orbax",
     "score",
@@ -46,11 +66,18 @@ __all__ = [
 ]
 _MODULE_OF = {
     "AsyncEngine": "serve",
+    "AutoConfig": "auto",
+    "AutoModel": "auto",
+    "AutoModelForCausalLM": "auto",
+    "AutoModelForSeq2SeqLM": "auto",
+    "AutoModelForSequenceClassification": "auto",
+    "AutoTokenizer": "auto",
     "BatchGenerator": "batch",
     "BatchOutput": "batch",
     "GenerateOutput": "generation.call.output",
     "GenerationConfig": "generation.settings.config",
     "JaxLLMError": "common.errors",
+    "Pipeline": "pipelines",
     "ScoreOutput": "generation.scoring.score",
     "abstract_model": "planning",
     "compute_transition_scores": "generation.scoring.transition_scores",
@@ -59,7 +86,9 @@ _MODULE_OF = {
     "load_orbax": "loading",
     "lower": "planning",
     "make_mesh": "parallel.sharding",
+    "pipeline": "pipelines",
     "plan": "planning",
+    "push_to_hub": "loading",
     "save_hf": "loading",
     "save_orbax": "loading",
     "score": "generation.scoring.score",
@@ -80,3 +109,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+set_lookup(__getattr__)

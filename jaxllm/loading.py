@@ -1,7 +1,8 @@
-"""Loads and saves a model with its tokenizer: `load`, `save_hf`, `load_orbax`, `save_orbax`."""
+"""Loads and saves a model with its tokenizer, in Hugging Face's format and in Orbax's."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -20,7 +21,7 @@ from jaxllm.checkpoint.save import MAX_SHARD_BYTES, check_no_model, save_model
 from jaxllm.common.atomic_file import write_json
 from jaxllm.common.errors import CheckpointError
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.models.config import GENERATION_KEYS
+from jaxllm.models.config import GENERATION_KEYS, ModelConfig
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
 from jaxllm.parallel.processes import together
@@ -35,8 +36,8 @@ def load(
     param_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
-    architecture: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    architecture: str | type | None = None,
+    config: Mapping[str, Any] | ModelConfig | None = None,
     attn_implementation: str = "auto",
     remat: bool = False,
     allow_nonfinite: bool = False,
@@ -54,9 +55,11 @@ def load(
         mesh: a mesh of `jaxllm.make_mesh` to shard the weights over. Each process reads the shards
             of its own devices; all processes must call.
         revision: branch, tag or commit on the Hub.
-        architecture: class name that replaces the one in config.json, such as ``"T5EncoderModel"``.
+        architecture: class that replaces the one in config.json: a name, such as
+            ``"T5EncoderModel"``, or a class of `jaxllm.models`, also a base class.
         config: fields that override config.json's, such as dropout rates. None: as if the file had
-            none, for a field that jaxllm does not know and that you know to change nothing.
+            none, for a field that jaxllm does not know and that you know to change nothing. Or a
+            whole config, which replaces the file's.
         attn_implementation: "auto" (splash on a TPU, blockwise on a GPU, eager elsewhere), "eager",
             "blockwise", "splash" (TPU), "xla" or "cudnn"; see docs/models.md.
         remat: recompute activations in the backward pass, block by block.
@@ -77,10 +80,8 @@ def load(
     def read() -> tuple[Any, GenerationConfig, Tokenizer | None]:
         checkpoint = open_checkpoint(resolve(path_or_hub_id, revision))
         with checkpoint.weights:
-            generation_config, tokenizer = (
-                read_generation_config(checkpoint),
-                _tokenizer(checkpoint),
-            )
+            generation_config = read_generation_config(checkpoint)
+            tokenizer = tokenizer_of(checkpoint)
             model = load_model(
                 checkpoint,
                 dtype=dtype,
@@ -101,7 +102,8 @@ def load(
     return model, tokenizer
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:
+    """The tokenizer of an opened checkpoint; None if it has none."""
     if checkpoint.gguf is not None:
         return tokenizer_from_gguf(checkpoint.gguf.metadata)
     return load_tokenizer(checkpoint.path)
@@ -190,6 +192,51 @@ def save_settings(folder: Path, model: Model[Any], tokenizer: Tokenizer | None) 
         write_json(folder / "generation_config.json", settings.to_json())
     if tokenizer is not None:
         tokenizer.save(folder)
+
+
+def push_to_hub(
+    repo_id: str,
+    model: Model[Any],
+    tokenizer: Tokenizer | None = None,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload model",
+    **options: Any,
+) -> str:
+    """Uploads the files of `save_hf` to the Hugging Face Hub, and returns the commit's URL.
+
+    Args:
+        repo_id: repository such as ``"me/my-model"``, created if it does not exist.
+        model: a loaded model, or one of your own config.
+        tokenizer: its files are uploaded too.
+        private: for a new repository; None: as the organisation's setting.
+        revision: branch to commit to. None: the main one.
+        commit_message: first line of the commit.
+        options: `dtype` and `max_shard_bytes` of `save_hf`.
+
+    Raises:
+        CheckpointError: the upload failed: no login, no right to write, or no network.
+    """
+    import huggingface_hub  # a slow import, which local files do not need
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_hf(folder, model, tokenizer, **options)
+        try:
+            api = huggingface_hub.HfApi()
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            commit = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                revision=revision,
+                commit_message=commit_message,
+            )
+        except Exception as failure:  # errors of the client and of its HTTP library
+            reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+            raise CheckpointError(
+                f"{repo_id!r}: not uploaded to the Hub ({reason}); log in with `hf auth login`"
+            ) from failure
+    return commit.commit_url
 
 
 def save_orbax(

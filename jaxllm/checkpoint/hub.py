@@ -20,7 +20,9 @@ _IGNORE = ["*/*", "consolidated*"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
-def resolve(path_or_hub_id: str | PathLike[str], revision: str | None = None) -> Path:
+def resolve(
+    path_or_hub_id: str | PathLike[str], revision: str | None = None, *, weights: bool = True
+) -> Path:
     """Finds a checkpoint: an existing path, or else a model on the Hugging Face Hub.
 
     Args:
@@ -28,6 +30,7 @@ def resolve(path_or_hub_id: str | PathLike[str], revision: str | None = None) ->
             id such as ``"HuggingFaceTB/SmolLM2-135M"``, whose configs, safetensors and tokenizer
             files are downloaded or taken from the cache.
         revision: branch, tag or commit on the Hub.
+        weights: weight files are needed too, not only configs and tokenizer files.
 
     Returns:
         An existing folder or file.
@@ -51,19 +54,20 @@ def resolve(path_or_hub_id: str | PathLike[str], revision: str | None = None) ->
         return path
     if not isinstance(path_or_hub_id, str) or _looks_like_path(text):
         raise MissingFileError(f"{expanded!r}: no such file or folder")
-    return _download(text, revision)
+    return _download(text, revision, weights)
 
 
 def _looks_like_path(text: str) -> bool:
     return text.endswith((*WEIGHT_FILES, *OTHER_FORMATS)) or not _HUB_ID.fullmatch(text)
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
     import huggingface_hub  # a slow import, which local files do not need
 
+    ignore = _IGNORE if weights else [*_IGNORE, "*.safetensors"]
     try:
         folder = huggingface_hub.snapshot_download(
-            hub_id, revision=revision, allow_patterns=_ALLOW, ignore_patterns=_IGNORE
+            hub_id, revision=revision, allow_patterns=_ALLOW, ignore_patterns=ignore
         )
     except Exception as failure:  # errors of the client and of its HTTP library
         reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]

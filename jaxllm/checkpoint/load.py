@@ -30,6 +30,7 @@ from jaxllm.common.errors import (
 from jaxllm.common.messages import listed
 from jaxllm.common.strict_json import read_json
 from jaxllm.models.build_options import Options
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Origin
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.weights import Entry, Table, parameter_path
@@ -91,8 +92,8 @@ def load_model(
     *,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
-    architecture: str | None = None,
-    overrides: Mapping[str, Any] | None = None,
+    architecture: str | type | None = None,
+    overrides: Mapping[str, Any] | ModelConfig | None = None,
     attn_implementation: str = "auto",
     remat: bool = False,
     allow_nonfinite: bool = False,
@@ -134,7 +135,7 @@ def load_model(
         mesh=mesh,
     )
     model = jax.tree_util.tree_unflatten(treedef, [arrays[parameter_path(p)] for p, _ in leaves])
-    config = {**checkpoint.config, **(overrides or {})}
+    config = with_overrides(checkpoint, overrides)
     if architecture is not None:
         config["architectures"] = [spec.architecture]
     dtypes = {name: source.info(name).dtype.name for name in (*entries, *dict(copies))}
@@ -150,7 +151,9 @@ def load_model(
 
 
 def read_spec(
-    checkpoint: Checkpoint, architecture: str | None, overrides: Mapping[str, Any] | None
+    checkpoint: Checkpoint,
+    architecture: str | type | None,
+    overrides: Mapping[str, Any] | ModelConfig | None,
 ) -> ModelSpec:
     """Family, class and config of a checkpoint, from config.json and its tensors.
 
@@ -160,11 +163,24 @@ def read_spec(
     """
     source, where = checkpoint.weights, checkpoint.config_file
     try:
-        spec = model_spec({**checkpoint.config, **(overrides or {})}, architecture)
+        spec = model_spec(with_overrides(checkpoint, overrides), architecture)
     except JaxLLMError as error:
         raise type(error)(f"{where}: {error}") from None
+    if isinstance(overrides, ModelConfig):
+        if type(overrides) is not type(spec.config):
+            expected = type(spec.config).__name__
+            raise ConfigError(f"{where}: is read by a {expected}, not a {type(overrides).__name__}")
+        spec = dataclasses.replace(spec, config=overrides)
     check_depth(spec, source, where)
     return with_tied_head(spec, source)
+
+
+def with_overrides(
+    checkpoint: Checkpoint, overrides: Mapping[str, Any] | ModelConfig | None
+) -> dict[str, Any]:
+    """config.json's object with the caller's fields; a whole config changes nothing in it."""
+    fields = overrides if isinstance(overrides, Mapping) else {}
+    return {**checkpoint.config, **fields}
 
 
 def with_tied_head(spec: ModelSpec, source: WeightSource) -> ModelSpec:

@@ -27,9 +27,9 @@ from jaxllm.cli.field_flags import generation_fields
 from jaxllm.cli.progress import Reporter
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError, RunError, UnsupportedError
+from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
 from jaxllm.parallel.processes import together
 
-DEFAULT_NEW_TOKENS = 256
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
 PLAIN_SECONDS = 30.0

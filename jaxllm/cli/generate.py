@@ -22,7 +22,6 @@ from jaxllm import load
 from jaxllm.checkpoint import bundled
 from jaxllm.cli import compile_cache
 from jaxllm.cli.batch import (
-    DEFAULT_NEW_TOKENS,
     add_batch_flags,
     check_flags,
     model_options,
@@ -45,6 +44,7 @@ from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.consistency import UnusedFieldWarning, check_for_use
+from jaxllm.generation.settings.lengths import with_default_length
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import MAX_TEXT_BYTES, Tokenizer
 
@@ -161,7 +161,7 @@ def _generate(
     with contextlib.closing(CompileClock()) as clock:
         model, tokenizer, assistant = _load(arguments, mesh, reporter)
         ids = _ids(arguments, prompt, tokenizer)
-        fields = _with_length(fields, model, len(ids))
+        fields = with_default_length(fields, model, len(ids))
         config, eos_ids = _effective(fields, model, assistant)
         for name in config.to_dict():
             if name.startswith("output_") and getattr(config, name):
@@ -280,18 +280,6 @@ def _healed(model: GenerativeModel, tokenizer: Tokenizer | None, ids: list[int])
         raise InputError("token_healing: needs a tokenizer, which this model does not have")
     healed, mask = heal(model, tokenizer, [ids], None)
     return healed[0][mask[0]].tolist()
-
-
-def _with_length(
-    fields: GenerationConfig, model: GenerativeModel, prompt_length: int
-) -> GenerationConfig:
-    """Sets max_new_tokens to 256 (less if the context is shorter) unless a length is given."""
-    if {"max_length", "max_new_tokens"} & model.generation_config.merge(fields).to_dict().keys():
-        return fields
-    limit = DEFAULT_NEW_TOKENS
-    if not model.is_encoder_decoder and model.config.context_length is not None:
-        limit = max(1, min(limit, model.config.context_length - prompt_length))
-    return fields.replace(max_new_tokens=limit)
 
 
 def _effective(

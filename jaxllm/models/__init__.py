@@ -4,15 +4,31 @@
 """
 
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.gpt2 import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
-from jaxllm.models.llama import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from jaxllm.models.gpt2 import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
+from jaxllm.models.llama import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
 from jaxllm.models.mistral import (
     MistralConfig,
     MistralForCausalLM,
     MistralForSequenceClassification,
+    MistralModel,
 )
-from jaxllm.models.qwen2 import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
-from jaxllm.models.qwen3 import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+from jaxllm.models.qwen2 import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2Model,
+)
+from jaxllm.models.qwen3 import (
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    Qwen3Model,
+)
 from jaxllm.models.registry import FAMILIES, ModelSpec, model_spec
 from jaxllm.models.t5 import T5Config, T5EncoderModel, T5ForConditionalGeneration
 
@@ -22,19 +38,24 @@ __all__ = [
     "GPT2Config",
     "GPT2ForSequenceClassification",
     "GPT2LMHeadModel",
+    "GPT2Model",
     "LlamaConfig",
     "LlamaForCausalLM",
     "LlamaForSequenceClassification",
+    "LlamaModel",
     "MistralConfig",
     "MistralForCausalLM",
     "MistralForSequenceClassification",
+    "MistralModel",
     "ModelSpec",
     "Qwen2Config",
     "Qwen2ForCausalLM",
     "Qwen2ForSequenceClassification",
+    "Qwen2Model",
     "Qwen3Config",
     "Qwen3ForCausalLM",
     "Qwen3ForSequenceClassification",
+    "Qwen3Model",
     "T5Config",
     "T5EncoderModel",
     "T5ForConditionalGeneration",

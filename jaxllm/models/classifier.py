@@ -14,7 +14,7 @@ from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.decoder_only import Backbone, DecoderOnly
 from jaxllm.models.language_model import take_column
 from jaxllm.models.losses import classification_loss
-from jaxllm.models.model import allows_label_trees
+from jaxllm.models.model import model_call
 from jaxllm.models.outputs import SequenceClassifierOutput
 from jaxllm.nn.dropout import split
 from jaxllm.nn.linear import Linear
@@ -33,7 +33,7 @@ class SequenceClassifier(DecoderOnly):
         sizes, std = (config.width, config.num_labels), config.initializer_range
         self.score = Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
 
-    @allows_label_trees
+    @model_call
     def __call__(
         self,
         input_ids: Int[Array, "B T"] | None = None,

@@ -19,7 +19,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.models.losses import causal_loss
-from jaxllm.models.model import Model, allows_label_trees
+from jaxllm.models.model import BaseModel, Model, model_call
 from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput, base_output
 from jaxllm.nn.blocks import Context, Stack, StackOutput, shallow_copy
 from jaxllm.nn.dropout import split
@@ -73,6 +73,10 @@ class DecoderOnly(Model[ModelConfig]):
     """Base of decoder-only models: input checks and the forward pass of the backbone."""
 
     backbone: Backbone
+
+    @property
+    def embedding(self) -> Embedding:
+        return self.backbone.embed
 
     def hidden(
         self,
@@ -181,6 +185,30 @@ class DecoderOnly(Model[ModelConfig]):
         return self.backbone.stack.project_cross_kv(states, key), mask
 
 
+class DecoderOnlyModel(DecoderOnly, BaseModel[ModelConfig]):
+    """Decoder-only model without a head: hidden states, for embeddings of sequences."""
+
+    backbone_class: ClassVar[Callable[..., Backbone]]
+    """Backbone class of the family."""
+
+    def __init__(self, config: Any, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
+        super().__init__(config)
+        self.backbone = type(self).backbone_class(config, options, rngs=rngs)
+
+    @model_call
+    def __call__(
+        self,
+        input_ids: Int[Array, "B T"] | None = None,
+        attention_mask: Int[Array, "B T"] | None = None,
+        **options: Any,
+    ) -> BaseOutput:
+        """One forward pass: `last_hidden_state` [B, T, D], after the final norm.
+
+        `options` are those of `CausalLM`, except `labels` and `logits_to_keep`.
+        """
+        return self.hidden(input_ids, attention_mask, **options)
+
+
 class CausalLM(DecoderOnly, LanguageModel[ModelConfig]):
     """Decoder-only language model: backbone and LM head. `lm_head` None: tied embedding."""
 
@@ -197,7 +225,7 @@ class CausalLM(DecoderOnly, LanguageModel[ModelConfig]):
             else Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
         )
 
-    @allows_label_trees
+    @model_call
     def __call__(
         self,
         input_ids: Int[Array, "B T"] | None = None,
@@ -263,10 +291,6 @@ class CausalLM(DecoderOnly, LanguageModel[ModelConfig]):
             return cache
         cross, mask = self.cross_kv(encoder_hidden_states, encoder_attention_mask)
         return cache.replace(cross=cross, cross_mask=mask)
-
-    @property
-    def embedding(self) -> Embedding:
-        return self.backbone.embed
 
     @property
     def decoder_stack(self) -> Stack:

@@ -13,7 +13,7 @@ from jaxllm.cache.attention_view import AttentionView
 from jaxllm.models import config as cfg
 from jaxllm.models.build_options import Options
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import Backbone, CausalLM
+from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
 from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.activations import activation
 from jaxllm.nn.attention import Attention
@@ -94,7 +94,7 @@ class GPT2Config(cfg.ModelConfig):
         return config
 
 
-class GPT2Model(Backbone):
+class GPT2Backbone(Backbone):
     """GPT-2 backbone: learned positions, pre-norm blocks with LayerNorm, biases and GELU."""
 
     def __init__(self, config: GPT2Config, options: Options, *, rngs: nnx.Rngs | None):
@@ -165,12 +165,16 @@ class GPT2Model(Backbone):
         return x if token_type_ids is None else x + self.embed(token_type_ids)
 
 
+class GPT2Model(DecoderOnlyModel):
+    backbone_class = GPT2Backbone
+
+
 class GPT2LMHeadModel(CausalLM):
-    backbone_class = GPT2Model
+    backbone_class = GPT2Backbone
 
 
 class GPT2ForSequenceClassification(SequenceClassifier):
-    backbone_class = GPT2Model
+    backbone_class = GPT2Backbone
 
 
 LAYER, HF_LAYER = "backbone.stack.blocks.{i}", "transformer.h.{i}"

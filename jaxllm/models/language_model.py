@@ -11,22 +11,18 @@ from jaxllm.cache.attention_view import AttentionView, Branches
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.model import C, Model
 from jaxllm.models.outputs import DecodeOutput
+from jaxllm.models.pretrained import Generates
 from jaxllm.nn.blocks import Stack, StackOutput
-from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.linear import Linear
 from jaxllm.parallel.sharding import constrain
 
 
-class LanguageModel(Model[C]):
+class LanguageModel(Generates, Model[C]):
     """Base of models with an LM head. Implements `Decoder`; a subclass defines `embedding`,
     `decoder_stack` and `run_decoder`."""
 
     lm_head: Linear | None
     """None: tied embedding."""
-
-    @property
-    def embedding(self) -> Embedding:
-        """Token embedding of the decoder."""
-        raise NotImplementedError
 
     @property
     def decoder_stack(self) -> Stack:

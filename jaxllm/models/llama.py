@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxllm.models import config as cfg
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.rotary_decoder import ROTARY_TABLE, LayerFactory, RotaryConfig, RotaryModel
 from jaxllm.nn.blocks import Block
 
@@ -31,7 +31,7 @@ class LlamaConfig(RotaryConfig):
         cfg.check_size(self, "pretraining_tp")
 
 
-class LlamaModel(RotaryModel):
+class LlamaBackbone(RotaryModel):
     """Llama backbone: blocks of RMSNorm, grouped-query attention with RoPE, SwiGLU."""
 
     def block(self, make: LayerFactory, layer: int) -> Block:
@@ -40,12 +40,16 @@ class LlamaModel(RotaryModel):
         return Block(make.norm(), attn, make.norm(), make.mlp(bias=c.mlp_bias))
 
 
+class LlamaModel(DecoderOnlyModel):
+    backbone_class = LlamaBackbone
+
+
 class LlamaForCausalLM(CausalLM):
-    backbone_class = LlamaModel
+    backbone_class = LlamaBackbone
 
 
 class LlamaForSequenceClassification(SequenceClassifier):
-    backbone_class = LlamaModel
+    backbone_class = LlamaBackbone
 
 
 LLAMA_TABLE = ROTARY_TABLE

@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxllm.models import config as cfg
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.rotary_decoder import ROTARY_TABLE, LayerFactory, RotaryConfig, RotaryModel
 from jaxllm.nn.blocks import Block
 
@@ -29,7 +29,7 @@ class MistralConfig(RotaryConfig):
             cfg.check_size(self, "sliding_window")
 
 
-class MistralModel(RotaryModel):
+class MistralBackbone(RotaryModel):
     """Mistral backbone: Llama's blocks with sliding-window attention in every layer."""
 
     def block(self, make: LayerFactory, layer: int) -> Block:
@@ -37,12 +37,16 @@ class MistralModel(RotaryModel):
         return Block(make.norm(), attn, make.norm(), make.mlp())
 
 
+class MistralModel(DecoderOnlyModel):
+    backbone_class = MistralBackbone
+
+
 class MistralForCausalLM(CausalLM):
-    backbone_class = MistralModel
+    backbone_class = MistralBackbone
 
 
 class MistralForSequenceClassification(SequenceClassifier):
-    backbone_class = MistralModel
+    backbone_class = MistralBackbone
 
 
 MISTRAL_TABLE = ROTARY_TABLE

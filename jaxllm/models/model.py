@@ -11,9 +11,12 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxllm.common.renamed_arguments import CALL, check_renamed
 from jaxllm.models.config import ModelConfig
+from jaxllm.models.pretrained import Pretrained
 from jaxllm.models.summary import summary
 from jaxllm.nn.blocks import shallow_copy
+from jaxllm.nn.linear import Embedding
 
 C = TypeVar("C", bound=ModelConfig)
 M = TypeVar("M")
@@ -38,7 +41,7 @@ class Origin:
     quantised: bool = False
 
 
-class Model(nnx.Module, Generic[C]):
+class Model(Pretrained, nnx.Module, Generic[C]):
     """Config, weights, and metadata that the forward pass does not use.
 
     Attributes other than weights are static: part of the pytree's structure, and so of the key of
@@ -64,10 +67,24 @@ class Model(nnx.Module, Generic[C]):
         self.origin = None
         self.modules_to_save = ()
 
+    @property
+    def embedding(self) -> Embedding:
+        """Token embedding (of an encoder-decoder: shared by both)."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Compute dtype, as of transformers' Flax classes."""
+        return self.embedding.dtype
+
     def __repr__(self) -> str:
         return summary(self)
 
     __str__ = __repr__
+
+
+class BaseModel(Model[C]):
+    """Base of models without a head, whose call returns a `BaseOutput`."""
 
 
 def has_arrays(tree: Any) -> bool:
@@ -76,8 +93,8 @@ def has_arrays(tree: Any) -> bool:
     return any(isinstance(leaf, arrays) for leaf in jax.tree.leaves(tree))
 
 
-def allows_label_trees(call: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Decorates a model's `__call__` so that optax takes trees of labels made from the model.
+def model_call(call: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+    """Decorates a model's `__call__`: names renamed arguments, and allows for trees of labels.
 
     `optax.multi_transform` and `optax.masked` call a tree of labels or masks if it is callable. One
     with the structure of a model is, and returns itself then.
@@ -87,6 +104,7 @@ def allows_label_trees(call: Callable[Concatenate[M, P], R]) -> Callable[Concate
     def wrapped(self: M, *args: P.args, **kwargs: P.kwargs) -> Any:
         if list(map(type, args)) == [type(self)] and not has_arrays(self):
             return self
+        check_renamed(type(self).__name__, kwargs, CALL)
         return call(self, *args, **kwargs)
 
     return wrapped

@@ -9,22 +9,38 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.common.field_mapping import FieldMapping
 from jaxllm.nn.blocks import StackOutput
 
 PerLayer = tuple[Float[Array, " ..."], ...] | None
 
 
+class ModelOutput(FieldMapping):
+    """Base of outputs: fields by attribute, name and index, as of transformers' outputs.
+
+    Fields that are None do not count: ``out[0]`` is the loss if there is one, else the logits.
+    Iterating gives names, as for any mapping; ``to_tuple()`` gives the values.
+    """
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Values of the fields that are not None, in order."""
+        return tuple(self.values())
+
+
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BaseOutput:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class BaseOutput(ModelOutput):
     """Output of a backbone or an encoder. `hidden_states`: each block's input, then the last
     hidden state. `attentions`: attention weights [B, N, T, S] per layer."""
 
     last_hidden_state: Float[Array, "B T D"]
+    cache: Cache | None = None
     hidden_states: PerLayer = None
     attentions: PerLayer = None
     cross_attentions: PerLayer = None
-    cache: Cache | None = None
 
 
 def base_output(out: StackOutput, cache: Cache | None = None) -> BaseOutput:
@@ -62,40 +78,40 @@ class DecodeOutput:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CausalLMOutput:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class CausalLMOutput(ModelOutput):
     """Output of a decoder-only LM. `loss` is the mean over the labels that are not -100."""
 
-    logits: Float[Array, "B T V"]
     loss: Float[Array, ""] | None = None
+    logits: Float[Array, "B T V"]
+    cache: Cache | None = None
     hidden_states: PerLayer = None
     attentions: PerLayer = None
     cross_attentions: PerLayer = None
-    cache: Cache | None = None
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Seq2SeqLMOutput:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Seq2SeqLMOutput(ModelOutput):
     """Output of an encoder-decoder; `loss` as in `CausalLMOutput`."""
 
-    logits: Float[Array, "B T V"]
     loss: Float[Array, ""] | None = None
-    encoder_last_hidden_state: Float[Array, "B E D"] | None = None
-    encoder_hidden_states: PerLayer = None
-    encoder_attentions: PerLayer = None
+    logits: Float[Array, "B T V"]
+    cache: Cache | None = None
     decoder_hidden_states: PerLayer = None
     decoder_attentions: PerLayer = None
     cross_attentions: PerLayer = None
-    cache: Cache | None = None
+    encoder_last_hidden_state: Float[Array, "B E D"] | None = None
+    encoder_hidden_states: PerLayer = None
+    encoder_attentions: PerLayer = None
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SequenceClassifierOutput:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class SequenceClassifierOutput(ModelOutput):
     """Output of a classifier: class logits; `loss` depends on the config's `problem_type`."""
 
-    logits: Float[Array, "B C"]
     loss: Float[Array, ""] | None = None
+    logits: Float[Array, "B C"]
     hidden_states: PerLayer = None
     attentions: PerLayer = None

@@ -12,7 +12,7 @@ from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.models import config as cfg
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.rotary_decoder import ROTARY_TABLE, LayerFactory, RotaryConfig, RotaryModel
 from jaxllm.nn.blocks import Block
 
@@ -70,7 +70,7 @@ class Qwen2Config(RotaryConfig):
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-class Qwen2Model(RotaryModel):
+class Qwen2Backbone(RotaryModel):
     """Qwen2 backbone: Llama's blocks with biases of q, k and v, and windows if configured."""
 
     def block(self, make: LayerFactory, layer: int) -> Block:
@@ -78,12 +78,16 @@ class Qwen2Model(RotaryModel):
         return Block(make.norm(), attn, make.norm(), make.mlp())
 
 
+class Qwen2Model(DecoderOnlyModel):
+    backbone_class = Qwen2Backbone
+
+
 class Qwen2ForCausalLM(CausalLM):
-    backbone_class = Qwen2Model
+    backbone_class = Qwen2Backbone
 
 
 class Qwen2ForSequenceClassification(SequenceClassifier):
-    backbone_class = Qwen2Model
+    backbone_class = Qwen2Backbone
 
 
 QWEN2_TABLE = ROTARY_TABLE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.qwen2 import Qwen2Config
 from jaxllm.models.rotary_decoder import HF_LAYER, LAYER, ROTARY_TABLE, LayerFactory, RotaryModel
 from jaxllm.models.weights import norm
@@ -20,7 +20,7 @@ class Qwen3Config(Qwen2Config):
     attention_bias: bool = False
 
 
-class Qwen3Model(RotaryModel):
+class Qwen3Backbone(RotaryModel):
     """Qwen3 backbone: Llama's blocks with RMSNorm of each head's query and key (QK norm)."""
 
     def block(self, make: LayerFactory, layer: int) -> Block:
@@ -34,12 +34,16 @@ class Qwen3Model(RotaryModel):
         return Block(make.norm(), attn, make.norm(), make.mlp())
 
 
+class Qwen3Model(DecoderOnlyModel):
+    backbone_class = Qwen3Backbone
+
+
 class Qwen3ForCausalLM(CausalLM):
-    backbone_class = Qwen3Model
+    backbone_class = Qwen3Backbone
 
 
 class Qwen3ForSequenceClassification(SequenceClassifier):
-    backbone_class = Qwen3Model
+    backbone_class = Qwen3Backbone
 
 
 QWEN3_TABLE = dataclasses.replace(

@@ -45,14 +45,19 @@ def _decoder_only(
     *classes: type[Any],
     old_names: Sequence[str] = (),
 ) -> Family:
-    """A decoder-only family. Classes have Hugging Face's names, the language model first."""
-    language_model = classes[0].__name__
+    """A decoder-only family. Classes have Hugging Face's names: the language model first, last the
+    model without a head.
+
+    A checkpoint whose file names the model without a head is read as a language model.
+    """
+    language_model, base = classes[0].__name__, classes[-1].__name__
     return Family(
         config=config,
         classes={cls.__name__: cls for cls in classes},
         table=lambda config: table,
         structure=(*structure, "tie_word_embeddings"),
-        aliases=dict.fromkeys((classes[0].backbone_class.__name__, *old_names), language_model),
+        aliases=dict.fromkeys((base, *old_names), language_model),
+        parts={base: ("lm_head.", "score.")},
     )
 
 
@@ -80,6 +85,7 @@ FAMILIES: Mapping[str, Family] = {
         ("num_hidden_layers", "attention_bias", "mlp_bias"),
         llama.LlamaForCausalLM,
         llama.LlamaForSequenceClassification,
+        llama.LlamaModel,
         old_names=["LLaMAForCausalLM"],
     ),
     "mistral": _decoder_only(
@@ -88,6 +94,7 @@ FAMILIES: Mapping[str, Family] = {
         ("num_hidden_layers",),
         mistral.MistralForCausalLM,
         mistral.MistralForSequenceClassification,
+        mistral.MistralModel,
     ),
     "qwen2": _decoder_only(
         qwen2.Qwen2Config,
@@ -95,6 +102,7 @@ FAMILIES: Mapping[str, Family] = {
         ("num_hidden_layers",),
         qwen2.Qwen2ForCausalLM,
         qwen2.Qwen2ForSequenceClassification,
+        qwen2.Qwen2Model,
     ),
     "qwen3": _decoder_only(
         qwen3.Qwen3Config,
@@ -102,6 +110,7 @@ FAMILIES: Mapping[str, Family] = {
         ("num_hidden_layers", "attention_bias"),
         qwen3.Qwen3ForCausalLM,
         qwen3.Qwen3ForSequenceClassification,
+        qwen3.Qwen3Model,
     ),
     "gpt2": _decoder_only(
         gpt2.GPT2Config,
@@ -109,6 +118,7 @@ FAMILIES: Mapping[str, Family] = {
         ("n_layer", "add_cross_attention"),
         gpt2.GPT2LMHeadModel,
         gpt2.GPT2ForSequenceClassification,
+        gpt2.GPT2Model,
     ),
     "t5": _t5("T5"),
     "mt5": _t5("MT5"),
@@ -138,10 +148,11 @@ class ModelSpec:
         return self.family.parts.get(self.architecture, ())
 
 
-def model_spec(raw: Mapping[str, Any], architecture: str | None = None) -> ModelSpec:
+def model_spec(raw: Mapping[str, Any], architecture: str | type | None = None) -> ModelSpec:
     """Selects family and class for a config.json object, and reads the config.
 
-    `architecture` overrides the file's: ``"T5EncoderModel"`` reads the encoder of a full T5.
+    `architecture` overrides the file's, by name or by class: ``"T5EncoderModel"`` reads the encoder
+    of a full T5. A base class such as `CausalLM` stands for the family's class derived from it.
 
     Raises:
         UnsupportedError: a family, class or option that jaxllm does not have.
@@ -156,6 +167,8 @@ def model_spec(raw: Mapping[str, Any], architecture: str | None = None) -> Model
     if model_type not in FAMILIES:
         raise UnsupportedError(f"model_type: {quoted(model_type)}; jaxllm has {_names(FAMILIES)}")
     family = FAMILIES[model_type]
+    if isinstance(architecture, type):
+        return ModelSpec(family, _derived(architecture, raw, family), family.config.from_dict(raw))
     name = architecture if architecture is not None else _listed(raw, family)
     name = family.aliases.get(name, name)
     if name not in family.classes:
@@ -165,6 +178,17 @@ def model_spec(raw: Mapping[str, Any], architecture: str | None = None) -> Model
             "load(..., architecture=NAME) or --architecture NAME"
         )
     return ModelSpec(family, name, family.config.from_dict(raw))
+
+
+def _derived(base: type, raw: Mapping[str, Any], family: Family) -> str:
+    """Name of the family's class that is `base` or derived from it."""
+    for name, cls in family.classes.items():
+        if isinstance(cls, type) and issubclass(cls, base):
+            return name
+    raise UnsupportedError(
+        f"model_type: {quoted(raw['model_type'])} has no {base.__name__}; it has "
+        f"{_names(family.classes)}"
+    )
 
 
 def _listed(raw: Mapping[str, Any], family: Family) -> str:

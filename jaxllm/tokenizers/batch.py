@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
+from jaxllm.common.field_mapping import FieldMapping
 from jaxllm.common.messages import quoted
 
 PaddingSide = Literal["left", "right"]
@@ -21,26 +22,8 @@ Bucket = int | Literal["power_of_two"] | None
 ReturnTensors = Literal["np", "jax"] | None
 
 
-class _FieldMapping(Mapping[str, Any]):
-    """Mapping from a dataclass's field names to their values, so that ``**`` passes them on."""
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.keys():
-            raise KeyError(name)
-        return getattr(self, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return (field.name for field in fields(self))  # pyright: ignore[reportArgumentType]
-
-    def __len__(self) -> int:
-        return len(fields(self))  # pyright: ignore[reportArgumentType]
-
-    def keys(self) -> Any:
-        return dict.fromkeys(self).keys()
-
-
 @dataclass(frozen=True, eq=False)
-class BatchEncoding(_FieldMapping):
+class BatchEncoding(FieldMapping):
     """A batch of prompts, padded to one length; also a mapping: ``model(**batch)``.
 
     ``attention_mask`` is 1 at real tokens and 0 at padding. Only the mask marks padding, since the
@@ -50,15 +33,9 @@ class BatchEncoding(_FieldMapping):
     input_ids: Int32[np.ndarray | jax.Array, "B T"]
     attention_mask: Int32[np.ndarray | jax.Array, "B T"]
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
 
 @dataclass(frozen=True, eq=False)
-class ListEncoding(_FieldMapping):
+class ListEncoding(FieldMapping):
     """Ids and mask of a text, or of several, as lists (``return_tensors=None``); also a mapping."""
 
     input_ids: list[int] | list[list[int]]

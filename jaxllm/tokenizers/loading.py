@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.tokenizers.byt5 import ByT5Tokenizer
@@ -15,7 +16,7 @@ from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer, GPT2Tokeni
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt")
 
 
-def load_tokenizer(folder: str | PathLike[str]) -> Tokenizer | None:
+def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | None:
     """Loads the tokenizer of a Hugging Face folder; None if it has no tokenizer files.
 
     ``tokenizer_class`` in tokenizer_config.json decides. ``LlamaTokenizer`` and ``T5Tokenizer`` are
@@ -23,12 +24,19 @@ def load_tokenizer(folder: str | PathLike[str]) -> Tokenizer | None:
     these two without a model, from tokenizer.json. ``ByT5Tokenizer`` needs neither. Without a
     class, the first of these files that is present decides.
 
+    Args:
+        folder: the folder.
+        options: fields that override those of tokenizer_config.json, also in the files that `save`
+            writes: `padding_side`, `truncation_side`, `model_max_length`, `chat_template`,
+            `split_special_tokens`, `additional_special_tokens`, and named tokens such as
+            `pad_token`, as a string, an `AddedToken` or None.
+
     Raises:
         MissingFileError: the folder does not exist.
         TokenizerError: a file is malformed.
-        UnsupportedError: another type of tokenizer.
+        UnsupportedError: another type of tokenizer, or another option.
     """
-    files = TokenizerFiles(Path(folder))
+    files = TokenizerFiles(Path(folder), options)
     settings = read_settings(files)
     class_name = (settings.tokenizer_class or "").removesuffix("Fast")
     if class_name == "ByT5Tokenizer":

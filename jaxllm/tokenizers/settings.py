@@ -7,12 +7,13 @@ The files are ``tokenizer_config.json``, ``special_tokens_map.json``, ``added_to
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import MissingFileError, TokenizerError, naming_file
+from jaxllm.common.errors import MissingFileError, TokenizerError, UnsupportedError, naming_file
 from jaxllm.common.messages import quoted
 from jaxllm.common.placeholders import check_not_placeholder
 from jaxllm.common.strict_json import parse_json
@@ -44,6 +45,11 @@ FILE_NAMES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+OPTIONS = (
+    *("padding_side", "truncation_side", "model_max_length", "chat_template"),
+    *("split_special_tokens", "additional_special_tokens", *NAMED_TOKENS),
+)
+"""Fields of tokenizer_config.json that a call of `load_tokenizer` may override."""
 _FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
@@ -103,13 +109,35 @@ class TokenizerSettings:
 class TokenizerFiles:
     """Tokenizer files of a folder, kept byte for byte for ``save``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, options: Mapping[str, Any] | None = None) -> None:
         if not folder.is_dir():
             raise MissingFileError(f"{folder}: no such folder")
         self.folder = folder
+        unknown = (options or {}).keys() - OPTIONS
+        if unknown:
+            raise UnsupportedError(
+                f"{', '.join(sorted(unknown))}: a tokenizer's options are {', '.join(OPTIONS)};"
+                " change others in tokenizer_config.json"
+            )
         self.contents = {
             name: self._read(folder / name) for name in FILE_NAMES if (folder / name).is_file()
         }
+        if options:
+            self._override(options)
+
+    def _override(self, options: Mapping[str, Any]) -> None:
+        """Replaces fields of tokenizer_config.json, and of the files that take precedence."""
+        named = {name: value for name, value in options.items() if name in NAMED_TOKENS}
+        for name, fields in (
+            ("tokenizer_config.json", options),
+            ("special_tokens_map.json", named),
+        ):
+            if name in self or name == "tokenizer_config.json":
+                content = {**self.json_object(name), **fields}
+                text = json.dumps(content, default=asdict, ensure_ascii=False, indent=2)
+                self.contents[name] = text.encode()
+        if "chat_template" in options:
+            self.contents.pop("chat_template.jinja", None)
 
     @staticmethod
     def _read(path: Path) -> bytes:

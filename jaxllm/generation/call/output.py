@@ -21,7 +21,7 @@ from jaxllm.generation.strategies.strategy import (
     nonfinite_error,
 )
 from jaxllm.models.decoder import GenerativeModel
-from jaxllm.models.outputs import PerLayer
+from jaxllm.models.outputs import PerLayer, ModelOutput
 
 T = TypeVar("T")
 PerStep = tuple[PerLayer, ...] | None
@@ -38,9 +38,10 @@ PROGRESS_FIELDS = (
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GenerateOutput:
+@dataclasses.dataclass(frozen=True, eq=False)
+class GenerateOutput(ModelOutput):
     """Output of `generate`. A pytree, so that the caller's jitted function can return it.
+    Fields are read by attribute, name or index (`ModelOutput`).
 
     Bn: results, `num_return_sequences` adjacent rows for each prompt. Rows: rows of a decode step,
     which are the results or all beams. N: number of steps. V: vocabulary size.

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.renamed_arguments import GENERATE, check_renamed
 
 T = TypeVar("T")
 TokenRows: TypeAlias = Array | np.ndarray | Sequence[Sequence[int]] | Sequence[np.ndarray]
@@ -100,8 +101,10 @@ def split_keywords(keywords: Mapping[str, Any]) -> Keywords:
     """Splits the keyword arguments of a call into inputs, arguments and settings.
 
     Raises:
+        InputError: an argument of transformers' Flax classes that has another name here.
         UnsupportedError: an argument is supported by transformers only.
     """
+    check_renamed("generate()", keywords, GENERATE)
     for name, feature in UNSUPPORTED.items():
         if keywords.get(name) is not None and keywords[name] is not False:
             raise UnsupportedError(f"{name}: {feature} is not supported")

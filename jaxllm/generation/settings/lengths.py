@@ -15,6 +15,8 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.decoder import GenerativeModel
 
 MAX_COLUMNS = 2**20
+DEFAULT_NEW_TOKENS = 256
+"""New tokens of a text or answer, where neither the caller nor the model's files set a length."""
 
 
 class Lengths(NamedTuple):
@@ -114,3 +116,19 @@ def host_int(name: str, value: int | Int[Array, ""]) -> int:
     if is_traced(value):
         raise InputError(f"{name}: must be a Python int, since it sizes the result; found a tracer")
     return int(value)
+
+
+def with_default_length(
+    fields: GenerationConfig, model: GenerativeModel, prompt_length: int
+) -> GenerationConfig:
+    """Sets max_new_tokens to 256 (less if the context is shorter) unless a length is set.
+
+    The default of commands and pipelines; that of ``generate`` is transformers' 20.
+    """
+    own = model.generation_config or GenerationConfig()
+    if {"max_length", "max_new_tokens"} & own.merge(fields).to_dict().keys():
+        return fields
+    limit = DEFAULT_NEW_TOKENS
+    if not model.is_encoder_decoder and model.config.context_length is not None:
+        limit = max(1, min(limit, model.config.context_length - prompt_length))
+    return fields.replace(max_new_tokens=limit)

@@ -19,7 +19,7 @@ from jaxllm.models.decoder import EncoderDecoder
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.language_model import LanguageModel
 from jaxllm.models.losses import token_loss
-from jaxllm.models.model import Model, allows_label_trees
+from jaxllm.models.model import BaseModel, Model, model_call
 from jaxllm.models.outputs import BaseOutput, Seq2SeqLMOutput, base_output
 from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.stack import make_stack
@@ -45,6 +45,10 @@ class T5Encoder(Model[T5Config]):
         )
         self.encoder = make_stack(config, options, decoder=False, rngs=rngs)
 
+    @property
+    def embedding(self) -> Embedding:
+        return self.shared
+
     def encode(
         self,
         input_ids: Int[Array, "B E"] | None,
@@ -68,13 +72,13 @@ class T5Encoder(Model[T5Config]):
         return check.head_mask(name, mask, len(stack.blocks), self.config.num_heads)
 
 
-class T5EncoderModel(T5Encoder):
+class T5EncoderModel(T5Encoder, BaseModel[T5Config]):
     """T5 encoder only, for embeddings of sequences."""
 
     def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config, options, rngs=rngs)
 
-    @allows_label_trees
+    @model_call
     def __call__(
         self,
         input_ids: Int[Array, "B E"] | None = None,
@@ -160,7 +164,7 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
         """Scaling is independent of tying; see `T5Config`."""
         return x * self.config.d_model**-0.5 if self.config.scaled else x
 
-    @allows_label_trees
+    @model_call
     def __call__(
         self,
         input_ids: Int[Array, "B E"] | None = None,
@@ -325,10 +329,6 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
         cross = self.decoder.project_cross_kv(encoder_states)
         cache = self.empty_cache(batch, capacity)
         return cache.replace(cross=cross, cross_mask=attention_mask)
-
-    @property
-    def embedding(self) -> Embedding:
-        return self.shared
 
     @property
     def decoder_stack(self) -> Stack:

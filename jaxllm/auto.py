@@ -1,0 +1,153 @@
+"""transformers' Auto classes: the family's class, config or tokenizer of a checkpoint."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any, ClassVar
+
+from jaxllm.checkpoint.hub import resolve
+from jaxllm.checkpoint.load import open_checkpoint, read_spec
+from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
+from jaxllm.common.renamed_arguments import FROM_PRETRAINED, check_renamed
+from jaxllm.loading import tokenizer_of
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.model import BaseModel
+from jaxllm.models.pretrained import pretrained
+from jaxllm.models.registry import FAMILIES
+from jaxllm.models.t5 import T5ForConditionalGeneration
+from jaxllm.tokenizers import Tokenizer, load_tokenizer
+
+
+class _Auto:
+    """Base of the Auto classes of models, which have no instances."""
+
+    model_class: ClassVar[type]
+    """Base class of the families' classes for this task."""
+
+    def __init__(self) -> None:
+        raise InputError(f"{type(self).__name__}: call from_pretrained() or from_config()")
+
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id: str | PathLike[str], **options: Any) -> Any:
+        """Loads a checkpoint as its family's class for this task.
+
+        Args:
+            path_or_hub_id: a Hugging Face folder, a .gguf file or a Hub id.
+            options: the arguments of `jaxllm.load`, except `architecture`; `config` may be a whole
+                config too.
+
+        Raises:
+            UnsupportedError: the family has no class for this task.
+            Other errors: those of the class's `from_pretrained`.
+        """
+        return pretrained(cls.model_class, path_or_hub_id, **options)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, **options: Any) -> Any:
+        """Makes a model of the config's family with random weights.
+
+        `options` are those of the class's `from_config`: `seed`, `dtype`, `param_dtype`, ...
+        """
+        classes = [
+            each
+            for family in FAMILIES.values()
+            if family.config is type(config)
+            for each in family.classes.values()
+        ]
+        for each in classes:
+            if isinstance(each, type) and issubclass(each, cls.model_class):
+                return each.from_config(config, **options)
+        raise UnsupportedError(
+            f"config: a {type(config).__name__} has no {cls.model_class.__name__}; it has "
+            f"{', '.join(each.__name__ for each in classes) or 'no model'}"
+        )
+
+
+class AutoModel(_Auto):
+    """Models without a head, for embeddings; of T5, mT5 and umT5 the encoder."""
+
+    model_class = BaseModel
+
+
+class AutoModelForCausalLM(_Auto):
+    """Decoder-only language models: Llama, Mistral, Qwen2, Qwen3, GPT-2."""
+
+    model_class = CausalLM
+
+
+class AutoModelForSeq2SeqLM(_Auto):
+    """Encoder-decoder language models: T5, mT5, umT5."""
+
+    model_class = T5ForConditionalGeneration
+
+
+class AutoModelForSequenceClassification(_Auto):
+    """Classifiers of sequences: Llama, Mistral, Qwen2, Qwen3, GPT-2."""
+
+    model_class = SequenceClassifier
+
+
+class AutoConfig:
+    """Configs of checkpoints."""
+
+    @classmethod
+    def from_pretrained(
+        cls, path_or_hub_id: str | PathLike[str], *, revision: str | None = None, **fields: Any
+    ) -> Any:
+        """Reads a checkpoint's config, a frozen dataclass such as `LlamaConfig`.
+
+        Args:
+            path_or_hub_id: a Hugging Face folder, a .gguf file or a Hub id.
+            revision: branch, tag or commit on the Hub.
+            fields: fields of config.json to override.
+        """
+        check_renamed("AutoConfig.from_pretrained()", fields, FROM_PRETRAINED)
+        checkpoint = open_checkpoint(resolve(path_or_hub_id, revision))
+        with checkpoint.weights:
+            return read_spec(checkpoint, None, fields).config
+
+
+class AutoTokenizer:
+    """Tokenizers of checkpoints."""
+
+    @classmethod
+    def from_pretrained(
+        cls, path_or_hub_id: str | PathLike[str], *, revision: str | None = None, **options: Any
+    ) -> Tokenizer:
+        """Loads a checkpoint's tokenizer; no weights are read, or downloaded.
+
+        Args:
+            path_or_hub_id: a Hugging Face folder, a .gguf file or a Hub id.
+            revision: branch, tag or commit on the Hub.
+            options: fields that override those of tokenizer_config.json, also in the files that
+                `save_pretrained` writes: see `jaxllm.tokenizers.load_tokenizer`. None of them for a
+                .gguf file.
+
+        Raises:
+            MissingFileError: there are no tokenizer files.
+            TokenizerError, UnsupportedError: as `jaxllm.tokenizers.load_tokenizer`.
+        """
+        check_renamed("AutoTokenizer.from_pretrained()", options, FROM_PRETRAINED)
+        path = resolve(path_or_hub_id, revision, weights=False)
+        tokenizer = load_tokenizer(path, **options) if path.is_dir() else None
+        if tokenizer is None and (path.is_file() or list(path.glob("*.gguf"))):
+            if options:
+                raise UnsupportedError(f"{path}: a .gguf file takes no {', '.join(options)}")
+            checkpoint = open_checkpoint(path)
+            with checkpoint.weights:
+                tokenizer = tokenizer_of(checkpoint)
+        if tokenizer is None:
+            raise MissingFileError(f"{path}: no tokenizer files")
+        return tokenizer
+
+
+__all__ = [
+    "AutoConfig",
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSequenceClassification",
+    "AutoTokenizer",
+]

@@ -1,0 +1,132 @@
+"""transformers' methods of models: each is a shorthand for a public function of jaxllm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxllm.common.errors import InputError
+from jaxllm.common.public_names import public
+from jaxllm.common.renamed_arguments import ATTRIBUTES, FROM_PRETRAINED, GENERATE, check_renamed
+from jaxllm.models.build_options import Options
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.weights import parameters
+
+
+class Pretrained:
+    """Methods to load, build, save and publish a model, with transformers' names."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_hub_id: str | PathLike[str],
+        *,
+        dtype: DTypeLike | None = None,
+        config: Mapping[str, Any] | ModelConfig | None = None,
+        **options: Any,
+    ) -> Self:
+        """Loads a model of this class: ``jaxllm.load(path_or_hub_id, architecture=cls)[0]``.
+
+        Args:
+            path_or_hub_id: a Hugging Face folder, a .gguf file or a Hub id.
+            dtype: compute dtype. None: the checkpoint's own, but float32 on a CPU.
+            config: a whole config, or fields that override those of config.json.
+            options: the other arguments of `jaxllm.load`, except `architecture`.
+
+        Raises:
+            InputError: an argument of transformers that has another name here.
+            UnsupportedError: the checkpoint's family has no model of this class.
+            Other errors: those of `jaxllm.load`.
+        """
+        return pretrained(cls, path_or_hub_id, dtype=dtype, config=config, **options)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: ModelConfig,
+        *,
+        seed: int = 0,
+        dtype: DTypeLike = "float32",
+        param_dtype: DTypeLike = "float32",
+        attn_implementation: str = "eager",
+        remat: bool = False,
+        **gone: Any,
+    ) -> Self:
+        """Makes a model with random weights.
+
+        Args:
+            config: config of the model's family.
+            seed: seed of the weights.
+            dtype, param_dtype: dtypes of the computation and of the weights.
+            attn_implementation, remat: as in `jaxllm.load`.
+        """
+        check_arguments(f"{cls.__name__}.from_config()", gone, "seed")
+        if not isinstance(config, ModelConfig):
+            raise InputError(f"config: expected a model's config, found {type(config).__name__}")
+        options = Options(jnp.dtype(dtype), jnp.dtype(param_dtype), attn_implementation, remat)
+        make: Callable[..., Self] = cls
+        return make(config, options, rngs=nnx.Rngs(seed))
+
+    def save_pretrained(
+        self, save_directory: str | PathLike[str], *, overwrite: bool = True, **options: Any
+    ) -> None:
+        """Saves config and weights: ``jaxllm.save_hf(save_directory, model, overwrite=True)``.
+
+        Like transformers, it replaces a model in the folder. `options` are `tokenizer`, `dtype` and
+        `max_shard_bytes` of `jaxllm.save_hf`.
+        """
+        renamed = {"params": ATTRIBUTES["params"], "max_shard_size": "give max_shard_bytes="}
+        check_renamed("save_pretrained()", options, renamed)
+        public("save_hf")(save_directory, self, overwrite=overwrite, **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Uploads the model to the Hub: ``jaxllm.push_to_hub(repo_id, model)``; returns its URL."""
+        return public("push_to_hub")(repo_id, self, **options)
+
+    def num_parameters(self) -> int:
+        """Number of parameters; a tied LM head counts once."""
+        return sum(x.size for x in parameters(self).values())
+
+    if not TYPE_CHECKING:  # it would hide misspelt attributes from type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            """Explains attributes of transformers' Flax classes; called for missing names only."""
+            where = f"{type(self).__name__!r} object has no attribute {name!r}"
+            hint = ATTRIBUTES.get(name)
+            raise AttributeError(where if hint is None else f"{where}: {hint}")
+
+
+class Generates:
+    """The method `generate` of models that decode."""
+
+    def generate(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        generation_config: Any = None,
+        key: Any = None,
+        **fields: Any,
+    ) -> Any:
+        """Generates token ids: ``jaxllm.generate(model, ...)``, whose arguments these are.
+
+        Returns:
+            `jaxllm.GenerateOutput`; its `sequences` are int32 [B * num_return_sequences, L].
+        """
+        check_renamed("generate()", fields, GENERATE)
+        return public("generate")(self, input_ids, attention_mask, generation_config, key, **fields)
+
+
+def pretrained(model_class: type, path_or_hub_id: str | PathLike[str], **options: Any) -> Any:
+    """Loads a checkpoint as `model_class`, or as the family's class derived from it."""
+    check_arguments(f"{model_class.__name__}.from_pretrained()", options)
+    return public("load")(path_or_hub_id, architecture=model_class, **options)[0]
+
+
+def check_arguments(where: str, names: Mapping[str, Any], *but: str) -> None:
+    """Raises InputError for renamed arguments of `from_pretrained`, except those in `but`."""
+    check_renamed(where, names, {k: v for k, v in FROM_PRETRAINED.items() if k not in but})

@@ -1,0 +1,254 @@
+"""`pipeline`: strings in, strings, labels or vectors out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.generation.generate import generate
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.lengths import with_default_length
+from jaxllm.loading import load
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.model import BaseModel, Model, without_metadata
+from jaxllm.models.t5 import T5ForConditionalGeneration
+from jaxllm.tokenizers import Tokenizer
+
+Chat: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages of a conversation: ``{"role": ..., "content": ...}``."""
+T = TypeVar("T")
+Tokenized: TypeAlias = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model and its tokenizer as a function of strings; made by `pipeline`.
+
+    Attributes:
+        task: name of the task.
+        batch_size: number of inputs of a batch.
+    """
+
+    task: str
+    model: Any
+    tokenizer: Tokenizer
+    batch_size: int = 8
+
+    def __call__(self, inputs: str | Chat | Sequence[str | Chat], **options: Any) -> Any:
+        """Runs the task for one input, or for each of a list.
+
+        Args:
+            inputs: a string or a list of strings; for "text-generation" also the messages of a
+                chat, or a list of such conversations.
+            options: fields of `GenerationConfig` and `key` for generation, and
+                `return_full_text=False` for the new text alone ("text-generation"); `top_k=None`
+                for the scores of all labels ("text-classification"); `pooling=None` for a vector
+                per token ("feature-extraction").
+
+        Returns:
+            As transformers' pipelines, except for "feature-extraction":
+
+            - "text-generation", "text2text-generation": a list of ``{"generated_text": text}`` for
+              each input, one for each of `num_return_sequences`. For a chat the text is the list of
+              messages with the answer.
+            - "text-classification": ``{"label": name, "score": probability}`` for each input; a
+              list of them with `top_k=None` or above 1.
+            - "feature-extraction": float32 [D] for each input, the mean over its tokens.
+
+            A list for one string, except of "feature-extraction".
+        """
+        single = isinstance(inputs, str) or _is_chat(inputs)
+        rows: list[Any] = [inputs] if single else list(inputs)
+        if not rows:
+            return []
+        results = list(TASKS[self.task].run(self, rows, **options))
+        return results[0] if single and not isinstance(results[0], dict) else results
+
+
+def pipeline(
+    task: str,
+    model: Model[Any] | str | PathLike[str],
+    tokenizer: Tokenizer | None = None,
+    *,
+    batch_size: int = 8,
+    **options: Any,
+) -> Pipeline:
+    """A function of strings, like transformers' `pipeline()`.
+
+    Args:
+        task: "text-generation", "text2text-generation", "text-classification" or
+            "feature-extraction".
+        model: a model, or what `jaxllm.load` takes.
+        tokenizer: the model's; needed with a model that is loaded already.
+        batch_size: number of inputs of a batch.
+        options: arguments of `jaxllm.load`, if `model` is a path or a Hub id.
+
+    Raises:
+        UnsupportedError: another task, or a model of another task.
+        InputError: there is no tokenizer.
+    """
+    if task not in TASKS:
+        raise UnsupportedError(f"task: {task!r}; pipelines have {', '.join(TASKS)}")
+    classes = TASKS[task].models
+    if isinstance(model, str | PathLike):
+        model_class = None if len(classes) > 1 else classes[0]
+        model, own = load(model, **{"architecture": model_class, **options})
+        tokenizer = own if tokenizer is None else tokenizer
+    elif options:
+        raise InputError(f"{', '.join(options)}: for a path or Hub id, but the model is loaded")
+    if not isinstance(model, classes):
+        names = " or ".join(each.__name__ for each in classes)
+        raise UnsupportedError(f"{task!r} needs a {names}, not a {type(model).__name__}")
+    if tokenizer is None:
+        raise InputError("tokenizer: give the model's, since the checkpoint has none")
+    return Pipeline(task, model, tokenizer, batch_size)
+
+
+def _is_chat(inputs: Any) -> bool:
+    return bool(inputs) and not isinstance(inputs, str) and isinstance(inputs[0], Mapping)
+
+
+def _generate(
+    pipe: Pipeline, prompts: Tokenized, key: Any, fields: Mapping[str, Any]
+) -> Iterator[list[list[int]]]:
+    """Token ids of each prompt's results: prompt and answer, or an encoder-decoder's answer."""
+    settings = GenerationConfig(**fields)
+    for first, rows in _batches(pipe, prompts):
+        batch = pipe.tokenizer.pad(rows, padding_side="left")
+        width = batch.input_ids.shape[1]
+        config = with_default_length(settings, pipe.model, width)
+        # Row ids go on from batch to batch, so that rows draw different numbers.
+        ids = np.arange(first, first + len(rows))
+        out = generate(pipe.model, batch.input_ids, batch.attention_mask, config, key, row_ids=ids)
+        results = np.split(np.asarray(out.sequences), len(rows))
+        for prompt, sequences in zip(rows, results, strict=True):
+            start = 0 if pipe.model.is_encoder_decoder else width - len(prompt)
+            yield sequences[:, start:].tolist()
+
+
+def _batches(pipe: Pipeline, rows: list[T]) -> Iterator[tuple[int, list[T]]]:
+    """Yields the index of the first row, and the rows, of each batch."""
+    for first in range(0, len(rows), pipe.batch_size):
+        yield first, rows[first : first + pipe.batch_size]
+
+
+def _text_generation(
+    pipe: Pipeline,
+    inputs: list[str | Chat],
+    *,
+    return_full_text: bool = True,
+    key: Any = None,
+    **fields: Any,
+) -> Iterator[list[dict[str, Any]]]:
+    tokenizer = pipe.tokenizer
+
+    def text_of(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    prompts = [_prompt_ids(tokenizer, each) for each in inputs]
+    sequences = _generate(pipe, prompts, key, fields)
+    for prompt, ids_of_prompt, rows in zip(inputs, prompts, sequences, strict=True):
+        # The answer begins with a space that decoding it alone would lose.
+        answers = [text_of(ids)[len(text_of(ids_of_prompt)) :] for ids in rows]
+        if return_full_text:
+            answers = [_after(prompt, answer) for answer in answers]
+        yield [{"generated_text": answer} for answer in answers]
+
+
+def _after(prompt: str | Chat, answer: str) -> str | list[Mapping[str, Any]]:
+    """The prompt and its answer: one text, or the messages of a chat."""
+    if isinstance(prompt, str):
+        return prompt + answer
+    return [*prompt, {"role": "assistant", "content": answer}]
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: str | Chat) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    ids = tokenizer.apply_chat_template(prompt)
+    assert isinstance(ids, list)
+    return ids
+
+
+def _text_to_text(
+    pipe: Pipeline, inputs: list[str], *, key: Any = None, **fields: Any
+) -> Iterator[list[dict[str, str]]]:
+    prompts = [pipe.tokenizer.encode(text) for text in inputs]
+    for results in _generate(pipe, prompts, key, fields):
+        texts = pipe.tokenizer.batch_decode(results, skip_special_tokens=True)
+        yield [{"generated_text": text} for text in texts]
+
+
+@jax.jit
+def _forward(model: Any, batch: Mapping[str, Array]) -> Any:
+    return model(**batch)
+
+
+def _outputs(pipe: Pipeline, inputs: list[str]) -> Iterator[tuple[np.ndarray, Any]]:
+    """Yields the padding mask and the model's output of each batch."""
+    model = without_metadata(pipe.model)
+    for _, texts in _batches(pipe, inputs):
+        batch = pipe.tokenizer(texts, bucket="power_of_two")
+        yield np.asarray(batch.attention_mask), _forward(model, dict(batch))
+
+
+def _classification(pipe: Pipeline, inputs: list[str], *, top_k: int | None = 1) -> Iterator[Any]:
+    names = label_names(pipe.model)
+    for _, out in _outputs(pipe, inputs):
+        for row in np.asarray(_probabilities(out.logits, pipe.model.config)):
+            best = np.argsort(-row, stable=True)[:top_k]
+            labels = [{"label": names[i], "score": float(row[i])} for i in best]
+            yield labels[0] if top_k == 1 else labels
+
+
+def _probabilities(logits: Float[Array, "B C"], config: Any) -> Float[Array, "B C"]:
+    """Label probabilities by `problem_type`; a regression's values stay as they are."""
+    if config.problem_type == "regression":
+        return logits
+    if config.problem_type == "multi_label_classification" or config.num_labels == 1:
+        return jax.nn.sigmoid(logits)
+    return jax.nn.softmax(logits)
+
+
+def label_names(model: Model[Any]) -> list[str]:
+    """Names of a classifier's labels: `id2label` of its config.json, else LABEL_0, ..."""
+    config = {} if model.origin is None else json.loads(model.origin.config)
+    names = config.get("id2label") or {}
+    return [names.get(str(i), f"LABEL_{i}") for i in range(model.config.num_labels)]
+
+
+def _features(
+    pipe: Pipeline, inputs: list[str], *, pooling: str | None = "mean"
+) -> Iterator[np.ndarray]:
+    if pooling not in ("mean", None):
+        raise InputError(f"pooling is {pooling!r}: give 'mean', or None for a vector per token")
+    for masks, out in _outputs(pipe, inputs):
+        states = np.asarray(out.last_hidden_state, np.float32)
+        for x, mask in zip(states, masks, strict=True):
+            vectors = x[mask == 1]
+            yield vectors if pooling is None else vectors.mean(0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of `pipeline`: base classes of its models, and the function of a batch."""
+
+    models: tuple[type, ...]
+    run: Callable[..., Iterator[Any]]
+
+
+TASKS: Mapping[str, Task] = {
+    "text-generation": Task((CausalLM,), _text_generation),
+    "text2text-generation": Task((T5ForConditionalGeneration,), _text_to_text),
+    "text-classification": Task((SequenceClassifier,), _classification),
+    "feature-extraction": Task((BaseModel,), _features),
+}

@@ -1,0 +1,190 @@
+"""transformers' names: Auto classes, methods of models, outputs, and renamed arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from hub_server import running_hub
+from huggingface_hub import constants
+from paths import DATA
+
+import jaxllm
+from jaxllm import models
+from jaxllm.errors import CheckpointError, ConfigError, InputError, UnsupportedError
+from jaxllm.models.weights import parameters
+from jaxllm.tokenizers import AddedToken
+
+REFERENCE = DATA / "reference"
+FOLDERS = {"llama": "tiny-llama", "gpt2": "tiny-gpt2", "t5": "tiny-t5"}
+CLASSES = {
+    "llama": (jaxllm.AutoModelForCausalLM, models.LlamaForCausalLM),
+    "gpt2": (jaxllm.AutoModelForCausalLM, models.GPT2LMHeadModel),
+    "t5": (jaxllm.AutoModelForSeq2SeqLM, models.T5ForConditionalGeneration),
+}
+
+
+def same_weights(a, b) -> None:
+    jax.tree.map(np.testing.assert_array_equal, parameters(a), parameters(b))
+
+
+@pytest.mark.parametrize("family", FOLDERS)
+def test_auto_and_family_classes_load_a_checkpoint(family):
+    folder = REFERENCE / FOLDERS[family]
+    expected, _ = jaxllm.load(folder, dtype="bfloat16")
+    for each in CLASSES[family]:
+        model = each.from_pretrained(folder, dtype="bfloat16")
+        assert type(model) is type(expected)
+        assert model.generation_config == expected.generation_config
+        same_weights(model, expected)
+        assert model.dtype == "bfloat16"
+    assert model.num_parameters() == sum(x.size for x in parameters(expected).values())
+    assert jaxllm.AutoConfig.from_pretrained(folder) == model.config
+
+
+@pytest.mark.parametrize("family", FOLDERS)
+def test_models_without_a_head_give_the_last_hidden_state(family, tmp_path):
+    folder = REFERENCE / FOLDERS[family]
+    model = jaxllm.AutoModel.from_pretrained(folder)
+    whole, _ = jaxllm.load(folder)
+    ids = tiny.ids()
+    if family == "t5":
+        expected = whole(ids, decoder_input_ids=ids).encoder_last_hidden_state
+    else:
+        expected = whole(ids, output_hidden_states=True).hidden_states[-1]
+    np.testing.assert_array_equal(model(ids).last_hidden_state, expected)
+    model.save_pretrained(tmp_path)
+    same_weights(jaxllm.AutoModel.from_pretrained(tmp_path), model)
+    listed = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    assert listed == [type(model).__name__]
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", *FOLDERS])
+def test_models_of_a_config(family):
+    config = tiny.make(family).config
+    auto = jaxllm.AutoModelForSeq2SeqLM if family == "t5" else jaxllm.AutoModelForCausalLM
+    model = auto.from_config(config, seed=3)
+    same_weights(model, type(model).from_config(config, seed=3))
+    first, other = model.embedding.weight, type(model).from_config(config, seed=4).embedding.weight
+    assert not np.array_equal(first, other)
+    assert jaxllm.AutoModel.from_config(config).dtype == np.float32
+
+
+def test_classifiers(tmp_path):
+    tiny.make("llama", architecture="LlamaForSequenceClassification").save_pretrained(tmp_path)
+    auto = jaxllm.AutoModelForSequenceClassification
+    model = auto.from_pretrained(tmp_path, config={"problem_type": "regression"})
+    assert isinstance(model, models.LlamaForSequenceClassification)
+    assert model.config.problem_type == "regression"
+
+
+def test_a_whole_config_replaces_the_files(tmp_path):
+    folder = REFERENCE / "tiny-gpt2"
+    config = jaxllm.AutoConfig.from_pretrained(folder, resid_pdrop=0.5)
+    config = dataclasses.replace(config, attn_pdrop=0.25)
+    model = models.GPT2LMHeadModel.from_pretrained(folder, config=config)
+    assert model.config == config
+    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)  # replaces it
+    assert jaxllm.AutoConfig.from_pretrained(tmp_path) == config
+    with pytest.raises(ConfigError, match="read by a GPT2Config, not a LlamaConfig"):
+        models.GPT2LMHeadModel.from_pretrained(folder, config=models.LlamaConfig())
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_the_method_generates_like_the_function(family):
+    model = tiny.cached(family)
+    ids = tiny.ids()
+    fields = {"max_new_tokens": 4, "do_sample": True, "output_scores": True}
+    output = model.generate(ids, key=3, **fields)
+    expected = jaxllm.generate(model, ids, key=3, **fields)
+    assert list(output) == ["sequences", "scores"]
+    np.testing.assert_array_equal(output["sequences"], expected.sequences)
+    assert output[0] is output.sequences
+
+
+def test_outputs_by_name_and_index():
+    model = tiny.cached("gpt2")
+    ids = tiny.ids()
+    output = jax.jit(lambda model: model(ids, labels=ids, output_hidden_states=True))(model)
+    assert list(output.keys()) == ["loss", "logits", "hidden_states"]
+    assert output["logits"] is output[1] is output.logits
+    loss, logits = output[:2]
+    assert (loss, logits) == (output.loss, output.logits)
+    assert len(output.to_tuple()) == len(output) == 3
+    assert "attentions" not in output
+    with pytest.raises(KeyError):
+        output["attentions"]
+    assert model(ids)[0].shape == (*ids.shape, 50)
+
+
+CALLS = {
+    "params": lambda model: model(tiny.ids(), params={}),
+    "train": lambda model: model(tiny.ids(), train=True),
+    "dropout_rng": lambda model: model(tiny.ids(), dropout_rng=jax.random.key(0)),
+    "past_key_values": lambda model: model(tiny.ids(), past_key_values=()),
+    "prng_key": lambda model: model.generate(tiny.ids(), prng_key=jax.random.key(0)),
+    "_do_init": lambda model: type(model).from_pretrained("x", _do_init=False),
+    "torch_dtype": lambda model: jaxllm.AutoModelForCausalLM.from_pretrained("x", torch_dtype=1),
+    "input_shape": lambda model: type(model).from_config(model.config, input_shape=(1, 1)),
+    "use_fast": lambda model: jaxllm.AutoTokenizer.from_pretrained("x", use_fast=True),
+    "max_shard_size": lambda model: model.save_pretrained("x", max_shard_size="1GB"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_renamed_arguments_say_what_to_write(name):
+    with pytest.raises(InputError, match=rf"has no `{name}`: \w+"):
+        CALLS[name](tiny.cached("llama"))
+
+
+def test_other_families_and_attributes():
+    model = tiny.cached("t5")
+    with pytest.raises(AttributeError, match=r"'params': a model is its own .* nnx.split"):
+        model.params  # noqa: B018
+    assert not hasattr(model, "nothing")
+    with pytest.raises(UnsupportedError, match="'t5' has no CausalLM; it has T5ForCond"):
+        jaxllm.AutoModelForCausalLM.from_pretrained(REFERENCE / "tiny-t5")
+    with pytest.raises(UnsupportedError, match="a T5Config has no CausalLM"):
+        jaxllm.AutoModelForCausalLM.from_config(model.config)
+    with pytest.raises(UnsupportedError, match="has no MistralForCausalLM"):
+        models.MistralForCausalLM.from_pretrained(REFERENCE / "tiny-llama")
+
+
+def test_a_tokenizer_with_options(tmp_path):
+    folder = REFERENCE / "tiny-gpt2"
+    template = "{{ messages[0].content }}"
+    options = {"padding_side": "left", "model_max_length": 7, "chat_template": template}
+    pad = AddedToken("<|pad|>")
+    tokenizer = jaxllm.AutoTokenizer.from_pretrained(folder, pad_token=pad, **options)
+    plain = jaxllm.AutoTokenizer.from_pretrained(folder)
+    assert (plain.padding_side, plain.chat_template) == ("right", None)
+    tokenizer.save_pretrained(tmp_path)
+    for each in (tokenizer, jaxllm.AutoTokenizer.from_pretrained(tmp_path)):
+        assert {name: getattr(each, name) for name in options} == options
+        assert (each.pad_token, each.pad_token_id) == ("<|pad|>", len(plain))
+    with pytest.raises(UnsupportedError, match="add_prefix_space: a tokenizer's options are"):
+        jaxllm.AutoTokenizer.from_pretrained(folder, add_prefix_space=True)
+
+
+def test_push_to_hub(monkeypatch, tmp_path):
+    """The real client, and a Hub on this machine."""
+    model, tokenizer = jaxllm.load(REFERENCE / "tiny-t5")
+    with running_hub(token="secret") as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "wrong")
+        with pytest.raises(CheckpointError, match=r"'model': not uploaded to the Hub .*hf auth"):
+            model.push_to_hub("model")
+        monkeypatch.setenv("HF_TOKEN", "secret")
+        options = {"tokenizer": tokenizer, "commit_message": "First"}
+        assert model.push_to_hub("model", **options) == f"{hub.url}/me/model/commit/0"
+    assert hub.messages == ["First"]
+    for name, content in hub.files["me/model"].items():
+        (tmp_path / name).write_bytes(content)
+    again, tokenizer_again = jaxllm.load(tmp_path)
+    same_weights(again, model)
+    assert tokenizer_again.encode("a b") == tokenizer.encode("a b")

@@ -1,0 +1,108 @@
+"""`jaxllm.pipeline`: strings in, strings, labels or vectors out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+from paths import DATA
+
+import jaxllm
+from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.tokenizers.byte_level import byte_tokenizer
+
+REFERENCE = DATA / "reference"
+TEXTS = ["Hello", "Nice to meet you.", "a b"]
+
+
+@pytest.fixture(scope="module")
+def writer() -> jaxllm.Pipeline:
+    return jaxllm.pipeline("text-generation", REFERENCE / "tiny-gpt2", batch_size=2)
+
+
+def test_text_generation(writer):
+    results = writer(TEXTS, max_new_tokens=4, return_full_text=False)
+    for text, [result] in zip(TEXTS, results, strict=True):
+        ids = writer.tokenizer.encode(text)
+        alone = writer.model.generate([ids], max_new_tokens=4).sequences[0]
+        expected = writer.tokenizer.decode(alone, skip_special_tokens=True)
+        assert text + result["generated_text"] == expected
+        assert writer(text, max_new_tokens=4) == [{"generated_text": expected}]
+    assert writer([]) == []
+
+
+def test_rows_of_all_batches_draw_different_numbers(writer):
+    fields = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 2, "key": 5}
+    results = writer(["Hello"] * 4, **fields)
+    texts = [each["generated_text"] for row in results for each in row]
+    assert len(texts) == len(set(texts)) == 8
+    assert results == writer(["Hello"] * 4, **fields)
+
+
+def test_chats_are_answered(writer):
+    chat = [{"role": "user", "content": "Hello"}]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = jaxllm.AutoTokenizer.from_pretrained(
+        REFERENCE / "tiny-gpt2", chat_template=template
+    )
+    pipe = jaxllm.pipeline("text-generation", writer.model, tokenizer)
+    [answer] = pipe("Hello", max_new_tokens=4, return_full_text=False)
+    message = {"role": "assistant", "content": answer["generated_text"]}
+    assert pipe(chat, max_new_tokens=4) == [{"generated_text": [*chat, message]}]
+
+
+def test_text_to_text():
+    pipe = jaxllm.pipeline("text2text-generation", REFERENCE / "tiny-t5")
+    batch = pipe.tokenizer(TEXTS)
+    sequences = pipe.model.generate(**batch, max_new_tokens=4).sequences
+    expected = pipe.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+    assert pipe(TEXTS, max_new_tokens=4) == [[{"generated_text": text}] for text in expected]
+
+
+@pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
+def test_text_classification(problem, tmp_path):
+    tokenizer = byte_tokenizer()
+    model = tiny.make(
+        "llama",
+        architecture="LlamaForSequenceClassification",
+        vocab_size=len(tokenizer),
+        id2label={"0": "bad", "1": "fair", "2": "good"},
+        problem_type=problem,
+    )
+    jaxllm.save_hf(tmp_path, model, tokenizer)
+    pipe = jaxllm.pipeline("text-classification", tmp_path, batch_size=2)
+    logits = np.asarray(model(**tokenizer(TEXTS)).logits, np.float64)
+    if problem.startswith("multi"):
+        expected = 1 / (1 + np.exp(-logits))
+    else:
+        expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    names = ["LABEL_0", "LABEL_1", "LABEL_2"]  # a config keeps no names; a checkpoint does
+    for text, row in zip(TEXTS, expected, strict=True):
+        [best] = pipe(text)
+        assert best["label"] == names[row.argmax()]
+        labels = pipe(text, top_k=None)
+        scores = {label["label"]: label["score"] for label in labels}
+        np.testing.assert_allclose([scores[name] for name in names], row, rtol=1e-5)
+    assert [each["label"] for each in pipe(TEXTS)] == [names[i] for i in expected.argmax(1)]
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-t5"])
+def test_feature_extraction(name):
+    tokenizer = byte_tokenizer() if name == "tiny-llama" else None
+    pipe = jaxllm.pipeline("feature-extraction", REFERENCE / name, tokenizer)
+    vectors = pipe(TEXTS)
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        states = pipe.model(**pipe.tokenizer([text])).last_hidden_state[0]
+        np.testing.assert_allclose(vector, np.mean(states, 0), rtol=2e-4, atol=1e-5)
+        np.testing.assert_allclose(pipe(text, pooling=None), states, rtol=2e-4, atol=1e-5)
+
+
+def test_refusals(writer):
+    with pytest.raises(UnsupportedError, match="'translation'; pipelines have text-generation"):
+        jaxllm.pipeline("translation", writer.model)
+    with pytest.raises(UnsupportedError, match="needs a CausalLM, not a T5ForCond"):
+        jaxllm.pipeline("text-generation", tiny.cached("t5"), writer.tokenizer)
+    with pytest.raises(InputError, match="tokenizer: give the model's"):
+        jaxllm.pipeline("text-generation", writer.model)
+    with pytest.raises(InputError, match="dtype: for a path"):
+        jaxllm.pipeline("text-generation", writer.model, writer.tokenizer, dtype="float32")
