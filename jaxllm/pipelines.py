@@ -98,16 +98,16 @@ def pipeline(
     """
     if task not in TASKS:
         raise UnsupportedError(f"task: {task!r}; pipelines have {', '.join(TASKS)}")
-    classes = TASKS[task].models
+    model_class = TASKS[task].model_class
     if isinstance(model, str | PathLike):
-        model_class = None if len(classes) > 1 else classes[0]
         model, own = load(model, **{"architecture": model_class, **options})
         tokenizer = own if tokenizer is None else tokenizer
     elif options:
         raise InputError(f"{', '.join(options)}: for a path or Hub id, but the model is loaded")
-    if not isinstance(model, classes):
-        names = " or ".join(each.__name__ for each in classes)
-        raise UnsupportedError(f"{task!r} needs a {names}, not a {type(model).__name__}")
+    if not isinstance(model, model_class):
+        raise UnsupportedError(
+            f"{task!r} needs a {model_class.__name__}, not a {type(model).__name__}"
+        )
     if tokenizer is None:
         raise InputError("tokenizer: give the model's, since the checkpoint has none")
     return Pipeline(task, model, tokenizer, batch_size)
@@ -174,9 +174,7 @@ def _after(prompt: str | Chat, answer: str) -> str | list[Mapping[str, Any]]:
 def _prompt_ids(tokenizer: Tokenizer, prompt: str | Chat) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    ids = tokenizer.apply_chat_template(prompt)
-    assert isinstance(ids, list)
-    return ids
+    return tokenizer.apply_chat_template(prompt)
 
 
 def _text_to_text(
@@ -240,15 +238,15 @@ def _features(
 
 @dataclass(frozen=True)
 class Task:
-    """A task of `pipeline`: base classes of its models, and the function of a batch."""
+    """A task of `pipeline`: base class of its models, and the function of its inputs."""
 
-    models: tuple[type, ...]
+    model_class: type
     run: Callable[..., Iterator[Any]]
 
 
 TASKS: Mapping[str, Task] = {
-    "text-generation": Task((CausalLM,), _text_generation),
-    "text2text-generation": Task((T5ForConditionalGeneration,), _text_to_text),
-    "text-classification": Task((SequenceClassifier,), _classification),
-    "feature-extraction": Task((BaseModel,), _features),
+    "text-generation": Task(CausalLM, _text_generation),
+    "text2text-generation": Task(T5ForConditionalGeneration, _text_to_text),
+    "text-classification": Task(SequenceClassifier, _classification),
+    "feature-extraction": Task(BaseModel, _features),
 }

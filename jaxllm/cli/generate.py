@@ -270,9 +270,7 @@ def _ids(
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
         messages.insert(0, {"role": "system", "content": arguments.system})
-    ids = tokenizer.apply_chat_template(messages)
-    assert isinstance(ids, list)
-    return ids
+    return tokenizer.apply_chat_template(messages)
 
 
 def _healed(model: GenerativeModel, tokenizer: Tokenizer | None, ids: list[int]) -> list[int]:

@@ -10,8 +10,7 @@ from typing import Any
 class FieldMapping(Mapping[str, Any]):
     """Base of a dataclass that is also a mapping of its fields, without those that are None.
 
-    Objects are compared and hashed by identity, since comparing arrays gives no truth value: make
-    the dataclass with ``eq=False``.
+    Make the dataclass with ``eq=False``, so that it is compared like any mapping.
     """
 
     def __getitem__(self, name: str) -> Any:
@@ -31,6 +30,13 @@ class FieldMapping(Mapping[str, Any]):
 
     def _names(self) -> tuple[str, ...]:
         return tuple(field.name for field in fields(self))  # pyright: ignore[reportArgumentType]
+
+
+class ArrayMapping(FieldMapping):
+    """A `FieldMapping` of arrays, compared and hashed by identity.
+
+    Comparing arrays gives no truth value.
+    """
 
     def __eq__(self, other: object) -> bool:
         return self is other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from flax import nnx
 from jaxllm.common.renamed_arguments import CALL, check_renamed
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.pretrained import Pretrained
+from jaxllm.models.resize import resize_token_embeddings
 from jaxllm.models.summary import summary
 from jaxllm.nn.blocks import shallow_copy
 from jaxllm.nn.linear import Embedding
@@ -76,6 +77,14 @@ class Model(Pretrained, nnx.Module, Generic[C]):
     def dtype(self) -> np.dtype:
         """Compute dtype, as of transformers' Flax classes."""
         return self.embedding.dtype
+
+    def resize_token_embeddings(self, size: int) -> Self:
+        """A copy with ``size`` token embeddings; new rows are the mean of the old ones.
+
+        After ``tokenizer.add_tokens(...)``:
+        ``model = model.resize_token_embeddings(len(tokenizer))``. transformers changes the model.
+        """
+        return resize_token_embeddings(self, size)
 
     def __repr__(self) -> str:
         return summary(self)

@@ -9,13 +9,13 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxllm.cache.kv_cache import Cache
-from jaxllm.common.field_mapping import FieldMapping
+from jaxllm.common.field_mapping import ArrayMapping
 from jaxllm.nn.blocks import StackOutput
 
 PerLayer = tuple[Float[Array, " ..."], ...] | None
 
 
-class ModelOutput(FieldMapping):
+class ModelOutput(ArrayMapping):
     """Base of outputs: fields by attribute, name and index, as of transformers' outputs.
 
     Fields that are None do not count: ``out[0]`` is the loss if there is one, else the logits.

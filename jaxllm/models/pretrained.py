@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -15,7 +16,6 @@ from jaxllm.common.public_names import public
 from jaxllm.common.renamed_arguments import ATTRIBUTES, FROM_PRETRAINED, GENERATE, check_renamed
 from jaxllm.models.build_options import Options
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.weights import parameters
 
 
 class Pretrained:
@@ -69,7 +69,7 @@ class Pretrained:
         if not isinstance(config, ModelConfig):
             raise InputError(f"config: expected a model's config, found {type(config).__name__}")
         options = Options(jnp.dtype(dtype), jnp.dtype(param_dtype), attn_implementation, remat)
-        make: Callable[..., Self] = cls
+        make: Any = cls
         return make(config, options, rngs=nnx.Rngs(seed))
 
     def save_pretrained(
@@ -90,7 +90,7 @@ class Pretrained:
 
     def num_parameters(self) -> int:
         """Number of parameters; a tied LM head counts once."""
-        return sum(x.size for x in parameters(self).values())
+        return sum(x.size for x in jax.tree.leaves(self))
 
     if not TYPE_CHECKING:  # it would hide misspelt attributes from type checkers
 

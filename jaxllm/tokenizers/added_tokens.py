@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import tokenizers
 
@@ -34,6 +35,20 @@ def place_added_tokens(
     if max(added, default=0) > limit:
         raise TokenizerError(f"{source}: an added token has the id {max(added)}, beyond {limit}")
     return added
+
+
+def with_added_tokens(
+    files: Mapping[str, bytes], settings: TokenizerSettings, added: Mapping[int, AddedToken]
+) -> dict[str, bytes]:
+    """A tokenizer's files with these added tokens in tokenizer_config.json.
+
+    Once it lists them, no other file's are read; so it gets the named tokens too.
+    """
+    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    config["added_tokens_decoder"] = {str(index): asdict(added[index]) for index in sorted(added)}
+    config |= {name: token.content for name, token in settings.named.items()}
+    text = json.dumps(config, ensure_ascii=False, indent=2)
+    return {**files, "tokenizer_config.json": text.encode()}
 
 
 class TokenFinder:

@@ -12,18 +12,20 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
-from jaxllm.common.field_mapping import FieldMapping
+from jaxllm.common.field_mapping import ArrayMapping, FieldMapping
 from jaxllm.common.messages import quoted
 
 PaddingSide = Literal["left", "right"]
 Padding = bool | Literal["longest", "max_length", "do_not_pad"]
 Truncation = bool | Literal["longest_first", "only_first", "only_second", "do_not_truncate"] | None
+Span = tuple[int, int]
+"""Start and end of a token in its text, in characters."""
 Bucket = int | Literal["power_of_two"] | None
 ReturnTensors = Literal["np", "jax"] | None
 
 
 @dataclass(frozen=True, eq=False)
-class BatchEncoding(FieldMapping):
+class BatchEncoding(ArrayMapping):
     """A batch of prompts, padded to one length; also a mapping: ``model(**batch)``.
 
     ``attention_mask`` is 1 at real tokens and 0 at padding. Only the mask marks padding, since the
@@ -32,6 +34,10 @@ class BatchEncoding(FieldMapping):
 
     input_ids: Int32[np.ndarray | jax.Array, "B T"]
     attention_mask: Int32[np.ndarray | jax.Array, "B T"]
+    offset_mapping: Int32[np.ndarray | jax.Array, "B T 2"] | None = None
+    """Start and end of each token in its text, with ``return_offsets_mapping``; else None."""
+    labels: np.ndarray | jax.Array | None = None
+    """Labels of the rows that ``pad`` got, [B] or [B, N]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +46,8 @@ class ListEncoding(FieldMapping):
 
     input_ids: list[int] | list[list[int]]
     attention_mask: list[int] | list[list[int]]
+    offset_mapping: list[Span] | list[list[Span]] | None = None
+    labels: list[Any] | None = None
 
 
 def pad_rows(
@@ -78,12 +86,22 @@ def _checked_row(row: Sequence[int], number: int) -> Int[np.ndarray, " T"]:
 def as_tensors(batch: BatchEncoding, return_tensors: ReturnTensors) -> BatchEncoding:
     """NumPy arrays as they are, or as JAX arrays."""
     if return_tensors == "jax":
-        return BatchEncoding(jnp.asarray(batch.input_ids), jnp.asarray(batch.attention_mask))
+        return BatchEncoding(**{name: jnp.asarray(value) for name, value in batch.items()})
     return batch
 
 
-def unpadded(rows: list[list[int]]) -> ListEncoding:
-    return ListEncoding(rows, [[1] * len(row) for row in rows])
+def pad_values(
+    rows: Sequence[Sequence[Any]], filler: Any, side: PaddingSide, length: int
+) -> list[list[Any]]:
+    """Pads lists of any values to one length.
+
+    >>> pad_values([[1, 1], [1]], 0, "left", 3)
+    [[0, 1, 1], [0, 0, 1]]
+    """
+    fillers = [[filler] * (length - len(row)) for row in rows]
+    if side == "left":
+        return [extra + list(row) for extra, row in zip(fillers, rows, strict=True)]
+    return [list(row) + extra for extra, row in zip(fillers, rows, strict=True)]
 
 
 def padded_length(

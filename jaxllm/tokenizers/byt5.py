@@ -11,6 +11,7 @@ from jaxllm.tokenizers.added_tokens import (
     TokenFinder,
     place_added_tokens,
     split_added_tokens,
+    with_added_tokens,
     with_eos,
 )
 from jaxllm.tokenizers.settings import (
@@ -91,6 +92,10 @@ class ByT5Tokenizer(Tokenizer):
     @property
     def special_tokens(self) -> Mapping[str, AddedToken]:
         return self._special
+
+    def _rebuild(self, settings: TokenizerSettings) -> None:
+        files = with_added_tokens(self._files, settings, {**self._added, **settings.added})
+        self._become(ByT5Tokenizer(settings, files))
 
     def _encode_text(self, text: str) -> list[int]:
         return self._ids(self._split([text], self._any_added))

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from jaxllm.common.errors import InputError
-from jaxllm.tokenizers.batch import PaddingSide, Truncation, check_truncation, truncate
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.tokenizers.batch import PaddingSide, Span, Truncation, check_truncation, truncate
 from jaxllm.tokenizers.settings import AddedToken
 from jaxllm.tokenizers.stream_decoder import Stage, StreamDecoder
 from jaxllm.tokenizers.vocabulary import NO_MAX_LENGTH, Vocabulary
@@ -82,6 +82,59 @@ class TextEncoder(Vocabulary):
 
         ids = encode(text)
         pair = None if text_pair is None else encode(text_pair)
+        return self._assemble(ids, pair, add_special_tokens, truncation, max_length)
+
+    def encode_with_offsets(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation = False,
+        max_length: int | None = None,
+        split_special_tokens: bool | None = None,
+        max_bytes: int = MAX_TEXT_BYTES,
+    ) -> tuple[list[int], list[Span]]:
+        """Encodes as :meth:`encode`, and returns ids and the span of characters of each.
+
+        A span is (start, end) in its own text; (0, 0) for tokens that were added.
+
+        Raises:
+            UnsupportedError: the tokenizer has no offsets (sentencepiece, ByT5).
+        """
+        if split_special_tokens is None:
+            split_special_tokens = self.settings.flag("split_special_tokens", False)
+        ids: list[int] = []
+        spans: list[Span] = []
+        counts = []
+        for each in [text] if text_pair is None else [text, text_pair]:
+            check_text(each, max_bytes)
+            its_ids, its_spans = self._encode_spans(each, split_special_tokens)
+            ids += its_ids
+            spans += its_spans
+            counts.append(len(its_ids))
+        first, pair = _placeholders(*counts)
+        places = self._assemble(first, pair, add_special_tokens, truncation, max_length)
+        return (
+            [ids[-1 - i] if i < 0 else i for i in places],
+            [spans[-1 - i] if i < 0 else (0, 0) for i in places],
+        )
+
+    def _encode_spans(self, text: str, split_special_tokens: bool) -> tuple[list[int], list[Span]]:
+        raise UnsupportedError(
+            f"return_offsets_mapping: a {type(self).__name__} has no offsets, as in transformers;"
+            " a tokenizer.json gives them"
+        )
+
+    def _assemble(
+        self,
+        ids: list[int],
+        pair: list[int] | None,
+        add_special_tokens: bool,
+        truncation: Truncation,
+        max_length: int | None,
+    ) -> list[int]:
+        """Truncates one or two lists of ids, and adds special tokens."""
         if check_truncation(truncation):
             limit = self._max_length(max_length, "truncation")
             if add_special_tokens:
@@ -106,10 +159,7 @@ class TextEncoder(Vocabulary):
         everything = [token for each in tokens for token in each]
         if not add_special_tokens:
             return everything
-        # Numbers below zero stand for the text's tokens, in order.
-        first = [-1 - number for number in range(len(tokens[0]))]
-        second = [-1 - number for number in range(len(tokens[0]), len(everything))]
-        ids = self._add_special_tokens(first, None if pair is None else second)
+        ids = self._add_special_tokens(*_placeholders(*map(len, tokens)))
         return [everything[-1 - i] if i < 0 else str(self.id_to_token(i)) for i in ids]
 
     def encode_user(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
@@ -175,6 +225,12 @@ class TextEncoder(Vocabulary):
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise InputError(f"max_length is {max_length!r}: expected an int")
         return length
+
+
+def _placeholders(first: int, second: int | None = None) -> tuple[list[int], list[int] | None]:
+    """Numbers below zero for the tokens of one or two texts: -1 - n for token n of both."""
+    numbers = [-1 - number for number in range(first + (second or 0))]
+    return numbers[:first], None if second is None else numbers[first:]
 
 
 def check_text(text: Any, max_bytes: int) -> None:

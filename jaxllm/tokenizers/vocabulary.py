@@ -148,11 +148,16 @@ class Vocabulary(ABC):
         named = {key: value for key, value in self.settings.named.items() if key != name}
         if token is not None:
             named[name] = self.special_tokens.get(token, AddedToken(token))
-        options = {**self.settings.options, name: token}
-        self.settings = replace(self.settings, named=named, options=options)
+        self.settings = replace(self.settings, named=named)
+        self._set_option(name, token)
+
+    def _set_option(self, name: str, value: Any) -> None:
+        """Sets a field of tokenizer_config.json, in the files that ``save`` writes too."""
+        options = {**self.settings.options, name: value}
+        self.settings = replace(self.settings, options=options)
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
             if file in self._files or file == "tokenizer_config.json":
-                content = {**json.loads(self._files.get(file, b"{}")), name: token}
+                content = {**json.loads(self._files.get(file, b"{}")), name: value}
                 self._files[file] = json.dumps(content, ensure_ascii=False, indent=2).encode()
 
     @property

@@ -13,6 +13,7 @@ import tiny
 
 from jaxllm.errors import InputError
 from jaxllm.models.llama import LlamaConfig, LlamaForCausalLM
+from jaxllm.models.weights import parameters
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 
 ARCHITECTURES = {
@@ -114,3 +115,28 @@ def test_copies_and_pickles_share_compiled_programs(family, architecture, copied
 )
 def test_models_of_every_activation_are_pickled(act):
     pickle.dumps(tiny.make("llama", hidden_act=act))
+
+
+@pytest.mark.parametrize(("family", "architecture"), MODELS)
+def test_embeddings_are_resized(family, architecture, tmp_path):
+    model = tiny.make(family, architecture=architecture, tie_word_embeddings=False)
+    larger = model.resize_token_embeddings(53)
+    assert (larger.config.vocab_size, model.config.vocab_size) == (53, 50)
+    old, new = (np.asarray(each.embedding.weight[...]) for each in (model, larger))
+    np.testing.assert_array_equal(new[:50], old)
+    np.testing.assert_allclose(new[50:], np.tile(old.mean(0), (3, 1)), atol=1e-6)
+    if model.is_encoder_decoder or hasattr(model, "lm_head"):
+        logits = tiny.logits(larger, np.full((1, 4), 51))
+        assert logits.shape[-1] == 53
+        expected = tiny.logits(model)
+        np.testing.assert_allclose(tiny.logits(larger)[..., :50], expected, rtol=1e-5, atol=1e-5)
+    larger.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, parameters(again), parameters(larger))
+    smaller = larger.resize_token_embeddings(50)
+    jax.tree.map(np.testing.assert_array_equal, parameters(smaller), parameters(model))
+
+
+def test_no_special_token_loses_its_row():
+    with pytest.raises(InputError, match=r"resize_token_embeddings\(2\): eos_token_id"):
+        tiny.make("llama").resize_token_embeddings(2)

@@ -46,6 +46,108 @@ def test_lists_match_transformers(case):
         assert tokenizer(BATCH, SECOND, **{**defaults, **options}) == result, options
 
 
+def test_offsets_match_transformers(case):
+    tokenizer, expected = case
+
+    def lists(*texts, **options) -> dict:
+        options = {"padding": False, "return_tensors": None, **options}
+        encoding = tokenizer(*texts, return_offsets_mapping=True, **options)
+        return json.loads(json.dumps(dict(encoding)))
+
+    for options, result in expected["offsets"]:
+        assert lists(BATCH, **options) == result, options
+    pairs = lists(BATCH, SECOND, truncation=True, max_length=9)
+    assert pairs == expected["pair_offsets"]
+    arrays = tokenizer(BATCH[2:], return_offsets_mapping=True)
+    padded = lists(BATCH[2:], padding=True)
+    assert {name: value.tolist() for name, value in arrays.items()} == padded
+
+
+def test_added_tokens_match_transformers(load_fast, case, tmp_path):
+    _, expected = case
+    name = next(n for n, each in CASES["tokenizers"].items() if each is expected)
+    tokens, special, texts = CASES["new"]
+    tokenizer = load_fast(name)
+    size = len(tokenizer)
+    count = tokenizer.add_tokens(tokens) + tokenizer.add_special_tokens(special)
+    assert count == len(tokenizer) - size
+    assert tokenizer.add_tokens(tokens) == 0
+    tokenizer.save_pretrained(tmp_path)
+    for each in (tokenizer, load_tokenizer(tmp_path)):
+        ids = [each.encode(text) for text in texts]
+        assert expected["extended"] == {
+            "size": len(each),
+            "ids": ids,
+            "decoded": each.batch_decode(ids),
+            "skipped": each.batch_decode(ids, skip_special_tokens=True),
+            "new_ids": each.convert_tokens_to_ids([*tokens, "<SEP>", "<u>"]),
+            "sep_token_id": each.sep_token_id,
+        }
+
+
+@pytest.mark.parametrize("name", ["llama.model", "t5.model", "byt5"])
+def test_added_tokens_of_tokenizers_without_a_json(name, tmp_path):
+    """No offsets, as in transformers; added tokens are saved."""
+    classes = {"llama.model": "LlamaTokenizer", "t5.model": "T5Tokenizer", "byt5": "ByT5Tokenizer"}
+    config = {"tokenizer_class": classes[name], "padding_side": "left"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if name != "byt5":
+        file = "tokenizer.model" if name.startswith("llama") else "spiece.model"
+        (tmp_path / file).write_bytes((DATA / name).read_bytes())
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    text = "a<new> Hello<SEP>b"
+    size, plain = len(tokenizer), tokenizer.encode(text)
+    tokenizer.padding_side = "right"
+    assert tokenizer.add_tokens("<new>") == tokenizer.add_special_tokens({"sep_token": "<SEP>"})
+    assert tokenizer.padding_side == "right"
+    ids = tokenizer.encode(text)
+    assert (size in ids, size + 1 in ids, len(ids) < len(plain)) == (True, True, True)
+    assert "<SEP>" not in tokenizer.decode(ids, skip_special_tokens=True)
+    tokenizer.save(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert again is not None
+    assert (again.encode(text), again.sep_token_id) == (ids, size + 1)
+    with pytest.raises(UnsupportedError, match="has no offsets"):
+        tokenizer("a", return_offsets_mapping=True)
+
+
+def test_dicts_are_padded(t5):
+    texts = ["a", "b c d"]
+    rows = [t5(text, padding=False, return_tensors=None) for text in texts]
+    expected = t5(texts, padding_side="left")
+    features = [{**row, "labels": label} for row, label in zip(rows, (3, 4), strict=True)]
+    batch = t5.pad(features, padding_side="left", return_tensors="jax")
+    np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
+    np.testing.assert_array_equal(batch.attention_mask, expected.attention_mask)
+    assert batch["labels"].tolist() == [3, 4]
+    again = t5.pad(expected, padding="max_length", max_length=9, padding_side="right")
+    assert again.attention_mask[:, : expected.input_ids.shape[1]].tolist() == (
+        expected.attention_mask.tolist()
+    )
+    assert again.attention_mask.sum() == expected.attention_mask.sum()
+    columns = t5.pad({"input_ids": [[5], [6, 7]]}, return_tensors=None)
+    expected_lists = {"input_ids": [[5, 0], [6, 7]], "attention_mask": [[1, 0], [1, 1]]}
+    assert dict(columns) == dict(t5.pad([[5], [6, 7]], return_tensors=None)) == expected_lists
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"input_ids": [5]}, {"input_ids": [6], "labels": 1}], "row 0 has"),
+        ([{"input_ids": [5], "position_ids": [0]}], "pad takes input_ids"),
+        ([{"labels": 5}], "pad takes input_ids"),
+        ({"input_ids": [[5]], "attention_mask": [[1, 1]]}, "attention_mask: its rows"),
+        ({"input_ids": [[5], [6]], "labels": [[1], [1, 2]]}, "pad them first, with -100"),
+        ([], "the batch is empty"),
+        ([5, 6], "expected lists of token ids"),
+    ],
+)
+def test_rows_that_cannot_be_padded(t5, rows, message):
+    with pytest.raises(InputError, match=message):
+        t5.pad(rows)
+
+
 def test_truncation_side_of_the_file(load_fast, case):
     _, expected = case
     name = next(n for n, each in CASES["tokenizers"].items() if each is expected)
@@ -166,7 +268,7 @@ def test_model_max_length_is_the_default(load_fast):
         ({"return_tensors": 3}, InputError, "return_tensors is 3"),
         ({"bucket": 8, "pad_to_multiple_of": 8}, InputError, "not both"),
         ({"pad_to_multiple_of": -1}, InputError, "bucket is -1"),
-        ({"return_offsets_mapping": True}, UnsupportedError, r"\['return_offsets_mapping'\]"),
+        ({"return_length": True}, UnsupportedError, r"\['return_length'\]"),
         ({"text_pair": ["a"]}, InputError, "1 second texts for 2 texts"),
         ({"text_pair": "ab"}, InputError, "1 second texts for 2 texts"),
         (

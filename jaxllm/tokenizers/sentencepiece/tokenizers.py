@@ -16,6 +16,7 @@ from jaxllm.tokenizers.added_tokens import (
     TokenFinder,
     place_added_tokens,
     split_added_tokens,
+    with_added_tokens,
     with_eos,
 )
 from jaxllm.tokenizers.batch import PaddingSide
@@ -71,6 +72,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.add_prefix_space = settings.flag("add_prefix_space", True)
         if not self.legacy and not settings.flag("from_slow", False):
             model += WITHOUT_DUMMY_PREFIX
+        self._source = source
         self._model = SentencePieceModel(model, source)
         self.vocab_size = len(self._model.pieces)
         self._added = place_added_tokens(self._model.pieces, self._known_added(), settings, source)
@@ -118,6 +120,11 @@ class SentencePieceTokenizer(Tokenizer):
     @property
     def special_tokens(self) -> Mapping[str, AddedToken]:
         return self._special
+
+    def _rebuild(self, settings: TokenizerSettings) -> None:
+        model, source = self._files[self.model_file], self._source
+        files = with_added_tokens(self._files, settings, {**self._added, **settings.added})
+        self._become(type(self)(model, settings, files, source=source))
 
     def _encode_text(self, text: str) -> list[int]:
         return list(map(self._id, self._split([text], self._any_added)))

@@ -18,7 +18,7 @@ import tokenizers
 
 from jaxllm.common.errors import JaxLLMError, TokenizerError
 from jaxllm.common.strict_json import parse_json
-from jaxllm.tokenizers.batch import PaddingSide
+from jaxllm.tokenizers.batch import PaddingSide, Span
 from jaxllm.tokenizers.limits import (
     check_growth,
     check_normalized_size,
@@ -89,8 +89,11 @@ class FastTokenizer(Tokenizer):
             if entry["special"]
         }
         self.vocab_size = len(spec["model"]["vocab"])
-        vocabulary = self._backend.get_vocab(True)
-        self._tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+        vocabulary = self.get_vocab()
+        self._tokens = list(vocabulary)
+        for entry in spec["added_tokens"]:
+            if entry["normalized"]:  # decoded as the normalizer made it: "▁Hello"
+                self._tokens[entry["id"]] = self._backend.id_to_token(entry["id"])
         self.special_ids = frozenset(vocabulary[content] for content in self._special)
         if files is None:
             self._files = _written_files(self._backend, settings)
@@ -134,6 +137,9 @@ class FastTokenizer(Tokenizer):
     def id_to_token(self, index: int) -> str | None:
         return self._tokens[index] if 0 <= index < len(self._tokens) else None
 
+    def get_vocab(self) -> dict[str, int]:
+        return dict(sorted(self._backend.get_vocab(True).items(), key=lambda item: item[1]))
+
     @property
     def special_tokens(self) -> Mapping[str, AddedToken]:
         return self._special
@@ -143,6 +149,11 @@ class FastTokenizer(Tokenizer):
 
     def _text_tokens(self, text: str) -> list[str]:
         return self._run(self._backend, text).tokens
+
+    def _encode_spans(self, text: str, split_special_tokens: bool) -> tuple[list[int], list[Span]]:
+        backend = self._backend_for_parts[0] if split_special_tokens else self._backend
+        encoding = self._run(backend, text)
+        return encoding.ids, encoding.offsets
 
     def _encode_parts(self, parts: Sequence[str | AddedToken]) -> list[int]:
         backend, names = self._backend_for_parts
@@ -199,6 +210,10 @@ class FastTokenizer(Tokenizer):
         for item in single if pair is None else double:
             result += parts[item] if isinstance(item, str) else item
         return result
+
+    def _rebuild(self, settings: TokenizerSettings) -> None:
+        spec = json.loads(self._backend.to_str())
+        self._become(FastTokenizer(spec, settings, source=self._source))
 
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
         stages = decoder_stages(self._decoder)

@@ -40,8 +40,38 @@ PAIR_CALLS = [
 ]
 
 
+OFFSET_CALLS = [
+    {},
+    {"padding": True, "padding_side": "left"},
+    {"truncation": True, "max_length": 5, "padding": "max_length"},
+    {"add_special_tokens": False},
+]
+NEW_TOKENS = ["<new>", "Hello", "é!"]
+NEW_SPECIAL = {"sep_token": "<SEP>", "additional_special_tokens": ["<u>"]}
+NEW_TEXTS = ["a<new> Hello b<new>c", " Hello<SEP> é! <u>.<u> x", "Hello world<SEP>"]
+
+
 def lists(encoding):
     return {name: encoding[name] for name in ("input_ids", "attention_mask")}
+
+
+def with_offsets(encoding):
+    return {**lists(encoding), "offset_mapping": encoding["offset_mapping"]}
+
+
+def extended(tokenizer):
+    """The tokenizer after tokens were added to it."""
+    tokenizer.add_tokens(NEW_TOKENS)
+    tokenizer.add_special_tokens(NEW_SPECIAL)
+    ids = [tokenizer.encode(text) for text in NEW_TEXTS]
+    return {
+        "size": len(tokenizer),
+        "ids": ids,
+        "decoded": [tokenizer.decode(row) for row in ids],
+        "skipped": [tokenizer.decode(row, skip_special_tokens=True) for row in ids],
+        "new_ids": tokenizer.convert_tokens_to_ids([*NEW_TOKENS, "<SEP>", "<u>"]),
+        "sep_token_id": tokenizer.sep_token_id,
+    }
 
 
 def describe(folder):
@@ -61,6 +91,14 @@ def describe(folder):
         "single": lists(tokenizer("Nice to meet you.")),
         "calls": [[options, lists(tokenizer(BATCH, **options))] for options in CALLS],
         "pairs": [[options, lists(tokenizer(BATCH, SECOND, **options))] for options in PAIR_CALLS],
+        "offsets": [
+            [options, with_offsets(tokenizer(BATCH, return_offsets_mapping=True, **options))]
+            for options in OFFSET_CALLS
+        ],
+        "pair_offsets": with_offsets(
+            tokenizer(BATCH, SECOND, return_offsets_mapping=True, truncation=True, max_length=9)
+        ),
+        "extended": extended(AutoTokenizer.from_pretrained(folder)),
         "left": lists(left(BATCH, SECOND, truncation=True, max_length=9)),
         "tokens": [[text, tokenizer.tokenize(text)] for text in TEXTS[::3]],
         "unknown": tokenizer.convert_tokens_to_ids(["nowhere to be found", tokenizer.eos_token]),
@@ -96,7 +134,7 @@ def byt5():
             result.append(
                 {
                     "files": {p.name: json.loads(p.read_text()) for p in path.iterdir()},
-                    "sizes": [size, tokenizer.vocab_size],
+                    "sizes": [len(tokenizer), tokenizer.vocab_size],
                     "special_ids": sorted(tokenizer.all_special_ids),
                     "ids": zlib.crc32(json.dumps(ids).encode()),
                     "texts": [tokenizer.decode(row) for row in rows],
@@ -116,6 +154,7 @@ def main():
         "transformers": transformers.__version__,
         "batch": BATCH,
         "second": SECOND,
+        "new": [NEW_TOKENS, NEW_SPECIAL, NEW_TEXTS],
         "byt5": byt5(),
         "tokenizers": {},
     }

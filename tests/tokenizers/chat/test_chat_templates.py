@@ -5,6 +5,7 @@ import os
 import threading
 import time
 
+import numpy as np
 import paths
 import pytest
 
@@ -268,6 +269,34 @@ def nested(levels: int, copies: int) -> list:
 def test_invalid_messages(tokenizer, messages, message):
     with pytest.raises(InputError, match=message):
         tokenizer.apply_chat_template(messages, chat_template="{{ messages[0].content }}")
+
+
+def test_forms_of_the_result(tokenizer):
+    """transformers' arguments; the ids are those that the other tests compare."""
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    short, long = ([{"role": "user", "content": text}] for text in ("Hello", "Hello, world!"))
+
+    def apply(messages, **options):
+        return tokenizer.apply_chat_template(messages, chat_template=template, **options)
+
+    ids = [apply(chat) for chat in (short, long)]
+    assert apply([short, long]) == ids
+    assert apply([short, long], tokenize=False) == [
+        apply(chat, tokenize=False) for chat in (short, long)
+    ]
+    assert dict(apply(short, return_dict=True)) == {
+        "input_ids": ids[0],
+        "attention_mask": [1] * len(ids[0]),
+    }
+    array = apply(short, return_tensors="np")
+    assert array.dtype == np.int32
+    assert array.tolist() == [ids[0]]
+    batch = apply([short, long], padding=True, return_tensors="jax", return_dict=True)
+    assert batch.attention_mask.sum(1).tolist() == list(map(len, ids))
+    assert batch.input_ids[1].tolist() == ids[1]
+    assert apply(long, truncation=True, max_length=3) == ids[1][:3]
+    with pytest.raises(InputError, match="different lengths"):
+        apply([short, long], return_tensors="np")
 
 
 def test_unsupported_options_of_transformers(tokenizer):

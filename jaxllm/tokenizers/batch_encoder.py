@@ -1,0 +1,319 @@
+"""Encodes and pads batches of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import numpy as np
+
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.tokenizers.batch import (
+    BatchEncoding,
+    Bucket,
+    ListEncoding,
+    Padding,
+    PaddingSide,
+    ReturnTensors,
+    Span,
+    Truncation,
+    as_tensors,
+    check_return_tensors,
+    checked_side,
+    pad_rows,
+    pad_values,
+    padded_length,
+)
+from jaxllm.tokenizers.text_encoder import TextEncoder
+
+
+class PaddingOptions(TypedDict, total=False):
+    """Options of :meth:`Tokenizer.pad`."""
+
+    padding: Padding
+    max_length: int | None
+    pad_to_multiple_of: int | None
+    bucket: Bucket
+    padding_side: PaddingSide | None
+
+
+class EncodingOptions(PaddingOptions, total=False):
+    """Options of a tokenizer's call."""
+
+    truncation: Truncation
+    add_special_tokens: bool
+    split_special_tokens: bool | None
+    return_offsets_mapping: bool
+    max_bytes: int
+
+
+_NOT_ENCODING = PaddingOptions.__annotations__.keys() - {"max_length"} | {"return_offsets_mapping"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Values of rows of any length, before padding; None: not present."""
+
+    input_ids: list[Sequence[int]]
+    attention_mask: list[Sequence[int]] | None = None
+    offset_mapping: list[list[Span]] | None = None
+    labels: list[Any] | None = None
+
+
+class BatchEncoder(TextEncoder):
+    """Encodes one or more prompts, and pads lists of ids to one length.
+
+    Attributes:
+        padding_side: side of the padding: "left" or "right".
+    """
+
+    padding_side: PaddingSide
+
+    @overload
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        text_pair: str | Sequence[str] | None = None,
+        *,
+        return_tensors: Literal["np", "jax"] = "np",
+        **options: Unpack[EncodingOptions],
+    ) -> BatchEncoding: ...
+    @overload
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        text_pair: str | Sequence[str] | None = None,
+        *,
+        return_tensors: None,
+        **options: Unpack[EncodingOptions],
+    ) -> ListEncoding: ...
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        text_pair: str | Sequence[str] | None = None,
+        *,
+        return_tensors: ReturnTensors = "np",
+        **options: Unpack[EncodingOptions],
+    ) -> BatchEncoding | ListEncoding:
+        """Encodes and pads one or more prompts, as transformers does with the same arguments.
+
+        The defaults differ: transformers pads nothing and returns lists (``padding=False,
+        return_tensors=None``), and a longer text than ``max_length`` is no error there.
+
+        Args:
+            text: one or more prompts. In arrays an empty prompt becomes BOS if the tokenizer has
+                one.
+            text_pair: as many second texts; see :meth:`encode`.
+            return_tensors: "np" or "jax" for arrays [B, T] of int32; None for lists, and one list
+                if ``text`` is one string.
+            padding: True or "longest" pads to the longest prompt, "max_length" to ``max_length``,
+                False not at all.
+            truncation: True or "longest_first" shortens the longer text until there are at most
+                ``max_length`` tokens; "only_first" and "only_second" shorten that text.
+            max_length: maximum tokens of a prompt, special tokens included; a longer one is an
+                error without ``truncation``. None: the tokenizer's ``model_max_length`` for
+                ``truncation`` and ``padding="max_length"``, otherwise no limit.
+            pad_to_multiple_of: rounds the padded length up to a multiple.
+            bucket: the same, or ``"power_of_two"``, so that few lengths are compiled.
+            padding_side: "left" or "right"; the tokenizer's own by default.
+            return_offsets_mapping: ``offset_mapping`` [B, T, 2] too, start and end of each token
+                in its text, in characters; only tokenizers of a tokenizer.json have it.
+            add_special_tokens, split_special_tokens, max_bytes: as for :meth:`encode`.
+
+        Raises:
+            InputError: no prompt, an empty one without BOS, or one that is too long.
+            UnsupportedError: another option of transformers.
+        """
+        unknown = options.keys() - EncodingOptions.__annotations__.keys()
+        if unknown:
+            raise UnsupportedError(f"a tokenizer's call does not take {sorted(unknown)}")
+        texts = _text_list(text)
+        pairs = [None] * len(texts) if text_pair is None else _text_list(text_pair)
+        one_of_each = text_pair is None or isinstance(text, str) == isinstance(text_pair, str)
+        if len(pairs) != len(texts) or not one_of_each:
+            raise InputError(f"text_pair: {len(pairs)} second texts for {len(texts)} texts")
+        encoding: Any = {k: v for k, v in options.items() if k not in _NOT_ENCODING}
+        padding: Any = {k: v for k, v in options.items() if k in PaddingOptions.__annotations__}
+        both = zip(texts, pairs, strict=True)
+        if options.get("return_offsets_mapping"):
+            encoded = [self.encode_with_offsets(*each, **encoding) for each in both]
+            rows = Rows([ids for ids, _ in encoded], offset_mapping=[spans for _, spans in encoded])
+        else:
+            rows = Rows([self.encode(*each, **encoding) for each in both])
+        batch = self._pad(rows, return_tensors, **padding)
+        if isinstance(batch, ListEncoding) and isinstance(text, str):
+            return ListEncoding(**{name: value[0] for name, value in batch.items()})
+        return batch
+
+    @overload
+    def pad(
+        self,
+        rows: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        return_tensors: Literal["np", "jax"] = "np",
+        **options: Unpack[PaddingOptions],
+    ) -> BatchEncoding: ...
+    @overload
+    def pad(
+        self,
+        rows: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        return_tensors: ReturnTensors,
+        **options: Unpack[PaddingOptions],
+    ) -> BatchEncoding | ListEncoding: ...
+    def pad(
+        self,
+        rows: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        return_tensors: ReturnTensors = "np",
+        **options: Unpack[PaddingOptions],
+    ) -> BatchEncoding | ListEncoding:
+        """Pads rows to one length; options and errors are those of ``__call__``.
+
+        Args:
+            rows: lists of ids; or, as in transformers, dicts with ``input_ids`` (the outputs of
+                calls), or one dict of lists. ``attention_mask`` is padded with 0, ``labels`` are
+                returned as they are.
+            return_tensors: as for ``__call__``.
+        """
+        return self._pad(rows_of(rows), return_tensors, **options)
+
+    def _pad(
+        self,
+        rows: Rows,
+        return_tensors: ReturnTensors,
+        *,
+        padding: Padding = True,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        bucket: Bucket = None,
+        padding_side: PaddingSide | None = None,
+    ) -> BatchEncoding | ListEncoding:
+        check_return_tensors(return_tensors)
+        side = checked_side(padding_side or self.padding_side, InputError)
+        if bucket is not None and pad_to_multiple_of is not None:
+            raise InputError("give bucket or pad_to_multiple_of, not both")
+        if max_length is not None or padding == "max_length":
+            max_length = self._max_length(max_length, "padding='max_length'")
+        ids = rows.input_ids
+        for number, row in enumerate(ids):
+            if max_length is not None and len(row) > max_length:
+                raise InputError(
+                    f"prompt {number} has {len(row)} tokens, but max_length is {max_length}"
+                )
+        if return_tensors is not None and not all(map(len, ids)):
+            rows = self._without_empty_rows(rows)
+            ids = rows.input_ids
+        length = padded_length(
+            ids, padding, max_length, pad_to_multiple_of if bucket is None else bucket
+        )
+        if length is None and return_tensors is None:
+            masks = rows.attention_mask or [[1] * len(row) for row in ids]
+            lists = (list(map(list, values)) for values in (ids, masks))
+            return ListEncoding(*lists, offset_mapping=rows.offset_mapping, labels=rows.labels)
+        if length is None:
+            length = len(ids[0])
+            if any(len(row) != length for row in ids):
+                raise InputError(
+                    "the prompts have different lengths: an array needs padding=True, or"
+                    " truncation and padding='max_length'"
+                )
+        batch = as_tensors(self._arrays(rows, side, length), return_tensors)
+        if return_tensors is not None:
+            return batch
+        lists = {name: value.tolist() for name, value in batch.items()}
+        if rows.offset_mapping is not None:
+            lists["offset_mapping"] = pad_values(rows.offset_mapping, (0, 0), side, length)
+        return ListEncoding(**lists)
+
+    def _arrays(self, rows: Rows, side: PaddingSide, length: int) -> BatchEncoding:
+        """Rows padded to ``length``, as NumPy arrays."""
+        pad = self.pad_token_id if self.pad_token_id is not None else self.eos_token_id
+        batch = pad_rows(rows.input_ids, 0 if pad is None else pad, side, length)
+        mask, spans, labels = rows.attention_mask, rows.offset_mapping, rows.labels
+        return BatchEncoding(
+            batch.input_ids,
+            batch.attention_mask
+            if mask is None
+            else np.asarray(pad_values(mask, 0, side, length), np.int32),
+            offset_mapping=None
+            if spans is None
+            else np.asarray(pad_values(spans, (0, 0), side, length), np.int32),
+            labels=None if labels is None else _label_array(labels),
+        )
+
+    def _without_empty_rows(self, rows: Rows) -> Rows:
+        """Rows in which BOS stands for an empty prompt."""
+        empty = next(number for number, row in enumerate(rows.input_ids) if len(row) == 0)
+        if self.bos_token_id is None:
+            raise InputError(
+                f"prompt {empty} is empty, and the tokenizer has no BOS token to begin with"
+            )
+        ids, mask, spans = rows.input_ids, rows.attention_mask, rows.offset_mapping
+        return Rows(
+            [row if len(row) > 0 else [self.bos_token_id] for row in ids],
+            None if mask is None else [row if len(row) > 0 else [1] for row in mask],
+            None if spans is None else [row or [(0, 0)] for row in spans],
+            rows.labels,
+        )
+
+
+def rows_of(rows: Any) -> Rows:
+    """Rows of a batch: from lists of ids, from dicts with ``input_ids``, or from a dict of lists.
+
+    >>> rows_of([{"input_ids": [5], "labels": 1}, {"input_ids": [6, 7], "labels": 0}])
+    Rows(input_ids=[[5], [6, 7]], attention_mask=None, offset_mapping=None, labels=[1, 0])
+    """
+    if isinstance(rows, Mapping):
+        columns = {name: list(values) for name, values in rows.items() if values is not None}
+    elif len(_sequence(rows)) > 0 and all(isinstance(row, Mapping) for row in rows):
+        names = dict.fromkeys(name for row in rows for name in row)
+        for number, row in enumerate(rows):
+            if row.keys() != names.keys():
+                raise InputError(f"row {number} has {sorted(row)}, another {sorted(names)}")
+        columns = {name: [row[name] for row in rows] for name in names}
+    else:
+        columns = {"input_ids": list(rows)}
+    unknown = columns.keys() - Rows.__annotations__.keys()
+    if unknown or "input_ids" not in columns:
+        raise InputError(
+            f"rows have {sorted(columns)}: pad takes input_ids, attention_mask, offset_mapping and"
+            " labels"
+        )
+    if not all(hasattr(row, "__len__") for row in columns["input_ids"]):
+        raise InputError(
+            f"rows: expected lists of token ids, found {str(columns['input_ids'])[:60]}"
+        )
+    sizes = {name: list(map(len, values)) for name, values in columns.items() if name != "labels"}
+    for name in sizes:
+        if sizes[name] != sizes["input_ids"]:
+            raise InputError(f"{name}: its rows have other lengths than those of input_ids")
+    if not columns["input_ids"]:
+        raise InputError("the batch is empty: give at least one prompt")
+    return Rows(**columns)
+
+
+def _sequence(rows: Any) -> Any:
+    if not hasattr(rows, "__len__"):
+        raise InputError(f"rows: expected lists of token ids, found {str(rows)[:60]}")
+    return rows
+
+
+def _label_array(labels: list[Any]) -> np.ndarray:
+    try:
+        return np.asarray(labels)
+    except ValueError:
+        raise InputError("labels: rows of different lengths; pad them first, with -100") from None
+
+
+def _text_list(texts: Any) -> list[Any]:
+    """The texts of a batch: one string, or a list or other sequence of them."""
+    if isinstance(texts, str):
+        return [texts]
+    if isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
+        raise InputError(f"expected a str or a list of str, found {type(texts).__name__}")
+    dtype = getattr(texts, "dtype", None)
+    if dtype is not None and getattr(dtype, "kind", None) not in ("U", "O", "T"):
+        raise InputError(f"expected a str or a list of str, found an array of {dtype}")
+    return list(texts)
