@@ -142,6 +142,11 @@ def test_renamed_arguments_say_what_to_write(name):
         CALLS[name](tiny.cached("llama"))
 
 
+def test_fields_of_the_config_are_not_arguments():
+    with pytest.raises(InputError, match=r'does not take resid_pdrop: .* config={"resid_pdrop"'):
+        models.GPT2LMHeadModel.from_pretrained(REFERENCE / "tiny-gpt2", resid_pdrop=0.0)
+
+
 def test_other_families_and_attributes():
     model = tiny.cached("t5")
     with pytest.raises(AttributeError, match=r"'params': a model is its own .* nnx.split"):

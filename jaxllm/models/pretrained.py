@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
@@ -123,8 +124,17 @@ class Generates:
 
 def pretrained(model_class: type, path_or_hub_id: str | PathLike[str], **options: Any) -> Any:
     """Loads a checkpoint as `model_class`, or as the family's class derived from it."""
-    check_arguments(f"{model_class.__name__}.from_pretrained()", options)
-    return public("load")(path_or_hub_id, architecture=model_class, **options)[0]
+    where = f"{model_class.__name__}.from_pretrained()"
+    check_arguments(where, options)
+    load = public("load")
+    unknown = options.keys() - inspect.signature(load).parameters.keys() - {"architecture"}
+    if unknown:
+        fields = ", ".join(f'"{name}": ...' for name in sorted(unknown))
+        raise InputError(
+            f"{where} does not take {', '.join(sorted(unknown))}: fields of config.json go into "
+            f"config={{{fields}}}"
+        )
+    return load(path_or_hub_id, architecture=model_class, **options)[0]
 
 
 def check_arguments(where: str, names: Mapping[str, Any], *but: str) -> None:

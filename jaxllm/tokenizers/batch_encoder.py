@@ -197,6 +197,8 @@ class BatchEncoder(TextEncoder):
         if max_length is not None or padding == "max_length":
             max_length = self._max_length(max_length, "padding='max_length'")
         ids = rows.input_ids
+        if not ids:
+            raise InputError("the batch is empty: give at least one prompt")
         for number, row in enumerate(ids):
             if max_length is not None and len(row) > max_length:
                 raise InputError(
@@ -289,8 +291,6 @@ def rows_of(rows: Any) -> Rows:
     for name in sizes:
         if sizes[name] != sizes["input_ids"]:
             raise InputError(f"{name}: its rows have other lengths than those of input_ids")
-    if not columns["input_ids"]:
-        raise InputError("the batch is empty: give at least one prompt")
     return Rows(**columns)
 
 

@@ -249,8 +249,9 @@ class Tokenizer(BatchEncoder):
     def _become(self, other: Tokenizer) -> None:
         """Takes the state of another tokenizer, except for the sides of padding and truncation."""
         sides = {"padding_side": self.padding_side, "truncation_side": self.truncation_side}
-        self.__dict__.clear()
-        self.__dict__.update({**other.__dict__, **sides})
+        state = vars(self)
+        state.clear()
+        state.update({**vars(other), **sides})
 
     def save_pretrained(self, save_directory: str | PathLike[str]) -> tuple[str, ...]:
         """Writes the tokenizer's files, for transformers and jaxllm; returns their paths.

@@ -93,7 +93,7 @@ class FastTokenizer(Tokenizer):
         self._tokens = list(vocabulary)
         for entry in spec["added_tokens"]:
             if entry["normalized"]:  # decoded as the normalizer made it: "▁Hello"
-                self._tokens[entry["id"]] = self._backend.id_to_token(entry["id"])
+                self._tokens[entry["id"]] = str(self._backend.id_to_token(entry["id"]))
         self.special_ids = frozenset(vocabulary[content] for content in self._special)
         if files is None:
             self._files = _written_files(self._backend, settings)
