@@ -20,7 +20,9 @@ if TYPE_CHECKING:
         AutoTokenizer,
     )
     from jaxllm.batch import BatchGenerator, BatchOutput
+    from jaxllm.common.compile_cache import enable_compile_cache
     from jaxllm.common.errors import JaxLLMError
+    from jaxllm.common.progress import set_progress
     from jaxllm.generation.call.output import GenerateOutput
     from jaxllm.generation.generate import generate, stream
     from jaxllm.generation.scoring.score import ScoreOutput, score
@@ -51,6 +53,7 @@ __all__ = [
     "ScoreOutput",
     "abstract_model",
     "compute_transition_scores",
+    "enable_compile_cache",
     "generate",
     "load",
     "load_orbax",
@@ -62,6 +65,7 @@ __all__ = [
     "save_hf",
     "save_orbax",
     "score",
+    "set_progress",
     "stream",
 ]
 _MODULE_OF = {
@@ -81,6 +85,7 @@ _MODULE_OF = {
     "ScoreOutput": "generation.scoring.score",
     "abstract_model": "planning",
     "compute_transition_scores": "generation.scoring.transition_scores",
+    "enable_compile_cache": "common.compile_cache",
     "generate": "generation.generate",
     "load": "loading",
     "load_orbax": "loading",
@@ -92,6 +97,7 @@ _MODULE_OF = {
     "save_hf": "loading",
     "save_orbax": "loading",
     "score": "generation.scoring.score",
+    "set_progress": "common.progress",
     "stream": "generation.generate",
 }
 

@@ -20,6 +20,7 @@ from jaxllm.checkpoint.orbax.model import load_weights, save_weights
 from jaxllm.checkpoint.save import MAX_SHARD_BYTES, check_no_model, save_model
 from jaxllm.common.atomic_file import write_json
 from jaxllm.common.errors import CheckpointError
+from jaxllm.common.progress import progress_phase
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS, ModelConfig
 from jaxllm.models.model import Model
@@ -97,7 +98,9 @@ def load(
         return model, generation_config, tokenizer
 
     shared = mesh is not None and mesh.is_multi_process
-    model, generation_config, tokenizer = together(read, CheckpointError) if shared else read()
+    with progress_phase(f"loading {path_or_hub_id}") as update:
+        progress = progress or update
+        model, generation_config, tokenizer = together(read, CheckpointError) if shared else read()
     set_generation_config(model, generation_config, tokenizer)
     return model, tokenizer
 

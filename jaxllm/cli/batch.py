@@ -24,9 +24,9 @@ from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli import signals
 from jaxllm.cli.devices import is_main_process, local_mesh
 from jaxllm.cli.field_flags import generation_fields
-from jaxllm.cli.progress import Reporter
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError, RunError, UnsupportedError
+from jaxllm.common.progress import Reporter
 from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
 from jaxllm.parallel.processes import together
 

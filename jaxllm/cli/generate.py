@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 
 from jaxllm import load
 from jaxllm.checkpoint import bundled
-from jaxllm.cli import compile_cache
 from jaxllm.cli.batch import (
     add_batch_flags,
     check_flags,
@@ -35,10 +34,11 @@ from jaxllm.cli.devices import (
 )
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.cli.field_flags import add_field_flags, generation_fields, int_list
-from jaxllm.cli.progress import Reporter
 from jaxllm.cli.request import IdDecoder, PromptRequest, TextDecoder, print_streamed, print_whole
+from jaxllm.common.compile_cache import enable_compile_cache
 from jaxllm.common.compile_clock import CompileClock
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError, RunError, UnsupportedError
+from jaxllm.common.progress import Reporter
 from jaxllm.contrib.token_healing import heal
 from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.call.merging import merged_config
@@ -143,10 +143,10 @@ def _run(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments) if has_text_prompt else None
     reporter = Reporter(quiet=arguments.quiet or not is_main_process())
     if arguments.keep_compiled:
-        folder = arguments.compile_cache or compile_cache.default_folder()
-        problem = compile_cache.enable(folder)
-        if problem is not None:
-            reporter.say(problem)
+        try:
+            enable_compile_cache(arguments.compile_cache)
+        except RunError as problem:
+            reporter.say(str(problem))
     if arguments.input is not None:
         return run_batch(arguments, reporter)
     _generate(arguments, fields, prompt, reporter)

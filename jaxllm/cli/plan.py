@@ -16,7 +16,7 @@ from rich.table import Column, Table
 
 from jaxllm.cli.devices import mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
-from jaxllm.cli.progress import Reporter
+from jaxllm.common.progress import Reporter
 from jaxllm.nn.attention import IMPLEMENTATIONS
 from jaxllm.planning import Plan, plan
 

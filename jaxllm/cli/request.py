@@ -16,8 +16,8 @@ from jax import Array
 
 from jaxllm import GenerationConfig, generate, stream
 from jaxllm.cli.devices import is_main_process
-from jaxllm.cli.progress import Reporter
 from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.progress import Reporter
 from jaxllm.models.decoder import GenerativeModel
 
 

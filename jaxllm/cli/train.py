@@ -10,10 +10,11 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.cli import compile_cache, signals
+from jaxllm.cli import signals
 from jaxllm.cli.devices import add_process_flags, is_main_process, join_processes
 from jaxllm.cli.exits import Parser, one_line, run_command
-from jaxllm.common.errors import InputError
+from jaxllm.common.compile_cache import enable_compile_cache
+from jaxllm.common.errors import InputError, RunError
 
 SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help", "--distributed")
 VALUED = ("--coordinator", "--num-processes", "--process-id")
@@ -57,9 +58,11 @@ def run(argv: list[str], program: str) -> int:
     recipe = read_recipe(Path(options.recipe), values)
     join_processes(options)
     if not options.no_compile_cache:
-        warning = compile_cache.enable(compile_cache.default_folder())
-        if warning is not None and not options.quiet and is_main_process():
-            print(f"{program}: {one_line(warning)}", file=sys.stderr)
+        try:
+            enable_compile_cache()
+        except RunError as problem:
+            if not options.quiet and is_main_process():
+                print(f"{program}: {one_line(str(problem))}", file=sys.stderr)
     stop = signals.stop_after("step", quiet=options.quiet or not is_main_process())
     with closed_loops_hidden():
         result = train(recipe, resume=options.resume, quiet=options.quiet, stop=stop)

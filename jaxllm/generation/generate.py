@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.progress import progress_phase
 from jaxllm.generation.call.keys import RandomKey
 from jaxllm.generation.call.output import (
     GenerateOutput,
@@ -109,8 +111,17 @@ def generate(
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise InputError(f"streamer: expected an object with put() and end(), found {streamer!r}")
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
-    with use_mesh(request.mesh):
+    with use_mesh(request.mesh), generating(request, streamer):
         return run(model, request, streamer)
+
+
+def generating(request: Request, streamer: Streamer | None) -> AbstractContextManager[Any]:
+    """The progress phase of a call; none inside jax.jit or with a streamer, which may print."""
+    if request.traced or streamer is not None:
+        return nullcontext()
+    rows = request.prompt.sequences.shape[0]
+    new_tokens = int(request.max_length) - request.start_len
+    return progress_phase(f"generating, rows: {rows}, new tokens: up to {new_tokens}")
 
 
 def stream(

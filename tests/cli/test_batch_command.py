@@ -24,8 +24,8 @@ from jaxllm.batch import BatchOutput
 from jaxllm.batch.job.job import InputFile, Job
 from jaxllm.cli import batch
 from jaxllm.cli.generate import main
-from jaxllm.cli.progress import Reporter
 from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.progress import Reporter
 
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 SAMPLED = {"do_sample": True, "temperature": 0.8}

@@ -21,12 +21,12 @@ MESHES = {
 RUN = """
 import json, sys
 from pathlib import Path
-from jaxllm.cli import compile_cache
+from jaxllm.common.compile_cache import enable_compile_cache
 from jaxllm.training.run.recipe_file import read_recipe
 from jaxllm.training.run.run import train
 
 recipe, programs, runs = sys.argv[1:]
-compile_cache.enable(Path(programs))
+enable_compile_cache(programs)
 for overrides, resume in json.loads(runs):
     train(read_recipe(Path(recipe), overrides), resume=resume, quiet=True)
 """

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
+from rich.console import Console
 
-from jaxllm.cli.progress import Reporter
+import jaxllm
 from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.progress import Reporter, set_progress
 
 
 def test_phase_prints_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,3 +68,50 @@ def test_compile_clock_runs_while_a_program_is_compiled() -> None:
         lowered.compile()
         assert clock.started is None
         assert clock.seconds_so_far == clock.seconds
+
+
+@pytest.fixture
+def progress() -> Iterator[None]:
+    set_progress(True, least_seconds=0.0)
+    yield
+    set_progress(False)
+
+
+def test_the_library_shows_progress(
+    progress: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @jax.jit
+    def triple(x: jax.Array) -> jax.Array:
+        return x * 3
+
+    tiny.cached("gpt2").save_pretrained(tmp_path)
+    model, _ = jaxllm.load(tmp_path)
+    model.generate(tiny.ids(2), max_new_tokens=3)
+    triple(jnp.arange(3))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "convert" not in line]
+    text = "\n".join(lines)
+    for pattern in (
+        rf"loading {tmp_path}: \d+\.\d s",
+        r"compiled prefill: \d+\.\d s",
+        r"compiled decode: \d+\.\d s",
+        r"generating, rows: 2, new tokens: up to 3: \d+\.\d s",
+        r"compiled triple: \d+\.\d s",
+    ):
+        assert re.search(pattern, text), text
+    set_progress(False)
+    model.generate(tiny.ids(3), max_new_tokens=3)
+    assert capsys.readouterr().err == ""
+
+
+def test_phases_share_a_display() -> None:
+    """A terminal has room for one: an inner spinner joins the outer one's."""
+    reporter = Reporter()
+    reporter._console = Console(file=io.StringIO(), force_terminal=True)
+    reporter._is_animated = True
+    with reporter.phase("outer"):
+        with reporter.phase("inner"):
+            pass
+        with reporter.phase("inner again"):
+            pass
+    text = reporter._console.file.getvalue()  # type: ignore[attr-defined]
+    assert [name in text for name in ("outer", "inner: 0.0 s", "inner again: 0.0 s")] == [True] * 3

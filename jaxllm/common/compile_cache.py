@@ -1,0 +1,58 @@
+"""Keeps compiled programs in a folder (JAX's persistent compilation cache), for the next start."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from os import PathLike
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxllm.common.errors import RunError
+
+
+def default_folder() -> Path:
+    """``$JAXLLM_CACHE_DIR``, or else ``jaxllm/xla`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    if own := os.environ.get("JAXLLM_CACHE_DIR"):
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "jaxllm" / "xla"
+
+
+def enable_compile_cache(folder: str | PathLike[str] | None = None) -> Path:
+    """Keeps all compiled programs in a folder, so that the next start compiles nothing.
+
+    The commands do it too, in the same folder. Programs that are compiled already are not kept.
+
+    Args:
+        folder: Where to keep them. None: the folder in use, else ``$JAXLLM_CACHE_DIR``, else
+            ``jaxllm/xla`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. A folder given to JAX itself
+            (``JAX_COMPILATION_CACHE_DIR``) wins.
+
+    Returns:
+        The folder that is used.
+
+    Raises:
+        RunError: The folder cannot be written.
+    """
+    present = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    path = Path(given or folder or present or default_folder()).expanduser()
+    if str(path) != present:
+        try:
+            # Compiled programs are code: no other user may write there.
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except (OSError, RuntimeError) as failure:
+            reason = getattr(failure, "strerror", None) or failure
+            raise RunError(
+                f"{path} cannot be written ({reason}): compiled programs are not kept"
+            ) from failure
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        compilation_cache.reset_cache()  # JAX looks for a folder once, when it first compiles
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return path

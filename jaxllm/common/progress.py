@@ -1,0 +1,154 @@
+"""Progress messages on stderr, or in a notebook's cell: phases, and the programs that compile."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
+
+import jax.monitoring
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+
+class Update(Protocol):
+    """Progress callback of a phase; `jaxllm.load` takes it as ``progress``."""
+
+    def __call__(self, name: str, done: int, total: int, /) -> None: ...
+
+
+class Reporter:
+    """Prints phases and their durations: a spinner on a terminal, one plain line each elsewhere.
+
+    Args:
+        quiet: prints nothing.
+        least_seconds: shorter phases print no line when they end.
+    """
+
+    def __init__(self, *, quiet: bool = False, least_seconds: float = 0.0) -> None:
+        self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self._least_seconds = least_seconds
+        self._is_animated = self._console.is_terminal or self._console.is_jupyter
+        self._spinner: Progress | None = None
+
+    @property
+    def console(self) -> Console:
+        return self._console
+
+    def table(self, lines: Sequence[tuple[str, str]]) -> None:
+        """Prints names and values in two columns."""
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, value in lines:
+            table.add_row(Text(name, style="dim"), Text(value))
+        self._console.print(table)
+
+    def say(self, line: str) -> None:
+        """Prints one line, without markup."""
+        self._console.print(line, markup=False, style="dim")
+
+    @contextlib.contextmanager
+    def phase(self, label: str) -> Generator[Update]:
+        """Shows a running phase, and prints its duration if it succeeds."""
+        start = time.perf_counter()
+        stop, describe = self.start(label)
+
+        def update(name: str, done: int, total: int, /) -> None:
+            describe(f"{label}: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+
+        try:
+            yield update
+        finally:
+            stop()
+        seconds = time.perf_counter() - start
+        if seconds >= self._least_seconds:
+            self.say(f"{label}: {seconds:.1f} s")
+
+    def start(self, label: str) -> tuple[Callable[[], None], Callable[[str], None]]:
+        """Starts a line with a spinner; returns functions that end it and change its text.
+
+        A line inside another's time joins its display: a console has one.
+        """
+        outermost = self._spinner is None
+        if self._spinner is None:
+            columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
+            self._spinner = Progress(
+                *columns, TimeElapsedColumn(), console=self._console, transient=True
+            )
+            self._spinner.disable = not self._is_animated
+            self._spinner.start()
+        spinner = self._spinner
+        task = spinner.add_task(label, total=None)
+
+        def stop() -> None:
+            spinner.remove_task(task)
+            if outermost:
+                spinner.stop()
+                self._spinner = None
+
+        return stop, lambda text: spinner.update(task, description=text)
+
+
+class CompileReports:
+    """Reports each program that JAX compiles, until `close`.
+
+    Args:
+        reporter: prints the reports.
+        least_seconds: programs that compile faster are not reported.
+    """
+
+    def __init__(self, reporter: Reporter, least_seconds: float = 0.5) -> None:
+        self._reporter = reporter
+        self._least_seconds = least_seconds
+        self._stop: Callable[[], None] | None = None
+        jax.monitoring.register_event_duration_secs_listener(self._duration)
+
+    def _duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        name = str(kwargs.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+            self._end()
+            self._stop, _ = self._reporter.start(f"compiling {name}")
+        elif event == "/jax/core/compile/backend_compile_duration":
+            self._end()
+            if duration_secs >= self._least_seconds:
+                self._reporter.say(f"compiled {name}: {duration_secs:.1f} s")
+
+    def _end(self) -> None:
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+
+    def close(self) -> None:
+        """Stops reporting."""
+        self._end()
+        jax.monitoring.unregister_event_duration_listener(self._duration)
+
+
+_reports: list[tuple[Reporter, CompileReports]] = []
+"""The reporter of `set_progress`, if it is on."""
+
+
+def set_progress(on: bool, *, least_seconds: float = 0.5) -> None:
+    """Turns progress messages of the library on or off; they are off at first.
+
+    They go to stderr, or to the cell of a notebook: loading, the programs that compile with their
+    seconds (your own jitted functions too), and generating. What takes less than `least_seconds`
+    prints no line. A call in one process of several concerns that process alone.
+    """
+    while _reports:
+        _reports.pop()[1].close()
+    if on:
+        reporter = Reporter(least_seconds=least_seconds)
+        _reports.append((reporter, CompileReports(reporter, least_seconds)))
+
+
+@contextlib.contextmanager
+def progress_phase(label: str) -> Generator[Update | None]:
+    """A phase of the library: shown if `set_progress` is on; gives None otherwise."""
+    if not _reports:
+        yield None
+        return
+    with _reports[0][0].phase(label) as update:
+        yield update
