@@ -119,7 +119,7 @@ def generating(request: Request, streamer: Streamer | None) -> AbstractContextMa
     """The progress phase of a call; none inside jax.jit or with a streamer, which may print."""
     if request.traced or streamer is not None:
         return nullcontext()
-    rows = request.prompt.sequences.shape[0]
+    rows = request.prefill_inputs.sequences.shape[0]
     new_tokens = int(request.max_length) - request.start_len
     return progress_phase(f"generating, rows: {rows}, new tokens: up to {new_tokens}")
 

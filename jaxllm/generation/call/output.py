@@ -21,7 +21,7 @@ from jaxllm.generation.strategies.strategy import (
     nonfinite_error,
 )
 from jaxllm.models.decoder import GenerativeModel
-from jaxllm.models.outputs import PerLayer, ModelOutput
+from jaxllm.models.outputs import ModelOutput, PerLayer
 
 T = TypeVar("T")
 PerStep = tuple[PerLayer, ...] | None
