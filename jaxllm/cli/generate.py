@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import secrets
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -34,10 +32,10 @@ from jaxllm.cli.devices import (
 )
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.cli.field_flags import add_field_flags, generation_fields, int_list
+from jaxllm.cli.model_flags import add_compile_cache_flags, add_model_flags, keep_programs
 from jaxllm.cli.request import IdDecoder, PromptRequest, TextDecoder, print_streamed, print_whole
-from jaxllm.common.compile_cache import enable_compile_cache
 from jaxllm.common.compile_clock import CompileClock
-from jaxllm.common.errors import InputError, RunError, UnsupportedError
+from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.progress import Reporter
 from jaxllm.contrib.token_healing import heal
 from jaxllm.generation.call.keys import shared_key
@@ -48,7 +46,6 @@ from jaxllm.generation.settings.lengths import with_default_length
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import MAX_TEXT_BYTES, Tokenizer
 
-DTYPES = ("float32", "bfloat16", "float16")
 _EXAMPLES = """\
 examples:
   generate.py --chat "What is the capital of France?"
@@ -83,22 +80,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--assistant-model", metavar="MODEL", help="a smaller draft model with the same vocabulary"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
-    parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of the weights")
-    parser.add_argument(
-        "--allow-nonfinite", action="store_true", help="load weights that hold NaN or infinity"
-    )
-    parser.add_argument(
-        "--architecture", metavar="NAME", help="class to read the model as, such as T5EncoderModel"
-    )
-    parser.add_argument(
-        "--config",
-        metavar="KEY=VALUE",
-        type=_config_field,
-        action="append",
-        default=[],
-        help="a field that replaces config.json's; null: as if the file had none",
-    )
+    add_model_flags(parser)
     parser.add_argument("--seed", type=int, help="for --do-sample (default: random)")
     parser.add_argument(
         "--no-stream",
@@ -110,16 +92,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--show-special-tokens", action="store_true", help="print special tokens too"
     )
     parser.add_argument("--quiet", action="store_true", help="only errors on stderr")
-    cache = parser.add_mutually_exclusive_group()
-    cache.add_argument(
-        "--compile-cache", type=Path, metavar="FOLDER", help="where to keep compiled programs"
-    )
-    cache.add_argument(
-        "--no-compile-cache",
-        dest="keep_compiled",
-        action="store_false",
-        help="keep no compiled programs",
-    )
+    add_compile_cache_flags(parser)
     add_batch_flags(parser)
     add_device_flags(parser)
     add_field_flags(parser)
@@ -142,11 +115,7 @@ def _run(arguments: argparse.Namespace) -> int:
     has_text_prompt = arguments.input is None and arguments.input_ids is None
     prompt = _prompt(arguments) if has_text_prompt else None
     reporter = Reporter(quiet=arguments.quiet or not is_main_process())
-    if arguments.keep_compiled:
-        try:
-            enable_compile_cache(arguments.compile_cache)
-        except RunError as problem:
-            reporter.say(str(problem))
+    keep_programs(arguments, reporter)
     if arguments.input is not None:
         return run_batch(arguments, reporter)
     _generate(arguments, fields, prompt, reporter)
@@ -191,17 +160,6 @@ def _generate(
         streaming = arguments.stream and config.num_return_sequences == config.num_beams == 1
         print_result = print_streamed if streaming else print_whole
         print_result(request, new_decoder, reporter, clock)
-
-
-def _config_field(text: str) -> tuple[str, Any]:
-    """Parses KEY=VALUE; the value is JSON, or else a string."""
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, found {text!r}")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
 
 
 def _load(

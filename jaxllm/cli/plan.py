@@ -16,11 +16,11 @@ from rich.table import Column, Table
 
 from jaxllm.cli.devices import mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
+from jaxllm.cli.model_flags import DTYPES
 from jaxllm.common.progress import Reporter
 from jaxllm.nn.attention import IMPLEMENTATIONS
 from jaxllm.planning import Plan, plan
 
-DTYPES = ("float32", "bfloat16", "float16")
 _EXAMPLES = """\
 examples:
   jaxllm plan ~/models/llama --topology v5e:2x4 --mesh tensor=8 --program decode

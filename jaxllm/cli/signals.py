@@ -193,6 +193,12 @@ def received() -> int | None:
     return _watcher.received[0] if _watcher is not None and _watcher.received else None
 
 
+def end(number: int) -> None:
+    """Ends the process on a signal, from the function of `passed_to`."""
+    if _watcher is not None:
+        _watcher.end(number)
+
+
 @contextlib.contextmanager
 def passed_to(react: Callable[[int], None]) -> Generator[None]:
     """Calls `react` with the numbers of signals inside, in another thread."""

@@ -106,7 +106,7 @@ def test_the_library_shows_progress(
 def test_phases_share_a_display() -> None:
     """A terminal has room for one: an inner spinner joins the outer one's."""
     reporter = Reporter()
-    reporter._console = Console(file=io.StringIO(), force_terminal=True)
+    reporter._console = Console(file=io.StringIO(), force_terminal=True, highlight=False)
     reporter._is_animated = True
     with reporter.phase("outer"):
         with reporter.phase("inner"):

@@ -1,0 +1,68 @@
+"""Options of the commands that load a model: how it is read, and where programs are kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxllm.common.compile_cache import enable_compile_cache
+from jaxllm.common.errors import RunError
+from jaxllm.common.progress import Reporter
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how a model is read; for `model_options` and `jaxllm.load`."""
+    parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
+    parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of the weights")
+    parser.add_argument(
+        "--allow-nonfinite", action="store_true", help="load weights that hold NaN or infinity"
+    )
+    parser.add_argument(
+        "--architecture", metavar="NAME", help="class to read the model as, such as T5EncoderModel"
+    )
+    parser.add_argument(
+        "--config",
+        metavar="KEY=VALUE",
+        type=config_field,
+        action="append",
+        default=[],
+        help="a field that replaces config.json's; null: as if the file had none",
+    )
+
+
+def config_field(text: str) -> tuple[str, Any]:
+    """Parses KEY=VALUE; the value is JSON, or else a string."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, found {text!r}")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def add_compile_cache_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `keep_programs`."""
+    cache = parser.add_mutually_exclusive_group()
+    cache.add_argument(
+        "--compile-cache", type=Path, metavar="FOLDER", help="where to keep compiled programs"
+    )
+    cache.add_argument(
+        "--no-compile-cache",
+        dest="keep_compiled",
+        action="store_false",
+        help="keep no compiled programs",
+    )
+
+
+def keep_programs(arguments: argparse.Namespace, reporter: Reporter) -> None:
+    """Keeps compiled programs, unless the options say otherwise or the folder is not writable."""
+    if arguments.keep_compiled:
+        try:
+            enable_compile_cache(arguments.compile_cache)
+        except RunError as problem:
+            reporter.say(str(problem))

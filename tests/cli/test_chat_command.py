@@ -1,0 +1,202 @@
+"""`jaxllm chat`: turns on one KV cache, commands, and Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+from paths import DATA
+
+import jaxllm
+from jaxllm.cli import conversation
+from jaxllm.cli.chat import main
+from jaxllm.cli.conversation import Conversation, continued_ids
+from jaxllm.errors import InputError
+from jaxllm.tokenizers.byte_level import byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chat")
+    tokenizer = byte_tokenizer()
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    model = tiny.make("llama", vocab_size=len(tokenizer), max_position_embeddings=512, **special)
+    jaxllm.save_hf(path, model, tokenizer)
+    jaxllm.AutoTokenizer.from_pretrained(path, chat_template=TEMPLATE).save(path)
+    return path
+
+
+def start(folder: Path, **options) -> Conversation:
+    model, tokenizer = jaxllm.load(folder)
+    fields = jaxllm.GenerationConfig(max_new_tokens=6)
+    return Conversation(model, tokenizer, fields=fields, seed=0, **options)
+
+
+def test_turns_continue_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn computes its new tokens only, and answers as a call without a cache does."""
+    cached: list[int] = []
+
+    def generate(model, prompts, **options):
+        past = options["past_key_values"]
+        cached.append(0 if past is None else len(past.tokens()[0]))
+        return jaxllm.generate(model, prompts, **options)
+
+    monkeypatch.setattr(conversation, "generate", generate)
+    chat = start(folder, system="Be brief.")
+    shown: list[str] = []
+    for number, text in enumerate(["Hello", "And then?", "Why?"]):
+        before = len(chat.ids)
+        count = chat.ask(text, shown.append, lambda: False)
+        prompt = chat.ids[: len(chat.ids) - count]
+        whole = jaxllm.generate(chat._model, [prompt], max_new_tokens=6).sequences[0]
+        assert chat.ids == whole.tolist()
+        assert cached[number] == max(0, before - 1)  # the newest token is not in the cache
+    contents = [message["content"] for message in chat.messages]
+    assert contents[:2] == ["Be brief.", "Hello"]
+    assert "".join(shown) == "".join(contents[2::2])
+    assert len(chat.messages) == 7
+    chat.reset(None)
+    assert (chat.messages, chat.ids, chat.past) == ([], [], None)
+
+
+def test_a_stopped_answer_is_kept(folder: Path) -> None:
+    chat = start(folder)
+    seen: list[str] = []
+    chat.ask("Hello", lambda text: None, lambda: False)
+    past = chat.past
+    count = chat.ask("Go on", seen.append, lambda: len(seen) >= 2)
+    assert 0 < count < 6
+    assert chat.past is past  # the last whole answer's
+    assert chat.messages[-1]["content"] == "".join(seen)
+    count = chat.ask("Again", seen.append, lambda: False)
+    prompt = chat.ids[: len(chat.ids) - count]
+    whole = jaxllm.generate(chat._model, [prompt], max_new_tokens=6).sequences[0]
+    assert chat.ids == whole.tolist()
+
+
+def test_an_error_changes_nothing(folder: Path) -> None:
+    chat = start(folder)
+    chat.ask("Hello", lambda text: None, lambda: False)
+    before = (list(chat.messages), list(chat.ids))
+    chat.fields = chat.fields.merge(jaxllm.GenerationConfig(do_sample=True, num_return_sequences=2))
+    with pytest.raises(InputError):
+        chat.ask("Two answers", lambda text: None, lambda: False)
+    with pytest.raises(InputError, match=r"the conversation has .* tokens, the model's 512"):
+        chat.ask("x" * 600, lambda text: None, lambda: False)
+    assert (chat.messages, chat.ids) == before
+
+
+def test_the_models_own_tokens_are_kept() -> None:
+    """Encoding an answer's text again may give other tokens."""
+    folder = DATA / "reference" / "tiny-gpt2"
+    tokenizer = jaxllm.AutoTokenizer.from_pretrained(folder, chat_template=TEMPLATE)
+    end = tokenizer.eos_token_id
+    user, assistant = ({"role": role, "content": "Hello"} for role in ("user", "assistant"))
+    prompt = tokenizer.apply_chat_template([user])
+    [letters] = [[tokenizer.convert_tokens_to_ids(letter) for letter in "Hello"]]
+    assert letters != tokenizer.encode("Hello")
+    messages = [user, assistant, user]
+    for answer in (letters, [*letters, end]):
+        ids = continued_ids(tokenizer, messages, [*prompt, *answer], {end})
+        assert ids[: len(prompt) + 6] == [*prompt, *letters, end]
+        assert ids[len(prompt) + 6 :] == prompt
+    whole = tokenizer.apply_chat_template(messages)
+    assert continued_ids(tokenizer, messages, [], {end}) == whole
+    other = [user, {**assistant, "content": "changed"}, user]  # not what the ids say
+    assert continued_ids(tokenizer, other, [*prompt, *letters], set()) == (
+        tokenizer.apply_chat_template(other)
+    )
+
+
+def test_commands(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        "Hello \\",
+        "there",
+        '"""',
+        "two",
+        "lines",
+        '"""',
+        "/set max_new_tokens 3",
+        "/set temprature 3",
+        "/set",
+        "Hello",
+        "/unset max_new_tokens",
+        "/unset max_new_tokens",
+        "/system Be kind.",
+        "/nothing",
+        "/exit",
+        "never read",
+    ]
+    asked: list[tuple[str, int | None]] = []
+    ask = Conversation.ask
+
+    def record(self: Conversation, text: str, *arguments) -> int:
+        asked.append((text, self.fields.to_dict().get("max_new_tokens")))
+        return ask(self, text, *arguments)
+
+    monkeypatch.setattr(Conversation, "ask", record)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    assert main([str(folder), "--max-new-tokens", "6", "--no-compile-cache"]) == 0
+    assert asked == [("Hello \nthere", 6), ("two\nlines", 6), ("Hello", 3)]
+    errors = capsys.readouterr().err
+    assert "3 tokens in" in errors
+    assert "did you mean `temperature`?" in errors
+    assert "{'max_new_tokens': 3}" in errors
+    assert "/unset: max_new_tokens is not set" in errors
+    assert "/nothing: no such command" in errors
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("tiny-t5", "a T5ForConditionalGeneration cannot chat"), ("tiny-gpt2", "no chat template")],
+)
+def test_models_that_cannot_chat(
+    model: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(DATA / "reference" / model), "--no-compile-cache"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_an_answer_and_not_the_session(folder: Path) -> None:
+    """In a terminal of its own."""
+    command = [sys.executable, "-m", "jaxllm", "chat", str(folder), "--max-new-tokens", "400"]
+    master, terminal = pty.openpty()
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal)
+    seen = b""
+
+    def wait_for(text: bytes) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 120
+        while text not in seen:
+            assert time.monotonic() < deadline, seen
+            seen += os.read(master, 4096)
+        seen = seen[seen.index(text) + len(text) :]
+
+    wait_for(b"> ")
+    os.write(master, b"Hello\n")
+    wait_for(b"compiled decode")
+    process.send_signal(signal.SIGINT)
+    wait_for(b"; stopped")
+    wait_for(b"> ")
+    os.write(master, b"half a line")
+    process.send_signal(signal.SIGINT)
+    wait_for(b"> ")
+    os.write(master, b"/exit\n")
+    assert process.wait(timeout=60) == 0
+    os.close(master)
