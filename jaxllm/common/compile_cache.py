@@ -27,7 +27,7 @@ def enable_compile_cache(folder: str | PathLike[str] | None = None) -> Path:
     The commands do it too, in the same folder. Programs that are compiled already are not kept.
 
     Args:
-        folder: Where to keep them. None: the folder in use, else ``$JAXLLM_CACHE_DIR``, else
+        folder: where to keep them. None: the folder in use, else ``$JAXLLM_CACHE_DIR``, else
             ``jaxllm/xla`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. A folder given to JAX itself
             (``JAX_COMPILATION_CACHE_DIR``) wins.
 
@@ -35,7 +35,7 @@ def enable_compile_cache(folder: str | PathLike[str] | None = None) -> Path:
         The folder that is used.
 
     Raises:
-        RunError: The folder cannot be written.
+        RunError: the folder cannot be written.
     """
     present = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
