@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
@@ -16,7 +15,6 @@ from jaxllm.tokenizers.batch import (
     Padding,
     PaddingSide,
     ReturnTensors,
-    Span,
     Truncation,
     as_tensors,
     check_return_tensors,
@@ -25,6 +23,7 @@ from jaxllm.tokenizers.batch import (
     pad_values,
     padded_length,
 )
+from jaxllm.tokenizers.rows import Rows, label_array, rows_of
 from jaxllm.tokenizers.text_encoder import TextEncoder
 
 
@@ -49,16 +48,6 @@ class EncodingOptions(PaddingOptions, total=False):
 
 
 _NOT_ENCODING = PaddingOptions.__annotations__.keys() - {"max_length"} | {"return_offsets_mapping"}
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Values of rows of any length, before padding; None: not present."""
-
-    input_ids: list[Sequence[int]]
-    attention_mask: list[Sequence[int]] | None = None
-    offset_mapping: list[list[Span]] | None = None
-    labels: list[Any] | None = None
 
 
 class BatchEncoder(TextEncoder):
@@ -242,7 +231,7 @@ class BatchEncoder(TextEncoder):
             offset_mapping=None
             if spans is None
             else np.asarray(pad_values(spans, (0, 0), side, length), np.int32),
-            labels=None if labels is None else _label_array(labels),
+            labels=None if labels is None else label_array(labels),
         )
 
     def _without_empty_rows(self, rows: Rows) -> Rows:
@@ -259,52 +248,6 @@ class BatchEncoder(TextEncoder):
             None if spans is None else [row or [(0, 0)] for row in spans],
             rows.labels,
         )
-
-
-def rows_of(rows: Any) -> Rows:
-    """Rows of a batch: from lists of ids, from dicts with ``input_ids``, or from a dict of lists.
-
-    >>> rows_of([{"input_ids": [5], "labels": 1}, {"input_ids": [6, 7], "labels": 0}])
-    Rows(input_ids=[[5], [6, 7]], attention_mask=None, offset_mapping=None, labels=[1, 0])
-    """
-    if isinstance(rows, Mapping):
-        columns = {name: list(values) for name, values in rows.items() if values is not None}
-    elif len(_sequence(rows)) > 0 and all(isinstance(row, Mapping) for row in rows):
-        names = dict.fromkeys(name for row in rows for name in row)
-        for number, row in enumerate(rows):
-            if row.keys() != names.keys():
-                raise InputError(f"row {number} has {sorted(row)}, another {sorted(names)}")
-        columns = {name: [row[name] for row in rows] for name in names}
-    else:
-        columns = {"input_ids": list(rows)}
-    unknown = columns.keys() - Rows.__annotations__.keys()
-    if unknown or "input_ids" not in columns:
-        raise InputError(
-            f"rows have {sorted(columns)}: pad takes input_ids, attention_mask, offset_mapping and"
-            " labels"
-        )
-    if not all(hasattr(row, "__len__") for row in columns["input_ids"]):
-        raise InputError(
-            f"rows: expected lists of token ids, found {str(columns['input_ids'])[:60]}"
-        )
-    sizes = {name: list(map(len, values)) for name, values in columns.items() if name != "labels"}
-    for name in sizes:
-        if sizes[name] != sizes["input_ids"]:
-            raise InputError(f"{name}: its rows have other lengths than those of input_ids")
-    return Rows(**columns)
-
-
-def _sequence(rows: Any) -> Any:
-    if not hasattr(rows, "__len__"):
-        raise InputError(f"rows: expected lists of token ids, found {str(rows)[:60]}")
-    return rows
-
-
-def _label_array(labels: list[Any]) -> np.ndarray:
-    try:
-        return np.asarray(labels)
-    except ValueError:
-        raise InputError("labels: rows of different lengths; pad them first, with -100") from None
 
 
 def _text_list(texts: Any) -> list[Any]:

@@ -14,12 +14,8 @@ from jaxllm.tokenizers.added_tokens import (
     with_added_tokens,
     with_eos,
 )
-from jaxllm.tokenizers.settings import (
-    T5_TOKENS,
-    AddedToken,
-    TokenizerFiles,
-    TokenizerSettings,
-)
+from jaxllm.tokenizers.files import TokenizerFiles
+from jaxllm.tokenizers.settings import T5_TOKENS, AddedToken, TokenizerSettings
 from jaxllm.tokenizers.stream_decoder import CleanUp, Stage
 from jaxllm.tokenizers.tokenizer import Tokenizer
 

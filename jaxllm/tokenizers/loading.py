@@ -8,8 +8,9 @@ from typing import Any
 
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.tokenizers.byt5 import ByT5Tokenizer
+from jaxllm.tokenizers.files import TokenizerFiles
 from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
-from jaxllm.tokenizers.settings import TokenizerFiles, read_settings
+from jaxllm.tokenizers.settings import read_settings
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer, GPT2Tokenizer
 

@@ -7,49 +7,20 @@ The files are ``tokenizer_config.json``, ``special_tokens_map.json``, ``added_to
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxllm.common.errors import MissingFileError, TokenizerError, UnsupportedError, naming_file
+from jaxllm.common.errors import TokenizerError
 from jaxllm.common.messages import quoted
-from jaxllm.common.placeholders import check_not_placeholder
-from jaxllm.common.strict_json import parse_json
+from jaxllm.tokenizers.files import NAMED_TOKENS, TokenizerFiles
 
-NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 # Default tokens of transformers' classes.
 LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 GPT2_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-MAX_FILE_BYTES = 64 * 2**20
 MAX_ADDED_TOKENS = 2**17
 MAX_ADDED_TOKEN_BYTES = 256
-FILE_NAMES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
-OPTIONS = (
-    *("padding_side", "truncation_side", "model_max_length", "chat_template"),
-    *("split_special_tokens", "additional_special_tokens", *NAMED_TOKENS),
-)
-"""Fields of tokenizer_config.json that a call of `load_tokenizer` may override."""
 _FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
@@ -104,71 +75,6 @@ class TokenizerSettings:
         }
         tokens |= self.named
         return replace(self, named={name: tokens[name] for name in NAMED_TOKENS if name in tokens})
-
-
-class TokenizerFiles:
-    """Tokenizer files of a folder, kept byte for byte for ``save``."""
-
-    def __init__(self, folder: Path, options: Mapping[str, Any] | None = None) -> None:
-        if not folder.is_dir():
-            raise MissingFileError(f"{folder}: no such folder")
-        self.folder = folder
-        unknown = (options or {}).keys() - OPTIONS
-        if unknown:
-            raise UnsupportedError(
-                f"{', '.join(sorted(unknown))}: a tokenizer's options are {', '.join(OPTIONS)};"
-                " change others in tokenizer_config.json"
-            )
-        self.contents = {
-            name: self._read(folder / name) for name in FILE_NAMES if (folder / name).is_file()
-        }
-        if options:
-            self._override(options)
-
-    def _override(self, options: Mapping[str, Any]) -> None:
-        """Replaces fields of tokenizer_config.json, and of the files that take precedence."""
-        named = {name: value for name, value in options.items() if name in NAMED_TOKENS}
-        for name, fields in (
-            ("tokenizer_config.json", options),
-            ("special_tokens_map.json", named),
-        ):
-            if name in self or name == "tokenizer_config.json":
-                content = {**self.json_object(name), **fields}
-                text = json.dumps(content, default=asdict, ensure_ascii=False, indent=2)
-                self.contents[name] = text.encode()
-        if "chat_template" in options:
-            self.contents.pop("chat_template.jinja", None)
-
-    @staticmethod
-    def _read(path: Path) -> bytes:
-        with naming_file(path, TokenizerError, "read"):
-            size = path.stat().st_size
-            if size > MAX_FILE_BYTES:
-                raise TokenizerError(
-                    f"{path}: {size} bytes, but at most {MAX_FILE_BYTES} are read of this file"
-                )
-            data = path.read_bytes()
-        check_not_placeholder(path, data, TokenizerError)
-        return data
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.contents
-
-    def json_object(self, name: str) -> dict[str, Any]:
-        """Reads the file ``name`` as a JSON object; empty if it is missing."""
-        if name not in self.contents:
-            return {}
-        source = str(self.folder / name)
-        value = parse_json(self.contents[name], source=source, error=TokenizerError)
-        if not isinstance(value, dict):
-            raise TokenizerError(f"{source}: holds {type(value).__name__}, not an object")
-        return value
-
-    def text(self, name: str) -> str:
-        try:
-            return self.contents[name].decode("utf-8")
-        except UnicodeDecodeError as failure:
-            raise TokenizerError(f"{self.folder / name}: not UTF-8") from failure
 
 
 def read_settings(files: TokenizerFiles) -> TokenizerSettings:

@@ -30,7 +30,8 @@ from jaxllm.tokenizers.batch import (
 )
 from jaxllm.tokenizers.batch_encoder import BatchEncoder
 from jaxllm.tokenizers.chat import templates as chat
-from jaxllm.tokenizers.settings import NAMED_TOKENS, AddedToken, TokenizerSettings
+from jaxllm.tokenizers.files import NAMED_TOKENS
+from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.tokenizers.text_encoder import MAX_TEXT_BYTES, check_text
 
 # Options of transformers' apply_chat_template that would become template variables here.

@@ -10,7 +10,8 @@ from typing import Any, overload
 
 from jaxllm.common.errors import InputError, TokenizerError
 from jaxllm.common.messages import quoted
-from jaxllm.tokenizers.settings import NAMED_TOKENS, AddedToken, TokenizerSettings
+from jaxllm.tokenizers.files import NAMED_TOKENS
+from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.tokenizers.stream_decoder import token_ids
 
 NO_MAX_LENGTH = int(1e30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,16 +48,17 @@ def test_failed_phase_prints_no_seconds(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_compile_clock_counts_programs() -> None:
     x = jnp.arange(3)
+    new = secrets.randbits(20)  # constants of programs that no earlier run has kept
 
     def compile_one(number: int) -> None:
         jax.jit(lambda x: x * number + number)(x).block_until_ready()
 
-    compile_one(1)
+    compile_one(new)
     with contextlib.closing(CompileClock()) as clock:
-        compile_one(2)
+        compile_one(new + 1)
     assert (clock.programs, clock.cached) == (1, 0)
     assert clock.seconds > 0
-    compile_one(3)
+    compile_one(new + 2)
     assert clock.programs == 1, "closed"
 
 

@@ -20,13 +20,13 @@ from jaxllm.tokenizers.added_tokens import (
     with_eos,
 )
 from jaxllm.tokenizers.batch import PaddingSide
+from jaxllm.tokenizers.files import TokenizerFiles
 from jaxllm.tokenizers.sentencepiece.decoding import SPACE, DecodeRules, PiecesToText
 from jaxllm.tokenizers.sentencepiece.model import WITHOUT_DUMMY_PREFIX, SentencePieceModel
 from jaxllm.tokenizers.settings import (
     LLAMA_TOKENS,
     T5_TOKENS,
     AddedToken,
-    TokenizerFiles,
     TokenizerSettings,
     added_tokens_of_json,
 )

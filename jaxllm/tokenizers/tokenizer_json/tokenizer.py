@@ -19,6 +19,7 @@ import tokenizers
 from jaxllm.common.errors import JaxLLMError, TokenizerError
 from jaxllm.common.strict_json import parse_json
 from jaxllm.tokenizers.batch import PaddingSide, Span
+from jaxllm.tokenizers.files import NAMED_TOKENS, TokenizerFiles
 from jaxllm.tokenizers.limits import (
     check_growth,
     check_normalized_size,
@@ -29,10 +30,8 @@ from jaxllm.tokenizers.settings import (
     GPT2_TOKENS,
     LLAMA_TOKENS,
     MAX_ADDED_TOKENS,
-    NAMED_TOKENS,
     T5_TOKENS,
     AddedToken,
-    TokenizerFiles,
     TokenizerSettings,
     parse_added_token,
 )

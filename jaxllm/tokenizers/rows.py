@@ -1,0 +1,69 @@
+"""Rows of a batch before padding, in the forms in which callers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxllm.common.errors import InputError
+from jaxllm.tokenizers.batch import Span
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Values of rows of any length, before padding; None: not present."""
+
+    input_ids: list[Sequence[int]]
+    attention_mask: list[Sequence[int]] | None = None
+    offset_mapping: list[list[Span]] | None = None
+    labels: list[Any] | None = None
+
+
+def rows_of(rows: Any) -> Rows:
+    """Rows of a batch: from lists of ids, from dicts with ``input_ids``, or from a dict of lists.
+
+    >>> rows_of([{"input_ids": [5], "labels": 1}, {"input_ids": [6, 7], "labels": 0}])
+    Rows(input_ids=[[5], [6, 7]], attention_mask=None, offset_mapping=None, labels=[1, 0])
+    """
+    if isinstance(rows, Mapping):
+        columns = {name: list(values) for name, values in rows.items() if values is not None}
+    elif len(_sequence(rows)) > 0 and all(isinstance(row, Mapping) for row in rows):
+        names = dict.fromkeys(name for row in rows for name in row)
+        for number, row in enumerate(rows):
+            if row.keys() != names.keys():
+                raise InputError(f"row {number} has {sorted(row)}, another {sorted(names)}")
+        columns = {name: [row[name] for row in rows] for name in names}
+    else:
+        columns = {"input_ids": list(rows)}
+    unknown = columns.keys() - Rows.__annotations__.keys()
+    if unknown or "input_ids" not in columns:
+        raise InputError(
+            f"rows have {sorted(columns)}: pad takes input_ids, attention_mask, offset_mapping and"
+            " labels"
+        )
+    for name, values in columns.items():
+        if name != "labels" and not all(hasattr(row, "__len__") for row in values):
+            name = "rows" if name == "input_ids" else name
+            raise InputError(f"{name}: expected lists of token ids, found {str(values)[:60]}")
+    sizes = {name: list(map(len, values)) for name, values in columns.items() if name != "labels"}
+    for name in sizes:
+        if sizes[name] != sizes["input_ids"]:
+            raise InputError(f"{name}: its rows have other lengths than those of input_ids")
+    return Rows(**columns)
+
+
+def _sequence(rows: Any) -> Any:
+    if not hasattr(rows, "__len__"):
+        raise InputError(f"rows: expected lists of token ids, found {str(rows)[:60]}")
+    return rows
+
+
+def label_array(labels: list[Any]) -> np.ndarray:
+    """Labels as an array; raises InputError for rows of different lengths."""
+    try:
+        return np.asarray(labels)
+    except ValueError:
+        raise InputError("labels: rows of different lengths; pad them first, with -100") from None
