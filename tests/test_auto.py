@@ -145,6 +145,9 @@ def test_renamed_arguments_say_what_to_write(name):
 def test_fields_of_the_config_are_not_arguments():
     with pytest.raises(InputError, match=r'does not take resid_pdrop: .* config={"resid_pdrop"'):
         models.GPT2LMHeadModel.from_pretrained(REFERENCE / "tiny-gpt2", resid_pdrop=0.0)
+    config = jaxllm.AutoConfig.from_pretrained(REFERENCE / "tiny-gpt2")
+    with pytest.raises(InputError, match="does not take rngs"):
+        jaxllm.AutoModelForCausalLM.from_config(config, rngs=0)
 
 
 def test_other_families_and_attributes():

@@ -72,8 +72,7 @@ class Conversation:
             stopped: the answer ends, and is kept, when this returns True.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        config = with_default_length(self.fields, self._model, 0)
-        ends = merged_config(self._model, config, {})[1]
+        _, ends = merged_config(self._model, self.fields, {})
         prompt = continued_ids(self._tokenizer, messages, self.ids, ends)
         limit = self._model.config.context_length
         if limit is not None and len(prompt) >= limit:

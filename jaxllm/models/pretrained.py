@@ -65,8 +65,14 @@ class Pretrained:
             seed: seed of the weights.
             dtype, param_dtype: dtypes of the computation and of the weights.
             attn_implementation, remat: as in `jaxllm.load`.
+
+        Raises:
+            InputError: no config, or another argument.
         """
-        check_arguments(f"{cls.__name__}.from_config()", gone, "seed")
+        where = f"{cls.__name__}.from_config()"
+        check_arguments(where, gone, "seed")
+        if gone:
+            raise InputError(f"{where} does not take {', '.join(sorted(gone))}")
         if not isinstance(config, ModelConfig):
             raise InputError(f"config: expected a model's config, found {type(config).__name__}")
         options = Options(jnp.dtype(dtype), jnp.dtype(param_dtype), attn_implementation, remat)
