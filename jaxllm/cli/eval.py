@@ -11,9 +11,9 @@ from pathlib import Path
 from jaxllm import load
 from jaxllm.cli.devices import local_mesh, mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
-from jaxllm.cli.generate import DTYPES
-from jaxllm.cli.progress import Reporter
+from jaxllm.cli.model_flags import DTYPES
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.progress import Reporter
 from jaxllm.evaluate import perplexity
 
 _EXAMPLES = """\

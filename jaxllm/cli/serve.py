@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm import load
-from jaxllm.cli import compile_cache, signals
+from jaxllm.cli import signals
 from jaxllm.cli.devices import local_mesh, mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.cli.field_flags import add_field_flags, generation_fields
-from jaxllm.cli.generate import DTYPES
-from jaxllm.cli.progress import Reporter
+from jaxllm.cli.model_flags import DTYPES, add_compile_cache_flags, keep_programs
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.common.optional_deps import require
+from jaxllm.common.progress import Reporter
 from jaxllm.serve.async_engine import DEFAULT_QUEUE_SIZE, AsyncEngine
 
 if TYPE_CHECKING:
@@ -74,16 +74,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     _add_http_flags(parser)
     add_field_flags(parser)
-    cache = parser.add_mutually_exclusive_group()
-    cache.add_argument(
-        "--compile-cache", type=Path, metavar="FOLDER", help="where to keep compiled programs"
-    )
-    cache.add_argument(
-        "--no-compile-cache",
-        dest="keep_compiled",
-        action="store_false",
-        help="keep no compiled programs",
-    )
+    add_compile_cache_flags(parser)
     return parser
 
 
@@ -179,10 +170,7 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
     from jaxllm.serve.http.state import Limits, ServerState
 
     reporter = Reporter()
-    if arguments.keep_compiled:
-        problem = compile_cache.enable(arguments.compile_cache or compile_cache.default_folder())
-        if problem is not None:
-            reporter.say(problem)
+    keep_programs(arguments, reporter)
     model, tokenizer = _load(arguments, reporter)
     engine = AsyncEngine(
         model,

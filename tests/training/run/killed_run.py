@@ -18,7 +18,7 @@ from typing import Any
 from file_faults import KILLED, dying_at
 from tiny_runs import measured, recipe, saved
 
-from jaxllm.cli import compile_cache
+from jaxllm.common.compile_cache import enable_compile_cache
 from jaxllm.training.run.run import train
 
 STEPS = 6
@@ -39,7 +39,7 @@ def in_child(act: Callable[[], Any]) -> int:
 
 def run(folder: Path, operation: int) -> int:
     """Trains until it dies at an operation; returns the number of operations if it does not."""
-    compile_cache.enable(folder.parent / "programs")
+    enable_compile_cache(folder.parent / "programs")
     folder.mkdir(exist_ok=True)
     data = {"path": str(folder / "rows.jsonl"), "format": "text", "max_length": 32, "bucket": None}
     settings = {"checkpoints": {"every": 2, "keep": 2}, "evaluation": {"every": 3}}
