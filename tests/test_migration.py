@@ -38,7 +38,7 @@ def test_scripts_run(tmp_path: Path) -> None:
     inputs = {"input_ids": namespace["inputs"]["input_ids"], "num_beams": 2, "max_new_tokens": 8}
     mask = namespace["inputs"]["attention_mask"]
     again = jaxllm.generate(saved, attention_mask=mask, **inputs)
-    np.testing.assert_array_equal(again.sequences, namespace["output"].sequences)
+    np.testing.assert_array_equal(again.sequences, namespace["beams"].sequences)
     before, _ = jaxllm.load(namespace["T5"])
     untrained = jaxllm.generate(before, attention_mask=mask, **inputs)
     assert not np.array_equal(untrained.sequences, again.sequences)

@@ -37,15 +37,14 @@ def place_added_tokens(
     return added
 
 
-def with_added_tokens(
-    files: Mapping[str, bytes], settings: TokenizerSettings, added: Mapping[int, AddedToken]
-) -> dict[str, bytes]:
-    """A tokenizer's files with these added tokens in tokenizer_config.json.
+def with_added_tokens(files: Mapping[str, bytes], settings: TokenizerSettings) -> dict[str, bytes]:
+    """A tokenizer's files with the added tokens of the settings in tokenizer_config.json.
 
     Once it lists them, no other file's are read; so it gets the named tokens too.
     """
     config = json.loads(files.get("tokenizer_config.json", b"{}"))
-    config["added_tokens_decoder"] = {str(index): asdict(added[index]) for index in sorted(added)}
+    added = sorted(settings.added.items())
+    config["added_tokens_decoder"] = {str(index): asdict(token) for index, token in added}
     config |= {name: token.content for name, token in settings.named.items()}
     text = json.dumps(config, ensure_ascii=False, indent=2)
     return {**files, "tokenizer_config.json": text.encode()}

@@ -90,7 +90,8 @@ class ByT5Tokenizer(Tokenizer):
         return self._special
 
     def _rebuild(self, settings: TokenizerSettings) -> None:
-        files = with_added_tokens(self._files, settings, {**self._added, **settings.added})
+        settings = replace(settings, added={**self._added, **settings.added})
+        files = with_added_tokens(self._files, settings)
         self._become(ByT5Tokenizer(settings, files))
 
     def _encode_text(self, text: str) -> list[int]:

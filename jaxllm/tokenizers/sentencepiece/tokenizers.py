@@ -123,7 +123,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _rebuild(self, settings: TokenizerSettings) -> None:
         model, source = self._files[self.model_file], self._source
-        files = with_added_tokens(self._files, settings, {**self._added, **settings.added})
+        settings = replace(settings, added={**self._added, **settings.added})
+        files = with_added_tokens(self._files, settings)
         self._become(type(self)(model, settings, files, source=source))
 
     def _encode_text(self, text: str) -> list[int]:
