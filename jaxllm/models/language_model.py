@@ -13,7 +13,7 @@ from jaxllm.models.model import C, Model
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.models.pretrained import Generates
 from jaxllm.nn.blocks import Stack, StackOutput
-from jaxllm.nn.linear import Linear
+from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.parallel.sharding import constrain
 
 
