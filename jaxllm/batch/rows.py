@@ -15,6 +15,7 @@ from jaxtyping import Int, Shaped
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.call import prompts
 from jaxllm.generation.call.merging import merged_config
+from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.padded_batch import PaddedBatch, checked_ids
 from jaxllm.generation.inputs.values import is_integer, to_scalar
 from jaxllm.generation.settings.config import GenerationConfig
@@ -23,6 +24,7 @@ from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.generation.settings.mode import generation_mode
 from jaxllm.generation.settings.special_tokens import checked_pad
 from jaxllm.generation.stopping import StopStringCriteria
+from jaxllm.generation.strategies.select_strategy import Call, registered_strategy
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -83,7 +85,7 @@ class BatchRow:
     row_number: int
     """`generate(..., key=seed, row_ids=[row_number])` samples the same."""
     mode: str
-    """Generation mode, as `generation_mode` names it."""
+    """Generation mode, as `generation_mode` names it, or the name of a registered strategy."""
 
     @property
     def samples(self) -> int:
@@ -164,7 +166,6 @@ class _Settings:
 
     config: GenerationConfig
     eos: tuple[int, ...]
-    mode: str
 
 
 class RowReader:
@@ -216,6 +217,10 @@ class RowReader:
                 self._model, None, None, 1, settings.config
             ).ids[0]
         config, max_length = self._with_lengths(settings.config, decoder_prompt)
+        call = Call(
+            self._model, config, settings.eos, 1, len(decoder_prompt), max_length, CallArguments()
+        )
+        registered = registered_strategy(call)
         seed = row_input.seed
         return BatchRow(
             index=row.index,
@@ -227,7 +232,7 @@ class RowReader:
             max_new_tokens=max_length - len(decoder_prompt),
             seed=self._seed if seed is None else checked_seed(seed),
             row_number=row.index if seed is None else 0,
-            mode=settings.mode,
+            mode=registered.name if registered else generation_mode(config),
         )
 
     def _with_lengths(
@@ -283,7 +288,7 @@ class RowReader:
                 raise InputError("stop_strings: needs a tokenizer, which this model does not have")
             StopStringCriteria(self._tokenizer, list(config.stop_strings))
         checked_pad(self._model, config, eos)
-        return _Settings(config, eos, generation_mode(config))
+        return _Settings(config, eos)
 
     def _input_ids(self, row: RowInput) -> Int[np.ndarray, " T"]:
         """The row's prompt as token ids."""

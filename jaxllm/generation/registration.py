@@ -61,9 +61,14 @@ __all__ = [
 
 
 def register_strategy(
-    name: str, selects: Callable[[Call], bool], build: Callable[[Call], AnyStrategy]
+    name: str,
+    selects: Callable[[Call], bool],
+    build: Callable[[Call], AnyStrategy],
+    *,
+    modes: tuple[str, ...] = ("greedy_search", "sample"),
 ) -> None:
-    """Adds a generation strategy. Registered strategies are tried before the built-in ones.
+    """Adds a generation strategy. Registered strategies are tried before the built-in ones. In the
+    batch engine their rows run in static batches of one row.
 
     Args:
         name: used in messages; a second registration under the same name replaces the first.
@@ -71,6 +76,8 @@ def register_strategy(
             strategy that returns True is used.
         build: creates the strategy of a call; raises `InputError` or `UnsupportedError` for
             settings that contradict it.
+        modes: generation modes that it replaces; settings that ask for another, such as beams,
+            raise `UnsupportedError`.
 
     >>> def asks_for_typical(call):
     ...     return call.config.typical_p is not None and call.config.do_sample
@@ -78,7 +85,7 @@ def register_strategy(
     >>> REGISTERED_STRATEGIES.pop("typical").name
     'typical'
     """
-    REGISTERED_STRATEGIES[name] = RegisteredStrategy(name, selects, build)
+    REGISTERED_STRATEGIES[name] = RegisteredStrategy(name, selects, build, modes)
 
 
 def register_processor(

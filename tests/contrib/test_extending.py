@@ -11,11 +11,19 @@ from paths import ROOT
 
 import jaxllm
 from jaxllm.batch import BatchGenerator  # before the examples register their fields
+from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation import GenerationConfig
 from jaxllm.generation.processors.build import REGISTERED
-from jaxllm.generation.registration import register_processor, register_prompt_transform
-from jaxllm.generation.settings.config import FIELDS, declare_field
-from jaxllm.generation.settings.fields import Field
+from jaxllm.generation.registration import (
+    Field,
+    Sample,
+    declare_field,
+    number,
+    register_processor,
+    register_prompt_transform,
+    register_strategy,
+)
+from jaxllm.generation.settings import FIELDS, UnusedFieldWarning
 from jaxllm.generation.strategies.select_strategy import REGISTERED_STRATEGIES
 
 DOC = ROOT / "docs" / "extending.md"
@@ -50,6 +58,21 @@ def test_examples_run(unregistered) -> None:
     outputs = sorted(generator.generate(rows), key=lambda output: output.index)
     greedy = jaxllm.generate(tiny.cached("llama"), np.array([[3, 4, 5]]), max_new_tokens=3)
     assert outputs[1].output_ids == outputs[2].output_ids == (greedy.sequences[0, 3:].tolist(),)
+
+
+def test_settings_that_do_not_go_with_an_extension(unregistered) -> None:
+    model, ids = tiny.cached("llama"), tiny.ids()
+    positive = number("(0, inf)")
+    declare_field("first", Field(None, positive, "selects a strategy"))
+    declare_field("second", Field(None, positive, "an option of it", needs="first"))
+    register_strategy(
+        "first come", lambda call: call.config.first is not None, lambda call: Sample(False)
+    )
+    with pytest.raises(UnsupportedError, match=r"first come: takes the place of .*beam_search"):
+        jaxllm.generate(model, ids, first=1.0, num_beams=2)
+    with pytest.warns(UnusedFieldWarning, match="`second`=1.0 has no effect without `first`"):
+        jaxllm.generate(model, ids, second=1.0, max_new_tokens=1)
+    jaxllm.generate(model, ids, first=1.0, second=1.0, max_new_tokens=1)
 
 
 def test_registration_names_what_is_wrong() -> None:

@@ -54,7 +54,6 @@ class RunCheckpoints:
 
     Raises:
         RunError: another process writes to the folder.
-        UnsupportedError: orbax-checkpoint is not installed.
     """
 
     def __init__(

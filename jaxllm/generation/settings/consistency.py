@@ -112,8 +112,15 @@ def check_consistent(
         "assistant_tokenizer": False,
     }
     for name in sorted(config.explicit):
-        field, value = FIELDS[name], getattr(config, name)
-        unchanged = not is_traced(value) and value in (field.neutral, field.default)
-        if field.needs and not active[field.needs] and not unchanged:
-            message = f"`{name}`={value!r} has no effect without `{field.needs}`"
-            warnings.warn(UnusedFieldWarning(message, name, field.needs), stacklevel=2)
+        needs = FIELDS[name].needs
+        if needs is None or not _has_effect(config, name):
+            continue
+        if not (active[needs] if needs in active else _has_effect(config, needs)):
+            message = f"`{name}`={getattr(config, name)!r} has no effect without `{needs}`"
+            warnings.warn(UnusedFieldWarning(message, name, needs), stacklevel=2)
+
+
+def _has_effect(config: GenerationConfig, name: str) -> bool:
+    """True if a field's value is neither neutral nor the default."""
+    field, value = FIELDS[name], getattr(config, name)
+    return is_traced(value) or value not in (field.neutral, field.default)

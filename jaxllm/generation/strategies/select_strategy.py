@@ -58,6 +58,8 @@ class RegisteredStrategy:
     selects: Callable[[Call], bool]
     """Returns True if the settings of a call select it."""
     build: Callable[[Call], AnyStrategy]
+    modes: tuple[str, ...]
+    """Generation modes that it replaces, as `generation_mode` names them."""
 
 
 REGISTERED_STRATEGIES: dict[str, RegisteredStrategy] = {}
@@ -192,14 +194,24 @@ BUILDERS: Mapping[str, Callable[[Call], AnyStrategy]] = {
 }
 
 
+def registered_strategy(call: Call) -> RegisteredStrategy | None:
+    """The registered strategy that the settings of a call select, if any."""
+    return next((s for s in REGISTERED_STRATEGIES.values() if s.selects(call)), None)
+
+
 def select_strategy(call: Call) -> AnyStrategy:
     """The strategy of a call: a registered one that its settings select, or else the one that
     transformers would choose (`generation_mode`)."""
-    for registered in REGISTERED_STRATEGIES.values():
-        if registered.selects(call):
-            return registered.build(call)
     assistant = call.arguments.assistant_model
     mode = generation_mode(call.config, assistant)
+    if registered := registered_strategy(call):
+        if mode not in registered.modes:
+            replaced = " and ".join(registered.modes)
+            raise UnsupportedError(
+                f"{registered.name}: takes the place of {replaced}, and these settings ask for "
+                f"{mode}; drop one of the two"
+            )
+        return registered.build(call)
     drafts = draft_options(call.config, assistant)
     if drafts and mode != "assisted_generation":
         raise UnsupportedError(
