@@ -12,7 +12,7 @@ from batch_tools import differences, uneven_rows
 
 from jaxllm import BatchGenerator
 from jaxllm.batch import slot_placement
-from jaxllm.batch.slots import RotatedCache
+from jaxllm.batch.slots import RotatedCache, SlotCache
 from jaxllm.planning import lower
 
 
@@ -30,10 +30,10 @@ def test_rows_equal_rows_alone(
     monkeypatch.setattr(slot_placement, "writes_one_slot", lambda platform: True)
     model = tiny.make(family, **changes)
     rows = uneven_rows(16, prompts=8, new=8)
-    prompts: list[RotatedCache] = []
+    prompts: list[SlotCache] = []
     for_prompts = RotatedCache.for_prompts
 
-    def recorded(*args: Any) -> RotatedCache:
+    def recorded(*args: Any) -> SlotCache:
         prompts.append(for_prompts(*args))
         return prompts[-1]
 
