@@ -81,10 +81,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         file = GGUFFile(path)
         view = HFView(file)
         return Checkpoint(path, view.config, view, file)
-    config = read_json(path / "config.json", max_bytes=MAX_JSON_BYTES, error=ConfigError)
+    return Checkpoint(path, read_config(path / "config.json"), open_safetensors(path))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads the object in a config.json."""
+    config = read_json(path, max_bytes=MAX_JSON_BYTES, error=ConfigError)
     if not isinstance(config, dict):
-        raise ConfigError(f"{path / 'config.json'}: expected an object")
-    return Checkpoint(path, config, open_safetensors(path))
+        raise ConfigError(f"{path}: expected an object")
+    return config
 
 
 def load_model(

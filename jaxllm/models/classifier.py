@@ -16,7 +16,7 @@ from jaxllm.models.language_model import take_column
 from jaxllm.models.losses import classification_loss
 from jaxllm.models.model import model_call
 from jaxllm.models.outputs import SequenceClassifierOutput
-from jaxllm.nn.dropout import split
+from jaxllm.nn.dropout import split_key
 from jaxllm.nn.linear import Linear
 
 
@@ -52,7 +52,7 @@ class SequenceClassifier(DecoderOnly):
             raise InputError("cache: a classifier reads its sequence in one call")
         if options.get("segment_ids") is not None:
             raise InputError("segment_ids: a classifier reads one sequence a row")
-        key, head_key = split(options.pop("dropout_key", None), 2)
+        key, head_key = split_key(options.pop("dropout_key", None), 2)
         out = self.hidden(input_ids, attention_mask, dropout_key=key, **options)
         x = out.last_hidden_state
         columns = jnp.arange(x.shape[1])

@@ -17,12 +17,12 @@ from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.language_model import LanguageModel
+from jaxllm.models.language_model import LanguageModel, take_column
 from jaxllm.models.losses import causal_loss
 from jaxllm.models.model import BaseModel, Model, model_call
 from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput, base_output
 from jaxllm.nn.blocks import Context, Stack, StackOutput, shallow_copy
-from jaxllm.nn.dropout import split
+from jaxllm.nn.dropout import split_key
 from jaxllm.nn.linear import Embedding, Linear
 
 
@@ -112,7 +112,7 @@ class DecoderOnly(Model[ModelConfig]):
             token_type_ids = self._token_types(token_type_ids, inputs.mask.shape)
         blocks = self.backbone.stack.blocks
         head_mask = check.head_mask("head_mask", head_mask, len(blocks), blocks[0].attn.heads)
-        dropout_key, cross_key = split(dropout_key, 2)
+        dropout_key, cross_key = split_key(dropout_key, 2)
         cross_kv, cross_mask = self._cross_inputs(
             encoder_hidden_states, encoder_attention_mask, cache, len(inputs.mask), cross_key
         )
@@ -254,7 +254,7 @@ class CausalLM(DecoderOnly, LanguageModel[ModelConfig]):
         Raises:
             InputError: token ids outside the vocabulary, or shapes that do not match.
         """
-        key, head_key = split(options.pop("dropout_key", None), 2)
+        key, head_key = split_key(options.pop("dropout_key", None), 2)
         out = self.hidden(input_ids, attention_mask, dropout_key=key, **options)
         x = out.last_hidden_state
         logits = self.logits(x[:, check.columns_to_keep(logits_to_keep, x.shape[1])], head_key)
@@ -274,7 +274,7 @@ class CausalLM(DecoderOnly, LanguageModel[ModelConfig]):
     def head_inputs(
         self, *, dropout_key: Array | None = None, **inputs: Any
     ) -> tuple[Float[Array, "B T D"], Array | None]:
-        key, head_key = split(dropout_key, 2)
+        key, head_key = split_key(dropout_key, 2)
         out = self.hidden(dropout_key=key, **inputs)
         return self.scaled_for_head(out.last_hidden_state), head_key
 
@@ -321,20 +321,16 @@ class CausalLM(DecoderOnly, LanguageModel[ModelConfig]):
             token_type_ids = jnp.broadcast_to(cache.token_type[:, None], mask.shape)
         elif token_type_ids is not None:
             # New tokens get the type of the prompt's last column, as in transformers.
-            cache = cache.replace(token_type=column_of(token_type_ids, logits_column))
+            last = token_type_ids[:, -1:]
+            if logits_column is not None:
+                last = take_column(token_type_ids, logits_column)
+            cache = cache.replace(token_type=last[:, 0])
         options.update(logits_column=logits_column, token_type_ids=token_type_ids)
         return super().decode(tokens, mask, cache, **options)
 
     def early_exit(self, layers: int) -> Self:
         first = shallow_copy(self.backbone, stack=self.backbone.stack.first_blocks(layers))
         return shallow_copy(self, backbone=first)
-
-
-def column_of(x: Int[Array, "B T"], column: Int[Array, " B"] | None) -> Int[Array, " B"]:
-    """Takes x[b, column[b]] of each row b; None: the last column."""
-    if column is None:
-        return x[:, -1]
-    return jnp.take_along_axis(x, column[:, None], axis=1)[:, 0]
 
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import AttentionView, Branches
 from jaxllm.cache.kv_cache import Cache
@@ -132,6 +132,8 @@ def head_logits(
     return logits.astype(jnp.float32)
 
 
-def take_column(x: Float[Array, "B T D"], column: Int[Array, " B"]) -> Float[Array, "B 1 D"]:
+def take_column(
+    x: Shaped[Array, "B T *rest"], column: Int[Array, " B"]
+) -> Shaped[Array, "B 1 *rest"]:
     """Takes x[b, column[b]] of each row b, as a sequence of length 1."""
-    return jnp.take_along_axis(x, column[:, None, None], axis=1)
+    return jnp.take_along_axis(x, column.reshape(-1, *(1,) * (x.ndim - 1)), axis=1)

@@ -15,7 +15,7 @@ from jaxllm.cache.attention_view import SequenceMask, mask_array
 from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.nn.blockwise import BY_PARTS, QUERY_BLOCK, ColumnBias, attend_blocks
-from jaxllm.nn.dropout import dropout, split
+from jaxllm.nn.dropout import dropout, split_key
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.platform import attend_used_slots, splits_cache, with_query_tile
 from jaxllm.nn.rope import rotate
@@ -147,7 +147,7 @@ class Attention(nnx.Module):
         key: jax.Array | None = None,
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
-        k_key, v_key = split(key, 2)
+        k_key, v_key = split_key(key, 2)
         k, v = self.k(x, k_key).reshape(shape), self.v(x, v_key).reshape(shape)
         k = k if self.k_norm is None else self.k_norm(k)
         k, v = constrain((k, v), "rows", None, "heads")
@@ -173,7 +173,7 @@ class Attention(nnx.Module):
             used: only the first `used` slots of the cache hold tokens; None: any slot may.
         """
         B, T, _ = x.shape
-        key, q_key, o_key = split(key, 3)
+        key, q_key, o_key = split_key(key, 3)
         q = self.q(x, q_key).reshape(B, T, self.heads, self.head_dim)
         q = constrain(q if self.q_norm is None else self.q_norm(q), "rows", None, "heads")
         if rotary is not None:

@@ -18,7 +18,7 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import InputError
 from jaxllm.nn.attention import Attention
 from jaxllm.nn.blockwise import BY_PARTS, ColumnBias
-from jaxllm.nn.dropout import dropout, split
+from jaxllm.nn.dropout import dropout, split_key
 from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.norm import LayerNorm, RMSNorm
 from jaxllm.nn.platform import after_gradient
@@ -122,9 +122,10 @@ class Block(nnx.Module):
         cache_is_empty: bool,
         want_weights: bool,
     ) -> BlockOutput:
-        keys = split(options.key, 7)
+        keys = split_key(options.key, 7)
+        attn_key, attn_drop, cross_key, cross_drop, mlp_key, mlp_drop, kv_key = keys
         y = self.attn_norm(x)
-        k, v = self.attn.keys_values(y, context.rotary, keys[6])
+        k, v = self.attn.keys_values(y, context.rotary, kv_key)
         kv = used = None
         if cache is not None and context.view.write_slots is not None:
             cache = kv = cache.write(k, v, context.view.write_slots)
@@ -138,11 +139,11 @@ class Block(nnx.Module):
             rotary=context.rotary,
             bias=context.bias,
             head_mask=options.head_mask,
-            key=keys[0],
+            key=attn_key,
             want_weights=want_weights,
             used=used,
         )
-        x = self._add(x, y, keys[1])
+        x = self._add(x, y, attn_drop)
         cross_weights = None
         if self.cross is not None and self.cross_norm is not None and cross_kv is not None:
             assert context.cross_visible is not None
@@ -151,11 +152,11 @@ class Block(nnx.Module):
                 cross_kv,
                 visible=context.cross_visible,
                 head_mask=options.cross_head_mask,
-                key=keys[2],
+                key=cross_key,
                 want_weights=want_weights,
             )
-            x = self._add(x, y, keys[3])
-        x = self._add(x, self.mlp(self.mlp_norm(x), keys[4]), keys[5])
+            x = self._add(x, y, cross_drop)
+        x = self._add(x, self.mlp(self.mlp_norm(x), mlp_key), mlp_drop)
         return BlockOutput(x, cache, weights, cross_weights)
 
     def _add(self, x: Array, y: Array, key: Array | None):
@@ -178,24 +179,11 @@ def _run(
     return block(x, context, cache, cross_kv, options, **flags)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _run_recomputed(
-    block: Block,
-    x: Array,
-    context: Context,
-    cache: KV | None,
-    cross_kv: KV | None,
-    options: BlockOptions,
-    cache_is_empty: bool,
-    want_weights: bool,
-) -> BlockOutput:
-    """`_run` with rematerialization: the backward pass recomputes the activations.
-
-    With `jax.checkpoint` the recomputation depends on the block's inputs only, so XLA on CPU may
-    recompute all blocks up front and save almost no memory. Here it waits for the gradient of the
-    block's output. There is no forward-mode derivative (`jax.jvp`).
-    """
-    return _run(block, x, context, cache, cross_kv, options, cache_is_empty, want_weights)
+# `_run` with rematerialization: the backward pass recomputes the activations. With `jax.checkpoint`
+# the recomputation depends on the block's inputs only, so XLA on CPU may recompute all blocks up
+# front and save almost no memory. Here it waits for the gradient of the block's output. There is no
+# forward-mode derivative (`jax.jvp`).
+_run_recomputed = jax.custom_vjp(_run, nondiff_argnums=(6, 7))
 
 
 def _forward(*args: Any) -> tuple[BlockOutput, tuple[Any, ...]]:
@@ -273,7 +261,7 @@ class Stack(nnx.Module):
         crosses = [block.cross for block in self.blocks if block.cross is not None]
         return tuple(
             KV.from_sequence(*cross.keys_values(encoder_states, key=k))
-            for cross, k in zip(crosses, split(key, len(crosses)), strict=True)
+            for cross, k in zip(crosses, split_key(key, len(crosses)), strict=True)
         )
 
     def __call__(
@@ -301,7 +289,7 @@ class Stack(nnx.Module):
         """
         run = _run_remat if self.remat else _run_traced_once
         depth = len(self.blocks)
-        keys = split(key, depth + 2)
+        keys = split_key(key, depth + 2)
         x = constrain(dropout(x, self.embedding_dropout, keys[depth]), "rows")
         hidden: list[Array] = []
         outputs: list[BlockOutput] = []

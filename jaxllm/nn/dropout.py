@@ -30,6 +30,6 @@ def dropout_mask(key: Array, dropped: int, shape: tuple[int, ...]) -> Bool[Array
     return random_uint16(key, math.prod(shape)).reshape(shape) >= dropped
 
 
-def split(key: Array | None, n: int) -> tuple[Array | None, ...]:
+def split_key(key: Array | None, n: int) -> tuple[Array | None, ...]:
     """Splits a key into n independent ones; None gives n times None."""
     return (None,) * n if key is None else tuple(jax.random.split(key, n))

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxllm.nn.dropout import dropout, split
+from jaxllm.nn.dropout import dropout, split_key
 from jaxllm.nn.linear import Linear
 
 
@@ -23,7 +23,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array | None = None
     ) -> Float[Array, "B T D"]:
-        key, up_key, down_key = split(key, 3)
+        key, up_key, down_key = split_key(key, 3)
         return self.down(dropout(self.act(self.up(x, up_key)), self.dropout_rate, key), down_key)
 
 
@@ -46,6 +46,6 @@ class GatedMLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], key: jax.Array | None = None
     ) -> Float[Array, "B T D"]:
-        key, gate_key, up_key, down_key = split(key, 4)
+        key, gate_key, up_key, down_key = split_key(key, 4)
         y = self.act(self.gate(x, gate_key)) * self.up(x, up_key)
         return self.down(dropout(y, self.dropout_rate, key), down_key)

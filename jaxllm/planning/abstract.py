@@ -15,9 +15,8 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.load import MAX_JSON_BYTES, float_dtype
-from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError
-from jaxllm.common.strict_json import read_json
+from jaxllm.checkpoint.load import float_dtype, read_config
+from jaxllm.common.errors import JaxLLMError, MissingFileError
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
 from jaxllm.models.registry import model_spec
@@ -53,7 +52,7 @@ def abstract_model(
         ConfigError, UnsupportedError: as `jaxllm.load`, with the file and the field.
         InputError: the mesh does not divide the model's heads.
     """
-    raw, where = read_config(source)
+    raw, where = read_source(source)
     try:
         spec = model_spec(raw)
     except JaxLLMError as error:
@@ -79,7 +78,7 @@ def abstract_model(
     return model
 
 
-def read_config(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The object in a config.json, and its path for errors."""
     if isinstance(source, Mapping):
         return source, "config"
@@ -92,10 +91,7 @@ def read_config(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mappin
         raise MissingFileError(
             f"{path}: no such file; give a folder with config.json, or the path of one"
         )
-    raw = read_json(path, max_bytes=MAX_JSON_BYTES, error=ConfigError)
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected an object")
-    return raw, str(path)
+    return read_config(path), str(path)
 
 
 def on_device(tree: Any, device: Any) -> Any:

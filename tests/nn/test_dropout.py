@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.nn.dropout import LEVELS, dropout, dropout_mask, split
+from jaxllm.nn.dropout import LEVELS, dropout, dropout_mask, split_key
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -57,6 +57,6 @@ def test_keeps_the_dtype():
 
 
 def test_split_gives_independent_keys():
-    assert split(None, 3) == (None, None, None)
-    keys = split(jax.random.key(0), 3)
+    assert split_key(None, 3) == (None, None, None)
+    keys = split_key(jax.random.key(0), 3)
     assert len({float(jax.random.uniform(key)) for key in keys if key is not None}) == 3

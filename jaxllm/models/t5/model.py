@@ -24,7 +24,7 @@ from jaxllm.models.outputs import BaseOutput, Seq2SeqLMOutput, base_output
 from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.stack import make_stack
 from jaxllm.nn.blocks import Context, Stack, StackOutput, shallow_copy
-from jaxllm.nn.dropout import split
+from jaxllm.nn.dropout import split_key
 from jaxllm.nn.linear import Embedding, Linear
 
 
@@ -190,7 +190,7 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
             InputError: token ids outside the vocabulary, or shapes that do not match.
         """
         inputs = Seq2SeqInputs(input_ids, attention_mask, decoder_input_ids, **arrays)
-        *keys, head_key = split(dropout_key, 4)
+        *keys, head_key = split_key(dropout_key, 4)
         encoded, out = self._states(
             inputs,
             labels,
@@ -217,7 +217,7 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
     def head_inputs(
         self, *, dropout_key: Array | None = None, **inputs: Any
     ) -> tuple[Float[Array, "B T D"], Array | None]:
-        *keys, head_key = split(dropout_key, 4)
+        *keys, head_key = split_key(dropout_key, 4)
         _, out = self._states(Seq2SeqInputs(**inputs), None, keys)
         return self.scaled_for_head(out.x), head_key
 
