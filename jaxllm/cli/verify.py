@@ -56,7 +56,7 @@ class Distance:
 
 
 def distance(
-    ours: Float[np.ndarray, "T V"], reference: Float[np.ndarray, "T V"], std: float
+    ours: Float[np.ndarray, "T V"], reference: Float[np.ndarray, "_ _"], std: float
 ) -> Distance:
     """Compares outputs in float64; ``std`` is the divisor of the relative difference.
 
