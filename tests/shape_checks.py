@@ -21,7 +21,7 @@ import numpy as np
 ENTRY_POINT = re.compile(
     r"jaxllm\.models\..*(__call__|given_encoding)"
     r"|jaxllm\.(generation|contrib)\..*\.(generate|stream|score|heal_tokens|EncoderTokens\.of"
-    r"|LogitsProcessor\.__call__)"
+    r"|LogitsProcessor\.__call__|WatermarkDetector\.__call__)"
 )
 """Functions that accept whatever becomes such an array, and say themselves what does not; tests
 give them what does not."""
