@@ -2,7 +2,7 @@
 
 A module registers its additions when it is imported; docs/extending.md has examples. Also exported
 from here is what such a module builds on: `Strategy` and `Sample` to subclass, `store` and
-`float_leaf` for the numbers of a processor, checks for a `Field`.
+`float_leaf` for the numbers of a processor, the `History` it reads, checks for a `Field`.
 
 The tables are next to the code that reads them: `strategies.select_strategy.REGISTERED_STRATEGIES`,
 `processors.build.REGISTERED` and `call.prompts.PROMPT_TRANSFORMS`.
@@ -15,7 +15,7 @@ from typing import Literal
 
 from jaxllm.generation.call.prompts import PROMPT_TRANSFORMS, PromptTransform
 from jaxllm.generation.inputs.values import float_leaf, int_leaf
-from jaxllm.generation.processors.base import store
+from jaxllm.generation.processors.base import History, store
 from jaxllm.generation.processors.build import REGISTERED, Builder, ProcessorInputs
 from jaxllm.generation.settings.config import FIELDS, declare_field
 from jaxllm.generation.settings.field_checks import boolean, integer, number
@@ -39,6 +39,7 @@ __all__ = [
     "Call",
     "DecodeSettings",
     "Field",
+    "History",
     "PrefillInputs",
     "ProcessorInputs",
     "Result",
