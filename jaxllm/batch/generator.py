@@ -184,17 +184,8 @@ class BatchGenerator:
             if sequence.error is not None:
                 return error_output(row, sequence.error)
         output_ids = tuple(sequence.tokens for sequence in sequences)
-        texts = None
-        if self.tokenizer is not None:
-            texts = tuple(self.tokenizer.decode(i, skip_special_tokens=True) for i in output_ids)
-        return BatchOutput(
-            index=row.index,
-            id=row.id,
-            output_ids=output_ids,
-            texts=texts,
-            finish_reasons=tuple(sequence.reason for sequence in sequences),
-            prompt_tokens=len(row.input_ids),
-        )
+        reasons = tuple(sequence.reason for sequence in sequences)
+        return BatchOutput.of(row, output_ids, reasons, self.tokenizer)
 
 
 def check_model(model: GenerativeModel) -> Mesh | None:

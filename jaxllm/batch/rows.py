@@ -7,7 +7,7 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from jaxtyping import Int, Shaped
@@ -115,6 +115,21 @@ class BatchOutput:
     """Error message of a row that cannot be answered."""
     error_kind: str | None = None
     """Class name of the error, such as "InputError"."""
+
+    @classmethod
+    def of(
+        cls,
+        row: BatchRow,
+        output_ids: tuple[list[int], ...],
+        finish_reasons: tuple[str, ...],
+        tokenizer: Tokenizer | None,
+    ) -> Self:
+        """The result of a row from the new tokens of its sequences."""
+        texts = None
+        if tokenizer is not None:
+            texts = tuple(tokenizer.decode(ids, skip_special_tokens=True) for ids in output_ids)
+        prompt_tokens = len(row.input_ids)
+        return cls(row.index, row.id, output_ids, texts, finish_reasons, prompt_tokens)
 
     @property
     def text(self) -> str | None:

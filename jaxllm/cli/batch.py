@@ -14,16 +14,15 @@ from jax.sharding import Mesh
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from jaxllm import load
 from jaxllm.batch import BatchGenerator
 from jaxllm.batch.job.job import InputFile, Job
 from jaxllm.batch.job.job_files import check_output, read_json_file, report_file
-from jaxllm.checkpoint import bundled
 from jaxllm.checkpoint.file_digests import checkpoint_digests
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli import signals
 from jaxllm.cli.devices import is_main_process, local_mesh
 from jaxllm.cli.field_flags import generation_fields
+from jaxllm.cli.model_flags import load_named, model_path
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError, RunError, UnsupportedError
 from jaxllm.common.progress import Reporter
@@ -161,18 +160,10 @@ def load_engine(
     arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
 ) -> BatchGenerator:
     """Loads the model and makes its engine."""
-    path = model_path(arguments)
-    with reporter.phase(f"loading {Path(path).resolve().name}") as update:
-        model, tokenizer = load(
-            path,
-            dtype=arguments.dtype,
-            param_dtype=arguments.param_dtype,
-            **model_options(arguments),
-            mesh=mesh,
-            progress=update,
-        )
+    model, tokenizer = load_named(arguments, mesh, reporter)
     if not hasattr(model, "decode"):
-        raise UnsupportedError(f"{path}: a {type(model).__name__} generates no text")
+        name = model_path(arguments)
+        raise UnsupportedError(f"{name}: a {type(model).__name__} generates no text")
     return BatchGenerator(
         model,
         tokenizer,
@@ -185,20 +176,6 @@ def load_engine(
         announce=lambda prediction: reporter.say(str(prediction)),
         **generation_fields(arguments),
     )
-
-
-def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `jaxllm.load` that say how the named model is read."""
-    return {
-        "allow_nonfinite": arguments.allow_nonfinite,
-        "architecture": arguments.architecture,
-        "config": dict(arguments.config),
-    }
-
-
-def model_path(arguments: argparse.Namespace) -> str | Path:
-    """The model that was named, or the bundled one."""
-    return bundled.smollm2() if arguments.model is None else arguments.model
 
 
 class BatchProgress:

@@ -11,14 +11,18 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 
-from jaxllm import GenerationConfig, load
-from jaxllm.checkpoint import bundled
+from jaxllm import GenerationConfig
 from jaxllm.cli import signals
-from jaxllm.cli.batch import model_options
 from jaxllm.cli.conversation import Conversation, answer_fields
 from jaxllm.cli.exits import Parser, one_line, run_command
 from jaxllm.cli.field_flags import add_field_flags, generation_fields, parse_value
-from jaxllm.cli.model_flags import add_compile_cache_flags, add_model_flags, keep_programs
+from jaxllm.cli.model_flags import (
+    add_compile_cache_flags,
+    add_model_flags,
+    keep_programs,
+    load_named,
+    model_path,
+)
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.progress import Reporter, set_progress
 from jaxllm.generation.settings.consistency import check_for_use
@@ -67,10 +71,8 @@ def _run(arguments: argparse.Namespace) -> int:
     check_for_use(fields)  # before loading, which takes minutes
     reporter = Reporter(quiet=arguments.quiet)
     keep_programs(arguments, reporter)
-    path = bundled.smollm2() if arguments.model is None else arguments.model
-    with reporter.phase(f"loading {path}") as update:
-        dtypes = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype}
-        model, tokenizer = load(path, **dtypes, **model_options(arguments), progress=update)
+    path = model_path(arguments)
+    model, tokenizer = load_named(arguments, None, reporter)
     if not hasattr(model, "decode") or model.is_encoder_decoder:
         raise UnsupportedError(f"{path}: a {type(model).__name__} cannot chat")
     if tokenizer is None or tokenizer.chat_template is None:

@@ -8,10 +8,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxllm import load
 from jaxllm.cli.devices import local_mesh, mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
-from jaxllm.cli.model_flags import DTYPES
+from jaxllm.cli.model_flags import (
+    add_compile_cache_flags,
+    add_model_flags,
+    keep_programs,
+    load_named,
+)
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.progress import Reporter
 from jaxllm.evaluate import perplexity
@@ -47,12 +51,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="windows computed at once (8)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
-    parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of the weights")
+    add_model_flags(parser)
     parser.add_argument(
         "--mesh", type=mesh_sizes, metavar="SIZES", help="shard the model: data=2,tensor=4"
     )
     parser.add_argument("--quiet", action="store_true", help="only errors on stderr")
+    add_compile_cache_flags(parser)
     return parser
 
 
@@ -62,14 +66,8 @@ def _run(arguments: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as failure:
         raise InputError(f"{arguments.perplexity}: cannot be read ({failure})") from None
     reporter = Reporter(quiet=arguments.quiet)
-    with reporter.phase(f"loading {Path(arguments.model).resolve().name}") as update:
-        model, tokenizer = load(
-            arguments.model,
-            dtype=arguments.dtype,
-            param_dtype=arguments.param_dtype,
-            mesh=local_mesh(arguments),
-            progress=update,
-        )
+    keep_programs(arguments, reporter)
+    model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
     if tokenizer is None or not hasattr(model, "decode"):
         raise UnsupportedError(f"{arguments.model}: needs a tokenizer and a language-model head")
     start = time.perf_counter()

@@ -17,11 +17,9 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm import load
-from jaxllm.checkpoint import bundled
 from jaxllm.cli.batch import (
     add_batch_flags,
     check_flags,
-    model_options,
     run_batch,
 )
 from jaxllm.cli.devices import (
@@ -32,7 +30,13 @@ from jaxllm.cli.devices import (
 )
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.cli.field_flags import add_field_flags, generation_fields, int_list
-from jaxllm.cli.model_flags import add_compile_cache_flags, add_model_flags, keep_programs
+from jaxllm.cli.model_flags import (
+    add_compile_cache_flags,
+    add_model_flags,
+    keep_programs,
+    load_named,
+    model_path,
+)
 from jaxllm.cli.request import IdDecoder, PromptRequest, TextDecoder, print_streamed, print_whole
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError, UnsupportedError
@@ -166,13 +170,12 @@ def _load(
     arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
 ) -> tuple[GenerativeModel, Tokenizer | None, GenerativeModel | None]:
     """Loads model, tokenizer and assistant model."""
-    path = bundled.smollm2() if arguments.model is None else arguments.model
-    options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}
-    with reporter.phase(f"loading {Path(path).resolve().name}") as update:
-        model, tokenizer = load(path, **options, **model_options(arguments), progress=update)
+    model, tokenizer = load_named(arguments, mesh, reporter)
     if not hasattr(model, "decode"):
+        path = model_path(arguments)
         raise UnsupportedError(f"{path}: a {type(model).__name__} cannot generate text")
     assistant = None
+    options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}
     if arguments.assistant_model is not None:
         name = arguments.assistant_model
         with reporter.phase(f"loading {Path(name).resolve().name}") as update:

@@ -7,15 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
+from jaxllm import load
+from jaxllm.checkpoint import bundled
 from jaxllm.common.compile_cache import enable_compile_cache
 from jaxllm.common.errors import RunError
 from jaxllm.common.progress import Reporter
+from jaxllm.tokenizers.tokenizer import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say how a model is read; for `model_options` and `jaxllm.load`."""
+    """Adds the options that say how a model is read, for `load_named`."""
     parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
     parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of the weights")
     parser.add_argument(
@@ -32,6 +37,33 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a field that replaces config.json's; null: as if the file had none",
     )
+
+
+def model_path(arguments: argparse.Namespace) -> str | Path:
+    """The model that was named, or the bundled one."""
+    return bundled.smollm2() if arguments.model is None else arguments.model
+
+
+def load_named(
+    arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
+) -> tuple[Any, Tokenizer | None]:
+    """Loads the model that was named, or the bundled one, as the options of `add_model_flags` say.
+
+    Raises:
+        JaxLLMError: as `jaxllm.load`.
+    """
+    path = model_path(arguments)
+    with reporter.phase(f"loading {Path(path).resolve().name}") as update:
+        return load(
+            path,
+            dtype=arguments.dtype,
+            param_dtype=arguments.param_dtype,
+            allow_nonfinite=arguments.allow_nonfinite,
+            architecture=arguments.architecture,
+            config=dict(arguments.config),
+            mesh=mesh,
+            progress=update,
+        )
 
 
 def config_field(text: str) -> tuple[str, Any]:

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm import load
 from jaxllm.cli import signals
 from jaxllm.cli.devices import local_mesh, mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.cli.field_flags import add_field_flags, generation_fields
-from jaxllm.cli.model_flags import DTYPES, add_compile_cache_flags, keep_programs
+from jaxllm.cli.model_flags import (
+    add_compile_cache_flags,
+    add_model_flags,
+    keep_programs,
+    load_named,
+)
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.common.optional_deps import require
 from jaxllm.common.progress import Reporter
@@ -48,8 +52,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="folder, .safetensors, .gguf or Hub id")
     parser.add_argument("--served-model-name", metavar="NAME", help="its name in requests")
-    parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
-    parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of the weights")
+    add_model_flags(parser)
     parser.add_argument(
         "--mesh", type=mesh_sizes, metavar="SIZES", help="shard the model: data=2,tensor=4"
     )
@@ -197,15 +200,7 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
 
 
 def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[Any, Any]:
-    mesh = local_mesh(arguments)
-    with reporter.phase(f"loading {Path(arguments.model).resolve().name}") as update:
-        model, tokenizer = load(
-            arguments.model,
-            dtype=arguments.dtype,
-            param_dtype=arguments.param_dtype,
-            mesh=mesh,
-            progress=update,
-        )
+    model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
     if tokenizer is None:
         raise UnsupportedError(f"{arguments.model}: has no tokenizer, which a server needs")
     return model, tokenizer

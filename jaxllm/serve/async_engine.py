@@ -200,17 +200,8 @@ class AsyncEngine:
         row = stream.row
         parts = [[chunk for chunk in chunks if chunk.sample == i] for i in range(row.samples)]
         output_ids = tuple([t for chunk in part for t in chunk.tokens] for part in parts)
-        texts = None
-        if self.tokenizer is not None:
-            texts = tuple(self.tokenizer.decode(i, skip_special_tokens=True) for i in output_ids)
-        return BatchOutput(
-            index=row.index,
-            id=row.id,
-            output_ids=output_ids,
-            texts=texts,
-            finish_reasons=tuple(part[-1].finish_reason or "" for part in parts),
-            prompt_tokens=len(row.input_ids),
-        )
+        reasons = tuple(part[-1].finish_reason or "" for part in parts)
+        return BatchOutput.of(row, output_ids, reasons, self.tokenizer)
 
     def cancel(self, request: ChunkReceiver, sample: int) -> None:
         """Ends one sample of a request; `GenerationStream.cancel` ends all of them."""
