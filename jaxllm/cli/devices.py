@@ -95,6 +95,8 @@ def join_processes(arguments: argparse.Namespace) -> None:
     missing = [flag for flag, value in options.items() if value is None]
     if arguments.distributed and len(missing) < len(options):
         raise InputError("give --distributed or --coordinator, not both")
+    # JAX's preemption service would take SIGTERM from `signals` and only record it.
+    jax.config.update("jax_enable_preemption_service", False)
     if arguments.distributed:
         try:
             jax.distributed.initialize()
@@ -116,8 +118,6 @@ def join_processes(arguments: argparse.Namespace) -> None:
     if arguments.distributed or not missing:
         sys.excepthook = _exit_at_once
         signals.leave_by(leave_processes)
-        # JAX's preemption notifier takes SIGTERM and only records it.
-        signals.handle_again()
 
 
 def connect(coordinator: str, count: int, index: int) -> None:

@@ -49,13 +49,9 @@ class SignalWatcher:
             for number in STOP_SIGNALS
             if signal.getsignal(number) not in (signal.SIG_IGN, None)
         }
-        self.handle()
-        threading.Thread(target=self._watch, name="signals", daemon=True).start()
-
-    def handle(self) -> None:
-        """Installs the handlers, again after a library replaced them."""
         for number in self._earlier:
             signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
     def ignore(self) -> None:
         """Ignores the signals from now on."""
@@ -126,7 +122,9 @@ def handled(program: str) -> Generator[None]:
         _watcher = None
 
 
-def stop_after(unit: str, *, quiet: bool = False) -> Callable[[], int | None]:
+def stop_after(
+    unit: str, *, quiet: bool = False, from_now_on: bool = False
+) -> Callable[[], int | None]:
     """Makes a function `stop`, to be called between two steps or rows.
 
     From its first call on, the first signal is only recorded, and the next one ends the process.
@@ -135,6 +133,8 @@ def stop_after(unit: str, *, quiet: bool = False) -> Callable[[], int | None]:
     Args:
         unit: what is finished first ("step"), for the message.
         quiet: print no message.
+        from_now_on: record signals before the first call, too, since other processes would wait
+            for this one.
 
     Returns:
         A function without arguments: the number of the signal that was received, or None.
@@ -155,6 +155,8 @@ def stop_after(unit: str, *, quiet: bool = False) -> Callable[[], int | None]:
         watcher.react = defer
         return received()
 
+    if from_now_on:
+        watcher.react = defer
     return stop
 
 
@@ -208,11 +210,3 @@ def passed_to(react: Callable[[int], None]) -> Generator[None]:
         yield
     finally:
         _watcher.react = earlier
-
-
-def handle_again() -> None:
-    """Installs the handlers again, after a library replaced them."""
-    if _watcher is not None:
-        _watcher.handle()
-    elif threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

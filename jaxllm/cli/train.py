@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import signal
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jaxllm.cli import signals
 from jaxllm.cli.devices import add_process_flags, is_main_process, join_processes
@@ -57,17 +60,20 @@ def run(argv: list[str], program: str) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     recipe = read_recipe(Path(options.recipe), values)
     join_processes(options)
+    quiet = options.quiet or not is_main_process()
+    stop = signals.stop_after("step", quiet=quiet, from_now_on=jax.process_count() > 1)
     if not options.no_compile_cache:
         try:
             enable_compile_cache()
         except RunError as problem:
-            if not options.quiet and is_main_process():
+            if not quiet:
                 print(f"{program}: {one_line(str(problem))}", file=sys.stderr)
-    stop = signals.stop_after("step", quiet=options.quiet or not is_main_process())
     with closed_loops_hidden():
         result = train(recipe, resume=options.resume, quiet=options.quiet, stop=stop)
-    if not options.quiet and is_main_process():
+    if not quiet:
         print(f"{result.folder}: step {result.step}")
+        if result.stopped_by is not None and signals.received() is None:
+            signals.say(f"another process received {signal.Signals(result.stopped_by).name}")
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 

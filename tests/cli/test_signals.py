@@ -226,3 +226,13 @@ def test_handlers_are_restored(handlers: dict[int, Any]) -> None:
     with signals.handled("x"):
         assert {signal.getsignal(number) for number in handlers}.isdisjoint(handlers.values())
     assert handlers == {number: signal.getsignal(number) for number in handlers}
+
+
+def test_one_of_several_processes_waits_for_an_agreement() -> None:
+    """It may not leave, while the others wait, between its first signal and its first step."""
+    with signals.handled("x"):
+        stop = signals.stop_after("step", quiet=True, from_now_on=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while stop() is None:
+            time.sleep(0.001)
+        assert stop() == signal.SIGTERM

@@ -17,16 +17,41 @@ from tiny_runs import saved, write_recipe
 from jaxllm.training.monitor.metrics_log import read_metrics
 
 TRAIN = ROOT / "train.py"
+# Process 1 gets a signal after both have connected, while process 0 is in its first agreement.
+LATE = """
+import os, signal, sys, time
+from jaxllm.cli import signals
+signals.install("train.py")
+import jax
+from jaxllm.cli import train
+from jaxllm.training.run import run
+set_up = run.set_up
+def late(recipe, say):
+    setup = set_up(recipe, say)
+    if jax.process_index() == 1:
+        time.sleep(3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+    return setup
+run.set_up = late
+sys.exit(train.main(sys.argv[1:]))
+"""
 
 
-def start(recipe: Path, cache: Path, *options: str, processes: int = 2) -> list[subprocess.Popen]:
+def start(
+    recipe: Path,
+    cache: Path,
+    *options: str,
+    processes: int = 2,
+    program: tuple[str, ...] = (str(TRAIN),),
+) -> list[subprocess.Popen]:
     """The processes of one run."""
     address = f"127.0.0.1:{free_port()}"
     together = ["--coordinator", address, "--num-processes", str(processes)]
     env = environment(4 // processes) | {"JAXLLM_CACHE_DIR": str(cache)}
     return [
         subprocess.Popen(
-            [sys.executable, str(TRAIN), str(recipe), *options]
+            [sys.executable, *program, str(recipe), *options]
             + ([*together, "--process-id", str(index)] if processes > 1 else []),
             env=env,
             stdout=subprocess.PIPE,
@@ -128,3 +153,16 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(tmp_path):
         assert process.returncode == 143, out + err
     steps = [int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
     assert steps == [len(numbers(tmp_path, "loss"))]
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_lets_no_process_leave_alone(tmp_path):
+    recipe = write_recipe(tmp_path, checkpoints={"every": 500, "keep": 1})
+    running = start(recipe, tmp_path / "programs", program=("-c", LATE))
+    said = []
+    for process in running:
+        out, err = process.communicate(timeout=60)  # JAX notices a lost process after minutes
+        assert (process.returncode, out.count("step 0")) == (143, process is running[0]), out + err
+        said.append(err)
+    assert "another process received SIGTERM" in said[0]
+    assert "Traceback" not in "".join(said)
