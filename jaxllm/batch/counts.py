@@ -59,6 +59,11 @@ class BatchCounts:
         return total
 
     @property
+    def answered(self) -> int:
+        """Finished rows without an error."""
+        return self.rows - self.errors.total()
+
+    @property
     def utilisation(self) -> float:
         """The share of slot-steps occupied by an unfinished row."""
         return self.busy_slot_steps / self.slot_steps if self.slot_steps else 0.0

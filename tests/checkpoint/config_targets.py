@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tiny
 
-from jaxllm.batch.job.job import InputFile
+from jaxllm.batch.job.inputs import read_source
 from jaxllm.batch.rows import RowReader
 from jaxllm.checkpoint.load import MAX_JSON_BYTES
 from jaxllm.checkpoint.peft.config import read_peft_config
@@ -23,8 +23,8 @@ def reader() -> RowReader:
 
 
 def batch_rows(path: Path) -> None:
-    source = InputFile.read(path)
-    for index in range(len(source.lines)):
+    source = read_source(path)
+    for index in range(len(source)):
         reader().read(source.row(index))
 
 

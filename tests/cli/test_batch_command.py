@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -15,14 +16,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from paths import ROOT
+from pyarrow import csv, parquet
 
 import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.batch import BatchOutput
-from jaxllm.batch.job.job import InputFile, Job
-from jaxllm.cli import batch
+from jaxllm.batch.job.inputs import read_source
+from jaxllm.batch.job.job import Job
+from jaxllm.cli.batch_progress import BatchProgress
 from jaxllm.cli.generate import main
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.progress import Reporter
@@ -100,9 +104,9 @@ def test_chat(tmp_path, capsys):
         (("--input", "a", "--output", "b", "--input-ids", "1"), "--input-ids: not together"),
         (("--input", "none.jsonl", "--output", "b"), "no such file"),
         (("--input", "a", "--output", "b", "--seed", "-1"), "--seed must be"),
-        (("--input", "-", "--output", "b"), "--input -: a batch reads and writes files"),
-        (("--input", "a", "--output", "-"), "--output -: a batch reads and writes files"),
-        (("--input", "rows.csv", "--output", "b"), "rows.csv: is a table of text"),
+        (("--input", "a", "--output", "-", "--resume"), "nothing is kept of a job"),
+        (("--input", "rows.zip", "--output", "b"), "rows.zip: is compressed, and not by gzip"),
+        (("--prompt-column", "q", "hello"), "--prompt-column has no effect without --input"),
     ],
 )
 def test_mixed_up_options(arguments, why, capsys):
@@ -114,9 +118,9 @@ def test_mixed_up_options(arguments, why, capsys):
 def test_progress_while_programs_are_compiled(tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"id": "x"}, {"prompt": "Hello"}])
     engine = BatchGenerator(*jaxllm.load(MODEL))
-    job = Job(engine, InputFile.read(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl", {})
+    job = Job(engine, read_source(tmp_path / "rows.jsonl"), tmp_path / "out.jsonl", {})
     with contextlib.closing(CompileClock()) as clock:
-        progress = batch.BatchProgress(Reporter(quiet=True), job, clock)
+        progress = BatchProgress(Reporter(quiet=True), job, clock)
         engine.counts.add_output(BatchOutput(0, "x", error="wrong", error_kind="InputError"))
         assert progress.status() == "preparing, compiling 0.0 s, 1 errors"
         clock.started = time.monotonic() - 81
@@ -171,6 +175,80 @@ def test_another_model_under_the_same_path_is_refused(tmp_path, capsys):
         assert (code, f"{name}: was " in err) == (2, True), err
         path.unlink() if before is None else path.write_bytes(before)
     assert in_process(capsys, "--model", model.rename(tmp_path / "moved"), *files)[0] == 0
+
+
+def test_stdin_and_stdout(tmp_path, capsysbinary, monkeypatch):
+    rows = [{"id": f"r{i}", "prompt": "Hello", "max_new_tokens": 9 - i} for i in range(6)]
+    rows.insert(2, {"id": "bad", "prompt": 5})
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    flags = ["--input", "-", "--output", "-", "--slots", "2", "--no-compile-cache"]
+    assert main(["--model", str(MODEL), *flags], program="generate.py") == 0
+    out, err = capsysbinary.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["id"] for line in lines] == [row["id"] for row in rows]
+    assert lines[2]["error"].startswith("line 3: prompt: expected a string")
+    assert b"errors" in err
+    write_rows(tmp_path / "rows.jsonl", rows)
+    files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl")
+    assert main(["--model", str(MODEL), *map(str, files), "--slots", "2"]) == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == out
+
+
+PIPE = """
+cat {rows} | {python} -m jaxllm generate --model {model} --input - --output - {flags} \
+    2> {err} | head -n 3
+echo "${{PIPESTATUS[@]}}"
+"""
+
+
+@pytest.mark.slow
+def test_a_pipe_into_head(tmp_path):
+    rows = [{"prompt": "Hello", "max_new_tokens": 4 + i % 50} for i in range(3000)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    script = PIPE.format(
+        rows=tmp_path / "rows.jsonl",
+        python=sys.executable,
+        model=MODEL,
+        err=tmp_path / "err",
+        flags="--quiet --slots 8 --no-compile-cache",
+    )
+    run = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    *lines, codes = run.stdout.splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [1, 2, 3]
+    assert codes == "0 141 0"
+    assert (tmp_path / "err").read_text() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_1000_rows_of_a_table(tmp_path, capsys, kind):
+    count = 1000
+    table = pyarrow.table(
+        {
+            "question": [f"Hello, {i}" for i in range(count)],
+            "max_new_tokens": [1 + i % 9 for i in range(count)],
+            "topic": ["greeting"] * count,
+        }
+    )
+    source, output = tmp_path / f"rows.{kind}", tmp_path / f"out.{kind}"
+    (csv.write_csv if kind == "csv" else parquet.write_table)(table, source)
+    flags = ("--prompt-column", "question", "--slots", 16)
+    code, err = in_process(capsys, "--model", MODEL, "--input", source, "--output", output, *flags)
+    assert code == 0
+    assert "these columns are not read: topic" in err
+    answers = (csv.read_csv if kind == "csv" else parquet.read_table)(output).to_pylist()
+    model, tokenizer = jaxllm.load(MODEL)
+    rows = [
+        {"prompt": row["question"], "max_new_tokens": row["max_new_tokens"]}
+        for row in table.to_pylist()
+    ]
+    expected = BatchGenerator(model, tokenizer, slots=16).generate(rows)
+    assert [row["id"] for row in answers] == list(range(2 if kind == "csv" else 1, count + 2))[
+        :count
+    ]
+    ids = [json.loads(str(row["output_ids"])) for row in answers]
+    assert ids == [result.output_ids[0] for result in expected]
 
 
 class Killed:

@@ -32,6 +32,7 @@ from jaxllm.batch.job.job_files import (
     remove_files,
     started_file,
 )
+from jaxllm.batch.job.outputs import Line, Writer, encoded
 from jaxllm.common.atomic_file import sync_folder, write_whole
 from jaxllm.common.errors import DataError, RunError, naming_file
 from jaxllm.common.run_lock import RunLock
@@ -123,15 +124,14 @@ class Journal:
                 self._file.close()
             self._lock.release()
 
-    def add(self, index: int, line: Mapping[str, Any], prompt_tokens: int) -> None:
-        """Appends a finished row; a crash may lose the rows of the last second."""
-        record = {
-            "job": self.job_id,
-            "index": index,
-            "prompt_tokens": prompt_tokens,
-            "line": line,
-        }
-        data = encoded(record)
+    def add(self, index: int, line: Line, facts: Mapping[str, Any]) -> None:
+        """Appends a finished row; a crash may lose the rows of the last second.
+
+        Args:
+            line: the row's line of the output.
+            facts: what the report counts of it (`row_facts`).
+        """
+        data = encoded({"job": self.job_id, "index": index, "facts": facts, "line": line})
         with naming_file(self._part, RunError, "written"):
             self._file.write(data)
         self._uncommitted.append((index, Place(self._part, self._offset, len(data))))
@@ -167,14 +167,12 @@ class Journal:
                 files[place.file].seek(place.offset)
                 yield json.loads(files[place.file].read(place.length))
 
-    def merge(self, count: int) -> Iterator[dict[str, Any]]:
-        """Writes the output, yielding the record of each line; renames it into place at the end."""
+    def merge(self, count: int, write: Writer) -> None:
+        """Writes the output of rows 0 to count - 1, and renames it into place at the end."""
         partial = self.folder / "merged"
         with naming_file(self.output, RunError, "written"):
             with partial.open("wb") as file:
-                for record in self.records(count):
-                    file.write(encoded(record["line"]))
-                    yield record
+                write(file, lambda: (record["line"] for record in self.records(count)))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, self.output)
@@ -212,6 +210,7 @@ def read_part(part: Path, job: str, *, repair: bool) -> dict[int, Place]:
                 isinstance(record, dict)
                 and isinstance(record.get("index"), int)
                 and isinstance(record.get("line"), dict)
+                and isinstance(record.get("facts"), dict)
             ):
                 raise DataError(f"{where}: is no record of a row; remove the line to run it again")
             if record.get("job") != job:
@@ -219,11 +218,3 @@ def read_part(part: Path, job: str, *, repair: bool) -> dict[int, Place]:
             rows[record["index"]] = Place(part, offset, len(data))
             offset += len(data)
     return rows
-
-
-def encoded(line: Mapping[str, Any]) -> bytes:
-    """One line of JSON. Lone surrogates, which UTF-8 cannot encode, are written as escapes."""
-    try:
-        return (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8")
-    except UnicodeEncodeError:
-        return (json.dumps(line) + "\n").encode("ascii")

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.memory import Prediction
+from jaxllm.batch.rows import BatchOutput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class RunCounters:
             "compile_seconds": self.compile_seconds,
             "programs": self.programs,
             "programs_from_cache": self.programs_from_cache,
-            "rows_per_second": self.per_second(counts.rows),
+            "rows_per_second": self.per_second(counts.answered),
             "prompt_tokens_per_second": self.per_second(counts.prompt_tokens),
             "new_tokens_per_second": self.per_second(counts.new_tokens),
             "memory": [dataclasses.asdict(prediction) for prediction in self.memory],
@@ -111,7 +112,7 @@ class Report:
             ("programs", f"{run.programs}, {run.programs_from_cache} of them from the cache"),
             (
                 "speed",
-                f"{run.per_second(counts.rows):.2f} rows/s, "
+                f"{run.per_second(counts.answered):.2f} rows/s, "
                 f"{run.per_second(counts.prompt_tokens):.1f} prompt and "
                 f"{run.per_second(counts.new_tokens):.1f} new tokens/s",
             ),
@@ -125,25 +126,33 @@ class Report:
         return lines
 
 
-def row_statistics(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Computes the fields of a `Report` that follow from the journal's records."""
+def row_facts(output: BatchOutput) -> dict[str, Any]:
+    """What a report counts of a row, as JSON."""
+    return {
+        "prompt_tokens": output.prompt_tokens,
+        "new_lengths": [len(ids) for ids in output.output_ids],
+        "finish_reasons": list(output.finish_reasons),
+        "error_kind": output.error_kind,
+    }
+
+
+def row_statistics(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Computes the fields of a `Report` that follow from the `row_facts` of all rows."""
     prompt_lengths: list[int] = []
     new_lengths: list[int] = []
     errors: Counter[str] = Counter()
     finish_reasons: Counter[str] = Counter()
-    rows = 0
-    for record in records:
-        rows, line = rows + 1, record["line"]
-        if "error" in line:
-            errors[line["error_kind"]] += 1
+    count = 0
+    for facts in rows:
+        count += 1
+        if facts["error_kind"] is not None:
+            errors[facts["error_kind"]] += 1
             continue
-        several = not isinstance(line["finish_reason"], str)
-        sequences = line["output_ids"] if several else [line["output_ids"]]
-        finish_reasons.update(line["finish_reason"] if several else [line["finish_reason"]])
-        prompt_lengths.append(record["prompt_tokens"])
-        new_lengths += map(len, sequences)
+        finish_reasons.update(facts["finish_reasons"])
+        prompt_lengths.append(facts["prompt_tokens"])
+        new_lengths += facts["new_lengths"]
     return {
-        "rows": rows,
+        "rows": count,
         "sequences": len(new_lengths),
         "errors": dict(errors),
         "finish_reasons": dict(finish_reasons),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import importlib
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from jaxllm.common.errors import DataError, MissingFileError, UnsupportedError, naming_file
+from jaxllm.common.errors import DataError, MissingFileError, naming_file
+from jaxllm.common.hf_datasets import load_dataset
 from jaxllm.common.strict_json import parse_json
 
 Row = Mapping[str, Any]
@@ -311,35 +311,5 @@ def hash_rows(rows: Iterable[Row]) -> str:
 
 
 def dataset_rows(dataset: str, name: str | None = None, split: str = "train") -> SequenceRows:
-    """Opens a Hugging Face data set: a Hub id, or a folder that ``save_to_disk`` wrote.
-
-    Raises:
-        UnsupportedError: the package ``datasets`` is not installed.
-        DataError: the data set cannot be loaded, or has no such split.
-    """
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as failure:
-        raise UnsupportedError(
-            f"dataset: {dataset!r} needs the package datasets, which cannot be imported "
-            f"({failure}): pip install 'jaxllm[datasets]'"
-        ) from failure
-    folder = Path(dataset).expanduser()
-    has_splits, is_one = ((folder / n).is_file() for n in ("dataset_dict.json", "state.json"))
-    if name is not None and (has_splits or is_one):
-        raise DataError(f"dataset_name: has no effect with the saved data set {folder}")
-    if split != "train" and is_one:
-        raise DataError(f"split: has no effect, {folder} holds one data set and no splits")
-    try:
-        if has_splits:
-            loaded = datasets.load_from_disk(str(folder))[split]
-        elif is_one:
-            loaded = datasets.load_from_disk(str(folder))
-        else:
-            loaded = datasets.load_dataset(dataset, name, split=split)
-    except Exception as failure:  # of many kinds: the Hub's, Arrow's, the file system's
-        raise DataError(
-            f"dataset: {dataset!r}, split {split!r}, cannot be loaded "
-            f"({type(failure).__name__}: {failure})"
-        ) from failure
-    return SequenceRows(loaded, f"{dataset}/{split}")
+    """Rows of a Hugging Face data set; arguments and errors are those of `load_dataset`."""
+    return SequenceRows(load_dataset(dataset, name, split), f"{dataset}/{split}")

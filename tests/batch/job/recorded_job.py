@@ -19,7 +19,8 @@ from file_faults import KILLED, dying_at
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.job import journal
-from jaxllm.batch.job.job import InputFile, Job
+from jaxllm.batch.job.inputs import read_source
+from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import report_file
 from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.common.compile_clock import CompileClock
@@ -49,7 +50,7 @@ def recorded_job(folder: Path, rows: int = 16, *, name: str = "row", resume: boo
         lines = (json.dumps({"id": f"{name}-{i}", "prompt": f"{name} {i}"}) for i in range(rows))
         source.write_text("\n".join(lines) + "\n")
     engine: Any = RecordedEngine()
-    return Job(engine, InputFile.read(source), folder / "out.jsonl", IDENTITY, resume=resume)
+    return Job(engine, read_source(source), folder / "out.jsonl", IDENTITY, resume=resume)
 
 
 def run(work: Job) -> bytes:

@@ -14,7 +14,8 @@ import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.job import process_notes as notes
-from jaxllm.batch.job.job import InputFile, Job, rows_of_process
+from jaxllm.batch.job.inputs import read_source
+from jaxllm.batch.job.job import Job, rows_of_process
 from jaxllm.batch.job.job_files import is_finished
 from jaxllm.batch.job.journal import Journal, read_part
 from jaxllm.batch.job.report import RunCounters
@@ -30,7 +31,7 @@ def job(folder: Path, rows: list[Any], *, resume=False, settings=SETTINGS, **fie
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     source.write_text("\n".join(lines) + "\n")
     engine = BatchGenerator(MODEL, TOKENIZER, slots=4, **{"max_new_tokens": 6, **fields})
-    return Job(engine, InputFile.read(source), folder / "out.jsonl", settings, resume=resume)
+    return Job(engine, read_source(source), folder / "out.jsonl", settings, resume=resume)
 
 
 def run(work: Job, *, until: int | None = None) -> list[dict[str, Any]]:
@@ -127,7 +128,7 @@ def test_a_torn_last_line_is_repaired(tmp_path):
 
 def test_a_damaged_line_is_named(tmp_path):
     part = tmp_path / "part-00000.jsonl"
-    part.write_bytes(b'{"job": "j", "index": 0, "line": {}}\n{"index"\n{"index": 1, "line": {}}\n')
+    part.write_bytes(b'{"job": "j", "index": 0, "facts": {}, "line": {}}\n{"index"\n')
     with pytest.raises(DataError, match="line 2"):
         read_part(part, "j", repair=True)
 
@@ -142,7 +143,7 @@ def test_merging_is_repeated_after_a_crash_in_it(tmp_path):
 
 def test_what_is_refused(tmp_path):
     with pytest.raises(MissingFileError, match=r"none\.jsonl"):
-        InputFile.read(tmp_path / "none.jsonl")
+        read_source(tmp_path / "none.jsonl")
     run(job(tmp_path, ROWS), until=2)
     for changes, name in (
         ({"settings": {**SETTINGS, "--temperature": 0.6}}, "--temperature: was 0.5"),
@@ -178,16 +179,16 @@ def test_parts_of_several_processes_are_one_journal(tmp_path):
     output = tmp_path / "out"
     with Journal(output, {}, resume=False) as first:
         with Journal(output, {}, resume=True, process=1) as second:
-            second.add(1, {"id": "b"}, 2)
-            first.add(0, {"id": "a"}, 2)
+            second.add(1, {"id": "b"}, {})
+            first.add(0, {"id": "a"}, {})
         assert (first.done.keys(), second.done.keys()) == ({0}, {1})
     torn = first.folder / "part-00001.jsonl"
     torn.write_bytes(torn.read_bytes() + b'{"index": 2, "li')
     with Journal(output, {}, resume=True) as first:
         assert first.done.keys() == {0, 1}
         assert torn.read_bytes().endswith(b'"li')
-        first.add(2, {"id": "c"}, 2)
-        assert [record["line"]["id"] for record in first.merge(3)] == ["a", "b", "c"]
+        first.add(2, {"id": "c"}, {})
+        assert [record["line"]["id"] for record in first.records(3)] == ["a", "b", "c"]
     with Journal(output, {}, resume=True, process=1) as second:  # it repairs its own
         assert second.done.keys() == {0, 1, 2}
         assert torn.read_bytes().endswith(b"}\n")

@@ -62,7 +62,7 @@ def test_a_full_disk_is_one_error_and_the_job_goes_on(tmp_path, monkeypatch):
 def test_parts_of_another_job_are_never_used(tmp_path):
     output, folder = tmp_path / "out.jsonl", tmp_path / "out.jsonl.parts"
     with Journal(output, IDENTITY, resume=False) as first:
-        first.add(0, {"id": "old"}, 1)
+        first.add(0, {"id": "old"}, {})
         started = (folder / "job.json").rename(folder / "elsewhere.json")
     with pytest.raises(DataError, match=r"part-00000\.jsonl, line 1: is a row of another job"):
         Journal(output, {**IDENTITY, "input": "other"}, resume=False)

@@ -1,0 +1,144 @@
+"""`read_source`: finds what kind of input a name is, and checks it against the content."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+import zlib
+from os import PathLike
+from pathlib import Path
+
+from jaxllm.batch.job.inputs.columns import ColumnChoice
+from jaxllm.batch.job.inputs.json_lines import JsonLines
+from jaxllm.batch.job.inputs.source import EXAMPLE, Source
+from jaxllm.batch.job.inputs.tables import CsvRows, DatasetRows, ParquetRows
+from jaxllm.common.errors import DataError, InputError, MissingFileError, naming_file
+from jaxllm.common.hf_datasets import load_dataset
+
+STDIN = "-"
+DATASET_PREFIX = "datasets:"
+KINDS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "JSONL"),
+    ".csv": "CSV",
+    ".tsv": "TSV",
+    ".parquet": "Parquet",
+}
+"""Kinds of files by suffix; any other name is JSONL."""
+OTHER_FORMATS = {
+    **dict.fromkeys((".arrow", ".feather", ".xlsx", ".xls"), "a binary table"),
+    **dict.fromkeys((".bz2", ".xz", ".zst", ".zip", ".tar"), "compressed, and not by gzip"),
+    **dict.fromkeys((".safetensors", ".gguf", ".bin", ".pt", ".npy", ".npz"), "a file of arrays"),
+}
+"""Suffixes of files that are not read."""
+_GZIP = b"\x1f\x8b"
+_MAGIC = {
+    b"PAR1": "Parquet",
+    _GZIP: "gzip",
+    b"PK\x03\x04": "a zip archive or an Excel sheet",
+    b"ARROW1": "an Arrow file",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"GGUF": "GGUF",
+    b"\x93NUMPY": "a NumPy array",
+}
+"""First bytes of files."""
+
+
+def read_source(
+    name: str | PathLike[str],
+    choice: ColumnChoice | None = None,
+    *,
+    dataset_name: str | None = None,
+    split: str = "train",
+) -> Source:
+    """Reads an input of rows.
+
+    Args:
+        name: a file (JSONL, an OpenAI batch file, CSV, TSV or Parquet, any of them with .gz), "-"
+            (stdin: JSONL, perhaps compressed), "datasets:NAME" for a data set of the Hub, or a
+            folder of one.
+        choice: the keys and columns that are read; None: those of generation.
+        dataset_name: configuration of a data set.
+        split: of a data set.
+
+    Raises:
+        MissingFileError: there is no such file.
+        DataError: the content is not what the name says, or cannot be read.
+        MissingExtraError: a package is missing.
+    """
+    name, choice = str(name), choice or ColumnChoice()
+    path = Path(name).expanduser()
+    if name.startswith(DATASET_PREFIX) or path.is_dir():
+        dataset = name.removeprefix(DATASET_PREFIX)
+        loaded = load_dataset(dataset, dataset_name, split, field="--input")
+        return DatasetRows(f"{dataset}/{split}", loaded, choice)
+    if dataset_name is not None or split != "train":
+        raise InputError(f"--split, --dataset-name: {name} is no data set, but a file")
+    if name == STDIN:
+        name, kind, data = "stdin", "JSONL", sys.stdin.buffer.read()
+    else:
+        kind, data = _kind_of(path), _bytes_of(path)
+    data = _decompressed(name, data, says_gzip=path.suffix.lower() == ".gz")
+    _check_content(name, data, kind)
+    if kind == "Parquet":
+        return ParquetRows(name, data, choice)
+    if kind in ("CSV", "TSV"):
+        return CsvRows(name, data, choice, "," if kind == "CSV" else "\t")
+    return JsonLines(name, data, choice)
+
+
+def _kind_of(path: Path) -> str:
+    """The kind of file that a name says."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    other_format = OTHER_FORMATS.get(suffixes[-1]) if suffixes else None
+    if other_format is not None:
+        raise DataError(
+            f"{path}: is {other_format}; write its rows as Parquet, CSV or JSONL, {EXAMPLE}"
+        )
+    if suffixes and suffixes[-1] == ".gz":
+        suffixes.pop()
+    return KINDS.get(suffixes[-1], "JSONL") if suffixes else "JSONL"
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        with naming_file(path, DataError, "read"):
+            return path.read_bytes()
+    except DataError as failure:
+        if isinstance(failure.__cause__, FileNotFoundError):
+            raise MissingFileError(
+                f"{path}: no such file (a data set of the Hub is {DATASET_PREFIX}NAME)"
+            ) from None
+        raise
+
+
+def _decompressed(name: str, data: bytes, *, says_gzip: bool) -> bytes:
+    if not data.startswith(_GZIP):
+        if says_gzip and data:
+            raise DataError(f"{name}: its name says gzip, but it is not compressed; rename it")
+        return data
+    if not says_gzip and name != "stdin":
+        raise DataError(f"{name}: is compressed by gzip; rename it to {name}.gz")
+    try:
+        return gzip.decompress(data)
+    except (EOFError, OSError, zlib.error) as failure:
+        raise DataError(f"{name}: damaged gzip data ({failure}); fetch it again") from None
+
+
+def _check_content(name: str, data: bytes, kind: str) -> None:
+    """Raises DataError if the content is of another kind than the name says."""
+    content = next((label for magic, label in _MAGIC.items() if data.startswith(magic)), None)
+    if content is None and b"\0" in data[:4096]:
+        content = "binary data"
+    start = data.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if content is None and start == b"{" and kind not in ("JSONL", "Parquet"):
+        content = "JSONL"
+    if content is None and start == b"[" and kind == "JSONL":
+        raise DataError(
+            f"{name}: is one JSON list; write one object per line, {EXAMPLE} (jq -c '.[]' does it)"
+        )
+    if data and content != (kind if kind == "Parquet" else None):
+        shown = content or "text"
+        advice = "save it as a file" if name == "stdin" else "rename it, if that is what it is"
+        raise DataError(
+            f"{name}: expected {kind}, found {shown}; {advice}, or write JSONL, {EXAMPLE}"
+        )

@@ -1,0 +1,59 @@
+"""A job whose output goes into a stream, such as stdout, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import BinaryIO
+
+from jaxllm.batch.job.inputs.source import Source
+from jaxllm.batch.job.job import RowEngine, RunWatch
+from jaxllm.batch.job.outputs import encoded
+from jaxllm.batch.job.report import Report, row_facts, row_statistics
+from jaxllm.batch.rows import BatchOutput
+from jaxllm.common.compile_clock import CompileClock
+
+
+class StreamedJob:
+    """Writes a line of JSON for each row, in the order of the rows.
+
+    A line is written as soon as those before it are. Nothing is kept, so that such a job cannot be
+    resumed; it runs in one process.
+
+    Args:
+        output: a binary stream.
+    """
+
+    resumed, processes = 0, 1
+
+    def __init__(self, engine: RowEngine, source: Source, output: BinaryIO) -> None:
+        self.engine, self.source = engine, source
+        self.share = len(source)
+        self._output = output
+
+    def run(self, clock: CompileClock) -> Generator[BatchOutput, None, None]:
+        """Yields outputs as rows finish; `report` is there after the last.
+
+        Raises:
+            BrokenPipeError: the reader of the stream is gone.
+        """
+        watch = RunWatch(clock)
+        waiting: dict[int, bytes] = {}
+        facts = []
+        next_index = 0
+        for output in self.engine.answer(map(self.source.row, range(len(self.source)))):
+            waiting[output.index] = encoded(self.source.output_line(output))
+            facts.append(row_facts(output))
+            while next_index in waiting:
+                self._output.write(waiting.pop(next_index))
+                next_index += 1
+            self._output.flush()
+            yield output
+        self.report = Report(
+            input=self.source.name,
+            output="stdout",
+            settings={},
+            resumed=0,
+            processes=1,
+            run=watch.counters(self.engine),
+            **row_statistics(facts),
+        )
