@@ -116,13 +116,13 @@ def set_generation_config(
     model: Model[Any], config: GenerationConfig, tokenizer: Tokenizer | None
 ) -> None:
     """Sets a model's generation defaults and the tokenizer's end token."""
-    model.generation_config = without_absent_tokens(config, model.config.vocab_size)
+    model.generation_config = without_unknown_tokens(config, model.config.vocab_size)
     eos = None if tokenizer is None else tokenizer.eos_token_id
     # A chat tokenizer may end turns with a token that config.json does not name.
     model.extra_eos_token_ids = () if eos is None or eos >= model.config.vocab_size else (eos,)
 
 
-def without_absent_tokens(config: GenerationConfig, vocab_size: int) -> GenerationConfig:
+def without_unknown_tokens(config: GenerationConfig, vocab_size: int) -> GenerationConfig:
     """The config without BOS, EOS and pad ids that the model's vocabulary does not have.
 
     They are common in files of smaller vocabularies, where GPT-2's 50256 was left behind.

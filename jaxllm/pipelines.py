@@ -237,16 +237,16 @@ def _features(
 
 
 @dataclass(frozen=True)
-class Task:
+class PipelineTask:
     """A task of `pipeline`: base class of its models, and the function of its inputs."""
 
     model_class: type
     run: Callable[..., Iterator[Any]]
 
 
-TASKS: Mapping[str, Task] = {
-    "text-generation": Task(CausalLM, _text_generation),
-    "text2text-generation": Task(T5ForConditionalGeneration, _text_to_text),
-    "text-classification": Task(SequenceClassifier, _classification),
-    "feature-extraction": Task(BaseModel, _features),
+TASKS: Mapping[str, PipelineTask] = {
+    "text-generation": PipelineTask(CausalLM, _text_generation),
+    "text2text-generation": PipelineTask(T5ForConditionalGeneration, _text_to_text),
+    "text-classification": PipelineTask(SequenceClassifier, _classification),
+    "feature-extraction": PipelineTask(BaseModel, _features),
 }

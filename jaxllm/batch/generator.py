@@ -14,7 +14,7 @@ from jaxllm.batch.plan import PoolPlan, out_of_memory_error, plans, too_large_er
 from jaxllm.batch.queue import FinishedSequence
 from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, RowReader, error_output
-from jaxllm.batch.static_batches import batches, run_batch
+from jaxllm.batch.static_batches import batches, run_static_batch
 from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.inputs.batching import is_exhausted
@@ -147,7 +147,7 @@ class BatchGenerator:
                 yield from self._run_plan(group, plan)
         others = (row for row in rows if not fits_slots(row))
         for batch in batches(self._model, others, self._slots, row_shards(self.mesh)):
-            yield from run_batch(self._model, self.tokenizer, batch, self.counts)
+            yield from run_static_batch(self._model, self.tokenizer, batch, self.counts)
 
     def _run_plan(self, group: Group, plan: PoolPlan) -> Iterator[FinishedSequence]:
         """Sequences as they end. Where memory runs out, half the slots go on."""

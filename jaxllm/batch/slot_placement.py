@@ -21,7 +21,7 @@ from jaxllm.models.decoder import Decoder
 from jaxllm.nn.platform import writes_one_slot
 from jaxllm.parallel.field_axes import Axes, map_with_axes
 from jaxllm.parallel.placement import platform_of_arrays
-from jaxllm.parallel.sharding import ROWS, context_mesh, partition, use_mesh
+from jaxllm.parallel.sharding import ROWS, context_mesh, partition_spec, use_mesh
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ def with_shardings(shapes: T, mesh: Mesh | None) -> T:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
     def with_sharding(axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = partition(x.shape, axes if x.ndim >= len(axes) else axes[:1], mesh)
+        spec = partition_spec(x.shape, axes if x.ndim >= len(axes) else axes[:1], mesh)
         if 0 in x.shape:  # programs return empty arrays replicated
             spec = PartitionSpec()
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
@@ -72,7 +72,7 @@ def scatter_rows(
         in_shard = slot_ids - jax.lax.axis_index(ROWS) * old.shape[0]
         return scatter(old, new, jnp.where(in_shard < 0, old.shape[0], in_shard))
 
-    spec = partition(old.shape, axes, mesh)
+    spec = partition_spec(old.shape, axes, mesh)
     in_specs = (spec, PartitionSpec(None, *spec[1:]), PartitionSpec())
     return jax.shard_map(scatter_shard, in_specs=in_specs, out_specs=spec)(old, new, slot_ids)
 

@@ -71,7 +71,7 @@ def batches(
     return result
 
 
-def run_batch(
+def run_static_batch(
     model: GenerativeModel, tokenizer: Tokenizer | None, batch: StaticBatch, counts: BatchCounts
 ) -> Iterator[FinishedSequence]:
     """Yields the finished sequences of a batch. If a call fails, its rows run one by one, so that

@@ -81,10 +81,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         file = GGUFFile(path)
         view = HFView(file)
         return Checkpoint(path, view.config, view, file)
-    return Checkpoint(path, read_config(path / "config.json"), open_safetensors(path))
+    return Checkpoint(path, read_config_file(path / "config.json"), open_safetensors(path))
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config_file(path: Path) -> dict[str, Any]:
     """Reads the object in a config.json."""
     config = read_json(path, max_bytes=MAX_JSON_BYTES, error=ConfigError)
     if not isinstance(config, dict):
@@ -128,7 +128,7 @@ def load_model(
     entries = {
         tensor_name(entry, spec.table, stripped): entry for entry in spec.table.for_model(expected)
     }
-    copies = check_names(entries, expected, spec, source)
+    copies = check_parameter_names(entries, expected, spec, source)
     check_shapes(entries, expected, spec, source)
     arrays = load_parameters(
         entries,
@@ -254,7 +254,7 @@ def check_depth(spec: ModelSpec, source: WeightSource, where: Path) -> None:
             )
 
 
-def check_names(
+def check_parameter_names(
     entries: Mapping[str, Entry],
     expected: Mapping[str, Any],
     spec: ModelSpec,

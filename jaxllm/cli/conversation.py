@@ -20,7 +20,7 @@ from jaxllm.tokenizers import Tokenizer
 Message = dict[str, str]
 
 
-class StoppedError(Exception):
+class AnswerStoppedError(Exception):
     """The user stopped an answer."""
 
 
@@ -92,7 +92,7 @@ class Conversation:
                 tokenizer=self._tokenizer,
             )
             self.past = output.past_key_values
-        except StoppedError:
+        except AnswerStoppedError:
             pass  # the cache of the last answer still holds what came before
         streamer.end()
         answer = streamer.ids
@@ -128,7 +128,7 @@ class _Streamer:
         if len(self.ids) > 1:
             self._show_rest()
         if self._stopped():
-            raise StoppedError
+            raise AnswerStoppedError
 
     def end(self) -> None:
         if not self._has_ended:

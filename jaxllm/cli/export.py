@@ -13,10 +13,10 @@ WHICH = ("best", "last")
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm export") -> int:
     """Entry point; returns the exit code."""
-    return run_command(lambda arguments: run(arguments, program), program, argv)
+    return run_command(lambda arguments: _run(arguments, program), program, argv)
 
 
-def parser(program: str) -> Parser:
+def _parser(program: str) -> Parser:
     made = Parser(prog=program, description=__doc__)
     made.add_argument("run", type=Path, help="the output_dir of a run")
     made.add_argument("out", type=Path, help="the new folder")
@@ -33,9 +33,9 @@ def parser(program: str) -> Parser:
     return made
 
 
-def run(argv: list[str], program: str) -> int:
+def _run(argv: list[str], program: str) -> int:
     """Runs the command; raises JaxLLMError for errors that the user can correct."""
-    options = parser(program).parse_args(argv)
+    options = _parser(program).parse_args(argv)
     step = options.step
     if step is not None and step not in WHICH:
         if not step.isdecimal():

@@ -42,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = ", ".join(COMMANDS)
         print(f"jaxllm: error: no command {one_line(name)!r}: use {known}", file=sys.stderr)
         return USAGE_ERROR
-    return run(name, f"jaxllm {name}", rest)
+    return run_named(name, f"jaxllm {name}", rest)
 
 
-def run(name: str, program: str, argv: Sequence[str] | None = None) -> int:
+def run_named(name: str, program: str, argv: Sequence[str] | None = None) -> int:
     """Runs a command; signals are handled before its module, and so JAX, is imported."""
     with signals.handled(program):
         module = importlib.import_module(COMMANDS[name][0])
@@ -55,4 +55,4 @@ def run(name: str, program: str, argv: Sequence[str] | None = None) -> int:
 def script(name: str | None = None, program: str = "jaxllm") -> NoReturn:
     """Runs ``jaxllm``, or one command of it as a script of its own, and exits."""
     signals.install(program)
-    sys.exit(main() if name is None else run(name, program))
+    sys.exit(main() if name is None else run_named(name, program))

@@ -16,13 +16,13 @@ from jaxllm.common.errors import RunError
 from jaxllm.common.progress import Reporter
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say how a model is read, for `load_named`."""
-    parser.add_argument("--dtype", choices=DTYPES, help="compute dtype")
-    parser.add_argument("--param-dtype", choices=DTYPES, help="dtype of the weights")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="compute dtype")
+    parser.add_argument("--param-dtype", choices=DTYPE_NAMES, help="dtype of the weights")
     parser.add_argument(
         "--allow-nonfinite", action="store_true", help="load weights that hold NaN or infinity"
     )

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 
 from jaxllm.cli.devices import mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
-from jaxllm.cli.model_flags import DTYPES
+from jaxllm.cli.model_flags import DTYPE_NAMES
 from jaxllm.common.progress import Reporter
 from jaxllm.nn.attention import IMPLEMENTATIONS
 from jaxllm.planning import Plan, plan
@@ -65,7 +65,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
             flag, type=int, metavar="N", default=default, help=f"{text} (default: {default})"
         )
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="weights and computation (bfloat16)"
+        "--dtype",
+        choices=DTYPE_NAMES,
+        default="bfloat16",
+        help="weights and computation (bfloat16)",
     )
     parser.add_argument(
         "--program",
@@ -103,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         console = Console(highlight=False)
         console.print(title_of(result), soft_wrap=True)
-        console.print(table_of(result))
+        console.print(plan_table(result))
     return 0
 
 
@@ -116,7 +119,7 @@ def title_of(plan: Plan) -> str:
     return f"{place}, {plan.dtype}; {sizes}"
 
 
-def table_of(plan: Plan) -> Table:
+def plan_table(plan: Plan) -> Table:
     """The plan as a table with one column for each program."""
     table = Table("", *(Column(program.name, justify="right") for program in plan.programs))
     for field, label, format_value in _ROWS:

@@ -26,10 +26,10 @@ POLL_SECONDS = 0.1
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm supervise") -> int:
     """Entry point; returns the command's exit code."""
-    return run_command(lambda arguments: run(arguments, program), program, argv)
+    return run_command(lambda arguments: _run(arguments, program), program, argv)
 
 
-def parser(program: str) -> Parser:
+def _parser(program: str) -> Parser:
     result = Parser(
         prog=program,
         usage=f"{program} [options] -- COMMAND ...",
@@ -48,10 +48,10 @@ def parser(program: str) -> Parser:
     return result
 
 
-def run(argv: list[str], program: str) -> int:
+def _run(argv: list[str], program: str) -> int:
     """Runs the command; user errors are JaxLLMErrors."""
-    own, command = split(argv)
-    options = parser(program).parse_args(own)
+    own, command = split_at_separator(argv)
+    options = _parser(program).parse_args(own)
     if options.processes < 1:
         raise InputError(f"--processes: expected 1 or more, found {options.processes}")
     if options.restarts < 0:
@@ -66,10 +66,10 @@ def run(argv: list[str], program: str) -> int:
         return supervise(command, options.processes, options.restarts, received, program)
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_at_separator(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits arguments at the first ``--``.
 
-    >>> split(["--processes", "2", "--", "train.py", "a.yaml"])
+    >>> split_at_separator(["--processes", "2", "--", "train.py", "a.yaml"])
     (['--processes', '2'], ['train.py', 'a.yaml'])
     """
     words = list(argv)

@@ -26,10 +26,10 @@ VALUED = ("--coordinator", "--num-processes", "--process-id")
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> int:
     """Entry point; returns the exit code, 128 + N for a run that signal N ended (it is saved)."""
-    return run_command(lambda arguments: run(arguments, program), program, argv)
+    return run_command(lambda arguments: _run(arguments, program), program, argv)
 
 
-def parser(program: str) -> Parser:
+def _parser(program: str) -> Parser:
     made = Parser(
         prog=program,
         description="Trains a model by a recipe.",
@@ -47,15 +47,15 @@ def parser(program: str) -> Parser:
     return made
 
 
-def run(argv: list[str], program: str) -> int:
+def _run(argv: list[str], program: str) -> int:
     """Runs the command; raises JaxLLMError for errors that the user can correct."""
-    own, overrides = split(argv)
-    options = parser(program).parse_args(own)
+    own, overrides = split_options(argv)
+    options = _parser(program).parse_args(own)
     # Imported after option errors, since these imports take seconds.
     from jaxllm.training.run import read_recipe, train
-    from jaxllm.training.run.recipe_file import parse_value
+    from jaxllm.training.run.recipe_file import parse_yaml
 
-    values = {name: parse_value(text) for name, text in overrides.items()}
+    values = {name: parse_yaml(text) for name, text in overrides.items()}
     # Orbax also logs the failed saves that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     recipe = read_recipe(Path(options.recipe), values)
@@ -97,10 +97,10 @@ def closed_loops_hidden() -> Generator[None]:
         sys.unraisablehook = earlier
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def split_options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Separates recipe fields from other arguments; returns (other arguments, fields).
 
-    >>> split(["--max-steps", "6", "a.yaml", "--optimizer.name=lion", "--resume"])
+    >>> split_options(["--max-steps", "6", "a.yaml", "--optimizer.name=lion", "--resume"])
     (['a.yaml', '--resume'], {'max_steps': '6', 'optimizer.name': 'lion'})
     """
     own: list[str] = []

@@ -25,7 +25,7 @@ from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5EncoderModel
 
 TOLERANCE = 1e-4
-MAX_TOKENS = 64
+MAX_PROMPT_TOKENS = 64
 PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
@@ -205,7 +205,9 @@ def _prompts(texts: list[str] | None, model: Model[Any], tokenizer: Any) -> list
 
     Sorted by length: transformers' dynamic RoPE keeps the frequencies of the longest prompt so far.
     """
-    limit = min(MAX_TOKENS, getattr(model.config, "max_positions", None) or MAX_TOKENS)
+    limit = min(
+        MAX_PROMPT_TOKENS, getattr(model.config, "max_positions", None) or MAX_PROMPT_TOKENS
+    )
     if tokenizer is not None:
         rows = [tokenizer([text]).input_ids[0, :limit].tolist() for text in texts or PROMPTS]
         return sorted(rows, key=len)

@@ -13,7 +13,7 @@ from typing import Any
 from jaxllm.common.messages import shortened
 
 # fmt: off
-INERT = frozenset({
+INERT_KEYS = frozenset({
     # What a call returns.
     "keys_to_ignore_at_inference", "output_attentions", "output_hidden_states", "output_past",
     "output_scores", "return_dict", "return_dict_in_generate", "torchscript", "use_return_dict",
@@ -48,7 +48,7 @@ def unknown_keys(raw: Mapping[str, Any], known: Container[str]) -> dict[str, Any
     return {
         key: value
         for key, value in raw.items()
-        if value and key not in known and key not in INERT and not key.startswith("_")
+        if value and key not in known and key not in INERT_KEYS and not key.startswith("_")
     }
 
 

@@ -14,8 +14,6 @@ from jaxllm.generation.scoring.score import score
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
-DEFAULT_CONTEXT = 2048
-
 
 @dataclasses.dataclass(frozen=True)
 class PerplexityOutput:
@@ -68,8 +66,7 @@ def perplexity(
     if model.is_encoder_decoder:
         raise UnsupportedError("perplexity: an encoder-decoder has none of a text alone")
     limit = model.config.context_length
-    if context is None:
-        context = DEFAULT_CONTEXT if limit is None else min(limit, DEFAULT_CONTEXT)
+    context = model.config.default_window if context is None else context
     stride = max(context // 2, 1) if stride is None else stride
     if not is_integer(context) or context < 2 or (limit is not None and context > limit):
         raise InputError(f"context: expected 2 to {limit or 'any'} tokens, found {context!r}")

@@ -35,7 +35,7 @@ from jaxllm.generation.loop import (
 from jaxllm.generation.processors.host.callbacks import reraise_failures
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.guidance import Guided
-from jaxllm.generation.strategies.records import check_size
+from jaxllm.generation.strategies.records import check_record_size
 from jaxllm.generation.strategies.strategy import DecodeState, Result
 from jaxllm.models.decoder import Decoder, GenerativeModel
 from jaxllm.models.model import without_metadata
@@ -289,7 +289,7 @@ def run_prefill(model: Decoder, request: Request, program: Callable[..., Prefill
     }
     if settings.keep_hidden_states or settings.keep_attentions:
         # This traces the program; the call below reuses the trace.
-        check_size(prefill_program.eval_shape(*arguments, **sizes).records)
+        check_record_size(prefill_program.eval_shape(*arguments, **sizes).records)
     return program(*arguments, **sizes)
 
 

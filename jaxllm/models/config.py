@@ -16,7 +16,7 @@ C = TypeVar("C", bound="ModelConfig")
 
 # fmt: off
 # Keys that do not change what these models compute, beside those of `common.config_keys`.
-INERT = frozenset({
+INERT_MODEL_KEYS = frozenset({
     # Implied by the class.
     "model_type", "architectures", "is_encoder_decoder", "is_decoder", "n_ctx",
     "cross_attention_hidden_size",
@@ -38,6 +38,7 @@ GENERATION_KEYS = frozenset({
 
 MAX_LAYERS = 4096
 MAX_SIZE = 2**26
+MAX_DEFAULT_WINDOW = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,11 @@ class ModelConfig:
     def context_length(self) -> int | None:
         """Context length of pretraining, the default limit of `generate()`; None: no limit."""
         return None
+
+    @property
+    def default_window(self) -> int:
+        """Columns of a window of text or of a server's slot, where the caller names none."""
+        return min(self.context_length or MAX_DEFAULT_WINDOW, MAX_DEFAULT_WINDOW)
 
     @property
     def width(self) -> int:
@@ -104,7 +110,7 @@ def read_config(
     hints = typing.get_type_hints(cls)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     fields = defaults.keys() - derived
-    check_keys(raw, {*aliases, *fields, *handled, *INERT, *GENERATION_KEYS})
+    check_keys(raw, {*aliases, *fields, *handled, *INERT_MODEL_KEYS, *GENERATION_KEYS})
     values: dict[str, Any] = {}
     spelling: dict[str, str] = {}
     for key, value in raw.items():
@@ -184,7 +190,7 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
             return value
         if option is int and isinstance(value, int) and not isinstance(value, bool):
             return value
-        if option is float and is_number(value):
+        if option is float and is_float32_number(value):
             return float(value)
         if option is str and isinstance(value, str):
             return value
@@ -201,7 +207,7 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
     raise ConfigError(f"{key}: expected {wanted}, found {quoted(value)}")
 
 
-def is_number(value: Any) -> TypeGuard[float]:
+def is_float32_number(value: Any) -> TypeGuard[float]:
     """True for numbers in the range of float32; JSON integers can have any length."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 

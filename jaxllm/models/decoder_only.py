@@ -165,7 +165,7 @@ class DecoderOnly(Model[ModelConfig]):
         return (None, None) if cache is None else (cache.cross, cache.cross_mask)
 
     def _token_types(self, ids: Any, shape: tuple[int, ...]) -> Int[Array, "B T"]:
-        ids = check.token_ids("token_type_ids", ids, self.config.vocab_size)
+        ids = check.token_id_array("token_type_ids", ids, self.config.vocab_size)
         if ids.shape != shape:
             raise InputError(f"token_type_ids: expected {shape}, found {ids.shape}")
         return ids

@@ -71,7 +71,7 @@ def sequence_inputs(
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError(f"{names[0]}, {names[1]}: give exactly one of the two")
     if input_ids is not None:
-        input_ids = token_ids(names[0], input_ids, vocab_size)
+        input_ids = token_id_array(names[0], input_ids, vocab_size)
         shape = input_ids.shape
     else:
         inputs_embeds = embeddings(names[1], inputs_embeds, width)
@@ -83,7 +83,7 @@ def sequence_inputs(
     return SequenceInputs(input_ids, inputs_embeds, mask, segments)
 
 
-def token_ids(name: str, ids: Any, vocab_size: int) -> Int[Array, "B T"]:
+def token_id_array(name: str, ids: Any, vocab_size: int) -> Int[Array, "B T"]:
     """Token ids as int32, checked before the cast (int64 2**40 + 5 would become 5)."""
     return jnp.asarray(checked_token_ids(name, ids, vocab_size), jnp.int32)
 

@@ -74,7 +74,7 @@ def sqrt_softplus(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jax.nn.softplus(x))
 
 
-def linear(x: jax.Array) -> jax.Array:
+def identity(x: jax.Array) -> jax.Array:
     return x
 
 
@@ -96,7 +96,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "hardswish": hard_swish,
     "laplace": laplace,
     "leaky_relu": leaky_relu,
-    "linear": linear,
+    "linear": identity,
     "mish": mish,
     "quick_gelu": quick_gelu,
     "relu": relu,

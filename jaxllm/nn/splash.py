@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.attention_view import SequenceMask
 from jaxllm.cache.kv_cache import KV
-from jaxllm.parallel.sharding import context_mesh, partition
+from jaxllm.parallel.sharding import context_mesh, partition_spec
 
 TILES = (512, 256, 128)
 """Queries, and keys, of a tile."""
@@ -61,7 +61,8 @@ def attend_splash(
     if mesh is not None:
         axes = ("rows", "heads", None, None)
         specs = [
-            partition(x.shape, axes[: x.ndim] if x.ndim == 4 else axes[:1], mesh) for x in arrays
+            partition_spec(x.shape, axes[: x.ndim] if x.ndim == 4 else axes[:1], mesh)
+            for x in arrays
         ]
         run = jax.shard_map(
             run, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0], check_vma=False

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxllm.parallel.sharding import constrain, context_mesh, partition
+from jaxllm.parallel.sharding import constrain, context_mesh, partition_spec
 
 T = TypeVar("T")
 Axes = tuple[str | None, ...]
@@ -78,7 +78,7 @@ def field_shardings(tree: T, mesh: Mesh, *, batch: int) -> T:
 
     def sharding(names: Axes, x: Any) -> NamedSharding:
         array_axes, rows = _axes_of(x, names, batch)
-        return NamedSharding(mesh, partition(x.shape, array_axes, mesh, rows))
+        return NamedSharding(mesh, partition_spec(x.shape, array_axes, mesh, rows))
 
     return map_with_axes(sharding, tree)
 

@@ -238,7 +238,7 @@ def constrain(x: T, *axes: str | None, batch: int | None = None) -> T:
         return x
 
     def one(leaf: jax.Array):
-        spec = partition(leaf.shape, axes, mesh, batch)
+        spec = partition_spec(leaf.shape, axes, mesh, batch)
         return jax.lax.with_sharding_constraint(leaf, spec)
 
     return jax.tree.map(one, x)
@@ -279,7 +279,7 @@ _constrain_gradient.defvjp(
 )
 
 
-def partition(
+def partition_spec(
     shape: Sequence[int],
     axes: Sequence[str | None],
     mesh: Mesh | AbstractMesh,
@@ -302,7 +302,7 @@ def shard_count(shape: Sequence[int], *axes: str | None) -> int:
     mesh = context_mesh()
     if mesh is None:
         return 1
-    sharding = NamedSharding(mesh, partition(shape, axes, mesh))
+    sharding = NamedSharding(mesh, partition_spec(shape, axes, mesh))
     return math.prod(shape) // math.prod(sharding.shard_shape(tuple(shape)))
 
 

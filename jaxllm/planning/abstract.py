@@ -15,7 +15,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.load import float_dtype, read_config
+from jaxllm.checkpoint.load import float_dtype, read_config_file
 from jaxllm.common.errors import JaxLLMError, MissingFileError
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
@@ -91,7 +91,7 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mappin
         raise MissingFileError(
             f"{path}: no such file; give a folder with config.json, or the path of one"
         )
-    return read_config(path), str(path)
+    return read_config_file(path), str(path)
 
 
 def on_device(tree: Any, device: Any) -> Any:

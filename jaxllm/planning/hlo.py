@@ -53,7 +53,7 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _OPERAND = re.compile(r"(?:^|[\s,])%?([\w.\-]+)\s*(?=,|$)")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 
-DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
+HLO_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8"}
 """HLO's names of the dtypes that a KV cache can have."""
 
 
@@ -83,7 +83,7 @@ def array_types(text: str) -> list[ArrayType]:
     for dtype, shape, layout, tiling in _ARRAY.findall(text):
         sizes = tuple(int(size) for size in shape.split(",") if size)
         space = _MEMORY_SPACE.search(tiling)
-        name = DTYPES.get(dtype) or dtype
+        name = HLO_DTYPES.get(dtype) or dtype
         types.append(ArrayType(name, sizes, layout, space[1] if space else "0"))
     return types
 

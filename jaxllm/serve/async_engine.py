@@ -31,7 +31,6 @@ from jaxllm.serve.live_rows import LiveRow, LiveRowReader, LiveTask, live_group,
 from jaxllm.serve.live_run import LiveRun
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
-DEFAULT_CONTEXT = 2048
 DEFAULT_QUEUE_SIZE = 256
 
 
@@ -96,7 +95,9 @@ class AsyncEngine:
                 raise InputError(f"{name}: expected an integer of 1 or more, found {number!r}")
         self.model, self.tokenizer, self.fields = model, tokenizer, fields
         self.counts = BatchCounts()
-        columns = _columns(model, context)
+        columns = bucket(
+            model.config.default_window if context is None else context, SMALLEST_BUCKET
+        )
         limit = None if model.is_encoder_decoder else model.config.context_length
         self.context = columns if limit is None else min(columns, limit)
         bare, vocab_size = without_metadata(model), model.config.vocab_size
@@ -294,11 +295,3 @@ class GenerationStream:
     def _put(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
             self._chunks.put_nowait(chunk)
-
-
-def _columns(model: GenerativeModel, context: int | None) -> int:
-    """Columns of a slot."""
-    limit = model.config.context_length
-    if context is None:
-        context = DEFAULT_CONTEXT if limit is None else min(limit, DEFAULT_CONTEXT)
-    return bucket(context, SMALLEST_BUCKET)

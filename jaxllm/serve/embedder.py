@@ -19,7 +19,7 @@ from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards, use_mesh
 
-ROWS = 8
+BATCH_ROWS = 8
 """Texts of one call of the program."""
 Pooling = Literal["mean", "last"]
 
@@ -35,7 +35,7 @@ class Embedder:
     def __init__(self, model: GenerativeModel, context: int, pooling: Pooling = "mean") -> None:
         self._model, self._mesh = without_metadata(model), mesh_of(model)
         self._context, self._pooling = context, pooling
-        self._rows = max(ROWS, row_shards(self._mesh))
+        self._rows = max(BATCH_ROWS, row_shards(self._mesh))
 
     def warm_up(self) -> None:
         """Compiles the program of each bucket of lengths."""

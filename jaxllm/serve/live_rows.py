@@ -28,7 +28,7 @@ from jaxllm.generation.processors.base import (
     logits_processor,
     store,
 )
-from jaxllm.generation.processors.host.allowed_tokens import WORD, unpack
+from jaxllm.generation.processors.host.allowed_tokens import WORD_BITS, unpack_bits
 from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
 from jaxllm.generation.processors.per_row import signature
 from jaxllm.models.decoder import Decoder
@@ -54,7 +54,7 @@ class TokenMaskLogitsProcessor(LogitsProcessor):
         return jnp.all(self.bits == ALL_TOKENS)
 
     def process(self, history: History, scores: Scores) -> Scores:
-        return jnp.where(unpack(self.bits[None], scores.shape[1]), scores, -jnp.inf)
+        return jnp.where(unpack_bits(self.bits[None], scores.shape[1]), scores, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,7 +68,7 @@ class LiveRow(BatchRow):
     def mask(self, new_tokens: Sequence[int], vocab_size: int) -> UInt32[np.ndarray, " W"]:
         """The tokens that its grammar allows after some new tokens, as bits."""
         if self.grammar is None:
-            return np.full(-(-vocab_size // WORD), ALL_TOKENS)
+            return np.full(-(-vocab_size // WORD_BITS), ALL_TOKENS)
         return self.grammar.allowed_bits(new_tokens, vocab_size)
 
 

@@ -23,7 +23,7 @@ from jaxllm.batch.slot_placement import place
 from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.streamed_slots import Logprobs
 from jaxllm.generation.processors import LogitsProcessorList
-from jaxllm.generation.processors.host.allowed_tokens import WORD
+from jaxllm.generation.processors.host.allowed_tokens import WORD_BITS
 from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
 from jaxllm.models.decoder import Decoder
 from jaxllm.serve.chunks import Chunk, TokenLogprob
@@ -146,7 +146,7 @@ class LiveRun:
         """Writes the masks of rows with a grammar into the slots; True if there are such rows."""
         if not any(task.row.grammar for task in self.running):
             return False
-        no_grammar = np.full(-(-self._vocab // WORD), ALL_TOKENS)
+        no_grammar = np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)
         masks = [
             no_grammar if task is None else task.row.mask(task.tokens, self._vocab)
             for task in self._tasks

@@ -23,7 +23,7 @@ from jaxllm.tokenizers.batch import (
     pad_values,
     padded_length,
 )
-from jaxllm.tokenizers.rows import Rows, label_array, rows_of
+from jaxllm.tokenizers.rows import UnpaddedRows, label_array, unpadded_rows
 from jaxllm.tokenizers.text_encoder import TextEncoder
 
 
@@ -127,9 +127,11 @@ class BatchEncoder(TextEncoder):
         both = zip(texts, pairs, strict=True)
         if options.get("return_offsets_mapping"):
             encoded = [self.encode_with_offsets(*each, **encoding) for each in both]
-            rows = Rows([ids for ids, _ in encoded], offset_mapping=[spans for _, spans in encoded])
+            rows = UnpaddedRows(
+                [ids for ids, _ in encoded], offset_mapping=[spans for _, spans in encoded]
+            )
         else:
-            rows = Rows([self.encode(*each, **encoding) for each in both])
+            rows = UnpaddedRows([self.encode(*each, **encoding) for each in both])
         batch = self._pad(rows, return_tensors, **padding)
         if isinstance(batch, ListEncoding) and isinstance(text, str):
             return ListEncoding(**{name: value[0] for name, value in batch.items()})
@@ -166,11 +168,11 @@ class BatchEncoder(TextEncoder):
                 returned as they are.
             return_tensors: as for ``__call__``.
         """
-        return self._pad(rows_of(rows), return_tensors, **options)
+        return self._pad(unpadded_rows(rows), return_tensors, **options)
 
     def _pad(
         self,
-        rows: Rows,
+        rows: UnpaddedRows,
         return_tensors: ReturnTensors,
         *,
         padding: Padding = True,
@@ -218,7 +220,7 @@ class BatchEncoder(TextEncoder):
             lists["offset_mapping"] = pad_values(rows.offset_mapping, (0, 0), side, length)
         return ListEncoding(**lists)
 
-    def _arrays(self, rows: Rows, side: PaddingSide, length: int) -> BatchEncoding:
+    def _arrays(self, rows: UnpaddedRows, side: PaddingSide, length: int) -> BatchEncoding:
         """Rows padded to ``length``, as NumPy arrays."""
         pad = self.pad_token_id if self.pad_token_id is not None else self.eos_token_id
         batch = pad_rows(rows.input_ids, 0 if pad is None else pad, side, length)
@@ -234,7 +236,7 @@ class BatchEncoder(TextEncoder):
             labels=None if labels is None else label_array(labels),
         )
 
-    def _without_empty_rows(self, rows: Rows) -> Rows:
+    def _without_empty_rows(self, rows: UnpaddedRows) -> UnpaddedRows:
         """Rows in which BOS stands for an empty prompt."""
         empty = next(number for number, row in enumerate(rows.input_ids) if len(row) == 0)
         if self.bos_token_id is None:
@@ -242,7 +244,7 @@ class BatchEncoder(TextEncoder):
                 f"prompt {empty} is empty, and the tokenizer has no BOS token to begin with"
             )
         ids, mask, spans = rows.input_ids, rows.attention_mask, rows.offset_mapping
-        return Rows(
+        return UnpaddedRows(
             [row if len(row) > 0 else [self.bos_token_id] for row in ids],
             None if mask is None else [row if len(row) > 0 else [1] for row in mask],
             None if spans is None else [row or [(0, 0)] for row in spans],

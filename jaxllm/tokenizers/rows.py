@@ -13,7 +13,7 @@ from jaxllm.tokenizers.batch import Span
 
 
 @dataclass(frozen=True)
-class Rows:
+class UnpaddedRows:
     """Values of rows of any length, before padding; None: not present."""
 
     input_ids: list[Sequence[int]]
@@ -22,11 +22,11 @@ class Rows:
     labels: list[Any] | None = None
 
 
-def rows_of(rows: Any) -> Rows:
+def unpadded_rows(rows: Any) -> UnpaddedRows:
     """Rows of a batch: from lists of ids, from dicts with ``input_ids``, or from a dict of lists.
 
-    >>> rows_of([{"input_ids": [5], "labels": 1}, {"input_ids": [6, 7], "labels": 0}])
-    Rows(input_ids=[[5], [6, 7]], attention_mask=None, offset_mapping=None, labels=[1, 0])
+    >>> unpadded_rows([{"input_ids": [5], "labels": 1}, {"input_ids": [6, 7], "labels": 0}])
+    UnpaddedRows(input_ids=[[5], [6, 7]], attention_mask=None, offset_mapping=None, labels=[1, 0])
     """
     if isinstance(rows, Mapping):
         columns = {name: list(values) for name, values in rows.items() if values is not None}
@@ -38,7 +38,7 @@ def rows_of(rows: Any) -> Rows:
         columns = {name: [row[name] for row in rows] for name in names}
     else:
         columns = {"input_ids": list(rows)}
-    unknown = columns.keys() - Rows.__annotations__.keys()
+    unknown = columns.keys() - UnpaddedRows.__annotations__.keys()
     if unknown or "input_ids" not in columns:
         raise InputError(
             f"rows have {sorted(columns)}: pad takes input_ids, attention_mask, offset_mapping and"
@@ -52,7 +52,7 @@ def rows_of(rows: Any) -> Rows:
     for name in sizes:
         if sizes[name] != sizes["input_ids"]:
             raise InputError(f"{name}: its rows have other lengths than those of input_ids")
-    return Rows(**columns)
+    return UnpaddedRows(**columns)
 
 
 def _sequence(rows: Any) -> Any:

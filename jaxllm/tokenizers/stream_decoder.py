@@ -49,7 +49,7 @@ class StreamDecoder:
     def put(self, ids: int | Iterable[int]) -> str:
         """Adds one or more ids; returns the text that has become final, possibly ``""``."""
         tokens = [
-            token for index in token_ids(ids) if (token := self._id_to_token(index)) is not None
+            token for index in iterate_ids(ids) if (token := self._id_to_token(index)) is not None
         ]
         for stage in self._stages:
             tokens = stage.put(tokens)
@@ -63,7 +63,7 @@ class StreamDecoder:
         return "".join(tokens)
 
 
-def token_ids(ids: Any) -> Iterator[int]:
+def iterate_ids(ids: Any) -> Iterator[int]:
     """Yields one id, or those of a list, one-dimensional array or other iterable.
 
     Raises:

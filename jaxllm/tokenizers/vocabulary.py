@@ -12,7 +12,7 @@ from jaxllm.common.errors import InputError, TokenizerError
 from jaxllm.common.messages import quoted
 from jaxllm.tokenizers.files import NAMED_TOKENS
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
-from jaxllm.tokenizers.stream_decoder import token_ids
+from jaxllm.tokenizers.stream_decoder import iterate_ids
 
 NO_MAX_LENGTH = int(1e30)
 """transformers' ``model_max_length`` of a tokenizer that has none."""
@@ -130,7 +130,7 @@ class Vocabulary(ABC):
         Raises:
             InputError: not an id, or not a list or one-dimensional array of ids.
         """
-        indices = list(token_ids(ids))
+        indices = list(iterate_ids(ids))
         if not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) == 0:
             return self.id_to_token(indices[0])
         skipped = self.special_ids if skip_special_tokens else frozenset()

@@ -69,7 +69,7 @@ def chunked_sums(
     return _sums(sums_of, gathered(head), (chunks(x), chunks(labels), keys))
 
 
-Chunk = tuple[Float[Array, "B c D"], Int[Array, "B c"], Array | None]
+ChunkInputs = tuple[Float[Array, "B c D"], Int[Array, "B c"], Array | None]
 """Hidden states, labels and dropout key of one chunk."""
 Chunks = tuple[Float[Array, "C B c D"], Int[Array, "C B c"], Array | None]
 """The same of all chunks."""
@@ -83,7 +83,7 @@ def _chunk_sums(sums_of: SumsOf, head: Head, x: Array, labels: Array, key: Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sums(sums_of: SumsOf, head: Head, chunks: Chunks) -> Sums:
-    def add(total: Sums, chunk: Chunk) -> tuple[Sums, None]:
+    def add(total: Sums, chunk: ChunkInputs) -> tuple[Sums, None]:
         return jax.tree.map(jnp.add, total, _chunk_sums(sums_of, head, *chunk)), None
 
     return jax.lax.scan(add, _zeros(sums_of, head, chunks), chunks)[0]
@@ -102,7 +102,7 @@ def _forward(sums_of: SumsOf, head: Head, chunks: Chunks) -> tuple[Sums, tuple[H
         sums = _chunk_sums(sums_of, head, x, labels, key)
         return sums.loss, sums
 
-    def add(carry: tuple[Sums, Head], chunk: Chunk) -> tuple[tuple[Sums, Head], Array]:
+    def add(carry: tuple[Sums, Head], chunk: ChunkInputs) -> tuple[tuple[Sums, Head], Array]:
         grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
         (head_grad, x_grad), sums = grad(head, *chunk)
         return jax.tree.map(jnp.add, carry, (sums, sharded(head_grad))), x_grad

@@ -23,7 +23,7 @@ def writing(path: Path) -> Generator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Generator[Path]:
+def replacing_file(path: Path) -> Generator[Path]:
     """Yields a temporary path beside `path`; the file written there replaces `path` at the end.
 
     Raises:
@@ -39,7 +39,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         RunError: it cannot be written.
     """
-    with replacing(path) as half:
+    with replacing_file(path) as half:
         half.write_text(text, encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxllm.common import config_keys
 from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
-from jaxllm.models.config import GENERATION_KEYS, INERT
+from jaxllm.models.config import GENERATION_KEYS, INERT_MODEL_KEYS
 from jaxllm.models.registry import FAMILIES, model_spec
 
 TOKEN_IDS = {"pad_token_id": 7, "bos_token_id": 8, "eos_token_id": [2, 9]}
@@ -378,7 +378,9 @@ def test_bookkeeping_has_no_effect(family):
     plain = model_spec(raw).config
     read_elsewhere = {"model_type", "architectures", "id2label"}
     private = {"_model_name_or_path", "_note"}
-    for key in (INERT | config_keys.INERT | GENERATION_KEYS | private) - read_elsewhere:
+    for key in (
+        INERT_MODEL_KEYS | config_keys.INERT_KEYS | GENERATION_KEYS | private
+    ) - read_elsewhere:
         assert model_spec({**raw, key: "anything"}).config == plain, key
 
 

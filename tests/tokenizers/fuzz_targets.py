@@ -9,7 +9,7 @@ from pathlib import Path
 from paths import DATA
 
 from jaxllm.tokenizers import FastTokenizer, Tokenizer, load_tokenizer
-from jaxllm.tokenizers.chat.sandbox import render
+from jaxllm.tokenizers.chat.sandbox import render_in_sandbox
 from jaxllm.tokenizers.settings import TokenizerSettings
 
 TEXT = "Hello <s>world</s>, 12 345 見<|im_end|>  é\n\t😀 don't " + "a" * 500
@@ -70,4 +70,4 @@ def tokenizer_config(path: Path) -> None:
 def chat_template(path: Path) -> None:
     template = path.read_bytes().decode("utf-8", "replace")
     variables = {"messages": CHAT, "bos_token": "<s>", "eos_token": "</s>"}
-    render(template, {**variables, "add_generation_prompt": True}, now=0.0)
+    render_in_sandbox(template, {**variables, "add_generation_prompt": True}, now=0.0)

@@ -156,15 +156,15 @@ def row_statistics(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "sequences": len(new_lengths),
         "errors": dict(errors),
         "finish_reasons": dict(finish_reasons),
-        "prompt_lengths": summary(prompt_lengths),
-        "new_lengths": summary(new_lengths),
+        "prompt_lengths": length_summary(prompt_lengths),
+        "new_lengths": length_summary(new_lengths),
     }
 
 
-def summary(values: Sequence[int]) -> dict[str, float]:
+def length_summary(values: Sequence[int]) -> dict[str, float]:
     """Total, mean and quantiles.
 
-    >>> summary([1, 2, 3, 10])["median"], summary([1, 2, 3, 10])["total"]
+    >>> length_summary([1, 2, 3, 10])["median"], length_summary([1, 2, 3, 10])["total"]
     (2.5, 16.0)
     """
     if not values:

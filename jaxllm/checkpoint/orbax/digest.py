@@ -22,7 +22,7 @@ from jaxllm.common.errors import CheckpointError
 
 # 2^64 divided by the golden ratio: its multiples spread evenly over the words.
 GOLDEN = 0x9E3779B97F4A7C15
-WORD = 2**32
+WORD_SIZE = 2**32
 ZERO = np.uint32(0)
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
@@ -64,8 +64,8 @@ def digest(x: Array) -> UInt32[Array, " 2"]:
         return sum((a * jnp.uint32(f) for a, f in zip(axes, factors, strict=True)), zero)
 
     # Multiples of the flat index: `near` repeats after 2^32 elements, `far` does not.
-    near = place([stride * GOLDEN % WORD for stride in strides])
-    far = place([stride * GOLDEN % 2**64 // WORD for stride in strides])
+    near = place([stride * GOLDEN % WORD_SIZE for stride in strides])
+    far = place([stride * GOLDEN % 2**64 // WORD_SIZE for stride in strides])
     high = murmur(words ^ near, 0x85EBCA6B, 0xC2B2AE35)
     low = murmur(words + far, 0xCC9E2D51, 0x1B873593)
     # PERF(cpu): one reduction of two operands is several times faster than two reductions.

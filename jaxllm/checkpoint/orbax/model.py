@@ -26,12 +26,12 @@ from jaxllm.models.weights import parameter_path, parameters
 from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.sharding import check_heads, parameter_sharding
 
-WEIGHTS = "weights"
+WEIGHTS_FOLDER = "weights"
 
 
 def save_weights(folder: Path, model: Model[Any]) -> None:
     """Writes parameters and config; an older model in the folder is deleted afterwards."""
-    with RunCheckpoints(folder / WEIGHTS, keep=1) as checkpoints:
+    with RunCheckpoints(folder / WEIGHTS_FOLDER, keep=1) as checkpoints:
         latest = checkpoints.latest()
         checkpoints.save(0 if latest is None else latest + 1, parameters(model), model_meta(model))
 
@@ -58,7 +58,7 @@ def load_weights(
     remat: bool = False,
 ) -> Any:
     """Loads the model that `save_weights` wrote; parameters keep their dtypes."""
-    with RunCheckpoints(folder / WEIGHTS, writable=False) as checkpoints:
+    with RunCheckpoints(folder / WEIGHTS_FOLDER, writable=False) as checkpoints:
         record = checkpoints.read()
         dtype = float_dtype("dtype", dtype) or compute_dtype(record)
         options = Options(

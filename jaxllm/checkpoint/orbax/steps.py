@@ -30,7 +30,7 @@ ARRAYS = "arrays"
 READERS = 8
 CACHE_BYTES = 10**8  # for OCDBT's index, which every array reads
 FORMAT = 1
-MAX_BYTES = 2**30
+MAX_SEAL_BYTES = 2**30
 LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleting)")
 
 
@@ -76,7 +76,7 @@ def read_record(folder: Path) -> Record:
         CheckpointError, MissingFileError: it is missing or damaged.
     """
     path = folder / RECORD_FILE
-    sealed = read_json(path, max_bytes=MAX_BYTES, error=CheckpointError)
+    sealed = read_json(path, max_bytes=MAX_SEAL_BYTES, error=CheckpointError)
     if not isinstance(sealed, dict) or sealed.keys() != {"sha256", "record"}:
         raise CheckpointError(f"{path}: not the record of a checkpoint")
     text = sealed["record"]

@@ -20,7 +20,7 @@ CLASSIFIER_NAMES = ("classifier", "score")  # PEFT adds both to each classifier'
 
 # Fields of initialisation and training, beside those of `common.config_keys`: they do not change
 # the adapter's output. fan_in_fan_out says how the *base* weight is stored, which the model knows.
-INERT = frozenset(
+INERT_ADAPTER_KEYS = frozenset(
     {
         "auto_mapping",
         "base_model_name_or_path",
@@ -106,7 +106,7 @@ def parse_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
     check_kind(raw)
     hints = typing.get_type_hints(PeftConfig)
     fields = hints.keys() - {"narrowed"}
-    known = {*fields, *INERT, *NARROWING, "peft_type", "bias", "init_lora_weights"}
+    known = {*fields, *INERT_ADAPTER_KEYS, *NARROWING, "peft_type", "bias", "init_lora_weights"}
     unknown = unknown_keys(raw, known)
     if unknown:
         raise UnsupportedError(

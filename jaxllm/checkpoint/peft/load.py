@@ -16,7 +16,7 @@ from jaxllm.checkpoint.peft.names import (
     CONFIG,
     MAGNITUDE,
     PREFIX,
-    WEIGHTS,
+    WEIGHTS_FILE,
     A,
     B,
     check_tied,
@@ -64,7 +64,7 @@ def load_adapter(
             f"{folder / CONFIG}: task_type: {adapter.task_type!r}, but the model's is "
             f"{task_of(model)!r}"
         )
-    path = folder / WEIGHTS
+    path = folder / WEIGHTS_FILE
     if not path.is_file() and path.with_suffix(".bin").is_file():
         raise UnsupportedError(
             f"{folder} holds only {path.with_suffix('.bin').name}: {USE_SAFETENSORS}"
@@ -93,7 +93,7 @@ def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]
         if present and linear:
             if isinstance(config.target_modules, tuple) and not targeted:
                 raise CheckpointError(f"{name} has LoRA, but target_modules does not name it")
-            check_base(model, name, entry, unused)
+            check_base_model(model, name, entry, unused)
             layers |= split_layers(model, config, name, entry, unused)
         elif targeted and linear and not config.narrowed and not is_saved(config, name):
             raise CheckpointError(f"{name}.{A} is missing, but target_modules names its module")
@@ -126,12 +126,14 @@ def split_layers(
     outputs = [base.weight[...].shape[0] for base in bases.values()]
     inputs = next(iter(bases.values())).weight[...].shape[1]
     rank = config.rank_of(name)
-    a = take(unused, f"{name}.{A}", (rank, inputs))
-    b = take(unused, f"{name}.{B}", (sum(outputs), rank))
+    a = take_tensor(unused, f"{name}.{A}", (rank, inputs))
+    b = take_tensor(unused, f"{name}.{B}", (sum(outputs), rank))
     parts = np.split(b, len(bases))
     magnitudes: Sequence[Any] = [None] * len(bases)
     if config.use_dora:
-        magnitudes = np.split(take(unused, f"{name}.{MAGNITUDE}", (sum(outputs),)), len(bases))
+        magnitudes = np.split(
+            take_tensor(unused, f"{name}.{MAGNITUDE}", (sum(outputs),)), len(bases)
+        )
     return {
         path: LoraLinear(
             base,
@@ -146,7 +148,9 @@ def split_layers(
     }
 
 
-def check_base(model: Model[Any], name: str, entry: Entry, unused: dict[str, np.ndarray]) -> None:
+def check_base_model(
+    model: Model[Any], name: str, entry: Entry, unused: dict[str, np.ndarray]
+) -> None:
     """Checks the base weight that PEFT saves beside the LoRA of an LM head."""
     tensor = unused.pop(f"{name}.base_layer.weight", None)
     if tensor is None:
@@ -167,14 +171,14 @@ def take_saved(
     params = parameters(model)
     rows, *columns = params[entry.parameters[0]].shape
     shape = (rows * len(entry.parameters), *columns)
-    tensor = take(unused, entry.tensor, shape[::-1] if entry.transposed else shape)
+    tensor = take_tensor(unused, entry.tensor, shape[::-1] if entry.transposed else shape)
     return {
         ours: jnp.array(part, jnp.promote_types(part.dtype, params[ours].dtype))
         for ours, part in zip(entry.parameters, entry.split(tensor), strict=True)
     }
 
 
-def take(unused: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
+def take_tensor(unused: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Removes a tensor of this shape from `unused` and returns it."""
     if name not in unused:
         raise CheckpointError(f"{name} is missing")

@@ -14,7 +14,7 @@ from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.models.weights import Entry
 
 CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 

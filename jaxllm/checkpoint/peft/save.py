@@ -16,7 +16,7 @@ from jaxllm.checkpoint.peft.names import (
     CONFIG,
     MAGNITUDE,
     PREFIX,
-    WEIGHTS,
+    WEIGHTS_FILE,
     A,
     B,
     check_tied,
@@ -72,7 +72,7 @@ def save_adapter(
         UnsupportedError: modules_to_save has a tied embedding, which PEFT would untie.
     """
     folder = Path(folder).expanduser()
-    if not overwrite and any((folder / name).exists() for name in (CONFIG, WEIGHTS)):
+    if not overwrite and any((folder / name).exists() for name in (CONFIG, WEIGHTS_FILE)):
         raise CheckpointError(
             f"{folder}: there is an adapter already; use another folder, or overwrite=True to "
             "replace it"
@@ -107,7 +107,7 @@ def save_adapter(
         **adapter_fields(adapters, entries),
     }
     make_folder(folder)
-    write_safetensors(folder / WEIGHTS, tensors)
+    write_safetensors(folder / WEIGHTS_FILE, tensors)
     write_json(folder / CONFIG, config)
 
 

@@ -115,7 +115,7 @@ def checked_types(
     """Checks token types; returns int32 [B, T], a NumPy array unless traced, or None."""
     if token_type_ids is None:
         return None
-    types = check.token_ids("token_type_ids", token_type_ids, model.config.vocab_size)
+    types = check.token_id_array("token_type_ids", token_type_ids, model.config.vocab_size)
     if types.shape != prompt.mask.shape:
         raise InputError(f"token_type_ids: expected {prompt.mask.shape}, found {types.shape}")
     return types if is_traced(types) else np.asarray(types)

@@ -255,7 +255,7 @@ def checked_scores(processor: Any, out: Any, shape: tuple[int, ...]) -> Scores:
     if dtype is None or np.shape(out) != shape or not jnp.issubdtype(dtype, jnp.floating):
         raise InputError(
             f"logits_processor: {name_of(processor)} must return scores, float32{list(shape)}, but "
-            f"returned {describe(out)}"
+            f"returned {describe_array(out)}"
         )
     return jnp.asarray(out, jnp.float32)
 
@@ -265,7 +265,7 @@ def name_of(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def describe(out: Any) -> str:
+def describe_array(out: Any) -> str:
     """Dtype and shape of an array, such as ``int32[2]``, or the type of another object."""
     dtype = getattr(out, "dtype", None)
     return type(out).__name__ if dtype is None else f"{dtype}{list(np.shape(out))}"

@@ -65,7 +65,7 @@ def threshold(
     return jnp.min(jnp.where(x >= t, x, jnp.inf), axis=-1)
 
 
-def column(x: Array) -> Array:
+def as_column(x: Array) -> Array:
     """Reshapes a scalar to [1, 1], or one value per row to [B, 1], to broadcast with [B, V]."""
     return jnp.reshape(x, (-1, 1))
 
@@ -189,7 +189,7 @@ def entropy_mask(x: Float[Array, "B V"], fraction: Float[Array, "*B"]) -> Bool[A
     top, columns = lax.top_k(x, min(100, x.shape[1]))
     p = jax.nn.softmax(top, axis=-1)
     terms = jnp.where(p > 0, -p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0)
-    budget = column(fraction) * jnp.sum(terms, axis=-1, keepdims=True)
+    budget = as_column(fraction) * jnp.sum(terms, axis=-1, keepdims=True)
     keep = (jnp.cumsum(terms, axis=-1) <= budget) & (p > 0)
     return _mask_of(jnp.where(keep.at[:, 0].set(True), columns, x.shape[1]), x.shape[1])
 

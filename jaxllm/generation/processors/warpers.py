@@ -27,7 +27,7 @@ from jaxllm.generation.processors.base import (
     store,
 )
 from jaxllm.generation.processors.top_k_top_p import (
-    column,
+    as_column,
     entropy_mask,
     nearest_mask,
     top_k_mask,
@@ -61,7 +61,7 @@ class TemperatureLogitsWarper(ScoresProcessor):
         store(self, temperature=leaf)
 
     def process(self, history: History, scores: Scores) -> Scores:
-        return scores / column(self.temperature)
+        return scores / as_column(self.temperature)
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -88,8 +88,8 @@ class Filter(ScoresProcessor):
         off = self.off(scores)
 
         def apply() -> Scores:
-            mask = self.keep(scores) | column(off)
-            return jnp.where(mask, scores, column(self.filter_value))
+            mask = self.keep(scores) | as_column(off)
+            return jnp.where(mask, scores, as_column(self.filter_value))
 
         return lax.cond(jnp.all(off), lambda: scores, apply)
 
@@ -161,7 +161,7 @@ class MinPLogitsWarper(Filter):
         return self.min_p <= 0.0
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
-        likely = unnormalised(scores) >= column(self.min_p)
+        likely = unnormalised(scores) >= as_column(self.min_p)
         return likely | top_mask(scores, self.min_tokens_to_keep)
 
 
@@ -227,7 +227,7 @@ class EpsilonLogitsWarper(Filter):
         return self.epsilon <= 0.0
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
-        likely = jax.nn.softmax(scores, axis=-1) >= column(self.epsilon)
+        likely = jax.nn.softmax(scores, axis=-1) >= as_column(self.epsilon)
         return likely | top_mask(scores, self.min_tokens_to_keep)
 
 
@@ -239,7 +239,7 @@ class EtaLogitsWarper(EpsilonLogitsWarper):
     """
 
     def keep(self, scores: Scores) -> Bool[Array, "B V"]:
-        epsilon = column(self.epsilon)
+        epsilon = as_column(self.epsilon)
         eta = jnp.sqrt(epsilon) * jnp.exp(-_entropy(scores)[:, None])
         likely = jax.nn.softmax(scores, axis=-1) >= jnp.minimum(epsilon, eta)
         return likely | top_mask(scores, self.min_tokens_to_keep)

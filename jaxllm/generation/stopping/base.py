@@ -21,7 +21,7 @@ from jaxllm.generation.processors.base import (
     History,
     Scores,
     accepted_arguments,
-    describe,
+    describe_array,
     logits_processor,
     name_of,
     tuple_of_callables,
@@ -113,7 +113,7 @@ def checked_done(criterion: Any, out: Any, shape: tuple[int, ...]) -> Done:
     if dtype != np.dtype(bool) or np.shape(out) not in (shape, ()):
         raise InputError(
             f"stopping_criteria: {name_of(criterion)} must return booleans {list(shape)}, but "
-            f"returned {describe(out)}"
+            f"returned {describe_array(out)}"
         )
     return jnp.broadcast_to(jnp.asarray(out), shape)
 

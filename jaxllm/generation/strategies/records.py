@@ -20,7 +20,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.models.outputs import DecodeOutput, PerLayer
 
-MAX_BYTES = 4 * 2**30
+MAX_RECORD_BYTES = 4 * 2**30
 AnyArray = Array | np.ndarray
 
 
@@ -163,14 +163,14 @@ def initial_records(
     return Records(prompt=prompt, steps=steps, encoder=encoder)
 
 
-def check_size(records: Records | None) -> None:
-    """Raises InputError if records, arrays or shapes, take more than `MAX_BYTES`."""
+def check_record_size(records: Records | None) -> None:
+    """Raises InputError if records, arrays or shapes, take more than `MAX_RECORD_BYTES`."""
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(records))
-    if size > MAX_BYTES:
+    if size > MAX_RECORD_BYTES:
         raise InputError(
             f"output_attentions, output_hidden_states: their buffers would take {size:,} bytes, "
-            f"more than {MAX_BYTES:,}; ask for one of the two, for fewer new tokens or for fewer "
-            "rows at a time"
+            f"more than {MAX_RECORD_BYTES:,}; ask for one of the two, for fewer new tokens or for "
+            "fewer rows at a time"
         )
 
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.strict_json import parse_json
 from jaxllm.common.validation import from_plain
+from jaxllm.serve.live_rows import MAX_TOP_LOGPROBS
 
 T = TypeVar("T")
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
-MAX_TOP_LOGPROBS = 20
 _KNOWN_UNSUPPORTED = {
     "audio",
     "best_of",

@@ -9,7 +9,7 @@ from jaxllm.common.optional_deps import require
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
-class Metrics:
+class ServerMetrics:
     """Counters and histograms, in a registry of their own."""
 
     def __init__(self) -> None:

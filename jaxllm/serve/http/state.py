@@ -16,7 +16,7 @@ from jaxllm.serve.async_engine import AsyncEngine, GenerationStream
 from jaxllm.serve.embedder import Embedder
 from jaxllm.serve.http.api_errors import ApiError
 from jaxllm.serve.http.api_types import ResponseFormat, SamplingFields
-from jaxllm.serve.http.metrics import Metrics
+from jaxllm.serve.http.metrics import ServerMetrics
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _GRAMMARS = 32
@@ -50,7 +50,7 @@ class ServerState:
     limits: Limits = Limits()
     api_keys: tuple[bytes, ...] | None = None
     embedder: Embedder | None = None
-    metrics: Metrics = dataclasses.field(default_factory=Metrics)
+    metrics: ServerMetrics = dataclasses.field(default_factory=ServerMetrics)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:

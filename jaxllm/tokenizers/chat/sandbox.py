@@ -90,7 +90,7 @@ _lock = threading.Lock()
 _worker: _Worker | None = None
 
 
-def render(template: str, variables: Mapping[str, Any], now: float) -> str:
+def render_in_sandbox(template: str, variables: Mapping[str, Any], now: float) -> str:
     """Renders a template.
 
     Args:

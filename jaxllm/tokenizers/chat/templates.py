@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxllm.common.errors import InputError, TemplateError
 from jaxllm.tokenizers.added_tokens import TokenFinder
-from jaxllm.tokenizers.chat.sandbox import render as _render
+from jaxllm.tokenizers.chat.sandbox import render_in_sandbox
 from jaxllm.tokenizers.settings import AddedToken
 
 _PLACEHOLDERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode noncharacters
@@ -38,7 +38,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         TemplateError: the template is too large, too expensive, or failed.
         InputError: a variable is not a JSON value.
     """
-    return _check_unicode(_render(template, _json_values(variables, {}), time.time()))
+    return _check_unicode(render_in_sandbox(template, _json_values(variables, {}), time.time()))
 
 
 def render_parts(
@@ -66,7 +66,7 @@ def render_parts(
     now = time.time()
     trusted = _json_values(variables, {})
     plain = _json_values(untrusted, {})
-    text = _check_unicode(_render(template, {**plain, **trusted}, now))
+    text = _check_unicode(render_in_sandbox(template, {**plain, **trusted}, now))
     finder = _token_finder(tuple(special))
     special_tokens = finder.find_all(text)
     if not special_tokens:
@@ -80,7 +80,7 @@ def render_parts(
             continue
         marked = {**_json_values(untrusted, str.maketrans(placeholders)), **trusted}
         try:
-            marked_text = _check_unicode(_render(template, marked, now))
+            marked_text = _check_unicode(render_in_sandbox(template, marked, now))
         except TemplateError:
             continue  # the template checks for the character that was replaced
         if _restore(marked_text, placeholders) != text:

@@ -20,7 +20,7 @@ from jaxllm.training.data.example import Example
 from jaxllm.training.data.examples import Counts, Examples
 from jaxllm.training.data.plan import EpochPlan, Planner
 
-PREFETCHED = 4
+PREFETCHED_BATCHES = 4
 """Number of batches that a thread prefetches."""
 
 HostBatch = dict[str, np.ndarray]
@@ -85,7 +85,7 @@ class Epoch:
 
     def iterate(self, start: int = 0) -> Iterator[HostBatch]:
         """Batches from number `start` on; a thread prefetches the next ones."""
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED_BATCHES)
         batches = grain.MapDataset.source(self)[start:]
         return iter(batches.to_iter_dataset(options)) if len(batches) else iter(())
 

@@ -14,12 +14,12 @@ from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer
+from jaxllm.tokenizers.batch import Bucket
 from jaxllm.training.data.rows import FileType
 
 FormatName = Literal["text", "prompt_completion", "chat", "seq2seq", "classification"]
 ModelKind = Literal["causal", "seq2seq", "classification"]
 OnTooLong = Literal["error", "truncate", "drop", "split"]
-Bucket = int | Literal["power_of_two"] | None
 
 KIND_OF: Mapping[str, ModelKind] = {
     "text": "causal",

@@ -26,7 +26,7 @@ EncodingProgress = Callable[[int, int], None]
 """Called as ``progress(done, total)``."""
 
 THREADS = 4
-PREFETCHED = 64
+PREFETCHED_EXAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def encode_rows(
     items: list[Example] = []
     counts = Counts()
     indices = grain.MapDataset.range(len(rows)).map(encoded)
-    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCHED)
+    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCHED_EXAMPLES)
     for done, (row_examples, count) in enumerate(indices.to_iter_dataset(options), start=1):
         items += row_examples
         counts += count

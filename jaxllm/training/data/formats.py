@@ -71,7 +71,7 @@ class PromptCompletionFormat:
 
     def __call__(self, row: Row) -> Example:
         prompt = beginning(self.tokenizer, get(row, self.prompt, str))
-        completion = continuation(self.tokenizer, get(row, self.completion, str))
+        completion = encode_continuation(self.tokenizer, get(row, self.completion, str))
         ids = int32([*prompt, *completion, self.eos])
         return CausalExample.of(ids, learnt_from=len(prompt))
 
@@ -123,7 +123,7 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False, max_bytes=sys.maxsize)
 
 
-def continuation(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encodes a text that continues another one.
 
     sentencepiece prepends a space to a text, which is wrong for a continuation. So the text is
@@ -152,7 +152,7 @@ def encode_document(tokenizer: Tokenizer, text: str, size: int = PART_CHARACTERS
         if stop < len(text):
             stop = text.rfind("\n", start, stop) + 1 or stop
         part = text[start:stop]
-        ids += continuation(tokenizer, part) if start else beginning(tokenizer, part)
+        ids += encode_continuation(tokenizer, part) if start else beginning(tokenizer, part)
         start = stop
     return ids
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from jaxllm.common.errors import ConfigError, DataError
-from jaxllm.models.config import is_number
+from jaxllm.models.config import is_float32_number
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.config import ModelInfo
 from jaxllm.training.data.example import ClassificationExample
@@ -98,7 +98,7 @@ class Labels:
         values = (
             list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
         )
-        if len(values) != self.count or not all(map(is_number, values)):
+        if len(values) != self.count or not all(map(is_float32_number, values)):
             expected = "a number" if self.count == 1 else f"{self.count} numbers"
             raise DataError(f"expected {expected}, found {str(value)[:60]!r}")
         return np.asarray(values if self.count > 1 else values[0], np.float32)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int, Int64
 
 from jaxllm.tokenizers import bucket_length
-from jaxllm.training.data.config import Bucket
+from jaxllm.tokenizers.batch import Bucket
 
 MIN_BUCKET = 16
 """Smallest bucket; smaller ones save less time than their compilation takes."""

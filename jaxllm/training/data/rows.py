@@ -206,7 +206,7 @@ class JsonlRows(_Lines):
 
     def __getitem__(self, index: int, /) -> Row:
         where = self.where(index)
-        return as_object(parse_json(self.line(index), source=where, error=DataError), where)
+        return as_row(parse_json(self.line(index), source=where, error=DataError), where)
 
 
 class LineRows(_Lines):
@@ -253,7 +253,7 @@ class JsonRows(_Files):
                 )
             for number, value in enumerate(values):
                 where = f"{file}[{number}]"
-                self._rows.append((as_object(value, where), where))
+                self._rows.append((as_row(value, where), where))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -265,7 +265,7 @@ class JsonRows(_Files):
         return self._rows[index][1]
 
 
-def as_object(value: Any, where: str) -> Row:
+def as_row(value: Any, where: str) -> Row:
     """Checks that a value is a row: an object."""
     if not isinstance(value, Mapping):
         raise DataError(f"{where}: expected an object, found {_kind(value)}")
@@ -288,7 +288,7 @@ class SequenceRows:
         return len(self._rows)
 
     def __getitem__(self, index: int, /) -> Row:
-        return as_object(self._rows[index], self.where(index))
+        return as_row(self._rows[index], self.where(index))
 
     def where(self, index: int) -> str:
         return f"{self.name}[{index}]"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.optional_deps import require
-from jaxllm.training.output_files import replacing
+from jaxllm.training.output_files import replacing_file
 
 MAX_POINTS = 400
 """Most points of a drawn curve; a chart of a page's width cannot show more."""
@@ -141,7 +141,7 @@ def save_plot(rows: Sequence[Mapping[str, Any]], path: str | PathLike[str]) -> N
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    with replacing(Path(path)) as half:
+    with replacing_file(Path(path)) as half:
         figure.savefig(half, format="png")
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.common.errors import InputError, RunError
-from jaxllm.training.output_files import replacing, writing
+from jaxllm.training.output_files import replacing_file, writing
 
 Value = float | int | bool | str | None
 MetricsRow = dict[str, Any]
@@ -126,7 +126,7 @@ class MetricsLog:
         if self._last not in (None, step):
             raise InputError(f"step: expected the last one, {self._last}, found {step}")
         fields = {name: plain_value(name, x) for name, x in metrics.items()}
-        with replacing(self.path) as half, half.open("wb") as lines:
+        with replacing_file(self.path) as half, half.open("wb") as lines:
             for row in _amended(iterate_metrics(self.path), step, fields):
                 lines.write(json_line(row))
         self._lines.close()
@@ -162,7 +162,7 @@ class MetricsLog:
         for row in iterate_metrics(self.path):
             names |= dict.fromkeys(row)
         self._columns = list(names)
-        with replacing(self.csv_path) as half, half.open("wb") as table:
+        with replacing_file(self.csv_path) as half, half.open("wb") as table:
             table.write(csv_line(self._columns))
             for row in iterate_metrics(self.path):
                 table.write(csv_line(row.get(name) for name in self._columns))
@@ -186,10 +186,10 @@ def iterate_metrics(path: str | PathLike[str]) -> Iterator[MetricsRow]:
             yield parse_line(line, f"{path}, line {number}")
 
 
-def is_number(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
     """True for a single number of Python, numpy or JAX.
 
-    >>> is_number(1.5), is_number(np.float32(2)), is_number("a"), is_number(None)
+    >>> is_scalar(1.5), is_scalar(np.float32(2)), is_scalar("a"), is_scalar(None)
     (True, True, False, False)
     """
     if value is None or isinstance(value, str):
@@ -228,7 +228,7 @@ def plain_value(name: str, x: Any) -> Value:
     if x is None or isinstance(x, str):
         return x
     array = np.asarray(x)
-    if not is_number(array):
+    if not is_scalar(array):
         raise InputError(
             f"metrics[{name!r}]: expected a number or a string, found {array.dtype} of shape "
             f"{array.shape}"

@@ -182,7 +182,7 @@ class TrainingProgress:
             self._throughput.add(seconds=seconds, tokens=tokens, flops=flops)
         self._compiled = (programs, compiling)
         speed = self._throughput.speed()
-        line = describe(loss, speed, max(self._total - step, 0), shown or {})
+        line = progress_text(loss, speed, max(self._total - step, 0), shown or {})
         if self._task is not None:
             self._moving.update(
                 self._task, completed=step, line=f"step {step}/{self._total}  {line}"
@@ -197,10 +197,10 @@ class TrainingProgress:
         return (0, 0.0) if self._clock is None else (self._clock.programs, self._clock.seconds)
 
 
-def describe(loss: float, speed: Speed, steps_left: int, shown: Mapping[str, float]) -> str:
+def progress_text(loss: float, speed: Speed, steps_left: int, shown: Mapping[str, float]) -> str:
     """Formats the line of a step.
 
-    >>> describe(2.5, Speed(1234.5, 0.31, 0.5), 60, {"lr": 1e-4})
+    >>> progress_text(2.5, Speed(1234.5, 0.31, 0.5), 60, {"lr": 1e-4})
     'loss 2.5000  lr 0.0001  1,234 tokens/s  MFU 31.0%  ETA 0:30'
     """
     parts = [f"loss {loss:.4f}", *(f"{name} {value:.4g}" for name, value in shown.items())]

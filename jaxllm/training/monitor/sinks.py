@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxllm.common.optional_deps import require
-from jaxllm.training.monitor.metrics_log import is_number, iterate_metrics
+from jaxllm.training.monitor.metrics_log import is_scalar, iterate_metrics
 
 # Otherwise W&B sends the command line with its secrets, and data about the machine.
 QUIET = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True}
@@ -69,7 +69,7 @@ class TensorBoardSink:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
-            if is_number(value):
+            if is_scalar(value):
                 self._writer.add_scalar(name, float(value), step)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class WandbSink:
         )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        plain = {k: float(v) if is_number(v) else v for k, v in metrics.items() if v is not None}
+        plain = {k: float(v) if is_scalar(v) else v for k, v in metrics.items() if v is not None}
         self._run.log(plain, step=step)
 
     def close(self) -> None:

@@ -27,19 +27,18 @@ from jaxllm.training.evaluation.generation import (
 )
 from jaxllm.training.losses import Batch
 from jaxllm.training.monitor.flops import TokenCounts, count_tokens
-from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog
+from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, NoLog
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.sinks import Sink
 from jaxllm.training.run.setup import Setup, eval_batch_size, predicted
 from jaxllm.training.state import TRAINED, TrainState
 from jaxllm.training.step import Metrics
 
-MetricsRow = dict[str, Any]
 Stop = Callable[[], int | None]
 """Returns the number of the signal that ends the run, or None."""
 
 
-class StoppedError(Exception):
+class EvaluationStoppedError(Exception):
     """Raised to end an evaluation when a signal ends the run."""
 
 
@@ -218,7 +217,7 @@ class Loop:
 
         def raise_if_stopped() -> None:
             if stop() is not None:
-                raise StoppedError
+                raise EvaluationStoppedError
 
         def batches() -> Iterator[Batch]:
             assert setup.eval_batches is not None
@@ -236,7 +235,7 @@ class Loop:
                     answers = self.generate(model, setup.prompts, raise_if_stopped)
                 self.keep_samples(answers.samples)
                 metrics |= {f"eval_{name}": score for name, score in answers.scores.items()}
-        except StoppedError:
+        except EvaluationStoppedError:
             self.progress.say("the evaluation is stopped; resuming the run starts with it")
             return {}
         self.progress.say(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))

@@ -115,10 +115,10 @@ def line_of(node: yaml.Node) -> int:
     return node.start_mark.line + 1
 
 
-def parse_value(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """Parses a command-line value as YAML; text that is not YAML is a string.
 
-    >>> [parse_value(text) for text in ("3", "1e-4", "null", "[a, b]", "data/*.jsonl")]
+    >>> [parse_yaml(text) for text in ("3", "1e-4", "null", "[a, b]", "data/*.jsonl")]
     [3, 0.0001, None, ['a', 'b'], 'data/*.jsonl']
     """
     try:

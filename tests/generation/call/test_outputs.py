@@ -135,7 +135,7 @@ def test_dola_keeps_what_was_asked_for():
 
 
 def test_huge_records_are_refused(monkeypatch):
-    monkeypatch.setattr(records, "MAX_BYTES", 10**5)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 10**5)
     with pytest.raises(InputError, match=r"buffers would take [0-9,]+ bytes, more than 100,000"):
         jaxllm.generate(tiny.cached("llama"), tiny.ids(), max_new_tokens=40, **BOTH)
 

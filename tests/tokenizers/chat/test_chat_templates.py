@@ -325,17 +325,17 @@ def test_threads_share_the_worker(tokenizer):
 
 
 def test_killed_worker_is_restarted(tokenizer):
-    assert sandbox.render("a", {}, 0.0) == "a"
+    assert sandbox.render_in_sandbox("a", {}, 0.0) == "a"
     worker = sandbox._worker
     assert worker is not None
     worker._process.kill()
     with pytest.raises(TemplateError, match="ended the process"):
-        sandbox.render("b", {}, 0.0)
-    assert sandbox.render("c", {}, 0.0) == "c"
+        sandbox.render_in_sandbox("b", {}, 0.0)
+    assert sandbox.render_in_sandbox("c", {}, 0.0) == "c"
 
 
 def test_ctrl_c_of_a_terminal_does_not_reach_the_child() -> None:
     """It goes to a process group, and would end the child in the middle of a batch of rows."""
-    assert sandbox.render("{{ x }}", {"x": "a"}, 0.0) == "a"
+    assert sandbox.render_in_sandbox("{{ x }}", {"x": "a"}, 0.0) == "a"
     assert sandbox._worker is not None
     assert os.getpgid(sandbox._worker._process.pid) != os.getpgrp()

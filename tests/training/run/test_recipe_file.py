@@ -15,7 +15,7 @@ from jaxllm.common.errors import ConfigError, MissingFileError
 from jaxllm.common.validation import from_plain, to_plain
 from jaxllm.training.lora import LoraConfig
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.run.recipe_file import parse_value, read_recipe
+from jaxllm.training.run.recipe_file import parse_yaml, read_recipe
 
 
 def read(path: Path, text: str | bytes, **overrides: Any) -> Recipe:
@@ -90,7 +90,7 @@ def test_overrides(tmp_path: Path, name: str, value: Any, field: str, expected: 
     ],
 )
 def test_values_of_the_command_line(text: str, value: Any):
-    found = parse_value(text)
+    found = parse_yaml(text)
     assert found == value
     assert type(found) is type(value)
 

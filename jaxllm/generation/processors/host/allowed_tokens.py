@@ -24,7 +24,7 @@ from jaxllm.generation.processors.base import CurLen, History, column_count
 from jaxllm.generation.processors.host.callbacks import call_on_host
 from jaxllm.models.input_checks import is_traced
 
-WORD = 32
+WORD_BITS = 32
 _UNKNOWN = -1
 _RULES: dict[int, Rule] = {}
 _NUMBERS = itertools.count()
@@ -45,7 +45,7 @@ class HostRow(NamedTuple):
 
 
 Rule: TypeAlias = Callable[[list[HostRow], int], np.ndarray]
-"""`(rows, V) -> uint32 [B, W]`: the allowed tokens of each row as bits (see `pack`)."""
+"""`(rows, V) -> uint32 [B, W]`: the allowed tokens of each row as bits (see `pack_bits`)."""
 
 
 def register_rule(rule: Rule, owner: object) -> Int[Array, ""]:
@@ -66,7 +66,7 @@ def allowed_tokens(
 ) -> Bool[Array, "B V"]:
     """Calls a rule (see :func:`call_on_host`); True at the tokens that it allows."""
     history = History.of(input_ids, cur_len, mask)
-    rows, words = history.ids.shape[0], -(-vocab_size // WORD)
+    rows, words = history.ids.shape[0], -(-vocab_size // WORD_BITS)
     if is_traced(number):
         call = partial(_call_rule, vocab_size)
     else:  # a concrete number binds the program to this rule and keeps it alive
@@ -80,7 +80,7 @@ def allowed_tokens(
         jnp.broadcast_to(column_count(input_ids, cur_len).reshape(-1), (rows,)),
         jnp.asarray(_UNKNOWN if prompt_len is None else prompt_len, jnp.int32),
     )
-    return unpack(bits, vocab_size)
+    return unpack_bits(bits, vocab_size)
 
 
 def _call_rule(
@@ -118,18 +118,18 @@ def rule_of(number: ArrayLike) -> Rule:
         ) from None
 
 
-def pack(allowed: Bool[np.ndarray, "B V"]) -> UInt32[np.ndarray, "B W"]:
+def pack_bits(allowed: Bool[np.ndarray, "B V"]) -> UInt32[np.ndarray, "B W"]:
     """Packs booleans into 32-bit words, lowest bit first: an eighth of the bytes to transfer.
 
-    >>> pack(np.array([[True, False, True]])).tolist()
+    >>> pack_bits(np.array([[True, False, True]])).tolist()
     [[5]]
     """
-    missing = -allowed.shape[1] % WORD
+    missing = -allowed.shape[1] % WORD_BITS
     padded = np.pad(allowed, ((0, 0), (0, missing)))
     return np.packbits(padded, axis=1, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def unpack(words: UInt32[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
-    """The booleans that `pack` packed."""
-    bits = words[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)
+def unpack_bits(words: UInt32[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
+    """The booleans that `pack_bits` packed."""
+    bits = words[:, :, None] >> jnp.arange(WORD_BITS, dtype=jnp.uint32)
     return (bits & 1).astype(bool).reshape(words.shape[0], -1)[:, :vocab_size]

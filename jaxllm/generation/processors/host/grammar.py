@@ -33,7 +33,7 @@ from jaxllm.generation.processors.base import (
     store,
 )
 from jaxllm.generation.processors.host.allowed_tokens import (
-    WORD,
+    WORD_BITS,
     HostRow,
     allowed_tokens,
     register_rule,
@@ -203,7 +203,7 @@ def _allowed_rows(
     if len(rows) % len(grammars):
         raise InputError(f"grammar: {len(grammars)} grammars for {len(rows)} rows")
     rows_per_grammar = len(rows) // len(grammars)  # beams or samples of one prompt are adjacent
-    words = np.zeros((len(rows), -(-size // WORD)), np.uint32)
+    words = np.zeros((len(rows), -(-size // WORD_BITS)), np.uint32)
     for number, row in enumerate(rows):
         grammar = grammars[number // rows_per_grammar]
         if max(grammar.ends) >= size:
@@ -237,9 +237,9 @@ class Grammar:
         with _LOCK:
             state = None if self.ends.intersection(ids) else self._state(ids)
             if state is None:  # ended, or does not match the grammar
-                bits = np.zeros(max(self.ends) // WORD + 1, np.uint32)
+                bits = np.zeros(max(self.ends) // WORD_BITS + 1, np.uint32)
                 for end in self.ends:
-                    bits[end // WORD] |= np.uint32(1 << end % WORD)
+                    bits[end // WORD_BITS] |= np.uint32(1 << end % WORD_BITS)
                 return bits
             bits = np.frombuffer(state.compute_bitmask(), np.uint32)
             self._check(state)

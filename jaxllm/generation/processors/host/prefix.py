@@ -24,7 +24,7 @@ from jaxllm.generation.processors.base import (
 from jaxllm.generation.processors.host.allowed_tokens import (
     HostRow,
     allowed_tokens,
-    pack,
+    pack_bits,
     register_rule,
 )
 
@@ -139,4 +139,4 @@ def _allowed_rows(
                 f"prompt {batch_id}, found {tokens[:8].tolist()}"
             )
         allowed[number, tokens] = True
-    return pack(allowed)
+    return pack_bits(allowed)

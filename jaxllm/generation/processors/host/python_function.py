@@ -17,7 +17,7 @@ from jaxllm.generation.processors.base import (
     LogitsProcessor,
     Scores,
     column_count,
-    describe,
+    describe_array,
     logits_processor,
     name_of,
     store,
@@ -103,7 +103,8 @@ def call_by_row(
         out = np.asarray(fn(ids, values))
         if out.shape != shape or not np.can_cast(out.dtype, dtype, "same_kind"):
             raise InputError(
-                f"{name_of(fn)}: expected {dtype}{list(shape)} as the result, found {describe(out)}"
+                f"{name_of(fn)}: expected {dtype}{list(shape)} as the result, found "
+                f"{describe_array(out)}"
             )
         return out.astype(dtype)
 

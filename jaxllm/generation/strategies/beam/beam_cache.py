@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import Cache
-from jaxllm.generation.strategies.beam.hypotheses import take
+from jaxllm.generation.strategies.beam.hypotheses import take_per_row
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.outputs import DecodeOutput
 
@@ -67,7 +67,7 @@ class BeamCache:
 
     def select(self, parents: Int[Array, "B N"]) -> BeamCache:
         """Selects the next beams: beam n continues parents[:, n]."""
-        return dataclasses.replace(self, seen=take(self.seen, parents))
+        return dataclasses.replace(self, seen=take_per_row(self.seen, parents))
 
     def sequence_cache(self, beam_indices: Int[Array, "B R T"]) -> Cache:
         """Plain cache with one row for each of a row's R sequences, without the other beams.

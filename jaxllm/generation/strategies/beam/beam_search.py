@@ -22,7 +22,7 @@ from jaxllm.generation.strategies.beam.beam_state import (
     extended_mask,
 )
 from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
-from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised, take
+from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised, take_per_row
 from jaxllm.generation.strategies.sample import record_step
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 
@@ -95,7 +95,7 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         )
         return settings.stops(
             sequences.sequences.reshape(batch * count, -1),
-            take(scores, candidates.beam).reshape(batch * count, -1),
+            take_per_row(scores, candidates.beam).reshape(batch * count, -1),
             state.cur_len + 1,
             mask=jnp.repeat(extended_mask(state), count, axis=0),
         ).reshape(batch, count)
@@ -118,7 +118,9 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         score = score + jnp.where(row_is_finished, WORST, 0.0) + jnp.where(finishes, 0.0, WORST)
         new = state.running.extend(beam, token, score, state.cur_len, state.step)
         finished, index = state.finished.join(new).best(self.num_beams)
-        return finished, take(jnp.concatenate([state.is_sent_finished, finishes], axis=1), index)
+        return finished, take_per_row(
+            jnp.concatenate([state.is_sent_finished, finishes], axis=1), index
+        )
 
     def pool_is_final(self, state: BeamSearchState, settings: DecodeSettings) -> Bool[Array, " B"]:
         """True for rows that are finished: their pool is full, and no running beam can enter it.

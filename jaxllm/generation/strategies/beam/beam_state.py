@@ -16,7 +16,7 @@ from jaxllm.generation.strategies.beam.hypotheses import (
     Count,
     Hypotheses,
     largest,
-    take,
+    take_per_row,
 )
 from jaxllm.generation.strategies.records import Records
 from jaxllm.generation.strategies.strategy import DecodeSettings
@@ -139,7 +139,7 @@ class Candidates:
         value, index = largest(
             self.value + jnp.where(self.finishes | self.unused, WORST, 0.0), count
         )
-        return value, take(self.beam, index), take(self.token, index)
+        return value, take_per_row(self.beam, index), take_per_row(self.token, index)
 
 
 def best_candidates(

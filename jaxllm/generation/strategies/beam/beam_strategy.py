@@ -15,10 +15,10 @@ from jaxllm.generation.strategies.beam.beam_state import BeamState, Candidates, 
 from jaxllm.generation.strategies.beam.hypotheses import (
     WORST,
     Hypotheses,
-    column,
     full_pool_is_final,
     global_indices,
     penalised,
+    read_column,
     result_length,
 )
 from jaxllm.generation.strategies.records import initial_records
@@ -122,7 +122,7 @@ class BeamStrategy(Strategy[S]):
         return self.choose(state.replace(records=records), logits, unconditional, settings)
 
     def step(self, model: Decoder, state: S, settings: DecodeSettings) -> S:
-        newest = column(state.running.sequences, state.cur_len - 1)
+        newest = read_column(state.running.sequences, state.cur_len - 1)
         out, beam_cache = state.beam_cache.decode(model, newest, **settings.decode_options)
         if state.records is not None:
             records = state.records.write_branches(out, state.step, beam_cache.columns)

@@ -27,7 +27,7 @@ from jaxllm.generation.strategies.beam.beam_state import (
 )
 from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
 from jaxllm.generation.strategies.beam.constraints import ConstraintProgress, Tries
-from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised, take
+from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised, take_per_row
 from jaxllm.generation.strategies.sample import record_step
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 
@@ -104,7 +104,9 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         state = record_step(state, ~state.is_finished, logits, sums, settings)
         candidates = best_candidates(total, state, settings)
         # Only sequences that fulfil all constraints enter the pool.
-        complete = take(state.progress.complete, candidates.beam) & ~state.is_finished[:, None]
+        complete = (
+            take_per_row(state.progress.complete, candidates.beam) & ~state.is_finished[:, None]
+        )
         enters = (candidates.finishes & complete)[:, : self.num_beams]
         finished, final = self.extend_pool(
             state, state.running, state.finished, candidates, enters, settings
@@ -131,7 +133,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
             best: the best continuations that do not end; their `progress` is not read.
         """
         (batch, beams, _), tries = total.shape, self.tries
-        progress = jax.tree.map(lambda x: take(x, best.beam), state.progress)
+        progress = jax.tree.map(lambda x: take_per_row(x, best.beam), state.progress)
         best = dataclasses.replace(best, progress=progress.add(tries, best.token))
 
         # One candidate for each beam and edge of the tries.
@@ -161,7 +163,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         # Without a candidate of the constraints the best continuations stay in their own order.
         own_order = jnp.broadcast_to(jnp.arange(beams), order.shape)
         order = jnp.where(is_candidate.any(axis=(1, 2))[:, None], order, own_order)
-        return jax.tree.map(lambda x: take(x, order), every)
+        return jax.tree.map(lambda x: take_per_row(x, order), every)
 
     def new_edges(
         self,
@@ -184,7 +186,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         sequences = state.running.sequences
         same = (sequences[:, :, None] == sequences[:, None]).all(axis=-1)
         advances &= (jnp.argmax(same, axis=-1) == jnp.arange(beams))[..., None]
-        continued = take(same.swapaxes(1, 2), best.beam).swapaxes(1, 2)[..., None, :]
+        continued = take_per_row(same.swapaxes(1, 2), best.beam).swapaxes(1, 2)[..., None, :]
         in_best = continued & (token[..., None] == best.token[:, None, None, :])
         return advances & ~in_best.any(axis=-1)
 
@@ -218,8 +220,8 @@ def order_by_bank(
     """
     key = jnp.where(valid, bank * BANK_WEIGHT + score, -jnp.inf)
     order = jnp.argsort(key, axis=1, descending=True, stable=True)
-    banks, places = take(bank, order), jnp.arange(bank.shape[1])
+    banks, places = take_per_row(bank, order), jnp.arange(bank.shape[1])
     starts = jnp.concatenate([jnp.ones_like(banks[:, :1], bool), banks[:, 1:] != banks[:, :-1]], 1)
     run = jax.lax.cummax(jnp.where(starts, places, 0), axis=1)
-    turn = jnp.where(take(valid, order), places - run, bank.shape[1])
-    return take(order, jnp.argsort(turn, axis=1, stable=True))
+    turn = jnp.where(take_per_row(valid, order), places - run, bank.shape[1])
+    return take_per_row(order, jnp.argsort(turn, axis=1, stable=True))

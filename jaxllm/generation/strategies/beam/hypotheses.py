@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.generation.strategies.strategy import PrefillInputs
-from jaxllm.parallel.sharding import context_mesh, partition
+from jaxllm.parallel.sharding import context_mesh, partition_spec
 
 Count = Int[Array, ""] | Int[Array, " B"]
 """int32. One number for all rows, or one per row."""
@@ -30,7 +30,7 @@ class Hypotheses:
     """float32. Sums of log-probabilities; in the pool with the length penalty applied."""
 
     def take(self, index: Int[Array, "B M"]) -> Hypotheses:
-        return jax.tree.map(lambda x: take(x, index), self)
+        return jax.tree.map(lambda x: take_per_row(x, index), self)
 
     def beams(self, beams: slice) -> Hypotheses:
         """The sequences of adjacent beams, such as those of a group."""
@@ -52,8 +52,8 @@ class Hypotheses:
             offset: index of the first of these beams among all beams of a row (groups).
         """
         return Hypotheses(
-            sequences=put_column(take(self.sequences, beam), token, cur_len),
-            beam_indices=put_column(take(self.beam_indices, beam), beam + offset, step),
+            sequences=write_column(take_per_row(self.sequences, beam), token, cur_len),
+            beam_indices=write_column(take_per_row(self.beam_indices, beam), beam + offset, step),
             scores=scores,
         )
 
@@ -80,7 +80,7 @@ class Hypotheses:
         )
 
 
-def take(x: Array, index: Int[Array, "B M"]) -> Array:
+def take_per_row(x: Array, index: Int[Array, "B M"]) -> Array:
     """x[b, index[b]] for each row b."""
     return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
@@ -99,7 +99,7 @@ def largest(
 
     mesh = context_mesh()
     if mesh is not None:
-        spec = partition(scores.shape, ("rows",), mesh)
+        spec = partition_spec(scores.shape, ("rows",), mesh)
         return jax.shard_map(largest_of, in_specs=spec, out_specs=(spec, spec))(scores)
     # PERF(cpu): XLA sorts the whole row where it merges a later slice with the one inside top_k, a
     # hundred times slower; the barrier keeps them apart. Not on a mesh: there XLA's partitioner
@@ -107,7 +107,7 @@ def largest(
     return jax.lax.optimization_barrier(largest_of(scores))
 
 
-def put_column(
+def write_column(
     x: Int[Array, "B M L"], value: Int[Array, "B M"], position: Count
 ) -> Int[Array, "B M L"]:
     """Writes one column of every sequence of a row."""
@@ -117,7 +117,7 @@ def put_column(
     return put(x, value[..., None], position)
 
 
-def column(x: Int[Array, "B M L"], position: Count) -> Int[Array, "B M"]:
+def read_column(x: Int[Array, "B M L"], position: Count) -> Int[Array, "B M"]:
     """Reads one column of every sequence of a row."""
     if position.ndim == 0:
         return jax.lax.dynamic_index_in_dim(x, position, 2, keepdims=False)
