@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 
 # Before jax is imported: on a machine with a GPU the tests still compare float32 on the CPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,14 +16,20 @@ from pathlib import Path
 
 import compiling
 import pytest
+import shape_checks
 
-from jaxllm.checkpoint.bundled import smollm2
-from jaxllm.common.errors import MissingFileError
+shape_checks.decorate_shaped_only()
+
+from jaxllm.checkpoint.bundled import smollm2  # noqa: E402
+from jaxllm.common.errors import MissingFileError  # noqa: E402
 
 SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tests start more than a hundred processes; each would compile the package's modules again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # Tracing makes many objects that live on: looking through them for cycles takes 5% of the time.
     gc.set_threshold(100_000, 20, 100)
     # A run in the background ignores SIGINT, and so would the processes that tests interrupt.

@@ -2,12 +2,14 @@
 
 pyproject.toml hooks jaxllm with ``--jaxtyping-packages=jaxllm,shape_checks.check``: jaxtyping
 decorates its functions and dataclasses while they are imported, with :func:`check` as the type
-checker. ``--jaxtyping-packages=`` checks nothing.
+checker. ``--jaxtyping-packages=`` checks nothing. :func:`decorate_shaped_only`, which conftest.py
+calls before jaxllm is imported, leaves functions and dataclasses without a shape as they are.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -27,13 +29,42 @@ ENTRY_POINT = re.compile(
 give them what does not."""
 
 
-def check(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with beartype's check of its shaped arguments and result.
+def decorate_shaped_only() -> None:
+    """Has jaxtyping decorate only what an annotation gives a shape: its wrapper takes longer than
+    most of the functions that it would wrap."""
+    decorate = jaxtyping.jaxtyped
 
-    Other annotations are pyright's to check: functions without a shape stay as they are. NumPy
-    arrays pass where jax arrays are declared, since JAX's functions take both.
+    def jaxtyped(target: Any = None, *, typechecker: Any) -> Any:
+        if target is None:
+            return functools.partial(jaxtyped, typechecker=typechecker)
+        function = target.__init__ if inspect.isclass(target) else target
+        if inspect.isfunction(function) and not _names_a_shape(function):
+            return target
+        return decorate(target, typechecker=typechecker)
+
+    jaxtyping.jaxtyped = jaxtyped
+
+
+def _names_a_shape(function: Callable[..., Any]) -> bool:
+    """Whether a name in the annotations, which are strings still, stands for a shaped array."""
+    names = set(re.findall(r"\w+", " ".join(map(str, function.__annotations__.values()))))
+    values = [function.__globals__.get(name) for name in names]
+    return any(
+        _is_shaped(value) or (inspect.isclass(value) and issubclass(value, jaxtyping.AbstractDtype))
+        for value in values
+    )
+
+
+def check(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with beartype's check of its shaped arguments or of its result: jaxtyping asks
+    for a function that checks the arguments, whose result is Any, and for another for the result.
+
+    Other annotations are pyright's to check. NumPy arrays pass where jax arrays are declared,
+    since JAX's functions take both.
     """
     shaped = {name for name, hint in function.__annotations__.items() if _is_shaped(hint)}
+    if "return" in shaped:
+        shaped = {"return"}
     if ENTRY_POINT.fullmatch(f"{function.__module__}.{function.__qualname__}"):
         shaped &= {"return"}
     if not shaped:
