@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.validation import adapter
+from jaxllm.training.dpo import DPOConfig
 from jaxllm.training.lora import LoraConfig
 from jaxllm.training.optimizers import OptimizerConfig
 from jaxllm.training.run.recipe import (
@@ -35,6 +36,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelSource,
     "data": DataConfig,
     "lora": LoraConfig,
+    "dpo": DPOConfig,
     "optimizer": OptimizerConfig,
     "evaluation": Evaluation,
     "checkpoints": Checkpoints,

@@ -3,6 +3,7 @@
 `training.data` makes batches, `training.evaluation` scores a model, `training.lora` adds adapters.
 """
 
+from jaxllm.training.dpo import DPOConfig, DPOLoss
 from jaxllm.training.losses import (
     CausalLoss,
     ClassificationLoss,
@@ -17,6 +18,8 @@ from jaxllm.training.step import make_train_step
 __all__ = [
     "CausalLoss",
     "ClassificationLoss",
+    "DPOConfig",
+    "DPOLoss",
     "LossSums",
     "OptimizerConfig",
     "Seq2SeqLoss",

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.language_model import head_logits
+from jaxllm.models.losses import token_losses
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.parallel.sharding import (
     all_gather_fsdp,
@@ -56,6 +57,44 @@ def chunked_sums(
     is computed twice (as in Liger Kernel, Hsu et al. 2024, arXiv:2410.10989). There is no
     forward-mode derivative.
     """
+    return _sums(sums_of, gathered(head), _chunks_of(columns, x, labels, key))
+
+
+def chunked_row_losses(
+    columns: int,
+    head: Head,
+    x: Float[Array, "B T D"],
+    labels: Int[Array, "B T"],
+    key: Array | None,
+) -> Float[Array, " B"]:
+    """Cross-entropy summed over each row's labels, with the logits of `columns` columns at a time.
+
+    The weight of a row in the gradient is known only after all of its columns, so the backward
+    pass computes the logits a second time.
+    """
+    head = gathered(head)
+
+    @jax.checkpoint
+    def add(losses: Float[Array, " B"], chunk: ChunkInputs) -> tuple[Float[Array, " B"], None]:
+        hidden, targets, chunk_key = chunk
+        logits = head_logits(head, hidden.reshape(-1, hidden.shape[-1]), chunk_key)
+        tokens, _ = token_losses(constrain(logits, "rows", "vocab"), targets.reshape(-1))
+        return losses + tokens.reshape(targets.shape).sum(axis=-1), None
+
+    zeros = constrain(jnp.zeros(x.shape[0], jnp.float32), "rows")
+    return jax.lax.scan(add, zeros, _chunks_of(columns, x, labels, key))[0]
+
+
+ChunkInputs = tuple[Float[Array, "B c D"], Int[Array, "B c"], Array | None]
+"""Hidden states, labels and dropout key of one chunk."""
+Chunks = tuple[Float[Array, "C B c D"], Int[Array, "C B c"], Array | None]
+"""The same of all chunks."""
+
+
+def _chunks_of(
+    columns: int, x: Float[Array, "B T D"], labels: Int[Array, "B T"], key: Array | None
+) -> Chunks:
+    """Splits columns into chunks; the last one is filled with labels that are not counted."""
     count = math.ceil(x.shape[1] / columns)
     missing = count * columns - x.shape[1]
     x = jnp.pad(x, ((0, 0), (0, missing), (0, 0)))
@@ -66,13 +105,7 @@ def chunked_sums(
         return constrain(chunked, None, "rows")
 
     keys = None if key is None else jax.random.split(key, count)
-    return _sums(sums_of, gathered(head), (chunks(x), chunks(labels), keys))
-
-
-ChunkInputs = tuple[Float[Array, "B c D"], Int[Array, "B c"], Array | None]
-"""Hidden states, labels and dropout key of one chunk."""
-Chunks = tuple[Float[Array, "C B c D"], Int[Array, "C B c"], Array | None]
-"""The same of all chunks."""
+    return chunks(x), chunks(labels), keys
 
 
 def _chunk_sums(sums_of: SumsOf, head: Head, x: Array, labels: Array, key: Array | None) -> Sums:

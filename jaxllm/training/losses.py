@@ -41,13 +41,16 @@ class LossSums:
     """Number of counted labels (language models) or rows (classifiers)."""
     correct: Float[Array, ""]
     """Number of counted labels that have the largest logit."""
+    extra: dict[str, Float[Array, ""]] = dataclasses.field(default_factory=dict)
+    """Further sums, by the names of their means among the metrics (see `dpo.DPOLoss`)."""
 
     def __add__(self, other: LossSums) -> LossSums:
         return jax.tree.map(jnp.add, self, other)
 
     @staticmethod
     def zero() -> LossSums:
-        return LossSums(*(jnp.zeros((), jnp.float32) for _ in range(3)))
+        zero = jnp.zeros((), jnp.float32)
+        return LossSums(loss=zero, count=zero, correct=zero)
 
 
 MAX_LOGITS = 1 << 27
@@ -120,6 +123,25 @@ def inputs_and_labels(batch: Batch) -> tuple[dict[str, Any], Any]:
     return {name: x for name, x in batch.items() if name != "labels"}, batch["labels"]
 
 
+def causal_inputs(batch: Batch) -> tuple[dict[str, Any], Array]:
+    """Inputs of a causal language model, and the labels [B, T] that its logits predict."""
+    inputs, labels = inputs_and_labels(batch)
+    return inputs, next_labels(labels, batch.get("segment_ids"))
+
+
+def seq2seq_inputs(model: T5ForConditionalGeneration, batch: Batch) -> tuple[dict[str, Any], Array]:
+    """Inputs of an encoder-decoder, and the labels [B, T] that its logits predict.
+
+    Unless the batch has other decoder inputs, the decoder reads the labels shifted right.
+    """
+    inputs, labels = inputs_and_labels(batch)
+    labels = jnp.asarray(labels)
+    if not batch.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}:
+        shifted = model.shift_right(labels, batch.get("decoder_segment_ids"))
+        inputs["decoder_input_ids"] = shifted
+    return inputs, labels
+
+
 class CausalLoss(TokenLoss):
     """Loss of a causal language model.
 
@@ -128,9 +150,7 @@ class CausalLoss(TokenLoss):
     """
 
     def __call__(self, model: CausalLM, batch: Batch, key: Array | None = None) -> LossSums:
-        inputs, labels = inputs_and_labels(batch)
-        labels = next_labels(labels, batch.get("segment_ids"))
-        return self.of_model(model, inputs, labels, key)
+        return self.of_model(model, *causal_inputs(batch), key)
 
 
 class Seq2SeqLoss(TokenLoss):
@@ -139,13 +159,7 @@ class Seq2SeqLoss(TokenLoss):
     def __call__(
         self, model: T5ForConditionalGeneration, batch: Batch, key: Array | None = None
     ) -> LossSums:
-        labels = jnp.asarray(batch["labels"]) if "labels" in batch else None
-        has_inputs = batch.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
-        if labels is not None and not has_inputs:
-            shifted = model.shift_right(labels, batch.get("decoder_segment_ids"))
-            batch = {**batch, "decoder_input_ids": shifted}
-        inputs, labels = inputs_and_labels(batch)
-        return self.of_model(model, inputs, labels, key)
+        return self.of_model(model, *seq2seq_inputs(model, batch), key)
 
 
 @dataclasses.dataclass(frozen=True)

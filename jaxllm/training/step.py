@@ -47,7 +47,8 @@ def make_train_step(
     Returns:
         A `Step`; its metrics are float32 scalars on the device: `loss` and `accuracy` (means),
         `tokens` (counted labels), `real_tokens` (inputs without padding), `grad_norm` (before
-        clipping), `skipped` (0 or 1), `skipped_in_a_row`, and `lr`.
+        clipping), `skipped` (0 or 1), `skipped_in_a_row`, `lr`, and the means of
+        `LossSums.extra`.
     """
     if accumulation < 1:
         raise InputError(f"accumulation: expected 1 or more, found {accumulation}")
@@ -135,6 +136,7 @@ def _update(
         "grad_norm": norm,
         "skipped": skipped,
         "skipped_in_a_row": updated.skipped_in_a_row,
+        **{name: x / count for name, x in sums.extra.items()},
     }
     if tokens_read is not None:
         metrics["real_tokens"] = tokens_read
@@ -184,12 +186,15 @@ def accumulate(
     ) -> tuple[tuple[Params, LossSums], None]:
         return jax.tree.map(jnp.add, carry, gradient(params, *xs)), None
 
-    zero = (jax.tree.map(jnp.zeros_like, params), LossSums.zero())
+    first = jax.tree.map(lambda x: x[0], micro)
+    _, sums = jax.eval_shape(gradient, params, first, keys[0])
+    zero_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+    zero = (jax.tree.map(jnp.zeros_like, params), zero_sums)
     return jax.lax.scan(body, zero, (micro, keys))[0]
 
 
 def real_tokens(model: Model[Any], batch: Batch) -> Array | None:
-    """Number of tokens without padding, decoder tokens included, as in `flops.count_tokens`.
+    """Number of tokens without padding, decoder tokens included, as in `flops.TokenCounts`.
 
     Computed in the step, so that processes need no extra reduction. None if the batch has neither
     masks nor ids.

@@ -4,6 +4,7 @@ from jaxllm.training.data.batches import Batches, Epoch
 from jaxllm.training.data.config import DataConfig, ModelInfo
 from jaxllm.training.data.examples import Counts, Examples
 from jaxllm.training.data.pipeline import epoch_batches, make_batches, read_examples, rows_of
+from jaxllm.training.data.reference import add_reference, reference_logps
 
 __all__ = [
     "Batches",
@@ -12,8 +13,10 @@ __all__ = [
     "Epoch",
     "Examples",
     "ModelInfo",
+    "add_reference",
     "epoch_batches",
     "make_batches",
     "read_examples",
+    "reference_logps",
     "rows_of",
 ]

@@ -7,16 +7,17 @@ A position is an epoch and a batch number. Restoring it reads no earlier data.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import grain
 import numpy as np
+from jaxtyping import Int64
 
 from jaxllm.common.errors import ConfigError, DataError
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.training.data.config import ModelInfo
-from jaxllm.training.data.example import Example
+from jaxllm.training.data.example import Example, PreferenceExample
 from jaxllm.training.data.examples import Counts, Examples
 from jaxllm.training.data.plan import EpochPlan, Planner
 
@@ -26,6 +27,7 @@ PREFETCHED_BATCHES = 4
 HostBatch = dict[str, np.ndarray]
 """Arrays [B, ...] by model argument name."""
 ExampleRows = Sequence[Sequence[Example]]
+PairRows = Sequence[Sequence[PreferenceExample]]
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,31 @@ class Epoch:
         items = self.examples.items
         rows = [[items[n] for n in self.plan.row(index, number)] for number in self.rows]
         shape = tuple(self.plan.shapes[index].tolist())
+        if isinstance(items[0], PreferenceExample):
+            has_reference = items[0].reference is not None
+            pairs = cast(PairRows, rows)
+            return collate_pairs(pairs, shape, self.model, has_reference=has_reference)
         like = items[0].labels
-        return collate(rows, shape, self.model, packed=self.packed, like=like)
+        return collate(cast(ExampleRows, rows), shape, self.model, packed=self.packed, like=like)
+
+    def tokens(self, index: int) -> Int64[np.ndarray, "N K"]:
+        """Number of tokens of every sequence of a batch over all processes, on each side."""
+        rows = range(self.plan.batch_size)
+        members = np.concatenate([self.plan.row(index, number) for number in rows])
+        tokens = self.examples.tokens
+        return tokens[members].reshape(-1, tokens.shape[-1])
+
+    @property
+    def members(self) -> list[list[int]]:
+        """Numbers of the examples of each batch over all processes, in the order of its rows."""
+        rows = range(self.plan.batch_size)
+        batches = range(len(self))
+        return [[int(n) for row in rows for n in self.plan.row(batch, row)] for batch in batches]
 
     @property
     def padding(self) -> float:
         """Share of the epoch's positions that are padding, 0 to 1."""
-        return self.plan.padding(self.examples.lengths)
+        return self.plan.padding(self.examples.tokens)
 
     def __iter__(self) -> Iterator[HostBatch]:
         return self.iterate()
@@ -116,6 +136,22 @@ class Batches(Iterator[HostBatch]):
         self._model, self._planner, self._shard, self._epochs = model, planner, shard, epochs
         self._open()
 
+    def with_examples(self, examples: Examples) -> Batches:
+        """The same batches, from the start, of examples with the same lengths."""
+        return Batches(examples, self._model, self._planner, self._shard, self._epochs)
+
+    def in_order(self, batch_size: int) -> Epoch:
+        """Every example once, unshuffled, in batches of another size."""
+        planner = replace(self._planner, shuffle=False, batch_size=batch_size)
+        shard = Shard(batch_size, self._shard.index, self._shard.count)
+        plan = planner.plan(self.examples.lengths, epoch=0)
+        return Epoch(self.examples, self._model, plan, planner.packing, shard.rows)
+
+    def next_tokens(self) -> Int64[np.ndarray, "N K"]:
+        """`Epoch.tokens` of the next batch."""
+        self._start_epoch()
+        return self._current.tokens(self.batch)
+
     def _open(self) -> None:
         self._current = self.epoch_at(self.epoch)
         self._iterator = self._current.iterate(self.batch)
@@ -139,12 +175,20 @@ class Batches(Iterator[HostBatch]):
         """Share of the current epoch's positions that are padding, 0 to 1."""
         return self._current.padding
 
-    def __next__(self) -> HostBatch:
+    def _start_epoch(self) -> None:
+        """Opens the next epoch if the current one is over.
+
+        Raises:
+            StopIteration: it was the last one.
+        """
         if self.batch == len(self._current):
             if self._epochs is not None and self.epoch + 1 >= self._epochs:
                 raise StopIteration
             self.epoch, self.batch = self.epoch + 1, 0
             self._open()
+
+    def __next__(self) -> HostBatch:
+        self._start_epoch()
         batch = next(self._iterator)
         self.batch += 1
         return batch
@@ -186,7 +230,7 @@ class Batches(Iterator[HostBatch]):
         self._open()
 
     def _identity(self) -> dict[str, Any]:
-        planner = self._planner
+        planner, reference = self._planner, self.examples.reference_digest
         return {
             "examples": self.examples.digest,
             "batch_size": planner.batch_size,
@@ -195,6 +239,7 @@ class Batches(Iterator[HostBatch]):
             "bucket": planner.bucket,
             "shuffle": planner.shuffle,
             "seed": planner.seed,
+            **({} if reference is None else {"reference": reference}),
         }
 
 
@@ -230,6 +275,28 @@ def collate(
     batch["labels"] = _fill(labels, shape[-1], IGNORED)
     if packed and model.kind == "seq2seq":
         batch["decoder_segment_ids"] = _fill(_segment_ids(labels), shape[1], 0)
+    return batch
+
+
+def collate_pairs(
+    rows: PairRows, shape: tuple[int, ...], model: ModelInfo, *, has_reference: bool
+) -> HostBatch:
+    """Builds the arrays of a batch of pairs: those of `collate` for both answers.
+
+    Returns:
+        The arrays of `collate` as [B, 2, T], chosen before rejected; and `reference_logps` float32
+        [B, 2] if the examples have them (`has_reference`), 0 for padding rows.
+    """
+    pairs = [row[0] if row else None for row in rows]
+    sides = []
+    for side in (0, 1):
+        sequences = [[] if pair is None else [pair.sequences[side]] for pair in pairs]
+        sides.append(collate(sequences, shape, model, packed=False, like=np.zeros(0, np.int32)))
+    batch = {name: np.stack([side[name] for side in sides], axis=1) for name in sides[0]}
+    if has_reference:
+        none = np.zeros(2, np.float32)
+        logps = [none if pair is None else cast(np.ndarray, pair.reference) for pair in pairs]
+        batch["reference_logps"] = np.stack(logps)
     return batch
 
 

@@ -39,12 +39,19 @@ class ChatFormat:
     train_on: Literal["all", "last"] = "all"
 
     def __call__(self, row: Row) -> CausalExample:
-        messages = messages_of(row, self.field)
-        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        return self.encode(messages_of(row, self.field), row.get("tools"))
+
+    def encode(self, messages: Sequence[Message], tools: Any, first: int = 0) -> CausalExample:
+        """Encodes a conversation; labels are the assistant's messages from number `first` on.
+
+        Raises:
+            DataError: the assistant says nothing there, or the template does not tell what.
+        """
+        answers = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
         if not answers:
             raise DataError(f"{self.field}: no message of the assistant, so nothing to learn")
         conversation = _Conversation(
-            self.tokenizer, messages, self.chat_template, row.get("tools"), self.field
+            self.tokenizer, messages, self.chat_template, tools, self.field
         )
         ids = int32(conversation.ids)
         labels = np.full_like(ids, IGNORED)

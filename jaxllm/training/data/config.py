@@ -17,29 +17,32 @@ from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.batch import Bucket
 from jaxllm.training.data.rows import FileType
 
-FormatName = Literal["text", "prompt_completion", "chat", "seq2seq", "classification"]
+FormatName = Literal["text", "prompt_completion", "chat", "seq2seq", "classification", "preference"]
 ModelKind = Literal["causal", "seq2seq", "classification"]
 OnTooLong = Literal["error", "truncate", "drop", "split"]
 
-KIND_OF: Mapping[str, ModelKind] = {
-    "text": "causal",
-    "prompt_completion": "causal",
-    "chat": "causal",
-    "seq2seq": "seq2seq",
-    "classification": "classification",
+KINDS_OF: Mapping[str, tuple[ModelKind, ...]] = {
+    "text": ("causal",),
+    "prompt_completion": ("causal",),
+    "chat": ("causal",),
+    "seq2seq": ("seq2seq",),
+    "classification": ("classification",),
+    "preference": ("causal", "seq2seq"),
 }
 # Formats that read each format-specific field.
 _READ_BY: Mapping[str, tuple[str, ...]] = {
     "text_field": ("text", "classification"),
-    "prompt_field": ("prompt_completion",),
+    "prompt_field": ("prompt_completion", "preference"),
     "completion_field": ("prompt_completion",),
     "messages_field": ("chat",),
-    "chat_template": ("chat",),
+    "chosen_field": ("preference",),
+    "rejected_field": ("preference",),
+    "chat_template": ("chat", "preference"),
     "train_on": ("chat",),
     "source_field": ("seq2seq",),
     "target_field": ("seq2seq",),
     "source_prefix": ("seq2seq",),
-    "max_target_length": ("seq2seq",),
+    "max_target_length": ("seq2seq", "preference"),
     "label_field": ("classification",),
     "label_names": ("classification",),
 }
@@ -56,8 +59,8 @@ class DataConfig:
         dataset, dataset_name, split: a Hugging Face data set in place of `path`: a Hub id or a
             folder that `save_to_disk` wrote (``pip install 'jaxllm[datasets]'``).
         format: how a row becomes an example; see docs/finetuning-data.md.
-        text_field, prompt_field, completion_field, messages_field, source_field, target_field,
-            label_field: field names in the rows.
+        text_field, prompt_field, completion_field, chosen_field, rejected_field, messages_field,
+            source_field, target_field, label_field: field names in the rows.
         source_prefix: prepended to every source, such as ``"summarize: "``.
         chat_template: Jinja source, or the name of one of the tokenizer's templates; None: the
             tokenizer's default.
@@ -66,7 +69,8 @@ class DataConfig:
         label_names: class names in the order of class numbers.
         max_length: maximum tokens of an example (of the source, for seq2seq), and length of packed
             rows. None: the model's context length.
-        max_target_length: maximum tokens of a seq2seq target. None: `max_length`.
+        max_target_length: maximum tokens of a seq2seq target, or of T5's preferred and rejected
+            answers. None: `max_length`.
         on_too_long: handling of longer examples: an error that names the row, or they are truncated
             at the end, dropped, or (`text` only) split into several. All are counted in `Counts`.
         packing: put several examples into a row; they do not attend to each other.
@@ -89,6 +93,8 @@ class DataConfig:
     text_field: str = "text"
     prompt_field: str = "prompt"
     completion_field: str = "completion"
+    chosen_field: str = "chosen"
+    rejected_field: str = "rejected"
     messages_field: str = "messages"
     source_field: str = "source"
     target_field: str = "target"
@@ -152,6 +158,11 @@ class DataConfig:
             raise ConfigError(
                 "packing: a classifier predicts one label per row, so its rows cannot be packed"
             )
+        if self.packing and self.format == "preference":
+            raise ConfigError(
+                "packing: rows of format 'preference' are pairs of answers, which are compared as "
+                "wholes and cannot be packed; leave it out"
+            )
         if self.packing and self.bucket != "power_of_two":
             raise ConfigError("bucket: has no effect with packing; packed rows are max_length long")
 
@@ -214,12 +225,17 @@ def check_together(config: DataConfig, model: ModelInfo) -> None:
     Raises:
         ConfigError: the model cannot be trained on it.
     """
-    kind = KIND_OF[config.format]
-    if kind != model.kind:
-        fitting = [name for name, other in KIND_OF.items() if other == model.kind]
+    kinds = KINDS_OF[config.format]
+    if model.kind not in kinds:
+        fitting = [name for name, others in KINDS_OF.items() if model.kind in others]
         raise ConfigError(
-            f"format: {config.format!r} trains a {kind} model, and this is a {model.kind} one, "
-            f"which takes {', '.join(fitting)}"
+            f"format: {config.format!r} trains a {' or '.join(kinds)} model, and this is a "
+            f"{model.kind} one, which takes {', '.join(fitting)}"
+        )
+    if config.max_target_length is not None and model.kind != "seq2seq":
+        raise ConfigError(
+            f"max_target_length: has no effect on a {model.kind} model; max_length is that of "
+            "prompt and answer"
         )
 
 

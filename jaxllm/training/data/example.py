@@ -6,7 +6,7 @@ Labels are aligned with the input tokens (the loss shifts them); -100 is ignored
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -30,6 +30,11 @@ class Example(ABC):
     def learnt(self) -> int:
         """Number of labels that count in the loss."""
         return int(np.count_nonzero(self.labels != IGNORED))
+
+    @property
+    def sequences(self) -> tuple[Example, ...]:
+        """The sequences that the model reads: one."""
+        return (self,)
 
     @abstractmethod
     def truncate(self, limits: tuple[int, ...]) -> Example:
@@ -102,3 +107,38 @@ class ClassificationExample(Example):
 
     def truncate(self, limits: tuple[int, ...]) -> ClassificationExample:
         return ClassificationExample(self.input_ids[: limits[0]], self.labels)
+
+
+@dataclass(frozen=True)
+class PreferenceExample:
+    """Two answers to one prompt, of which the first is preferred."""
+
+    chosen: Example
+    rejected: Example
+    reference: Float32[np.ndarray, " 2"] | None = None
+    """Log-probabilities of the answers under the reference model; None: not computed yet."""
+
+    @property
+    def sequences(self) -> tuple[Example, ...]:
+        return self.chosen, self.rejected
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of the longer sequence, on each side."""
+        return tuple(map(max, self.chosen.lengths, self.rejected.lengths))
+
+    @property
+    def learnt(self) -> int:
+        """Number of labels of both answers; 0 if one has none, or if the answers are equal."""
+        first, second = self.sequences
+        if np.array_equal(first.labels, second.labels) or not (first.learnt and second.learnt):
+            return 0
+        return first.learnt + second.learnt
+
+    def truncate(self, limits: tuple[int, ...]) -> PreferenceExample:
+        """Truncates both sequences."""
+        chosen, rejected = (sequence.truncate(limits) for sequence in self.sequences)
+        return replace(self, chosen=chosen, rejected=rejected)
+
+
+EncodedRow = Example | PreferenceExample

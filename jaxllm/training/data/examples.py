@@ -7,17 +7,17 @@ so rows are not re-encoded in every epoch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import grain
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Float32, Int64
 
 from jaxllm.common.errors import DataError, JaxLLMError
 from jaxllm.training.data.config import ModelInfo, OnTooLong
-from jaxllm.training.data.example import CausalExample, Example
+from jaxllm.training.data.example import CausalExample, EncodedRow, PreferenceExample
 from jaxllm.training.data.formats import Format
 from jaxllm.training.data.rows import Rows
 
@@ -38,9 +38,9 @@ class Counts:
         examples: examples made from them.
         truncated, dropped: rows that were too long and were truncated or dropped.
         split: rows that became several examples.
-        empty: rows left out because they have no label: an empty text, or a row truncated before
-            the answer began.
-        tokens: tokens of the examples, on both sides for seq2seq.
+        empty: rows left out because they have no label: an empty text, a row truncated before
+            the answer began, or a preference between equal answers.
+        tokens: tokens of the examples, on both sides for seq2seq and of both answers of a pair.
         learnt: labels that count in the loss (for a classifier, examples).
     """
 
@@ -80,24 +80,55 @@ class Examples:
         sha256: hash of the source (the files), for the run card.
     """
 
-    items: tuple[Example, ...] = field(repr=False)
+    items: tuple[EncodedRow, ...] = field(repr=False)
     counts: Counts
     sha256: str
 
     @cached_property
     def lengths(self) -> Int64[np.ndarray, "N K"]:
-        """Number of tokens of each example (of encoder and decoder for seq2seq)."""
+        """Number of tokens of each example (of encoder and decoder for seq2seq; of the longer
+        sequence of a pair)."""
         return np.asarray([example.lengths for example in self.items], np.int64)
 
     @cached_property
     def digest(self) -> str:
         """Hash of tokens and labels; equal for equal data, tokenizer, format and length limits."""
-        digest = hashlib.sha256()
-        for example in self.items:
-            for values in (example.input_ids, example.labels):
-                digest.update(f"{values.dtype.str}{values.shape}".encode())
-                digest.update(values.tobytes())
-        return digest.hexdigest()
+        sequences = (sequence for example in self.items for sequence in example.sequences)
+        return _digest(x for sequence in sequences for x in (sequence.input_ids, sequence.labels))
+
+    @cached_property
+    def tokens(self) -> Int64[np.ndarray, "N S K"]:
+        """Number of tokens of each sequence of each example, on each side."""
+        lengths = [[sequence.lengths for sequence in x.sequences] for x in self.items]
+        return np.asarray(lengths, np.int64)
+
+    @cached_property
+    def reference_digest(self) -> str | None:
+        """Hash of the reference's log-probabilities; None if there are none."""
+        references = [x.reference for x in self.items if isinstance(x, PreferenceExample)]
+        values = [reference for reference in references if reference is not None]
+        return _digest(values) if values else None
+
+    def with_reference(self, logps: Float32[np.ndarray, "N 2"]) -> Examples:
+        """The examples with the log-probabilities of the reference model.
+
+        Raises:
+            DataError: they are not pairs of answers.
+        """
+        items = []
+        for example, reference in zip(self.items, logps, strict=True):
+            if not isinstance(example, PreferenceExample):
+                raise DataError("reference: only pairs of answers have one (format: preference)")
+            items.append(replace(example, reference=reference))
+        return replace(self, items=tuple(items))
+
+
+def _digest(arrays: Iterable[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for values in arrays:
+        digest.update(f"{values.dtype.str}{values.shape}".encode())
+        digest.update(values.tobytes())
+    return digest.hexdigest()
 
 
 def encode_rows(
@@ -118,7 +149,7 @@ def encode_rows(
             beyond the model's vocabulary; or no example is left.
     """
 
-    def encoded(index: int) -> tuple[list[Example], Counts]:
+    def encoded(index: int) -> tuple[list[EncodedRow], Counts]:
         try:
             example = encode(rows[index])
             _check_ids(example, model)
@@ -128,7 +159,7 @@ def encode_rows(
             text = str(failure)
             raise DataError(text if text.startswith(where) else f"{where}: {text}") from failure
 
-    items: list[Example] = []
+    items: list[EncodedRow] = []
     counts = Counts()
     indices = grain.MapDataset.range(len(rows)).map(encoded)
     options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=PREFETCHED_EXAMPLES)
@@ -142,14 +173,15 @@ def encode_rows(
 
 
 def fit(
-    example: Example, limits: tuple[int, ...], on_too_long: OnTooLong
-) -> tuple[list[Example], Counts]:
+    example: EncodedRow, limits: tuple[int, ...], on_too_long: OnTooLong
+) -> tuple[list[EncodedRow], Counts]:
     """Applies `on_too_long` to an example; the resulting examples are within the limits.
 
     Raises:
         DataError: the example is too long and `on_too_long` is "error".
     """
-    pieces, change = [example], {}
+    pieces: list[EncodedRow] = [example]
+    change: dict[str, int] = {}
     if any(length > limit for length, limit in zip(example.lengths, limits, strict=True)):
         match on_too_long:
             case "truncate":
@@ -168,16 +200,16 @@ def fit(
         rows=1,
         examples=len(learnt),
         empty=int(bool(pieces) and not learnt),
-        tokens=sum(sum(piece.lengths) for piece in learnt),
+        tokens=sum(sum(part.lengths) for piece in learnt for part in piece.sequences),
         learnt=sum(piece.learnt for piece in learnt),
         **change,
     )
 
 
-def _check_ids(example: Example, model: ModelInfo) -> None:
-    sides = [example.input_ids]
+def _check_ids(example: EncodedRow, model: ModelInfo) -> None:
+    sides = [sequence.input_ids for sequence in example.sequences]
     if model.kind == "seq2seq":
-        sides.append(example.labels)
+        sides += [sequence.labels for sequence in example.sequences]
     largest = max(int(ids.max(initial=0)) for ids in sides)
     if largest >= model.vocab_size:
         raise DataError(

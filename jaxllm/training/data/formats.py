@@ -16,7 +16,7 @@ from jaxtyping import Int32
 from jaxllm.common.errors import DataError
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.byte_level import ids_are_bytes
-from jaxllm.training.data.example import CausalExample, Example, Seq2SeqExample
+from jaxllm.training.data.example import CausalExample, EncodedRow, Example, Seq2SeqExample
 from jaxllm.training.data.rows import Row
 
 PART_CHARACTERS = 1 << 20
@@ -26,7 +26,7 @@ PART_CHARACTERS = 1 << 20
 class Format(Protocol):
     """Encodes one row of any length."""
 
-    def __call__(self, row: Row) -> Example:
+    def __call__(self, row: Row) -> EncodedRow:
         """Encodes a row.
 
         Raises:

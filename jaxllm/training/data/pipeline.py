@@ -25,6 +25,7 @@ from jaxllm.training.data.formats import (
 )
 from jaxllm.training.data.labels import ClassificationFormat, labels_of
 from jaxllm.training.data.plan import Planner
+from jaxllm.training.data.preference import preference_format
 from jaxllm.training.data.rows import Row, Rows, SequenceRows, dataset_rows, open_rows
 
 
@@ -57,6 +58,8 @@ def make_format(config: DataConfig, tokenizer: Tokenizer, model: ModelInfo) -> F
                 config.chat_template,
                 config.train_on,
             )
+        case "preference":
+            return preference_format(config, tokenizer, model)
         case "text":
             return TextFormat(tokenizer, eos_of(tokenizer, model), config.text_field)
         case "prompt_completion":

@@ -45,9 +45,10 @@ class EpochPlan:
         row = batch * self.batch_size + number
         return self.members[self.offsets[row] : self.offsets[row + 1]]
 
-    def padding(self, lengths: Int[np.ndarray, "N K"]) -> float:
-        """Share of all positions that are padding, 0 to 1."""
-        places = int(self.shapes.sum()) * self.batch_size
+    def padding(self, lengths: Int[np.ndarray, "N *S K"]) -> float:
+        """Share of all positions that are padding, 0 to 1; S: sequences of an example."""
+        sequences = lengths.shape[1] if lengths.ndim == 3 else 1
+        places = int(self.shapes.sum()) * self.batch_size * sequences
         return 1.0 - int(lengths[self.members].sum()) / places
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import jax
-import numpy as np
-from jaxtyping import Float64
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.model import Model, without_metadata
 from jaxllm.training.losses import Batch, Loss, LossSums
+
+Predicted = Literal["tokens", "labels", "values", "preferences"]
+"""Kind of a model's predictions, which decides the metrics of an evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,9 @@ class EvalResult:
     accuracy: float
     """Share of tokens (or labels) predicted correctly by the largest logit; 0 for regression."""
     count: int
-    """Number of counted tokens, or examples."""
+    """Number of counted tokens, examples or pairs."""
+    extra: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Means of `LossSums.extra`, such as the rewards of DPO."""
 
     @property
     def perplexity(self) -> float:
@@ -36,9 +40,7 @@ class EvalResult:
         except OverflowError:
             return math.inf
 
-    def metrics(
-        self, kind: Literal["tokens", "labels", "values"] = "tokens", prefix: str = "eval_"
-    ) -> dict[str, float]:
+    def metrics(self, kind: Predicted = "tokens", prefix: str = "eval_") -> dict[str, float]:
         """Fields for the metrics log; `kind` says what the model predicts.
 
         >>> EvalResult(loss=0.0, accuracy=1.0, count=3).metrics()
@@ -51,8 +53,9 @@ class EvalResult:
             metrics["perplexity"] = self.perplexity
         if kind == "values":
             metrics["mse"] = self.loss
-        else:
+        elif kind != "preferences":
             metrics["accuracy"] = self.accuracy
+        metrics |= self.extra
         return {prefix + name: value for name, value in metrics.items()}
 
 
@@ -73,19 +76,21 @@ def evaluate(model: Model[Any], batches: Iterable[Batch], loss: Loss) -> EvalRes
         InputError: no label of any batch is counted.
     """
     bare = without_metadata(model)
-    total = np.zeros(3, np.float64)
+    total = Counter[str]()
     # Fetch the sums of a batch while the next one runs, so that the device does not wait.
     pending: list[LossSums] = []
     for batch in batches:
         pending.append(_sums(bare, dict(batch), loss=loss))
         if len(pending) > 1:
-            total += _on_host(pending.pop(0))
+            total.update(_on_host(pending.pop(0)))
     for sums in pending:
-        total += _on_host(sums)
-    summed, count, correct = total.tolist()
+        total.update(_on_host(sums))
+    count = total.pop("count", 0)
     if count == 0:
         raise InputError("evaluation: no batch, or no label in any batch that counts (not -100)")
-    return EvalResult(loss=summed / count, accuracy=correct / count, count=int(count))
+    means = {name: value / count for name, value in total.items()}
+    loss_mean, accuracy = means.pop("loss"), means.pop("correct")
+    return EvalResult(loss_mean, accuracy, int(count), extra=means)
 
 
 @partial(jax.jit, static_argnames="loss")
@@ -93,6 +98,7 @@ def _sums(model: Model[Any], batch: Batch, *, loss: Loss) -> LossSums:
     return loss(model, batch)
 
 
-def _on_host(sums: LossSums) -> Float64[np.ndarray, 3]:
+def _on_host(sums: LossSums) -> dict[str, float]:
     host = jax.device_get(sums)
-    return np.array([host.loss, host.count, host.correct], np.float64)
+    named = {"loss": host.loss, "count": host.count, "correct": host.correct, **host.extra}
+    return {name: float(value) for name, value in named.items()}

@@ -17,11 +17,12 @@ from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo, rows_of
-from jaxllm.training.data.chat import messages_of
+from jaxllm.training.data.chat import Message, messages_of
 from jaxllm.training.data.config import eos_of, length_limits
 from jaxllm.training.data.examples import fit
 from jaxllm.training.data.formats import beginning, encode, get, with_end
 from jaxllm.training.data.pipeline import make_format
+from jaxllm.training.data.preference import conversations_of
 from jaxllm.training.data.rows import Row
 from jaxllm.training.evaluation.generation_metrics import check_metrics, score_texts
 
@@ -77,7 +78,7 @@ def generation_rows(
         ConfigError: the format has no answers (text, classification).
         DataError: a row lacks a field, or its prompt is invalid; names file and line.
     """
-    if config.format not in ("prompt_completion", "chat", "seq2seq"):
+    if config.format not in ("prompt_completion", "chat", "seq2seq", "preference"):
         raise ConfigError(
             f"evaluation.metrics: rows of format {config.format!r} have no answers to compare with"
         )
@@ -91,7 +92,7 @@ def generation_rows(
         try:
             if config.on_too_long == "drop" and not fit(encode(row), limits, "drop")[0]:
                 continue
-            ids, reference = prompt_of(row, config, tokenizer, eos)
+            ids, reference = prompt_of(row, config, tokenizer, eos, model)
             check(ids)
         except JaxLLMError as error:
             raise DataError(f"{rows.where(number)}: {error}") from None
@@ -100,24 +101,37 @@ def generation_rows(
 
 
 def prompt_of(
-    row: Row, config: DataConfig, tokenizer: Tokenizer, eos: int
+    row: Row, config: DataConfig, tokenizer: Tokenizer, eos: int, model: ModelInfo
 ) -> tuple[list[int], str]:
-    """Prompt ids of a row and the expected answer."""
-    if config.format == "seq2seq":
-        source = config.source_prefix + get(row, config.source_field, str)
-        ids = with_end(encode(tokenizer, source), eos)
-        return ids, get(row, config.target_field, str)
-    if config.format == "prompt_completion":
-        ids = beginning(tokenizer, get(row, config.prompt_field, str))
-        return ids, get(row, config.completion_field, str)
-    messages = messages_of(row, config.messages_field)
+    """Prompt ids of a row and the expected answer; of a preference, the chosen one."""
+    prompt, answer = config.prompt_field, config.completion_field
+    if config.format == "preference":
+        answer = config.chosen_field
+        if isinstance(row.get(answer), list):
+            asked, chosen, _ = conversations_of(row, prompt, answer, config.rejected_field)
+            return chat_prompt([*asked, *chosen[:1]], row, config, tokenizer, answer)
+    if model.kind == "seq2seq":
+        paired = config.format == "preference"
+        source, target = (prompt, answer) if paired else (config.source_field, config.target_field)
+        ids = with_end(encode(tokenizer, config.source_prefix + get(row, source, str)), eos)
+        return ids, get(row, target, str)
+    if config.format == "chat":
+        messages = messages_of(row, config.messages_field)
+        return chat_prompt(messages, row, config, tokenizer, config.messages_field)
+    return beginning(tokenizer, get(row, prompt, str)), get(row, answer, str)
+
+
+def chat_prompt(
+    messages: Sequence[Message], row: Row, config: DataConfig, tokenizer: Tokenizer, field: str
+) -> tuple[list[int], str]:
+    """Prompt ids of a conversation before its last answer, and that answer."""
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        raise DataError(f"{config.messages_field}: no message of the assistant")
+        raise DataError(f"{field}: no message of the assistant")
     reference = messages[answers[-1]].get("content")
     if not isinstance(reference, str):
         raise DataError(
-            f"{config.messages_field}[{answers[-1]}]: evaluation.metrics compare texts, and the "
+            f"{field}[{answers[-1]}]: evaluation.metrics compare texts, and the "
             f"content of this answer is {str(reference)[:60]!r}"
         )
     ids = tokenizer.apply_chat_template(

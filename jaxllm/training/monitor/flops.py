@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from jaxllm.models.decoder_only import DecoderOnly
 from jaxllm.models.input_checks import IGNORED
@@ -121,13 +122,25 @@ class TokenCounts:
         """Tokens of encoder and decoder, as counted in tokens per second."""
         return self.tokens + self.source_tokens
 
-    def times(self, parts: int) -> TokenCounts:
-        """Multiplies the counts by `parts`, for `parts` equal parts of a batch."""
-        return TokenCounts(*(parts * count for count in dataclasses.astuple(self)))
+    @staticmethod
+    def of_lengths(lengths: Int[np.ndarray, "N K"]) -> TokenCounts:
+        """Counts from the lengths of all sequences: (tokens,), or (encoder, decoder) for seq2seq.
+
+        >>> TokenCounts.of_lengths(np.array([[3], [2]]))
+        TokenCounts(tokens=5, pairs=13, source_tokens=0, source_pairs=0, cross_pairs=0)
+        """
+        target, source = lengths[:, -1], lengths[:, :-1]
+        return TokenCounts(
+            tokens=int(target.sum()),
+            pairs=int((target**2).sum()),
+            source_tokens=int(source.sum()),
+            source_pairs=int((source**2).sum()),
+            cross_pairs=int((source * target[:, None]).sum()),
+        )
 
 
 def count_tokens(batch: Mapping[str, Any], *, is_encoder_decoder: bool) -> TokenCounts:
-    """Counts the tokens of a batch without padding; token pairs are within a packed document.
+    """Counts the tokens of a batch of one's own; token pairs are within a packed document.
 
     >>> count_tokens({"attention_mask": np.array([[1, 1, 0]])}, is_encoder_decoder=False)
     TokenCounts(tokens=2, pairs=4, source_tokens=0, source_pairs=0, cross_pairs=0)

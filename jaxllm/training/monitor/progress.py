@@ -165,7 +165,7 @@ class TrainingProgress:
         Args:
             step: its number, from `start` + 1 to `total`.
             loss: loss of the step.
-            tokens: tokens of its batch without padding; see `flops.count_tokens`.
+            tokens: tokens of its batch without padding; see `flops.TokenCounts`.
             flops: model FLOPs; see `flops.model_flops`. None: no MFU.
             shown: further numbers for the line, such as the learning rate.
         """

@@ -23,6 +23,12 @@ LEARNING_RATE = "Learning rate"
 CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Loss", (("loss", "train"), ("eval_loss", "eval"))),
     (LEARNING_RATE, tuple((name, "learning rate") for name in LEARNING_RATES)),
+    ("Rewards", (("rewards/chosen", "chosen"), ("rewards/rejected", "rejected"))),
+    ("Margin", (("rewards/margins", "train"), ("eval_rewards/margins", "eval"))),
+    (
+        "Chosen answer preferred",
+        (("rewards/accuracies", "train"), ("eval_rewards/accuracies", "eval")),
+    ),
     ("Gradient norm", (("grad_norm", "gradient norm"),)),
     ("Tokens a second", (("tokens_per_second", "tokens a second"),)),
     ("MFU", (("mfu", "MFU"),)),
@@ -197,7 +203,11 @@ def _highlights(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
     if evaluated is not None and evaluated.points:
         step, best = min(evaluated.points, key=lambda point: point[1])
         yield f"best evaluation loss, step {step:,.0f}", _number(best)
-    for field, name in (("eval_perplexity", "perplexity"), ("eval_accuracy", "accuracy")):
+    for field, name in (
+        ("eval_perplexity", "perplexity"),
+        ("eval_accuracy", "accuracy"),
+        ("eval_rewards/accuracies", "share of pairs with the chosen answer preferred"),
+    ):
         if field in last:
             yield f"last evaluation {name}", _number(last[field])
     speeds = curve(rows, "tokens_per_second")

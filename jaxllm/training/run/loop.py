@@ -16,7 +16,7 @@ from jaxllm.common.errors import RunError
 from jaxllm.common.validation import to_plain
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
-from jaxllm.parallel.placement import put_batch, row_share
+from jaxllm.parallel.placement import put_batch
 from jaxllm.parallel.sharding import use_mesh
 from jaxllm.training.evaluation.evaluate import evaluate
 from jaxllm.training.evaluation.generation import (
@@ -26,7 +26,7 @@ from jaxllm.training.evaluation.generation import (
     generate_and_score,
 )
 from jaxllm.training.losses import Batch
-from jaxllm.training.monitor.flops import TokenCounts, count_tokens
+from jaxllm.training.monitor.flops import TokenCounts
 from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, NoLog
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.sinks import Sink
@@ -61,7 +61,7 @@ class RunningStep:
     step: int
     metrics: Metrics
     tokens: TokenCounts
-    """Estimate over all processes: this process's tokens times the number of row shards."""
+    """Tokens of the batch over all processes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +96,6 @@ class Loop:
         self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks
         self.base, self.keep_samples = base, keep_samples
         self.last: MetricsRow = {}
-        # Each process counts its own rows of a batch; all processes have equally many.
-        self._parts = row_share(setup.mesh)[1]
         self._mesh = setup.mesh if setup.mesh.size > 1 else None
         self._best: float | None = None
         if (best := checkpoints.best()) is not None:
@@ -118,9 +116,8 @@ class Loop:
             self.evaluate_at_start(number, state, stop)
             signal = stop()
         while number < last and signal is None:
+            tokens = TokenCounts.of_lengths(self.setup.batches.next_tokens())
             batch = next(self.setup.batches)
-            seq2seq = self.setup.info.kind == "seq2seq"
-            tokens = count_tokens(batch, is_encoder_decoder=seq2seq).times(self._parts)
             with use_mesh(self._mesh):
                 state, metrics = self.setup.step(state, put_batch(batch, self.setup.mesh))
             if pending is not None:
@@ -185,7 +182,7 @@ class Loop:
             "skipped": skipped,
             **speed.metrics(),
         }
-        if predicted(self.setup.info) == "values":
+        if predicted(self.recipe, self.setup.info) in ("values", "preferences"):
             row.pop("accuracy")
         return FinishedStep(running.step, row, in_a_row)
 
@@ -229,7 +226,7 @@ class Loop:
             with self.progress.phase("evaluating"):
                 with use_mesh(self._mesh):
                     result = evaluate(model, batches(), setup.eval_loss)
-                metrics: MetricsRow = result.metrics(predicted(setup.info))
+                metrics: MetricsRow = result.metrics(predicted(self.recipe, setup.info))
             if setup.prompts:
                 with self.progress.phase("generating"):
                     answers = self.generate(model, setup.prompts, raise_if_stopped)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from jaxllm.common.errors import ConfigError
 from jaxllm.training.data import DataConfig
+from jaxllm.training.dpo import DPOConfig
 from jaxllm.training.evaluation.generation_metrics import check_metrics
 from jaxllm.training.lora import LoraConfig
 from jaxllm.training.optimizers import OptimizerConfig
@@ -137,7 +138,7 @@ class Recipe:
     """A training run.
 
     Args:
-        model, data, optimizer, lora, evaluation, checkpoints, mesh: see their classes.
+        model, data, optimizer, lora, dpo, evaluation, checkpoints, mesh: see their classes.
         eval_data: evaluation data. None: no evaluation; as an override (``--eval-data null``) it
             also drops the file's `evaluation`.
         output_dir: folder of the run.
@@ -166,6 +167,7 @@ class Recipe:
     seed: int = 0
     trainable: tuple[str, ...] = ()
     lora: LoraConfig | None = None
+    dpo: DPOConfig | None = None
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -190,6 +192,7 @@ class Recipe:
             raise ConfigError(f"ema_decay: expected 0 to 1, found {self.ema_decay}")
         if self.lora is not None and self.trainable:
             raise ConfigError("trainable: LoRA trains its adapters; use lora.modules_to_save")
+        self._check_preferences()
         for pattern in self.trainable:
             try:
                 re.compile(pattern)
@@ -201,6 +204,22 @@ class Recipe:
                 raise ConfigError("evaluation: has no effect without eval_data")
             if best != (Checkpoints.metric, Checkpoints.mode):
                 raise ConfigError("checkpoints.metric, mode: have no effect without eval_data")
+
+    def _check_preferences(self) -> None:
+        for name in ("data", "eval_data"):
+            data = getattr(self, name)
+            if data is None or (data.format == "preference") == (self.dpo is not None):
+                continue
+            if self.dpo is None:
+                raise ConfigError(
+                    f"dpo: required by {name}.format 'preference'; `dpo: {{}}` has the defaults"
+                )
+            raise ConfigError(
+                f"{name}.format: {data.format!r}, but DPO (the section dpo) compares rows of "
+                "format 'preference'"
+            )
+        if self.dpo is not None and (self.label_smoothing or self.z_loss):
+            raise ConfigError("label_smoothing, z_loss: have no effect on DPO; see dpo")
 
 
 CHANGEABLE = (

@@ -36,6 +36,7 @@ from jaxllm.training.monitor.sinks import Sink, TensorBoardSink, WandbSink
 from jaxllm.training.output_files import writing
 from jaxllm.training.run.loop import Loop
 from jaxllm.training.run.recipe import DataConfig, Recipe
+from jaxllm.training.run.reference import with_reference
 from jaxllm.training.run.run_folder import (
     CHECKPOINTS,
     abstract,
@@ -167,7 +168,7 @@ def start_or_resume(
     has_checkpoint = resume and bool(saved_steps(folder))
     if has_checkpoint:
         check_same(checkpoints.read().meta["recipe"], recipe, folder)
-    setup = set_up(recipe, say)
+    setup = with_reference(set_up(recipe, say), folder, stored=has_checkpoint, say=say)
     base = base_of(setup.state.model, setup.state.frozen)
     evaluated = False
     if has_checkpoint:

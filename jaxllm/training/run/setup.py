@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from jax.sharding import Mesh
 
@@ -20,7 +20,8 @@ from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
 from jaxllm.training.data.labels import problem_of
 from jaxllm.training.data.rows import find_files
-from jaxllm.training.evaluation.evaluate import EvalResult
+from jaxllm.training.dpo import METRICS, DPOLoss
+from jaxllm.training.evaluation.evaluate import EvalResult, Predicted
 from jaxllm.training.evaluation.generation import (
     EvalPrompt,
     check_answer_length,
@@ -36,7 +37,7 @@ from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.state import TrainState
 from jaxllm.training.step import Step, make_train_step
 
-LOWER_IS_BETTER = ("loss", "perplexity", "mse")
+LOWER_IS_BETTER = ("loss", "perplexity", "mse", "rejected")
 SECONDS = 10.0
 """Time between two progress reports while rows are encoded."""
 
@@ -54,7 +55,7 @@ class Setup:
     flops: ModelFlops
     batches: Batches
     eval_loss: Loss
-    """Loss without label smoothing and z-loss, which would distort the perplexity."""
+    """Loss without label smoothing and z-loss, which would distort the perplexity; DPO's own."""
     eval_batches: Epoch | None
     prompts: list[EvalPrompt]
     """Prompts to generate for at every evaluation."""
@@ -85,6 +86,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
         ema=recipe.ema_decay is not None,
     )
     smoothed = {"label_smoothing": recipe.label_smoothing, "z_loss": recipe.z_loss}
+    preferences = None if recipe.dpo is None else DPOLoss(recipe.dpo)
     return Setup(
         recipe=recipe,
         mesh=mesh,
@@ -93,14 +95,14 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
         state=put_tree(state, mesh, tree_shardings(state, mesh)),
         step=make_train_step(
             optimizer,
-            loss_for(model, **smoothed),
+            preferences or loss_for(model, **smoothed),
             accumulation=recipe.accumulation,
             ema_decay=recipe.ema_decay,
             schedule=make_schedule(recipe.optimizer),
         ),
         flops=model_flops(model, None if not state.frozen else state.params.keys()),
         batches=batches,
-        eval_loss=loss_for(model),
+        eval_loss=preferences or loss_for(model),
         eval_batches=eval_batches,
         prompts=prompts,
     )
@@ -204,22 +206,28 @@ def section(name: str) -> Generator[None]:
 
 
 def rows_progress(
-    say: Callable[[str], None], what: str, now: Callable[[], float] = time.monotonic
+    say: Callable[[str], None],
+    what: str,
+    now: Callable[[], float] = time.monotonic,
+    *,
+    done_as: str = "rows are encoded",
 ) -> Callable[[int, int], None]:
-    """Makes a progress callback that reports the number of encoded rows every `SECONDS`."""
+    """Makes a progress callback that reports the number of finished rows every `SECONDS`."""
     last_report = now()
 
     def progress(done: int, total: int) -> None:
         nonlocal last_report
         if done < total and now() - last_report >= SECONDS:
             last_report = now()
-            say(f"{what}: {done:,} of {total:,} rows are encoded")
+            say(f"{what}: {done:,} of {total:,} {done_as}")
 
     return progress
 
 
-def predicted(info: ModelInfo) -> Literal["tokens", "labels", "values"]:
+def predicted(recipe: Recipe, info: ModelInfo) -> Predicted:
     """Kind of the model's predictions, which decides the metrics of an evaluation."""
+    if recipe.dpo is not None:
+        return "preferences"
     if info.kind != "classification":
         return "tokens"
     return "values" if problem_of(info) == "regression" else "labels"
@@ -231,7 +239,9 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
     Raises:
         ConfigError: no evaluation measures it, or `mode` would keep the worst checkpoint.
     """
-    metrics = [*EvalResult(loss=0.0, accuracy=0.0, count=1).metrics(predicted(info))]
+    extra = {} if recipe.dpo is None else dict.fromkeys(METRICS, 0.0)
+    result = EvalResult(loss=0.0, accuracy=0.0, count=1, extra=extra)
+    metrics = [*result.metrics(predicted(recipe, info))]
     if recipe.evaluation.metrics:
         metrics += [f"eval_{name}" for name in score_texts([("a", "a")], recipe.evaluation.metrics)]
     if recipe.checkpoints.metric not in metrics:

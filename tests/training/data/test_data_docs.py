@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo, read_examples
-from jaxllm.training.data.config import KIND_OF, FormatName
+from jaxllm.training.data.config import KINDS_OF, FormatName
 
 DOCS = paths.DOCS / "finetuning-data.md"
 SHOWN = dict(
@@ -29,7 +29,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", get_args(FormatName))
 def test_the_row_shown_is_of_its_format(name):
     config = DataConfig(format=name, max_length=64, **OPTIONS.get(name, {}))
-    model = ModelInfo(kind=KIND_OF[name], vocab_size=258)
+    model = ModelInfo(kind=KINDS_OF[name][0], vocab_size=258)
     examples = read_examples(config, byte_tokenizer(), model, [json.loads(SHOWN[name])])
     assert examples.counts.examples == 1
     assert examples.counts.learnt > 0

@@ -1,0 +1,99 @@
+"""A run with DPO: its metrics and report, the stored reference, and what resumes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_runs import MODELS, go_on, measured, plain, saved
+
+from jaxllm.common.errors import ConfigError, DataError, RunError
+from jaxllm.common.validation import from_plain
+from jaxllm.training.run.recipe import Recipe
+from jaxllm.training.run.reference import FILE
+from jaxllm.training.run.run import train
+
+NAMES = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
+
+
+def preferences(folder: Path, family: str = "llama", **changes: Any) -> Recipe:
+    """Even numbers are to be answered by yes, odd ones by no."""
+    path = folder / "pairs.jsonl"
+    answers = ["yes", "no"]
+    rows = [
+        {"prompt": f"{n} ", "chosen": answers[n % 2], "rejected": answers[1 - n % 2]}
+        for n in range(20)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"format": "preference", "path": str(path), "max_length": 16}
+    off = {name: 0.0 for name in MODELS[family] if "drop" in name}
+    changes = {
+        "model": {"config": MODELS[family] | off, "tokenizer": "bytes"},
+        "lora": {"rank": 4, "alpha": 16},
+        "dpo": {"beta": 0.5},
+        "eval_data": data,
+        "ema_decay": None,
+        "max_steps": 6,
+        **changes,
+    }
+    return from_plain(Recipe, plain(folder, family, data=data, **changes))
+
+
+def test_a_run_resumes_with_its_stored_reference(tmp_path: Path):
+    recipe = preferences(tmp_path, max_steps=3)
+    result = train(recipe, quiet=True)
+    stored = result.folder / FILE
+    before = stored.read_bytes()
+    go_on(recipe, max_steps=5)
+    assert stored.read_bytes() == before
+    rows = measured(result.folder)
+    assert rows[0].keys() >= NAMES | {"logps/chosen", "logps/rejected"}
+    assert "accuracy" not in rows[0]
+    assert rows[-1].keys() >= {f"eval_{name}" for name in NAMES}
+    assert rows[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert rows[-1]["eval_rewards/margins"] > rows[2]["eval_rewards/margins"] > 1e-4
+    assert "Chosen answer preferred" in (result.folder / "report.html").read_text()
+
+    np.savez(stored, **{name: logps + 1 for name, logps in np.load(stored).items()})
+    with pytest.raises(DataError, match="reference was"):
+        go_on(recipe, max_steps=6)
+    stored.write_bytes(b"PK")
+    with pytest.raises(RunError, match=re.escape(f"{stored}: cannot be read")):
+        go_on(recipe, max_steps=6)
+
+
+@pytest.mark.slow
+def test_two_halves_are_the_whole(tmp_path: Path):
+    (tmp_path / "half").mkdir()
+    whole = train(preferences(tmp_path), quiet=True)
+    half = preferences(tmp_path / "half", max_steps=3)
+    train(half, quiet=True)
+    assert saved(go_on(half, max_steps=6).folder) == saved(whole.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_all_weights_of_other_families(tmp_path: Path, family: str):
+    """A run without LoRA learns every pair; the reference stays what the model was."""
+    flat = {"learning_rate": 1e-2}
+    recipe = preferences(tmp_path, family, lora=None, max_steps=150, optimizer=flat)
+    metrics = train(recipe, quiet=True).metrics
+    assert metrics["eval_rewards/accuracies"] == 1.0
+    assert metrics["eval_rewards/margins"] > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dpo": None}, "dpo: required by data.format 'preference'; `dpo: {}` has the defaults"),
+        ({"label_smoothing": 0.1}, "label_smoothing, z_loss: have no effect on DPO; see dpo"),
+        ({"eval_data": {"format": "text", "path": "x"}}, "eval_data.format: 'text', but DPO"),
+    ],
+)
+def test_recipes_that_contradict_themselves(tmp_path: Path, changes: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        preferences(tmp_path, **changes)
