@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 class BatchCounts:
     """Counters of one run, all of them exact."""
 
-    new_token_limit: int = 0
-    """Sum of the new-token limits of all rows that can run."""
-    new_token_limit_done: int = 0
-    """Sum of the new-token limits of finished rows."""
+    work: int = 0
+    """Size of all rows that can run, for the time left: the sum of their new-token limits where
+    rows generate."""
+    work_done: int = 0
+    """Size of finished rows."""
     rows: int = 0
     """Finished rows, those with errors included."""
     sequences: int = 0
@@ -90,9 +91,9 @@ class BatchCounts:
         if output.error_kind is not None:
             self.errors[output.error_kind] += 1
             return
-        self.sequences += len(output.output_ids)
+        self.sequences += len(output.new_lengths)
         self.prompt_tokens += output.prompt_tokens
-        self.new_tokens += sum(map(len, output.output_ids))
+        self.new_tokens += sum(output.new_lengths)
         self.finish_reasons.update(output.finish_reasons)
 
     def _add_slot_call(self, program: str, sizes: Sizes, group: Group) -> None:

@@ -119,14 +119,14 @@ class BatchGenerator:
                 checked_rows.append(row)
             except JaxLLMError as error:
                 yield error_output(raw_row, error)
-        self.counts.new_token_limit = sum(row.max_new_tokens * row.samples for row in checked_rows)
+        self.counts.work = sum(row.max_new_tokens * row.samples for row in checked_rows)
         unfinished: dict[int, list[FinishedSequence]] = {}
         for sequence in self._sequences(checked_rows):
             row = sequence.task.row
             sequences = unfinished.setdefault(row.index, [])
             sequences.append(sequence)
             if len(sequences) == row.samples:
-                self.counts.new_token_limit_done += row.max_new_tokens * row.samples
+                self.counts.work_done += row.max_new_tokens * row.samples
                 yield self._output(row, unfinished.pop(row.index))
 
     def _sequences(self, rows: Sequence[BatchRow]) -> Iterator[FinishedSequence]:

@@ -132,6 +132,11 @@ class BatchOutput:
         return cls(row.index, row.id, output_ids, texts, finish_reasons, prompt_tokens)
 
     @property
+    def new_lengths(self) -> tuple[int, ...]:
+        """Number of new tokens of each sequence."""
+        return tuple(map(len, self.output_ids))
+
+    @property
     def text(self) -> str | None:
         """The first text."""
         return self.texts[0] if self.texts else None

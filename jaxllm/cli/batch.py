@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from jaxllm.batch import BatchGenerator
 from jaxllm.batch.job.inputs import ColumnChoice, Source, read_source
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import check_output, read_json_file, report_file
@@ -20,15 +18,14 @@ from jaxllm.batch.job.streamed_job import StreamedJob
 from jaxllm.checkpoint.file_digests import checkpoint_digests
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli import signals
+from jaxllm.cli.batch_engines import check_task, load_engine
 from jaxllm.cli.batch_progress import BatchProgress
 from jaxllm.cli.devices import is_main_process, local_mesh
 from jaxllm.cli.field_flags import generation_fields
-from jaxllm.cli.model_flags import load_named, model_path
+from jaxllm.cli.model_flags import model_path
 from jaxllm.common.compile_clock import CompileClock
-from jaxllm.common.errors import InputError, RunError, UnsupportedError
-from jaxllm.common.messages import listed
+from jaxllm.common.errors import InputError, RunError
 from jaxllm.common.progress import Reporter
-from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
 from jaxllm.parallel.processes import together
 
 NO_SUCCESS = 1
@@ -38,7 +35,7 @@ STREAM = "-"
 _ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")
 _BATCH = (
     *("output", "resume", "slots", "memory", "whole_digest"),
-    *("prompt_column", "dataset_name", "split"),
+    *("prompt_column", "dataset_name", "split", "context"),
 )
 
 
@@ -63,6 +60,9 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", default=None, help="go on with a job that was stopped"
     )
     group.add_argument("--slots", type=int, help="maximum number of rows that are decoded at once")
+    group.add_argument(
+        "--context", type=int, metavar="TOKENS", help="of an OpenAI request and its answer (2048)"
+    )
     group.add_argument("--memory", help="bytes to use in all, such as 12GB")
     group.add_argument(
         "--whole-digest",
@@ -112,10 +112,10 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         reporter.say(f"{arguments.output} is finished; there is nothing to resume")
         report = read_json_file(report_file(Path(arguments.output)))
         return exit_code(report["rows"] - sum(report["errors"].values()), reporter)
-    if unread := source.unread_keys():
-        reporter.say(f"{source.name}: these columns are not read: {listed(unread)}")
+    for remark in source.remarks():
+        reporter.say(remark)
     with contextlib.closing(CompileClock()) as clock:
-        engine = together(lambda: load_engine(arguments, mesh, reporter), RunError)
+        engine = together(lambda: load_engine(arguments, source, mesh, reporter), RunError)
         job: Job | StreamedJob
         if arguments.output == STREAM:
             job = StreamedJob(engine, source, sys.stdout.buffer)
@@ -153,6 +153,7 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
         dataset_name=arguments.dataset_name,
         split=arguments.split or "train",
     )
+    check_task(arguments, source)
     source.check_rows()
     identity = job_identity(arguments)
     if arguments.output == STREAM:
@@ -181,31 +182,10 @@ def job_identity(arguments: argparse.Namespace) -> dict[str, Any]:
         "--seed": arguments.seed or 0,
         "--chat": arguments.chat,
         "--system": arguments.system,
+        **({"--context": arguments.context} if arguments.context else {}),
         **({"--architecture": arguments.architecture} if arguments.architecture else {}),
         **({"--config": dict(arguments.config)} if arguments.config else {}),
         **{"--" + name.replace("_", "-"): value for name, value in fields},
         "--whole-digest": bool(arguments.whole_digest),
         **checkpoint_digests(resolve(path), whole=bool(arguments.whole_digest)),
     }
-
-
-def load_engine(
-    arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
-) -> BatchGenerator:
-    """Loads the model and makes its engine."""
-    model, tokenizer = load_named(arguments, mesh, reporter)
-    if not hasattr(model, "decode"):
-        name = model_path(arguments)
-        raise UnsupportedError(f"{name}: a {type(model).__name__} generates no text")
-    return BatchGenerator(
-        model,
-        tokenizer,
-        slots=arguments.slots,
-        memory=arguments.memory,
-        seed=arguments.seed or 0,
-        chat=arguments.chat,
-        system=arguments.system,
-        default_new_tokens=DEFAULT_NEW_TOKENS,
-        announce=lambda prediction: reporter.say(str(prediction)),
-        **generation_fields(arguments),
-    )

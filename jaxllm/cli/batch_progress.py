@@ -86,7 +86,7 @@ class BatchProgress:
                 f"{rows / seconds:.1f} rows/s, {counts.prompt_tokens / seconds:.0f} prompt and "
                 f"{counts.new_tokens / seconds:.0f} new tokens/s",
                 *([] if parts else [compiling]),
-                f"{left(seconds, counts.new_token_limit_done, counts.new_token_limit)} left",
+                f"{left(seconds, counts.work_done, counts.work)} left",
             ]
         elif not parts:
             parts = ["decoding" if counts.program_calls else "preparing", compiling]

@@ -63,6 +63,7 @@ class AsyncEngine:
         seed: seed of requests that have none; the i-th request, from 0, then samples as row i of
             `BatchGenerator`, and one with a seed as `jaxllm.generate(..., key=its_seed)`.
         default_new_tokens, fields: as `BatchGenerator`.
+        warm_up: `start` compiles all programs; False: each when a request first needs it.
 
     Attributes:
         model, tokenizer, fields: as given.
@@ -86,6 +87,7 @@ class AsyncEngine:
         steps_per_call: int = 4,
         seed: int = 0,
         default_new_tokens: int | None = None,
+        warm_up: bool = True,
         **fields: Any,
     ) -> None:
         mesh = check_model(model)
@@ -121,7 +123,9 @@ class AsyncEngine:
             raise InputError(f"memory: {self.memory} do not fit; lower context, or raise memory")
         sizes = dataclasses.replace(sizes, slots=self.memory.slots)
         self._run = LiveRun(bare, group, sizes, widest.row, self.counts, mesh, steps_per_call)
-        self._thread = EngineThread(self._run, queue_size, self._warm_up)
+        self._thread = EngineThread(
+            self._run, queue_size, self._warm_up if warm_up else lambda: None
+        )
         self._numbers = itertools.count()
 
     @property
@@ -150,7 +154,7 @@ class AsyncEngine:
         return self._thread.failure
 
     async def start(self) -> None:
-        """Compiles all programs, and then takes requests."""
+        """Compiles all programs (`warm_up`), and then takes requests."""
         await asyncio.to_thread(self._thread.start)
 
     async def close(self, *, drain: bool = True) -> None:

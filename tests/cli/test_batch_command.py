@@ -132,14 +132,10 @@ def test_progress_while_programs_are_compiled(tmp_path):
         assert re.fullmatch(pattern, progress.status())
 
 
-OPENAI = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
-
-
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
         (["id,prompt", "1,Hello"], r"no line has a prompt, .*line 1: not JSON"),
-        ([json.dumps(OPENAI)], r"line 1 has custom_id, method, url, body"),
         ([json.dumps({"text": "Hi"})] * 2, r"no line has a prompt, messages or input_ids"),
         ([], "has no rows"),
         (['{"id": "a", "prompt": "x"}'] * 2, r"lines 1 and 2 have the same id, 'a'"),

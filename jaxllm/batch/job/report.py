@@ -130,7 +130,7 @@ def row_facts(output: BatchOutput) -> dict[str, Any]:
     """What a report counts of a row, as JSON."""
     return {
         "prompt_tokens": output.prompt_tokens,
-        "new_lengths": [len(ids) for ids in output.output_ids],
+        "new_lengths": list(output.new_lengths),
         "finish_reasons": list(output.finish_reasons),
         "error_kind": output.error_kind,
     }

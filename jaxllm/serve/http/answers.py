@@ -7,6 +7,7 @@ import dataclasses
 import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
@@ -26,13 +27,19 @@ class Usage:
     """Tokens of a request so far, for its answer, the log and the metrics."""
 
     prompt_tokens: int = 0
-    completion_tokens: int = 0
+    lengths: Counter[int] = dataclasses.field(default_factory=Counter)
+    """New tokens of each choice."""
     first_token_seconds: float | None = None
     start: float = dataclasses.field(default_factory=time.perf_counter)
 
+    @property
+    def completion_tokens(self) -> int:
+        """New tokens of all choices."""
+        return self.lengths.total()
+
     def count(self, piece: Piece) -> None:
         """Counts the tokens of a piece."""
-        self.completion_tokens += len(piece.tokens)
+        self.lengths[piece.index] += len(piece.tokens)
         if self.first_token_seconds is None:
             self.first_token_seconds = time.perf_counter() - self.start
 
@@ -67,6 +74,10 @@ class Answer:
             "created": int(time.time()),
             "model": state.model_name,
         }
+
+    async def start(self) -> list[GenerationStream]:
+        """Makes token ids of the prompts, and queues them."""
+        raise NotImplementedError
 
     async def submit(
         self,

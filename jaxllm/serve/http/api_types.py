@@ -74,8 +74,8 @@ class SamplingFields:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, "a map from token ids to numbers"] = None
     seed: int | None = None

@@ -50,8 +50,12 @@ class ServerState:
     limits: Limits = Limits()
     api_keys: tuple[bytes, ...] | None = None
     embedder: Embedder | None = None
-    metrics: ServerMetrics = dataclasses.field(default_factory=ServerMetrics)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @functools.cached_property
+    def metrics(self) -> ServerMetrics:
+        """Metrics for Prometheus, from when they are first used."""
+        return ServerMetrics()
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError if a request names another model."""
@@ -100,13 +104,10 @@ class ServerState:
         without filters."""
         config = self.engine.model.generation_config or GenerationConfig()
         defaults = {**config.to_dict(), **self.engine.fields}
-        fields: dict[str, Any] = {
-            "presence_penalty": request.presence_penalty,
-            "frequency_penalty": request.frequency_penalty,
-            "num_return_sequences": request.n,
-        }
-        if request.repetition_penalty is not None:
-            fields["repetition_penalty"] = request.repetition_penalty
+        fields: dict[str, Any] = {"num_return_sequences": request.n}
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+            if getattr(request, name) is not None:
+                fields[name] = getattr(request, name)
         if request.logit_bias:
             fields["logit_bias"] = request.logit_bias
         if request.min_tokens:
@@ -118,6 +119,7 @@ class ServerState:
         for name, value in sampling.items():
             if value is None:
                 sampling[name] = defaults.get(name, neutral[name])
-        if sampling["temperature"] == 0:
+        is_greedy = request.temperature is None and self.engine.fields.get("do_sample") is False
+        if is_greedy or sampling["temperature"] == 0:
             return {**fields, "do_sample": False}
         return {**fields, "do_sample": True, **sampling}

@@ -45,6 +45,13 @@ class JsonLines(Source):
             raise DataError(f"line {number}: is {type(raw).__name__}, not an object")
         return raw
 
+    def first_object(self) -> Mapping[str, Any]:
+        """The first line that is an object; empty if none is."""
+        for index in range(len(self)):
+            with contextlib.suppress(JaxLLMError):
+                return self._parsed(index)
+        return {}
+
     def unread_keys(self) -> list[str]:
         if not self.choice.named:
             return []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxllm.batch.job.inputs.columns import ColumnChoice
 from jaxllm.batch.job.inputs.json_lines import JsonLines
+from jaxllm.batch.job.inputs.openai_requests import OpenAIRequests
 from jaxllm.batch.job.inputs.source import EXAMPLE, Source
 from jaxllm.batch.job.inputs.tables import CsvRows, DatasetRows, ParquetRows
 from jaxllm.common.errors import DataError, InputError, MissingFileError, naming_file
@@ -83,7 +84,10 @@ def read_source(
         return ParquetRows(name, data, choice)
     if kind in ("CSV", "TSV"):
         return CsvRows(name, data, choice, "," if kind == "CSV" else "\t")
-    return JsonLines(name, data, choice)
+    source = JsonLines(name, data, choice)
+    if {"custom_id", "body"} <= source.first_object().keys():
+        return OpenAIRequests(name, data, choice)
+    return source
 
 
 def _kind_of(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxllm.batch.job.inputs.columns import ColumnChoice
 from jaxllm.batch.rows import PROMPT_KEYS, BatchOutput, RawRow
 from jaxllm.common.errors import DataError, JaxLLMError
-from jaxllm.common.messages import quoted, shortened
+from jaxllm.common.messages import listed, quoted, shortened
 
 EXAMPLE = 'such as {"prompt": "Hello"} on each line'
 
@@ -71,6 +71,11 @@ class Source(ABC):
     def unread_keys(self) -> list[str]:
         """Keys of the rows that are left out, in the order of the file."""
         return []
+
+    def remarks(self) -> list[str]:
+        """What a user should know of the rows, a line each."""
+        unread = self.unread_keys()
+        return [f"{self.name}: these columns are not read: {listed(unread)}"] if unread else []
 
     def check_rows(self) -> None:
         """Checks the rows as a whole; a single wrong row becomes a record with an error.
