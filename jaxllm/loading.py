@@ -41,6 +41,8 @@ def load(
     config: Mapping[str, Any] | ModelConfig | None = None,
     attn_implementation: str = "auto",
     remat: bool = False,
+    quantize: str | None = None,
+    quantize_embeddings: bool = True,
     allow_nonfinite: bool = False,
     progress: LoadProgress | None = None,
 ) -> tuple[Any, Tokenizer | None]:
@@ -64,6 +66,10 @@ def load(
         attn_implementation: "auto" (splash on a TPU, blockwise on a GPU, eager elsewhere), "eager",
             "blockwise", "splash" (TPU), "xla" or "cudnn"; see docs/models.md.
         remat: recompute activations in the backward pass, block by block.
+        quantize: "int8": keep the weights of linear layers as 8-bit integers with a scale for each
+            row, for inference in a quarter of float32's memory; see docs/quantization.md. None:
+            as floats.
+        quantize_embeddings: with `quantize`, also the token embedding and the LM head.
         allow_nonfinite: accept NaN and infinite weights.
         progress: called as ``progress(tensor_name, bytes_done, bytes_total)``.
 
@@ -91,6 +97,8 @@ def load(
                 overrides=config,
                 attn_implementation=attn_implementation,
                 remat=remat,
+                quantize=quantize,
+                quantize_embeddings=quantize_embeddings,
                 allow_nonfinite=allow_nonfinite,
                 progress=progress,
                 mesh=mesh,
@@ -176,6 +184,7 @@ def save_hf(
         CheckpointError: the folder holds a model already, or cannot be written.
         TokenizerError: a file of the tokenizer cannot be written.
         InputError: the model has LoRA, which `save_adapter` and `merge_lora` are for.
+        UnsupportedError: the weights are quantized, which only `save_orbax` writes.
     """
     folder = Path(folder).expanduser()
 

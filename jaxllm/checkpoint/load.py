@@ -23,6 +23,7 @@ from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_
 from jaxllm.common.errors import (
     CheckpointError,
     ConfigError,
+    InputError,
     JaxLLMError,
     MissingFileError,
     UnsupportedError,
@@ -32,6 +33,7 @@ from jaxllm.common.strict_json import read_json
 from jaxllm.models.build_options import Options
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Origin
+from jaxllm.models.quantize import FORMATS, layer_formats, with_matrices
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.weights import Entry, Table, parameter_path
 from jaxllm.nn.attention import implementation_for
@@ -101,6 +103,8 @@ def load_model(
     overrides: Mapping[str, Any] | ModelConfig | None = None,
     attn_implementation: str = "auto",
     remat: bool = False,
+    quantize: str | None = None,
+    quantize_embeddings: bool = True,
     allow_nonfinite: bool = False,
     progress: LoadProgress | None = None,
     mesh: Mesh | None = None,
@@ -130,16 +134,24 @@ def load_model(
     }
     copies = check_parameter_names(entries, expected, spec, source)
     check_shapes(entries, expected, spec, source)
-    arrays = load_parameters(
+    formats: dict[str, str] = {}
+    if quantize is not None:
+        if allow_nonfinite:
+            raise InputError("allow_nonfinite: weights that are quantized must be finite")
+        formats = layer_formats(shapes, quantize, embeddings=quantize_embeddings)
+    arrays, matrices = load_parameters(
         entries,
         expected,
         source,
         param_dtype=param_dtype,
+        quantize={path: FORMATS[name] for path, name in formats.items()},
         allow_nonfinite=allow_nonfinite,
         progress=progress,
         mesh=mesh,
     )
-    model = jax.tree_util.tree_unflatten(treedef, [arrays[parameter_path(p)] for p, _ in leaves])
+    # The shapes of quantized weights stay until their layers are replaced.
+    values = [arrays.get(parameter_path(path), shape) for path, shape in leaves]
+    model = with_matrices(jax.tree_util.tree_unflatten(treedef, values), matrices)
     config = with_overrides(checkpoint, overrides)
     if architecture is not None:
         config["architectures"] = [spec.architecture]

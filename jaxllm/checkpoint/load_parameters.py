@@ -16,8 +16,10 @@ from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.source import Index, WeightSource, find_nonfinite
 from jaxllm.common.errors import NonFiniteError
+from jaxllm.models.quantize import Quantize
 from jaxllm.models.weights import Entry
-from jaxllm.parallel.sharding import parameter_sharding
+from jaxllm.nn.quantized import QuantizedMatrix
+from jaxllm.parallel.sharding import key_name, parameter_sharding
 
 LoadProgress = Callable[[str, int, int], None]
 
@@ -28,29 +30,40 @@ def load_parameters(
     source: WeightSource,
     *,
     param_dtype: DTypeLike | None,
+    quantize: Mapping[str, Quantize],
     allow_nonfinite: bool,
     progress: LoadProgress | None,
     mesh: Mesh | None,
-) -> dict[str, jax.Array]:
-    """Loads the parameters by path, from tensors whose names and shapes are checked.
+) -> tuple[dict[str, jax.Array], dict[str, QuantizedMatrix]]:
+    """Loads the parameters, from tensors whose names and shapes are checked.
 
     Args:
         entries: entry of the weight table for each tensor of the file.
         expected: shape and dtype of each parameter.
         param_dtype: None keeps the file's dtype, unless the model needs a wider one.
+        quantize: how the weight of a layer is quantized, by the layer's path.
         mesh: shards each parameter by `parameter_sharding`; None: one device. A process reads the
-            shards of its own devices only.
+            shards of its own devices only, but whole tensors where it quantizes them.
+
+    Returns:
+        The float parameters by path, and the quantized matrices by the layer's path.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite, or would become so.
     """
     total = sum(source.info(name).nbytes for name in entries)
-    done, arrays = 0, {}
+    done, arrays, matrices = 0, {}, {}
     for name, entry in entries.items():
         info = source.info(name)
         tensor = _Tensor(source, name, entry, allow_nonfinite)
-        whole = entry.split(tensor.read(())) if mesh is None else ()
-        for number, ours in enumerate(entry.parameters):
+        layers = [ours.removesuffix(".weight") for ours in entry.parameters]
+        is_whole = mesh is None or any(layer in quantize for layer in layers)
+        whole = entry.split(tensor.read(())) if is_whole else ()
+        for number, (ours, layer) in enumerate(zip(entry.parameters, layers, strict=True)):
+            if layer in quantize:
+                matrix = jax.jit(quantize[layer])(jnp.asarray(whole[number]))
+                matrices[layer] = jax.block_until_ready(placed(layer, matrix, mesh))
+                continue
             shape, dtype = expected[ours].shape, expected[ours].dtype
             if param_dtype is None:
                 dtype = jnp.promote_types(info.dtype, dtype)
@@ -66,7 +79,21 @@ def load_parameters(
         done += info.nbytes
         if progress is not None:
             progress(name, done, total)
-    return arrays
+    return arrays, matrices
+
+
+def placed(layer: str, matrix: QuantizedMatrix, mesh: Mesh | None) -> QuantizedMatrix:
+    """A quantized matrix, sharded over the mesh if there is one."""
+    if mesh is None:
+        return matrix
+
+    def shard(key_path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        path, host = f"{layer}.matrix.{key_name(key_path)}", np.asarray(x)
+        return sharded_array(
+            x.shape, parameter_sharding(path, x.shape, mesh), lambda index: host[index]
+        )
+
+    return jax.tree_util.tree_map_with_path(shard, matrix)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,12 @@ from jaxllm.checkpoint.safetensors.reader import INDEX
 from jaxllm.checkpoint.safetensors.writer import write_sharded
 from jaxllm.checkpoint.source import float_dtype
 from jaxllm.common.atomic_file import make_folder, write_json
-from jaxllm.common.errors import CheckpointError, InputError
+from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.common.messages import listed
 from jaxllm.models.config_export import config_to_json
 from jaxllm.models.model import Model, Origin
 from jaxllm.models.registry import FAMILIES, architecture_of
+from jaxllm.models.weights import is_quantized
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -78,6 +79,11 @@ def hf_tensors(
     if any(path.endswith(".lora_a") for path in arrays):
         raise InputError(
             "save_hf: the model has LoRA; write merge_lora(model), or the adapter with save_adapter"
+        )
+    if is_quantized(model):
+        raise UnsupportedError(
+            "save_hf: the weights are quantized, for which its files have no format; use "
+            "save_orbax, or load the model without quantize="
         )
     for entry in table.for_model(arrays):
         name = tensor_name(entry, table, stripped=origin is not None and origin.stripped)

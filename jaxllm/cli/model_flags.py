@@ -14,6 +14,7 @@ from jaxllm.checkpoint import bundled
 from jaxllm.common.compile_cache import enable_compile_cache
 from jaxllm.common.errors import RunError
 from jaxllm.common.progress import Reporter
+from jaxllm.models.quantize import FORMATS
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -23,6 +24,15 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say how a model is read, for `load_named`."""
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="compute dtype")
     parser.add_argument("--param-dtype", choices=DTYPE_NAMES, help="dtype of the weights")
+    parser.add_argument(
+        "--quantize", choices=tuple(FORMATS), help="keep weights as integers, for inference"
+    )
+    parser.add_argument(
+        "--float-embeddings",
+        dest="quantize_embeddings",
+        action="store_false",
+        help="with --quantize: leave the token embedding and the LM head as floats",
+    )
     parser.add_argument(
         "--allow-nonfinite", action="store_true", help="load weights that hold NaN or infinity"
     )
@@ -58,6 +68,8 @@ def load_named(
             path,
             dtype=arguments.dtype,
             param_dtype=arguments.param_dtype,
+            quantize=arguments.quantize,
+            quantize_embeddings=arguments.quantize_embeddings,
             allow_nonfinite=arguments.allow_nonfinite,
             architecture=arguments.architecture,
             config=dict(arguments.config),

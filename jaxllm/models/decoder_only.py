@@ -101,7 +101,7 @@ class DecoderOnly(Model[ModelConfig]):
             attention_mask,
             segment_ids,
             vocab_size=self.config.vocab_size,
-            width=self.backbone.embed.weight.shape[1],
+            width=self.backbone.embed.features,
         )
         if segment_ids is not None:
             for name, value in (("cache", cache), ("encoder_hidden_states", encoder_hidden_states)):
@@ -179,7 +179,7 @@ class DecoderOnly(Model[ModelConfig]):
             raise InputError(
                 "encoder_hidden_states: this model has no cross-attention (add_cross_attention)"
             )
-        width = self.backbone.embed.weight.shape[1]
+        width = self.backbone.embed.features
         states = check.embeddings("encoder_hidden_states", encoder_hidden_states, width)
         mask = check.mask_of("encoder_attention_mask", encoder_attention_mask, states.shape[:2])
         return self.backbone.stack.project_cross_kv(states, key), mask

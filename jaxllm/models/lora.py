@@ -22,7 +22,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.model import Model
 from jaxllm.models.registry import FAMILIES, architecture_of
-from jaxllm.models.weights import Entry, Table, parameters
+from jaxllm.models.weights import Entry, Table, is_quantized, parameters
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.lora import LoraLinear, row_norms
 
@@ -183,8 +183,11 @@ def lora_layers(model: Model[Any]) -> dict[str, LoraLinear]:
 
 
 def check_plain(model: Model[Any]) -> None:
+    """Raises InputError unless the model's layers are plain: without LoRA, not quantized."""
     if lora_layers(model):
         raise InputError("the model has LoRA already; merge_lora makes a plain one of it")
+    if is_quantized(model):
+        raise InputError("the model's weights are quantized; load it without quantize=")
 
 
 def replace_modules(model: M, modules: Mapping[str, nnx.Module]) -> M:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.config import check_common
-from jaxllm.models.weights import parameters, with_parameters
+from jaxllm.models.weights import is_quantized, parameters, with_parameters
 from jaxllm.nn.blocks import shallow_copy
 
 if TYPE_CHECKING:
@@ -28,8 +28,13 @@ def resize_token_embeddings(model: M, size: int) -> M:
     other parameters are shared.
 
     Raises:
-        InputError: a special token of the config would have no row.
+        InputError: a special token of the config would have no row, or quantized weights.
     """
+    if is_quantized(model):
+        raise InputError(
+            f"resize_token_embeddings({size}): the weights are quantized; load the model without "
+            "quantize="
+        )
     config = dataclasses.replace(model.config, vocab_size=size)
     try:
         check_common(config)

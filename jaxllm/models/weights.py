@@ -143,6 +143,11 @@ def parameters(model: Model[Any]) -> dict[str, jax.Array]:
     return {parameter_path(path): leaf for path, leaf in leaves}
 
 
+def is_quantized(model: Model[Any]) -> bool:
+    """True if the model has quantized weights (`models/quantize.py`)."""
+    return any(path.endswith(".matrix.values") for path in parameters(model))
+
+
 def with_parameters(model: Model[Any], changed: Mapping[str, jax.Array]):
     """A copy of the model with some parameters replaced; the rest is shared."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(model)

@@ -71,6 +71,11 @@ class Embedding(nnx.Module):
         self.weight = normal(rngs, (rows, features), std, param_dtype)
         self.dtype = jnp.dtype(dtype)
 
+    @property
+    def features(self) -> int:
+        """Width of an embedding."""
+        return self.weight.shape[1]
+
     def __call__(self, ids: Int[Array, ...]) -> Float[Array, "... D"]:
         # All-gather the fsdp shards first, as for every weight matrix.
         x = self.rows(all_gather_fsdp(self.weight[...], "vocab", "embed"), ids)

@@ -118,25 +118,29 @@ def logical_axes(path: str) -> tuple[str | None, ...]:
     """Logical axes of a parameter; () if it is replicated.
 
     LoRA parameters take theirs from their layer's weight: ``lora_a`` [rank, in], ``lora_b`` [out,
-    rank].
+    rank]. So do the parts of a quantized matrix: ``matrix.values`` [out, in], ``matrix.scale``
+    [out].
 
     >>> logical_axes("backbone.stack.blocks.0.attn.o.weight")
     ('embed', 'heads')
     >>> logical_axes("backbone.stack.blocks.0.attn.o.lora_b")
     ('embed', None)
     """
-    stem, _, leaf = path.rpartition(".")
-    if leaf in _LORA_AXES:
-        axes = logical_axes(f"{stem}.weight")
-        return _LORA_AXES[leaf](axes) if len(axes) == 2 else ()
+    for part, axes_of in _AXES_OF_PARTS.items():
+        if path.endswith(part):
+            axes = logical_axes(f"{path.removesuffix(part)}.weight")
+            return axes_of(axes) if len(axes) == 2 else ()
     return next((axes for rule, axes in _RULES if rule.fullmatch(path)), ())
 
 
-_LORA_AXES = {
-    "lora_a": lambda axes: (None, axes[1]),
-    "lora_b": lambda axes: (axes[0], None),
-    "lora_magnitude": lambda axes: axes[:1],
+_AXES_OF_PARTS = {
+    ".lora_a": lambda axes: (None, axes[1]),
+    ".lora_b": lambda axes: (axes[0], None),
+    ".lora_magnitude": lambda axes: axes[:1],
+    ".matrix.values": lambda axes: axes,
+    ".matrix.scale": lambda axes: axes[:1],
 }
+"""End of a path -> the axes, from those of the layer's weight."""
 
 
 def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh) -> NamedSharding:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.model import Model
-from jaxllm.models.weights import parameter_path
+from jaxllm.models.weights import is_quantized, parameter_path
 
 M = TypeVar("M", bound=nnx.Module)
 TRAINED = ("step", "params", "opt_state", "key", "ema", "skipped", "skipped_in_a_row")
@@ -95,8 +95,12 @@ class TrainState:
             ema: keep a moving average of the parameters.
 
         Raises:
-            InputError: nothing is trainable.
+            InputError: nothing is trainable, or the weights are quantized.
         """
+        if is_quantized(model):
+            raise InputError(
+                "training: the weights are quantized; load the model without quantize="
+            )
         structure, params = split_model(model)
         trained = [path for path in params if trainable is None or trainable(path)]
         if not trained:

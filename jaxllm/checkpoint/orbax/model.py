@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxllm.common.errors import CheckpointError
 from jaxllm.models.build_options import Options
 from jaxllm.models.config_export import config_to_json
 from jaxllm.models.model import Model, Origin
+from jaxllm.models.quantize import formats_of, quantized_shapes
 from jaxllm.models.registry import architecture_of, model_spec
 from jaxllm.models.weights import parameter_path, parameters
 from jaxllm.nn.attention import implementation_for
@@ -37,14 +39,17 @@ def save_weights(folder: Path, model: Model[Any]) -> None:
 
 
 def model_meta(model: Model[Any]) -> dict[str, Any]:
-    """Config and origin, as JSON."""
+    """Config, origin, and formats of quantized layers, as JSON."""
     origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)
     config = config_to_json(model.config, model_type, architecture)
     if "scale_decoder_outputs" in config:  # exported as a bool; here None is kept
         config["scale_decoder_outputs"] = model.config.scale_decoder_outputs
+    formats = formats_of(model)
+    quantized = {"dtype": str(model.dtype), "formats": formats} if formats else None
     return {
         "config": config,
+        "quantized": quantized,
         "origin": None if origin is None else json.loads(json.dumps(dataclasses.asdict(origin))),
     }
 
@@ -60,7 +65,8 @@ def load_weights(
     """Loads the model that `save_weights` wrote; parameters keep their dtypes."""
     with RunCheckpoints(folder / WEIGHTS_FOLDER, writable=False) as checkpoints:
         record = checkpoints.read()
-        dtype = float_dtype("dtype", dtype) or compute_dtype(record)
+        quantized = record.meta.get("quantized")  # folders of older versions have none
+        dtype = float_dtype("dtype", dtype) or compute_dtype(record, quantized)
         options = Options(
             dtype=dtype,
             param_dtype=dtype,
@@ -69,6 +75,8 @@ def load_weights(
         )
         spec = model_spec(record.meta["config"])
         shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
+        if quantized is not None:
+            shapes = quantized_shapes(shapes, quantized["formats"])
         leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
         paths = [parameter_path(path) for path, _ in leaves]
         # Shapes come from the config and are checked; dtypes come from the checkpoint.
@@ -94,8 +102,10 @@ def saved_dtype(record: Record, path: str, default: np.dtype) -> np.dtype:
     return default if leaf is None else jnp.dtype(leaf.dtype)
 
 
-def compute_dtype(record: Record) -> np.dtype:
-    """The default compute dtype for the parameters of a step."""
+def compute_dtype(record: Record, quantized: Mapping[str, Any] | None) -> np.dtype:
+    """The default compute dtype for the parameters of a step; that of a quantized model."""
+    if quantized is not None:
+        return default_dtype([jnp.dtype(quantized["dtype"])])
     dtypes = [jnp.dtype(leaf.dtype) for leaf in record.leaves.values()]
     common = max(set(dtypes), key=dtypes.count)
     if common not in FLOATS:
