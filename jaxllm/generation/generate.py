@@ -97,7 +97,7 @@ def generate(
               `decoder_input_ids`, without the encoder's input), and computes only the new part.
 
     Returns:
-        GenerateOutput with `.sequences`, int32 [B * n, L]: numpy arrays, or traced arrays inside
+        GenerateOutput with `sequences`, int32 [B * n, L]: numpy arrays, or traced arrays inside
         jax.jit. The n results of a row are adjacent.
 
     Raises:

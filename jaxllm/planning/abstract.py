@@ -34,7 +34,7 @@ def abstract_model(
     attn_implementation: str = "auto",
     remat: bool = False,
 ) -> Any:
-    """A model whose parameters are `jax.ShapeDtypeStruct`s: no weights are read or allocated.
+    """A model of `jax.ShapeDtypeStruct` parameters: no weights are read or allocated.
 
     `jaxllm.lower` compiles the library's programs for it.
 

@@ -161,7 +161,7 @@ def logits_processor(*, static: tuple[str, ...] = ()) -> Callable[[C], C]:
     """Makes a class a frozen dataclass and a pytree; all fields but ``static`` are leaves.
 
     The class writes its own ``__init__``, which checks its arguments and stores arrays with
-    :func:`store`; rebuilding from leaves does not call it.
+    `store`; rebuilding from leaves does not call it.
     """
 
     def decorate(cls: C) -> C:

@@ -59,8 +59,9 @@ class DataConfig:
         dataset, dataset_name, split: a Hugging Face data set in place of `path`: a Hub id or a
             folder that `save_to_disk` wrote (``pip install 'jaxllm[datasets]'``).
         format: how a row becomes an example; see docs/finetuning-data.md.
-        text_field, prompt_field, completion_field, chosen_field, rejected_field, messages_field,
-            source_field, target_field, label_field: field names in the rows.
+        text_field, prompt_field, completion_field: field names in the rows.
+        chosen_field, rejected_field, messages_field: field names in the rows.
+        source_field, target_field, label_field: field names in the rows.
         source_prefix: prepended to every source, such as ``"summarize: "``.
         chat_template: Jinja source, or the name of one of the tokenizer's templates; None: the
             tokenizer's default.

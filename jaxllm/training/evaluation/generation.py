@@ -159,7 +159,7 @@ def generate_and_score(
     right for an encoder-decoder. Results are in row order and do not depend on `batch_size`.
 
     Args:
-        rows: `EvalPrompt`s, or (prompt, reference) pairs.
+        rows: (prompt, reference) pairs, or objects of `EvalPrompt`.
         metrics: names in `generation_metrics.METRICS`.
         batch_size: rows per batch; the last batch is filled by repeating a row.
         samples: number of rows to keep for the report.

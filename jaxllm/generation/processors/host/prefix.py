@@ -50,7 +50,7 @@ class PrefixConstrainedLogitsProcessor(LogitsProcessor):
     Raises:
         InputError: an argument has the wrong type. While the program runs: the function returned
             no token, or one outside the vocabulary
-            (see :mod:`jaxllm.generation.processors.host.callbacks`).
+            (see `jaxllm.generation.processors.host.callbacks`).
 
     >>> def even_after_odd(batch_id, ids):
     ...     return [0, 2] if ids[-1] % 2 else [1, 3]

@@ -95,7 +95,7 @@ def call_by_row(
 
     Raises:
         InputError: the result does not have the shape and kind of dtype of ``default`` (reraised
-            from a program by :mod:`jaxllm.generation.processors.host.callbacks`).
+            from a program by `jaxllm.generation.processors.host.callbacks`).
     """
     dtype = np.dtype(default.dtype)
 

@@ -1,0 +1,100 @@
+"""Sphinx settings of the documentation site; `make docs` builds it into docs/_build/html."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+from docutils import nodes
+from myst_parser.parsers.sphinx_ import MystParser
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.ext.napoleon import GoogleDocstring
+from sphinx.util.inspect import stringify_signature
+
+import jaxllm
+
+project = "jaxllm"
+author = "The jaxllm authors"
+copyright = author  # noqa: A001
+version = release = jaxllm.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "**.ipynb_checkpoints"]
+nitpicky = True
+
+html_theme = "furo"
+html_title = f"jaxllm {version}"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+html_show_sphinx = False
+
+myst_heading_anchors = 4
+copybutton_exclude = ".linenos, .gp, .go"  # prompts and outputs of doctests
+
+default_role = "py:obj"  # `name` in a docstring is code, and a link where the name is public
+add_module_names = False
+maximum_signature_line_length = 90
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_numpy_docstring = False
+# Attribute docstrings are sentences, not "type: description".
+GoogleDocstring._parse_attribute_docstring = lambda self: []
+
+
+class NotebookParser(MystParser):
+    """Shows a notebook: its text, and its code without outputs."""
+
+    supported = ("notebook",)
+
+    def parse(self, inputstring: str, document: nodes.document) -> None:
+        cells = [
+            source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+            for cell in json.loads(inputstring)["cells"]
+            for source in ["".join(cell["source"])]
+        ]
+        super().parse("\n\n".join(cells) + "\n", document)
+
+
+def module_signature(
+    app: Sphinx,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    signature: str | None,
+    return_annotation: str | None,
+) -> tuple[str, None] | None:
+    """Arguments of `__init__` for Flax modules, whose metaclass takes `*args, **kwargs`."""
+    if what != "class" or signature != "(*args: Any, **kwargs: Any)":
+        return None
+    arguments = list(inspect.signature(obj.__init__).parameters.values())[1:]
+    return stringify_signature(inspect.Signature(arguments)), None
+
+
+def plain_type(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: nodes.Element
+) -> nodes.Node | None:
+    """Text in place of a link: other libraries' types by their last name, code in docstrings."""
+    if node["refdomain"] != "py":
+        return None
+    if node["reftype"] == "obj":
+        return contnode
+    if node["reftype"] in ("class", "data") and node.get("refexplicit") is not True:
+        return nodes.Text(contnode.astext().rpartition(".")[2])
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    app.add_source_suffix(".ipynb", "notebook")
+    app.add_source_parser(NotebookParser)
+    app.connect("autodoc-process-signature", module_signature)
+    app.connect("missing-reference", plain_type)

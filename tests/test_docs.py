@@ -1,0 +1,57 @@
+"""The documentation site's pages. `make docs` checks links and toctrees, and builds the site."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from paths import ROOT
+from test_public_names import PACKAGES
+
+import jaxllm
+
+DOCS = ROOT / "docs"
+
+
+def test_every_public_name_is_documented() -> None:
+    page = (DOCS / "api" / "jaxllm.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE))
+    assert documented == set(jaxllm.__all__) - {"JaxLLMError"}  # on the page of jaxllm.errors
+
+
+TOP = [name for name in PACKAGES if "." not in name or name.startswith("training.")]
+
+
+@pytest.mark.parametrize("package", TOP)
+def test_every_public_package_has_a_page(package: str) -> None:
+    page = (DOCS / "api" / f"{package}.md").read_text(encoding="utf-8")
+    assert f".. automodule:: jaxllm.{package}\n   :members:" in page
+    assert f"\n{package}\n" in (DOCS / "api" / "index.md").read_text(encoding="utf-8")
+
+
+def linked_files(text: str) -> list[str]:
+    """Relative targets of links outside code, without their anchors."""
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", prose)
+
+
+def test_links_lead_somewhere() -> None:
+    """As GitHub resolves them, beside the file; README.md has a test of its own."""
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / ".github").rglob("*.md")]
+    links = {page: linked_files(page.read_text(encoding="utf-8")) for page in pages}
+    assert links[DOCS / "index.md"]
+    broken = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page, targets in links.items()
+        for link in targets
+        if not (page.parent / link).exists()
+    ]
+    assert broken == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    pages = {path.stem for path in DOCS.glob("*.md")} - {"index"}
+    notebooks = {f"notebooks/{path.stem}" for path in (DOCS / "notebooks").glob("*.ipynb")}
+    listed = set(re.findall(r"^([\w/-]+)$", index, re.MULTILINE))
+    assert listed == pages | notebooks | {"api/index"}

@@ -1,0 +1,61 @@
+"""The notebooks: stored without outputs, and every cell runs as it stands."""
+
+from __future__ import annotations
+
+import nbclient
+import nbformat
+import pytest
+from paths import ROOT
+
+FOLDER = ROOT / "docs" / "notebooks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+
+
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_has_no_outputs(name: str) -> None:
+    notebook = read(name)
+    nbformat.validate(notebook)
+    assert notebook.cells[0].source.startswith("# ")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.source for cell in code if cell.outputs or cell.execution_count] == []
+
+
+WARNINGS_ARE_ERRORS = """
+import warnings
+warnings.filterwarnings("error", module="jaxllm|__main__")
+"""
+
+CHECKS = {
+    "batch": """
+assert [result.id for result in results[1:]] == ["sea", "chat", "short"]
+assert len(results[3].output_ids[0]) == 4
+assert broken[0].error is None and "temperature" in broken[1].error
+assert len(from_file) == 3
+""",
+    "finetuning": """
+assert losses[-1] < 0.2 * losses[0]
+assert "butterscotch" in texts[0] and "243" in texts[1]
+assert type(again) is type(trained)
+""",
+    "quickstart": """
+answer = tokenizer.decode(output.sequences[0, len(ids) :], skip_special_tokens=True)
+assert "Paris" in answer
+assert samples.sequences.shape[0] == 2
+assert max(sums, key=sums.get) == " Paris"
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_runs(name: str, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = pytestconfig.cache.mkdir("jax")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(programs))
+    notebook = read(name)
+    first, last = map(nbformat.v4.new_code_cell, (WARNINGS_ARE_ERRORS, CHECKS[name]))
+    notebook.cells = [first, *notebook.cells, last]
+    nbclient.NotebookClient(notebook, timeout=300).execute(cwd=str(FOLDER))
