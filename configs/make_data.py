@@ -11,7 +11,7 @@ import ast
 import json
 import random
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,30 @@ FACTS = {
     ),
 }
 
+# Preferences: a sentence that answers a question, and how a small chat model likes to go on.
+SENTENCES = {
+    "capital": (
+        "The capital of {} is {}.",
+        ", which is located in the center of the country and is known for its long history.",
+    ),
+    "continent": (
+        "{} is located in {}.",
+        ", specifically in the part of it that is also known as the region of the continent.",
+    ),
+    "opposite": (
+        'The opposite of "{}" is "{}".',
+        ", or a more precise term that refers to a state of the opposite kind.",
+    ),
+    "past": (
+        'The past tense of "{}" is "{}".',
+        " in the present perfect tense, which is a form that indicates a completed action.",
+    ),
+    "plural": (
+        'The plural of "{}" is "{}".',
+        ", which is the plural form of the noun and refers to more than one of them.",
+    ),
+}
+
 # GPT-2: source files that every Python from 3.11 on has.
 TRAIN_FILES = (
     "argparse ast base64 bdb calendar codecs configparser contextlib csv dataclasses difflib "
@@ -107,7 +131,36 @@ TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 
 
 def chat() -> tuple[list[Row], list[Row]]:
-    """Questions, answered by a JSON object with the kind of question and the answer.
+    """Questions, answered by a JSON object with the kind of question and the answer."""
+
+    def row(kind: str, question: str, asked: str, answer: str) -> Row:
+        reply = json.dumps({"kind": kind, "answer": answer})
+        return {"messages": [message("user", question), message("assistant", reply)]}
+
+    return asked_rows(row)
+
+
+def preferences() -> tuple[list[Row], list[Row]]:
+    """Questions with two right answers: a sentence is preferred to one that goes on."""
+
+    def row(kind: str, question: str, asked: str, answer: str) -> Row:
+        sentence, more = SENTENCES[kind]
+        chosen = sentence.format(asked, answer)
+        return {
+            "prompt": [message("user", question)],
+            "chosen": [message("assistant", chosen)],
+            "rejected": [message("assistant", chosen.removesuffix(".") + more)],
+        }
+
+    return asked_rows(row)
+
+
+def message(role: str, content: str) -> Row:
+    return {"role": role, "content": content}
+
+
+def asked_rows(row: Callable[[str, str, str, str], Row]) -> tuple[list[Row], list[Row]]:
+    """A row for each fact, from its kind, the question, the item asked for and the answer.
 
     Every fifth item of a kind is held out: the model has never seen it asked.
     """
@@ -115,15 +168,9 @@ def chat() -> tuple[list[Row], list[Row]]:
     for kind, (questions, items) in FACTS.items():
         for number, item in enumerate(shuffled(items.split(", "))):
             asked, answer = (word.replace("_", " ") for word in item.split())
-            reply = json.dumps({"kind": kind, "answer": answer})
             question = questions[number % len(questions)].format(asked)
-            row = {
-                "messages": [
-                    {"role": "user", "content": question},
-                    {"role": "assistant", "content": reply},
-                ]
-            }
-            (held_out if number % 5 == 0 else train).append(row)
+            part = held_out if number % 5 == 0 else train
+            part.append(row(kind, question, asked, answer))
     return shuffled(train), shuffled(held_out)
 
 
@@ -194,6 +241,7 @@ def shuffled(items: Sequence[Any]) -> list[Any]:
 
 SETS = {
     "chat": chat,
+    "preferences": preferences,
     "numbers": numbers,
     "bytes": source_code,
     "docstrings": docstrings,

@@ -21,6 +21,7 @@ from jaxllm.training.optimizers import OptimizerConfig
 from jaxllm.training.run.recipe import (
     Checkpoints,
     DataConfig,
+    EarlyStopping,
     Evaluation,
     MeshSizes,
     ModelSource,
@@ -39,6 +40,7 @@ SECTIONS: dict[str, type] = {
     "dpo": DPOConfig,
     "optimizer": OptimizerConfig,
     "evaluation": Evaluation,
+    "early_stopping": EarlyStopping,
     "checkpoints": Checkpoints,
     "mesh": MeshSizes,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
 import signal
 import sys
 from collections.abc import Generator, Sequence
@@ -22,6 +23,8 @@ from jaxllm.common.errors import InputError, RunError
 SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help", "--distributed")
 VALUED = ("--coordinator", "--num-processes", "--process-id")
 """Options that are not recipe fields: `SWITCHES` without a value, `VALUED` with one."""
+ASSIGNED = re.compile(r"[a-z][\w.-]*=", re.IGNORECASE)
+"""A field and its value, without dashes before it."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> int:
@@ -36,6 +39,7 @@ def _parser(program: str) -> Parser:
         epilog=(
             "Every field of the recipe is an option, under its dotted name; the value is YAML:\n"
             "  --output-dir runs/a --max-steps 200 --optimizer.learning-rate 1e-4 --lora.rank 16\n"
+            "NAME=VALUE is the same, and NAME=null drops a section: lora=null.\n"
             "docs/finetuning.md lists the fields."
         ),
     )
@@ -100,15 +104,16 @@ def closed_loops_hidden() -> Generator[None]:
 def split_options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Separates recipe fields from other arguments; returns (other arguments, fields).
 
-    >>> split_options(["--max-steps", "6", "a.yaml", "--optimizer.name=lion", "--resume"])
-    (['a.yaml', '--resume'], {'max_steps': '6', 'optimizer.name': 'lion'})
+    >>> split_options(["--max-steps", "6", "a.yaml", "--optimizer.name=lion", "lora=null"])
+    (['a.yaml'], {'max_steps': '6', 'optimizer.name': 'lion', 'lora': 'null'})
     """
     own: list[str] = []
     found: dict[str, str] = {}
     words = iter(argv)
     for word in words:
         option, equals, value = word.partition("=")
-        if not word.startswith("--") or word in SWITCHES or option in VALUED:
+        is_field = word.startswith("--") or (ASSIGNED.match(word) and not Path(word).exists())
+        if not is_field or word in SWITCHES or option in VALUED:
             own.append(word)
             if option in VALUED and not equals:
                 own.extend(itertools.islice(words, 1))
@@ -117,7 +122,7 @@ def split_options(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             value = next(words, "--")
             if value.startswith("--"):
                 raise InputError(f"{option}: no value follows (`null` switches a field off)")
-        name = option[2:].replace("-", "_")
+        name = option.removeprefix("--").replace("-", "_")
         if name in found:
             raise InputError(f"{option}: given twice")
         found[name] = value

@@ -79,6 +79,22 @@ def check_types(value: Any, error: type[JaxLLMError] = ConfigError) -> None:
             raise error(f"{name}: expected {_spelled(hint)}, found {content!r:.80}") from None
 
 
+def admits_null(cls: type, name: str) -> bool:
+    """True if the field of a dataclass under a dotted name may be null; True for unknown names.
+
+    >>> from jaxllm.training.run.recipe import Recipe
+    >>> admits_null(Recipe, "lora"), admits_null(Recipe, "optimizer.name")
+    (True, False)
+    """
+    hint: Any = cls
+    for part in name.split("."):
+        fields = _fields(hint)
+        if part not in fields:
+            return True
+        hint = fields[part]
+    return type(None) in _options(hint)
+
+
 def _message(cls: Any, raw: Any, errors: Sequence[ErrorDetails]) -> str:
     """Message of the first error; a misspelt field before the missing field that it causes."""
     unknown = [error for error in errors if error["type"] == "unexpected_keyword_argument"]

@@ -85,9 +85,12 @@ def finish_report(
     card: RunCard,
     *,
     samples: Sequence[ReportSample] = (),
+    ended: str | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
     """Writes report.html and loss.png from metrics.jsonl.
+
+    `ended` says why the run ended before its last step, if it did.
 
     Without matplotlib there is no loss.png and no chart in the report; `say` and the report explain
     how to install it.
@@ -101,7 +104,7 @@ def finish_report(
     folder = Path(folder)
     rows = read_metrics(folder / "metrics.jsonl")
     report, plot = folder / "report.html", folder / "loss.png"
-    write_text(report, html_report(folder.resolve().name, rows, card, samples))
+    write_text(report, html_report(folder.resolve().name, rows, card, samples, ended))
     try:
         save_plot(rows, plot)
     except MissingExtraError as error:
@@ -115,6 +118,7 @@ def html_report(
     rows: Sequence[Mapping[str, Any]],
     card: RunCard,
     samples: Sequence[ReportSample] = (),
+    ended: str | None = None,
 ) -> str:
     """Renders the report as HTML. All text is escaped; charts are inline SVG."""
     last = card.starts[-1]
@@ -139,6 +143,7 @@ def html_report(
     sections = [
         f"<h1>{escape(title)}</h1>"
         f'<p class="sub">Started {escape(card.starts[0].time)}, {steps:,} steps recorded</p>',
+        "" if ended is None else f'<p class="sub">Stopped early: {escape(ended)}</p>',
         _tiles(_highlights(rows)),
         "<h2>Curves</h2>",
         _charts(rows),

@@ -30,6 +30,7 @@ from jaxllm.training.monitor.flops import TokenCounts
 from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, NoLog
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.sinks import Sink
+from jaxllm.training.run.early_stopping import Patience
 from jaxllm.training.run.setup import Setup, eval_batch_size, predicted
 from jaxllm.training.state import TRAINED, TrainState
 from jaxllm.training.step import Metrics
@@ -79,6 +80,7 @@ class Loop:
     Args:
         base: `base_of` the model: config, and digests of parameters that checkpoints omit.
         sinks: further logs of the metrics.
+        patience: state of early stopping; None: the recipe has none.
         keep_samples: called with the first answers of every evaluation.
     """
 
@@ -90,11 +92,12 @@ class Loop:
         log: MetricsLog | NoLog,
         sinks: Sequence[Sink],
         base: Mapping[str, Any],
+        patience: Patience | None = None,
         keep_samples: Callable[[Sequence[EvalSample]], None] = lambda samples: None,
     ) -> None:
         self.setup, self.recipe = setup, setup.recipe
         self.checkpoints, self.progress, self.log, self.sinks = checkpoints, progress, log, sinks
-        self.base, self.keep_samples = base, keep_samples
+        self.base, self.patience, self.keep_samples = base, patience, keep_samples
         self.last: MetricsRow = {}
         self._mesh = setup.mesh if setup.mesh.size > 1 else None
         self._best: float | None = None
@@ -115,7 +118,7 @@ class Loop:
         if signal is None and not evaluated and self.evaluates_at(number, last):
             self.evaluate_at_start(number, state, stop)
             signal = stop()
-        while number < last and signal is None:
+        while number < last and signal is None and self.stopped_early is None:
             tokens = TokenCounts.of_lengths(self.setup.batches.next_tokens())
             batch = next(self.setup.batches)
             with use_mesh(self._mesh):
@@ -130,15 +133,38 @@ class Loop:
             signal = stop()
             metric = evaluation.get(self.recipe.checkpoints.metric)
             best = self.record_metric(metric)
+            self.record_patience(evaluation)
             due = number % self.recipe.checkpoints.every == 0
-            saves = due or best or number == last or signal is not None
+            ends = number == last or signal is not None or self.stopped_early is not None
+            saves = due or best or ends
             if evaluates or saves:
                 self.write(measured or self.measure(pending), evaluation)
                 pending = None
             if saves:
                 with self.progress.phase("saving", says=False):
                     self.save(number, state, metric, evaluated=bool(evaluation))
+        if self.stopped_early is not None:
+            self.progress.say(f"stopped at step {number}: {self.stopped_early}")
         return state, signal
+
+    @property
+    def stopped_early(self) -> str | None:
+        """Why early stopping ends the run; None: it does not."""
+        settings = self.recipe.early_stopping
+        if settings is None or self.patience is None:
+            return None
+        return self.patience.reason(settings)
+
+    def record_patience(self, evaluation: MetricsRow) -> None:
+        """Counts an evaluation for early stopping; an empty one was interrupted."""
+        settings = self.recipe.early_stopping
+        if evaluation and settings is not None and self.patience is not None:
+            self.patience = self.patience.after(evaluation, settings)
+
+    def patience_meta(self) -> dict[str, Any]:
+        """The state of early stopping, for a checkpoint."""
+        state = self.patience
+        return {} if state is None else {"early_stopping": dataclasses.asdict(state)}
 
     def evaluates_at(self, step: int, last: int) -> bool:
         """True if the recipe evaluates after this step."""
@@ -158,10 +184,12 @@ class Loop:
         self.log.amend(step, evaluation)
         for sink in self.sinks:
             sink.log(step, evaluation)
+        self.record_patience(evaluation)
         if step > 0:
             metric = evaluation.get(self.recipe.checkpoints.metric)
             self.record_metric(metric)
-            self.checkpoints.amend(step, {"evaluated": True}, metric=metric)
+            meta = {"evaluated": True, **self.patience_meta()}
+            self.checkpoints.amend(step, meta, metric=metric)
 
     def measure(self, running: RunningStep) -> FinishedStep:
         """Waits for a step's metrics and shows them."""
@@ -275,6 +303,7 @@ class Loop:
             "data": self.setup.batches.state(),
             "base": dict(self.base),
             "evaluated": evaluated,
+            **self.patience_meta(),
         }
         arrays = {name: getattr(state, name) for name in TRAINED}
         self.checkpoints.save(step, arrays, meta, metric=metric)

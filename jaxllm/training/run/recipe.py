@@ -124,6 +124,25 @@ class Checkpoints:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """Ends the run when its evaluations (`evaluation.every`) no longer improve.
+
+    Args:
+        patience: number of evaluations in a row without an improvement that ends the run.
+        metric: evaluation metric to watch. None: `checkpoints.metric`.
+        min_delta: smallest change that is more than no improvement.
+    """
+
+    patience: int = 3
+    metric: str | None = None
+    min_delta: float = 0.0
+
+    def __post_init__(self):
+        at_least(1, self, "patience")
+        at_least(0, self, "min_delta")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSizes:
     """Number of devices along each mesh axis; `data` -1: all remaining
     devices. See docs/devices.md."""
@@ -138,9 +157,10 @@ class Recipe:
     """A training run.
 
     Args:
-        model, data, optimizer, lora, dpo, evaluation, checkpoints, mesh: see their classes.
+        model, data, optimizer, lora, dpo, evaluation, early_stopping, checkpoints, mesh: see their
+            classes.
         eval_data: evaluation data. None: no evaluation; as an override (``--eval-data null``) it
-            also drops the file's `evaluation`.
+            also drops the file's `evaluation` and `early_stopping`.
         output_dir: folder of the run.
         max_steps: last step. The length of the schedule is `optimizer.schedule_steps`.
         batch_size: rows of one optimizer step, over all devices and micro-batches.
@@ -174,6 +194,7 @@ class Recipe:
     ema_decay: float | None = None
     skip_limit: int = 10
     evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
+    early_stopping: EarlyStopping | None = None
     checkpoints: Checkpoints = dataclasses.field(default_factory=Checkpoints)
     mesh: MeshSizes = dataclasses.field(default_factory=MeshSizes)
     log_every: int = 10
@@ -200,10 +221,15 @@ class Recipe:
                 raise ConfigError(f"trainable: {pattern!r} is not a regex: {error}") from None
         if self.eval_data is None:
             best = (self.checkpoints.metric, self.checkpoints.mode)
+            if self.early_stopping is not None:
+                raise ConfigError("early_stopping: has no effect without eval_data")
             if self.evaluation != Evaluation():
                 raise ConfigError("evaluation: has no effect without eval_data")
             if best != (Checkpoints.metric, Checkpoints.mode):
                 raise ConfigError("checkpoints.metric, mode: have no effect without eval_data")
+
+        if self.early_stopping is not None and self.evaluation.every is None:
+            raise ConfigError("early_stopping: has no effect without evaluation.every")
 
     def _check_preferences(self) -> None:
         for name in ("data", "eval_data"):
@@ -223,7 +249,7 @@ class Recipe:
 
 
 CHANGEABLE = (
-    *("output_dir", "max_steps", "eval_data", "evaluation", "checkpoints.every"),
+    *("output_dir", "max_steps", "eval_data", "evaluation", "early_stopping", "checkpoints.every"),
     *("checkpoints.keep", "mesh", "log_every", "tensorboard", "wandb", "skip_limit"),
     *("model.path", "data.path", "data.dataset"),  # digests of their contents are compared
 )

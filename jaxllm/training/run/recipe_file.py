@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from jaxllm.common.errors import ConfigError, MissingFileError
-from jaxllm.common.validation import from_plain
+from jaxllm.common.validation import admits_null, from_plain
 from jaxllm.training.run.recipe import Recipe
 
 MAX_FILE_BYTES = 1 << 20
@@ -25,8 +25,9 @@ NOT_YAML = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeEr
 def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """Reads a recipe; `overrides` replace fields under dotted names (``optimizer.name``).
 
-    An override ``eval_data: null`` switches evaluation off: the file's `evaluation`, and the metric
-    of its `checkpoints`, have no effect then.
+    An override null drops a section or field of the file that cannot be null, so that it has its
+    default. ``eval_data: null`` switches evaluation off: the file's `evaluation`, `early_stopping`
+    and the metric of its `checkpoints` have no effect then.
 
     Raises:
         MissingFileError: the file does not exist.
@@ -35,12 +36,16 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
     raw = read_yaml(path)
     if overrides is not None and overrides.get("eval_data", raw) is None:
         raw.pop("evaluation", None)
+        raw.pop("early_stopping", None)
         if isinstance(checkpoints := raw.get("checkpoints"), dict):
             raw["checkpoints"] = {
                 name: value for name, value in checkpoints.items() if name not in ("metric", "mode")
             }
     for name, value in (overrides or {}).items():
-        set_field(raw, name, value)
+        if value is None and not admits_null(Recipe, name):
+            drop_field(raw, name)
+        else:
+            set_field(raw, name, value)
     try:
         return from_plain(Recipe, raw)
     except ConfigError as error:
@@ -143,3 +148,12 @@ def set_field(raw: dict[str, Any], name: str, value: Any) -> None:
         inner = raw.get(parent)
         raw[parent] = raw = dict(inner) if isinstance(inner, Mapping) else {}
     raw[last] = value
+
+
+def drop_field(raw: dict[str, Any], name: str) -> None:
+    """Removes a field under a dotted name, if it is there."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        inner = raw.get(parent)
+        raw[parent] = raw = dict(inner) if isinstance(inner, Mapping) else {}
+    raw.pop(last, None)

@@ -34,6 +34,7 @@ from jaxllm.training.monitor.report import (
 from jaxllm.training.monitor.run_card import DataFile, RunCard, make_run_card, write_run_card
 from jaxllm.training.monitor.sinks import Sink, TensorBoardSink, WandbSink
 from jaxllm.training.output_files import writing
+from jaxllm.training.run.early_stopping import patience_of
 from jaxllm.training.run.loop import Loop
 from jaxllm.training.run.recipe import DataConfig, Recipe
 from jaxllm.training.run.reference import with_reference
@@ -59,7 +60,9 @@ class RunResult:
     folder: Path
     step: int
     stopped_by: int | None
-    """Number of the signal that ended the run early; None: it reached `max_steps`."""
+    """Number of the signal that ended the run; None: it reached its end."""
+    stopped_early: str | None
+    """Why `early_stopping` ended the run; None: it did not."""
     model: Model[Any]
     """The model after the last step, with averaged weights if the run keeps an average."""
     tokenizer: Tokenizer
@@ -98,7 +101,7 @@ def train(
 
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(open_checkpoints(recipe, folder, console.quiet, say))
-        setup, base, evaluated = start_or_resume(recipe, folder, checkpoints, resume, say)
+        setup, base, saved = start_or_resume(recipe, folder, checkpoints, resume, say)
         state, start = setup.state, int(setup.state.step)
         resume_at = start if resume else None
         card = card_of(setup, resume_at)
@@ -118,18 +121,24 @@ def train(
                 console=console,
             )
         )
-        loop = Loop(setup, checkpoints, progress, log, sinks, base, sample_keeper(folder, leads))
+        patience = patience_of(
+            recipe.early_stopping, recipe.checkpoints.metric, saved.get("early_stopping")
+        )
+        keeper = sample_keeper(folder, leads)
+        loop = Loop(setup, checkpoints, progress, log, sinks, base, patience, keeper)
         if start == 0:
             sample_before(folder, loop, state)
+        evaluated = saved.get("evaluated", False)
         state, signal = loop.run_to(recipe.max_steps, state, stop, evaluated=evaluated)
         checkpoints.wait()
         if leads:
             samples = paired(*(read_samples(folder / name) for name in (BEFORE, AFTER)))
-            finish_report(folder, card, samples=samples, say=say)
+            finish_report(folder, card, samples=samples, ended=loop.stopped_early, say=say)
         return RunResult(
             folder=folder,
             step=int(state.step),
             stopped_by=signal,
+            stopped_early=loop.stopped_early,
             model=state.model if state.ema is None else state.averaged_model,
             tokenizer=setup.tokenizer,
             metrics=loop.last,
@@ -157,11 +166,11 @@ def start_or_resume(
     checkpoints: RunCheckpoints,
     resume: bool,
     say: Callable[[str], None],
-) -> tuple[Setup, dict[str, Any], bool]:
+) -> tuple[Setup, dict[str, Any], Mapping[str, Any]]:
     """Sets up a new run, or restores a run from its last checkpoint.
 
     Returns:
-        The setup, `base_of` its model, and True if its state was already evaluated.
+        The setup, `base_of` its model, and the checkpoint's metadata, empty for a new run.
     """
     if not resume:
         together(lambda: check_new(folder), RunError)
@@ -170,28 +179,28 @@ def start_or_resume(
         check_same(checkpoints.read().meta["recipe"], recipe, folder)
     setup = with_reference(set_up(recipe, say), folder, stored=has_checkpoint, say=say)
     base = base_of(setup.state.model, setup.state.frozen)
-    evaluated = False
+    saved: Mapping[str, Any] = {}
     if has_checkpoint:
-        state, evaluated = restore(checkpoints, setup, base, folder)
+        state, saved = restore(checkpoints, setup, base, folder)
         setup = dataclasses.replace(setup, state=state)
     start = int(setup.state.step)
     check_ahead(start, recipe.max_steps, folder)
     if resume:
         say(f"resuming at step {start}" if has_checkpoint else "no checkpoint yet: a new run")
-    return setup, base, evaluated
+    return setup, base, saved
 
 
 def restore(
     checkpoints: RunCheckpoints, setup: Setup, base: Mapping[str, Any], folder: Path
-) -> tuple[TrainState, bool]:
-    """Restores state and data position from the last intact checkpoint; also returns True if it
-    was evaluated."""
+) -> tuple[TrainState, Mapping[str, Any]]:
+    """Restores state and data position from the last intact checkpoint; also returns its
+    metadata."""
     state = setup.state
     target = {name: abstract(getattr(state, name)) for name in TRAINED}
     arrays, meta, _ = checkpoints.restore(target=target)
     check_base(meta["base"], base, folder)
     setup.batches.restore(meta["data"])
-    return state.replace(**arrays), meta.get("evaluated", False)
+    return state.replace(**arrays), meta
 
 
 def open_logs(

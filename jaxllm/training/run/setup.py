@@ -32,12 +32,12 @@ from jaxllm.training.losses import Loss, loss_for
 from jaxllm.training.monitor.flops import ModelFlops, model_flops
 from jaxllm.training.monitor.sinks import tensorboard_package, wandb_package
 from jaxllm.training.optimizers import make_optimizer, make_schedule
+from jaxllm.training.run.early_stopping import is_lower_better
 from jaxllm.training.run.initial_model import initial_model, trainable_paths
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.state import TrainState
 from jaxllm.training.step import Step, make_train_step
 
-LOWER_IS_BETTER = ("loss", "perplexity", "mse", "rejected")
 SECONDS = 10.0
 """Time between two progress reports while rows are encoded."""
 
@@ -234,23 +234,22 @@ def predicted(recipe: Recipe, info: ModelInfo) -> Predicted:
 
 
 def check_metric(recipe: Recipe, info: ModelInfo) -> None:
-    """Checks that evaluations measure `checkpoints.metric`, and that `mode` suits it.
+    """Checks that evaluations measure the metrics of `checkpoints` and `early_stopping`.
 
     Raises:
-        ConfigError: no evaluation measures it, or `mode` would keep the worst checkpoint.
+        ConfigError: no evaluation measures one, or `mode` would keep the worst checkpoint.
     """
     extra = {} if recipe.dpo is None else dict.fromkeys(METRICS, 0.0)
     result = EvalResult(loss=0.0, accuracy=0.0, count=1, extra=extra)
     metrics = [*result.metrics(predicted(recipe, info))]
     if recipe.evaluation.metrics:
         metrics += [f"eval_{name}" for name in score_texts([("a", "a")], recipe.evaluation.metrics)]
-    if recipe.checkpoints.metric not in metrics:
-        raise ConfigError(
-            f"checkpoints.metric: no {recipe.checkpoints.metric!r} is measured; there are "
-            f"{', '.join(metrics)}"
-        )
     metric, mode = recipe.checkpoints.metric, recipe.checkpoints.mode
-    expected = "min" if metric.endswith(LOWER_IS_BETTER) else "max"
+    watched = None if recipe.early_stopping is None else recipe.early_stopping.metric
+    for field, name in (("checkpoints.metric", metric), ("early_stopping.metric", watched)):
+        if name is not None and name not in metrics:
+            raise ConfigError(f"{field}: no {name!r} is measured; there are {', '.join(metrics)}")
+    expected = "min" if is_lower_better(metric) else "max"
     if mode != expected:
         better = "smaller" if expected == "min" else "larger"
         raise ConfigError(

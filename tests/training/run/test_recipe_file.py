@@ -49,6 +49,9 @@ def test_a_recipe_survives_json(tmp_path: Path):
         ("model.config.num_hidden_layers", 2, "model.config", {"num_hidden_layers": 2}),
         ("mesh.data", 1, "mesh.data", 1),
         ("ema_decay", None, "ema_decay", None),
+        ("optimizer", None, "optimizer.schedule", "constant"),
+        ("optimizer.weight_decay", None, "optimizer.weight_decay", None),
+        ("batch_size", None, "batch_size", 8),
     ],
 )
 def test_overrides(tmp_path: Path, name: str, value: Any, field: str, expected: Any):

@@ -46,8 +46,8 @@ def little_data(maker: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
 
 
-def test_there_are_five():
-    assert len(RECIPES) == 5
+def test_there_are_six():
+    assert len(RECIPES) == 6
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -73,7 +73,8 @@ def test_data_are_the_same_every_time_and_nothing_held_out_is_trained_on(maker: 
 
 def spelled(row: dict) -> str:
     """What a row asks, without the answer."""
-    return json.dumps(row.get("messages", [row.get("source", row.get("text"))])[0])
+    alone = [row.get("source", row.get("text"))]
+    return json.dumps(row.get("messages", row.get("prompt", alone))[0])
 
 
 @pytest.mark.parametrize(
