@@ -66,10 +66,10 @@ def load(
         attn_implementation: "auto" (splash on a TPU, blockwise on a GPU, eager elsewhere), "eager",
             "blockwise", "splash" (TPU), "xla" or "cudnn"; see docs/models.md.
         remat: recompute activations in the backward pass, block by block.
-        quantize: "int8": keep the weights of linear layers as 8-bit integers with a scale for each
-            row, for inference in a quarter of float32's memory; see docs/quantization.md. None:
-            as floats.
-        quantize_embeddings: with `quantize`, also the token embedding and the LM head.
+        quantize: keep the weights of linear layers as integers with scales, for inference: "int8"
+            in a quarter of float32's memory, "int4" in an eighth, with less exact answers; see
+            docs/quantization.md. None: as floats.
+        quantize_embeddings: with `quantize`, also the token embedding and the LM head, as int8.
         allow_nonfinite: accept NaN and infinite weights.
         progress: called as ``progress(tensor_name, bytes_done, bytes_total)``.
 

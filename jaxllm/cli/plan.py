@@ -18,6 +18,7 @@ from jaxllm.cli.devices import mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.cli.model_flags import DTYPE_NAMES
 from jaxllm.common.progress import Reporter
+from jaxllm.models.quantize import FORMATS
 from jaxllm.nn.attention import IMPLEMENTATIONS
 from jaxllm.planning import Plan, plan
 
@@ -71,6 +72,9 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="weights and computation (bfloat16)",
     )
     parser.add_argument(
+        "--quantize", choices=tuple(FORMATS), help="weights as integers, without a training step"
+    )
+    parser.add_argument(
         "--program",
         choices=("decode", "prefill", "batch", "train"),
         action="append",
@@ -99,6 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
         program=arguments.program,
         attn_implementation=arguments.attn_implementation,
         remat=arguments.remat,
+        quantize=arguments.quantize,
         progress=lambda name: reporter.say(f"compiling {name}"),
     )
     if arguments.json:

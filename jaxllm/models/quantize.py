@@ -14,12 +14,18 @@ from jaxllm.models.lora import check_plain, module_at, replace_modules
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
 from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.nn.quantized import Int8Matrix, QuantizedEmbedding, QuantizedLinear, QuantizedMatrix
+from jaxllm.nn.quantized import (
+    Int4Matrix,
+    Int8Matrix,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    QuantizedMatrix,
+)
 
 M = TypeVar("M", bound=Model[Any])
 Quantize = Callable[[Float[Array, "O I"]], QuantizedMatrix]
 
-FORMATS: Mapping[str, Quantize] = {"int8": Int8Matrix.quantize}
+FORMATS: Mapping[str, Quantize] = {"int8": Int8Matrix.quantize, "int4": Int4Matrix.quantize}
 """Quantization of a float matrix [out, in] to each format."""
 
 FLOAT_LAYERS = ("score", "positions", "table")
@@ -35,7 +41,8 @@ def layer_formats(model: Model[Any], name: str, *, embeddings: bool = True) -> d
     Args:
         model: a float model, or the shapes of one.
         name: a key of `FORMATS`.
-        embeddings: also quantize the token embedding and the LM head.
+        embeddings: also quantize the token embedding and the LM head, to int8 at least: they have
+            more effect on a model's answers than other layers.
 
     Raises:
         InputError: an unknown format.
@@ -49,7 +56,7 @@ def layer_formats(model: Model[Any], name: str, *, embeddings: bool = True) -> d
         if layer == path or last in FLOAT_LAYERS or (last in EMBEDDINGS and not embeddings):
             continue
         if isinstance(module_at(model, layer), Linear | Embedding):
-            formats[layer] = name
+            formats[layer] = "int8" if last in EMBEDDINGS else name
     return formats
 
 
@@ -57,7 +64,8 @@ def quantize_model(model: M, name: str, *, embeddings: bool = True) -> M:
     """A copy of a float model with quantized weights, for inference; the rest is shared.
 
     Args:
-        name: "int8": a scale for each row of a matrix.
+        name: "int8": a scale for each row of a matrix; "int4": also for each group of 32 entries,
+            with int8 for embeddings.
         embeddings: also quantize the token embedding and the LM head.
 
     Raises:
@@ -95,6 +103,6 @@ def with_matrices(model: M, matrices: Mapping[str, QuantizedMatrix]) -> M:
 
 def formats_of(model: Model[Any]) -> dict[str, str]:
     """Formats of a model's quantized layers by path; empty for a float model."""
-    paths = (path for path in parameters(model) if path.endswith(".matrix.values"))
-    layers = [path.removesuffix(".matrix.values") for path in paths]
+    paths = (path.partition(".matrix.") for path in parameters(model))
+    layers = dict.fromkeys(layer for layer, matrix, _ in paths if matrix)
     return {path: module_at(model, path).matrix.format for path in layers}

@@ -145,7 +145,7 @@ def parameters(model: Model[Any]) -> dict[str, jax.Array]:
 
 def is_quantized(model: Model[Any]) -> bool:
     """True if the model has quantized weights (`models/quantize.py`)."""
-    return any(path.endswith(".matrix.values") for path in parameters(model))
+    return any(".matrix." in path for path in parameters(model))
 
 
 def with_parameters(model: Model[Any], changed: Mapping[str, jax.Array]):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int8, UInt16
+from jaxtyping import Array, Bool, Float, Int, Int4, Int8, UInt16
 
 from jaxllm.cache.kv_cache import KV
 
@@ -88,6 +88,51 @@ times_as_int8.defvjp(
 
 _TRANSPOSED = (((1,), (1,)), ((), ()))
 """Dimension numbers of ``x W^T``."""
+
+
+def times_int4_transposed(
+    x: Float[Array, "*rest I"],
+    groups: Int4[Array, "G O S"],
+    multipliers: Int8[Array, "G O"],
+    scale: Float[Array, " O"],
+) -> Float[Array, "*rest O"]:
+    """Matrix product ``x W^T`` of a matrix in groups (`Int4Matrix`), in x's dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+
+    def as_one_matrix(rows: Array, groups: Array, multipliers: Array, scale: Array) -> Array:
+        return times_int8_transposed(rows, as_int8(groups, multipliers), scale)
+
+    # TPU and GPU read int4 in the product of each group, and then scale the groups' sums. For more
+    # rows the sums would take more memory than a copy of the weights.
+    in_groups = sum_of_groups if len(rows) <= groups.shape[2] // 2 else as_one_matrix
+    # PERF(cpu): int8 once for a whole decode loop, since XLA moves the conversion out of the loop.
+    y = jax.lax.platform_dependent(
+        rows, groups, multipliers, scale, cpu=as_one_matrix, default=in_groups
+    )
+    return y.reshape(*x.shape[:-1], groups.shape[1])
+
+
+def sum_of_groups(
+    x: Float[Array, "B I"],
+    groups: Int4[Array, "G O S"],
+    multipliers: Int8[Array, "G O"],
+    scale: Float[Array, " O"],
+) -> Float[Array, "B O"]:
+    """`times_int4_transposed` by the products of each group."""
+    count, _, size = groups.shape
+    y = jax.lax.dot_general(
+        x.reshape(-1, count, size),
+        groups.astype(x.dtype),
+        (((2,), (2,)), ((1,), (0,))),
+        preferred_element_type=jnp.float32,
+    )
+    return (jnp.sum(y * multipliers[:, None], axis=0) * scale).astype(x.dtype)
+
+
+def as_int8(groups: Int4[Array, "G O S"], multipliers: Int8[Array, "G O"]) -> Int8[Array, "O I"]:
+    """The matrix of ``multipliers * groups``, which are at most 120."""
+    products = groups.astype(jnp.int8) * multipliers[..., None]
+    return products.transpose(1, 0, 2).reshape(groups.shape[1], -1)
 
 
 def with_query_tile(

@@ -6,17 +6,22 @@ formats. They are made of float layers by `jaxllm.models.quantize`, and only for
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int, Int4, Int8
 
 from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.nn.platform import times_int8_transposed
+from jaxllm.nn.platform import as_int8, times_int4_transposed, times_int8_transposed
 from jaxllm.parallel.sharding import all_gather_fsdp
+
+GROUP_SIZE = 32
+"""Entries of a row that share a multiplier in `Int4Matrix`; docs/quantization.md has the choice."""
+MAX_MULTIPLIER = 15
 
 
 class QuantizedMatrix(Protocol):
@@ -75,6 +80,70 @@ class Int8Matrix(nnx.Module):
 
     def dequantized(self) -> Float[Array, "O I"]:
         return self.values[...] * self.scale[...][:, None]
+
+
+class Int4Matrix(nnx.Module):
+    """A matrix of int4, with an integer multiplier for each group of a row and a float32 scale for
+    each row: ``W[o, g * size + j] = scale[o] * multipliers[g, o] * groups[g, o, j]``.
+
+    Multipliers are at most 15, so that ``multipliers * groups`` is a matrix of int8.
+    """
+
+    format = "int4"
+
+    def __init__(
+        self,
+        groups: Int4[Array, "G O S"],
+        multipliers: Int8[Array, "G O"],
+        scale: Float[Array, " O"],
+    ):
+        self.groups, self.multipliers = nnx.Param(groups), nnx.Param(multipliers)
+        self.scale = nnx.Param(scale)
+
+    @classmethod
+    def quantize(cls, weight: Float[Array, "O I"], group_size: int = GROUP_SIZE) -> Int4Matrix:
+        """A near matrix of this format: of three multipliers of a group the one with the least
+        squared error. Groups have the largest common divisor of `group_size` and the row's length.
+        """
+        rows, columns = weight.shape
+        size = math.gcd(columns, group_size)
+        weight = weight.astype(jnp.float32)
+        scale = jnp.max(jnp.abs(weight), axis=1) / (8 * MAX_MULTIPLIER)
+        units = weight / jnp.where(scale > 0, scale, 1)[:, None]
+        units = units.reshape(rows, columns // size, size).transpose(1, 0, 2)
+        # The largest entry of a group becomes -8, the end of int4's range that is farther from 0.
+        largest = jnp.argmax(jnp.abs(units), axis=2, keepdims=True)
+        exact = -jnp.take_along_axis(units, largest, axis=2) / 8
+        sign = jnp.where(exact < 0, -1, 1)
+
+        def rounded(smaller: int) -> tuple[Array, Array, Array]:
+            multiplier = sign * jnp.clip(jnp.ceil(jnp.abs(exact)) - smaller, 1, MAX_MULTIPLIER)
+            values = jnp.clip(jnp.round(units / multiplier), -8, 7)
+            error = jnp.sum((units - multiplier * values) ** 2, axis=2, keepdims=True)
+            return error, multiplier, values
+
+        best = rounded(0)
+        for smaller in (1, 2):
+            other = rounded(smaller)
+            better = other[0] < best[0]
+            best = tuple(jnp.where(better, x, y) for x, y in zip(other, best, strict=True))
+        _, multipliers, values = best
+        return cls(values.astype(jnp.int4), multipliers[..., 0].astype(jnp.int8), scale)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        count, rows, size = self.groups.shape
+        return rows, count * size
+
+    def times(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        return times_int4_transposed(x, self.groups[...], self.multipliers[...], self.scale[...])
+
+    def rows(self, ids: Int[Array, ...], dtype: DTypeLike) -> Float[Array, "... I"]:
+        return jnp.take(self.dequantized(), ids, axis=0, mode="clip").astype(dtype)
+
+    def dequantized(self) -> Float[Array, "O I"]:
+        values = as_int8(self.groups[...], self.multipliers[...])
+        return values * self.scale[...][:, None]
 
 
 class QuantizedLinear(Linear):

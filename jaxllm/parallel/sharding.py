@@ -119,7 +119,7 @@ def logical_axes(path: str) -> tuple[str | None, ...]:
 
     LoRA parameters take theirs from their layer's weight: ``lora_a`` [rank, in], ``lora_b`` [out,
     rank]. So do the parts of a quantized matrix: ``matrix.values`` [out, in], ``matrix.scale``
-    [out].
+    [out], and in groups ``matrix.groups`` [group, out, size].
 
     >>> logical_axes("backbone.stack.blocks.0.attn.o.weight")
     ('embed', 'heads')
@@ -138,6 +138,8 @@ _AXES_OF_PARTS = {
     ".lora_b": lambda axes: (axes[0], None),
     ".lora_magnitude": lambda axes: axes[:1],
     ".matrix.values": lambda axes: axes,
+    ".matrix.groups": lambda axes: (axes[1], axes[0], None),
+    ".matrix.multipliers": lambda axes: (axes[1], axes[0]),
     ".matrix.scale": lambda axes: axes[:1],
 }
 """End of a path -> the axes, from those of the layer's weight."""

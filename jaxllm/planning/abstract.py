@@ -19,6 +19,7 @@ from jaxllm.checkpoint.load import float_dtype, read_config_file
 from jaxllm.common.errors import JaxLLMError, MissingFileError
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
+from jaxllm.models.quantize import layer_formats, quantized_shapes
 from jaxllm.models.registry import model_spec
 from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.placement import put_tree
@@ -33,6 +34,7 @@ def abstract_model(
     dtype: Any = "bfloat16",
     attn_implementation: str = "auto",
     remat: bool = False,
+    quantize: str | None = None,
 ) -> Any:
     """A model of `jax.ShapeDtypeStruct` parameters: no weights are read or allocated.
 
@@ -45,7 +47,7 @@ def abstract_model(
             that this machine does not have.
         device: the device that holds all parameters, in place of a mesh. None: the first of JAX.
         dtype: dtype of weights and computation: float32, bfloat16 or float16.
-        attn_implementation, remat: as `jaxllm.load`.
+        attn_implementation, remat, quantize: as `jaxllm.load`.
 
     Raises:
         MissingFileError: there is no config.json.
@@ -68,6 +70,8 @@ def abstract_model(
         remat=remat,
     )
     model = jax.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
+    if quantize is not None:
+        model = quantized_shapes(model, layer_formats(model, quantize))
     if mesh is not None:
         check_mesh(mesh)
         check_heads(spec.config.head_counts, mesh)
@@ -113,11 +117,13 @@ def shapes_of(tree: Any) -> Any:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes per device of a pytree of shapes; a sharded array counts as its shard."""
+    """Bytes per device of a pytree of shapes; a sharded array counts as its shard, and two int4 as
+    a byte."""
 
     def one(x: Any) -> int:
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return math.prod(shape) * (8 if is_key else np.dtype(x.dtype).itemsize)
+        half = 2 if x.dtype == jnp.int4 else 1
+        return math.prod(shape) * (8 if is_key else np.dtype(x.dtype).itemsize) // half
 
     return sum(map(one, jax.tree.leaves(tree)))

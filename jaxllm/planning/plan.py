@@ -92,6 +92,7 @@ def plan(
     program: str | Sequence[str] | None = None,
     attn_implementation: str = "auto",
     remat: bool = False,
+    quantize: str | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> Plan:
     """Compiles the library's programs for devices that are not there, and says what they cost.
@@ -111,6 +112,7 @@ def plan(
         program: "decode", "prefill", "batch" (its programs are `batch.decode` and `batch.prefill`),
             "train", or several of them. None: all.
         attn_implementation, remat: as `jaxllm.load`.
+        quantize: as `jaxllm.load`; a quantized model has no training step.
         progress: called with the name of each program before it is compiled.
 
     Returns:
@@ -122,8 +124,13 @@ def plan(
             topology.
         JaxLLMError: as `abstract_model`.
     """
+    inference = [name for name in PROGRAMS if name != "train"]
     names = (
-        list(PROGRAMS) if program is None else [program] if isinstance(program, str) else program
+        (list(PROGRAMS) if quantize is None else inference)
+        if program is None
+        else [program]
+        if isinstance(program, str)
+        else program
     )
     sizes = {"batch": batch, "prompt": prompt, "new": new, "slots": slots}
     workload = Workload(**sizes)
@@ -136,6 +143,7 @@ def plan(
         dtype=dtype,
         attn_implementation=attn_implementation,
         remat=remat,
+        quantize=quantize,
     )
     plans = []
     for name in names:

@@ -20,7 +20,7 @@ from jaxllm.models.quantize import FORMATS, formats_of, quantize_model
 from jaxllm.models.weights import parameters, with_parameters
 from jaxllm.training.state import TrainState
 
-ERROR = {"int8": 0.05}
+ERROR = {"int8": 0.05, "int4": 0.8}
 """Root mean square of the change that a format may cause in the logits of a tiny model, in standard
 deviations of the logits. Its rows are short and its weights large; docs/quantization.md has the
 change of a real model."""
@@ -115,7 +115,7 @@ def test_what_refuses_quantized_weights(folder, tmp_path):
             refuse(model)
     with pytest.raises(InputError, match=r"resize_token_embeddings.*quantized"):
         model.resize_token_embeddings(60)
-    with pytest.raises(InputError, match="quantize: unknown 'int3'; known: int8"):
+    with pytest.raises(InputError, match="quantize: unknown 'int3'; known: int8, int4"):
         jaxllm.load(folder, quantize="int3")
     with pytest.raises(InputError, match=r"allow_nonfinite: .* must be finite"):
         jaxllm.load(folder, quantize="int8", allow_nonfinite=True)
@@ -137,13 +137,29 @@ for name in sys.argv[2:]:
     for path, x in parameters(there).items():
         assert x.sharding == parameter_sharding(path, x.shape, mesh), path
         np.testing.assert_array_equal(x, parameters(here)[path])
-    values = parameters(there)["backbone.stack.blocks.0.attn.o.matrix.values"]
-    assert values.addressable_shards[0].data.size == values.size // 4, values.sharding
+    leaf = {"int8": "values", "int4": "groups"}[name]
+    values = parameters(there)[f"backbone.stack.blocks.0.attn.o.matrix.{leaf}"]
+    shards = 4 if name == "int8" else 2  # rows of 32 are one group of int4
+    assert values.addressable_shards[0].data.size == values.size // shards, values.sharding
     tokens = [jaxllm.generate(m, prompt, max_new_tokens=8).sequences for m in (here, there)]
     np.testing.assert_array_equal(*tokens)
 print("done")
 """
 
 
-def test_on_a_mesh(tmp_path):
-    on_devices(MESH, str(tmp_path), *FORMATS)
+@pytest.mark.parametrize("name", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_on_a_mesh(tmp_path, name):
+    on_devices(MESH, str(tmp_path), name)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int4", 4)])
+def test_planned_bytes(name, bits):
+    config = tiny.CONFIGS["llama"] | {"hidden_size": 128, "intermediate_size": 256}
+    plain, quantized = (
+        jaxllm.plan(config, "cpu", batch=1, prompt=4, new=4, quantize=q, program="decode").programs[
+            0
+        ]
+        for q in (None, name)
+    )
+    ratio = quantized.weight_bytes / plain.weight_bytes
+    assert bits / 16 < ratio < bits / 16 + 0.1

@@ -12,7 +12,8 @@ import pytest
 from jaxllm.cache.kv_cache import KV
 from jaxllm.cache.variants import QuantizedKV
 from jaxllm.nn.attention import attend
-from jaxllm.nn.platform import padded_product
+from jaxllm.nn.platform import padded_product, sum_of_groups, times_as_int8, times_converted
+from jaxllm.nn.quantized import Int4Matrix, Int8Matrix
 
 ROWS, HEADS, SLOTS, SIZE = 2, 3, 9, 8
 
@@ -22,6 +23,27 @@ def cache(*, quantized: bool = False) -> KV:
     k, v = (random.normal(size=(ROWS, SLOTS, HEADS, SIZE)).astype(np.float32) for _ in range(2))
     kv = KV.from_sequence(jnp.asarray(k), jnp.asarray(v))
     return QuantizedKV.like(kv).write(k, v, jnp.int32(0)) if quantized else kv
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_products_of_quantized_weights(rows):
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(rows, 96)), jnp.float32)
+    weight = jnp.asarray(random.normal(size=(40, 96)), jnp.float32)
+    for quantize in (Int8Matrix.quantize, Int4Matrix.quantize):
+        matrix = quantize(weight)
+        expected = x @ matrix.dequantized().T
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-3)
+        close(matrix.times(x), expected)
+        if isinstance(matrix, Int8Matrix):
+            arguments = (matrix.values[...], matrix.scale[...])
+            close(times_converted(x, *arguments), expected)
+            gradient = jax.grad(lambda x, a=arguments: jnp.sum(times_as_int8(x, *a) ** 2))(x)
+            close(gradient, 2 * expected @ matrix.dequantized(), rtol=1e-3, atol=0.05)
+        else:
+            parts = (matrix.groups[...], matrix.multipliers[...], matrix.scale[...])
+            close(sum_of_groups(x, *parts), expected)
+    assert not np.asarray(Int8Matrix.quantize(jnp.zeros((2, 4))).times(x[:, :4])).any()
 
 
 @pytest.mark.parametrize("quantized", [False, True])

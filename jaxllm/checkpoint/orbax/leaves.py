@@ -79,7 +79,9 @@ def is_key(leaf: Any) -> bool:
 
 
 def bits_of(leaf: jax.Array) -> jax.Array:
-    """The array itself, or the key data of typed PRNG keys."""
+    """The array itself, the key data of typed PRNG keys, or pairs of int4 as int8."""
+    if leaf.dtype == jnp.int4:
+        return jax.lax.bitcast_convert_type(leaf.reshape(*leaf.shape[:-1], -1, 2), jnp.int8)
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -97,4 +99,6 @@ def bits_like(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def from_bits(bits: jax.Array, leaf: Any) -> jax.Array:
     """The inverse of `bits_of` for a leaf of a target."""
+    if leaf.dtype == jnp.int4:
+        return jax.lax.bitcast_convert_type(bits, jnp.int4).reshape(leaf.shape)
     return jax.random.wrap_key_data(bits, dtype=leaf.dtype) if is_key(leaf) else bits
