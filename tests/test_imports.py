@@ -152,4 +152,4 @@ def test_import_is_quick_and_light() -> None:
     seconds, *modules = run_python(code).split()
     assert float(seconds) < 2
     assert not FOREIGN.intersection(modules)
-    assert not {"pydantic", "matplotlib"}.intersection(modules)
+    assert not {"pydantic", "matplotlib", "lm_eval"}.intersection(modules)

@@ -1,12 +1,15 @@
-"""``jaxllm eval MODEL --perplexity FILE``: judges a model."""
+"""``jaxllm eval MODEL --perplexity FILE`` or ``--tasks NAMES``: judges a model."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxllm.cli.devices import local_mesh, mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
@@ -16,41 +19,70 @@ from jaxllm.cli.model_flags import (
     keep_programs,
     load_named,
 )
+from jaxllm.common.atomic_file import write_whole
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.progress import Reporter
 from jaxllm.evaluate import perplexity
+from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _EXAMPLES = """\
-example:
+examples:
   jaxllm eval path/to/model --perplexity book.txt --context 1024 --stride 512
+  jaxllm eval path/to/model --tasks arc_easy,gsm8k --limit 100 --output results.json
 """
+_TASK_OPTIONS = (
+    "include_path",
+    "num_fewshot",
+    "limit",
+    "apply_chat_template",
+    "system",
+    "output",
+    "seed",
+)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm eval") -> int:
     """Entry point; returns the exit code."""
-    return run_command(
-        lambda arguments: _run(_parser(program).parse_args(arguments)), program, argv
-    )
+    return run_command(lambda arguments: _run(_checked(_parser(program), arguments)), program, argv)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=program,
         usage=f"{program} [options] MODEL",
-        description="Evaluate a checkpoint; the result is one line of JSON.",
+        description="Evaluate a checkpoint: the perplexity of a text, as one line of JSON, or "
+        "tasks of lm-evaluation-harness, as a table.",
         epilog=_EXAMPLES,
     )
     parser.add_argument("model", metavar="MODEL", help="folder, .safetensors, .gguf or Hub id")
-    parser.add_argument(
-        "--perplexity", type=Path, required=True, metavar="FILE", help="of this UTF-8 text"
+    job = parser.add_mutually_exclusive_group(required=True)
+    job.add_argument("--perplexity", type=Path, metavar="FILE", help="of this UTF-8 text")
+    job.add_argument(
+        "--tasks", type=_names, metavar="NAMES", help="tasks, groups or tags, separated by commas"
     )
-    parser.add_argument("--context", type=int, metavar="TOKENS", help="of a window (at most 2048)")
+    parser.add_argument(
+        "--context", type=int, metavar="TOKENS", help="of a window (a text's: at most 2048)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="windows or requests computed at once"
+    )
     parser.add_argument(
         "--stride", type=int, metavar="TOKENS", help="between two windows (half the context)"
     )
-    parser.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="windows computed at once (8)"
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument(
+        "--include-path", type=Path, metavar="FOLDER", help="of further tasks (YAML files)"
     )
+    tasks.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
+    tasks.add_argument(
+        "--limit", type=float, metavar="N", help="examples of each task; below 1 a fraction"
+    )
+    tasks.add_argument(
+        "--apply-chat-template", action="store_true", default=None, help="prompts are chats"
+    )
+    tasks.add_argument("--system", metavar="TEXT", help="system message of the prompts")
+    tasks.add_argument("--output", type=Path, metavar="FILE", help="of all results, as JSON")
+    tasks.add_argument("--seed", type=int, metavar="N", help="of sampling (0)")
     add_model_flags(parser)
     parser.add_argument(
         "--mesh", type=mesh_sizes, metavar="SIZES", help="shard the model: data=2,tensor=4"
@@ -60,16 +92,38 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"expected names separated by commas, found {text!r}")
+    return names
+
+
+def _checked(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; those of the other job are an error."""
+    arguments = parser.parse_args(argv)
+    other, job = (
+        (_TASK_OPTIONS, "--tasks") if arguments.tasks is None else (("stride",), "--perplexity")
+    )
+    for name in other:
+        if getattr(arguments, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} needs {job}")
+    return arguments
+
+
 def _run(arguments: argparse.Namespace) -> int:
+    reporter = Reporter(quiet=arguments.quiet)
+    if arguments.tasks is not None:
+        if not arguments.quiet:
+            return _run_tasks(arguments, reporter)
+        # The harness logs warnings and shows bars of its own.
+        with Path(os.devnull).open("w") as sink, contextlib.redirect_stderr(sink):
+            return _run_tasks(arguments, reporter)
     try:
         text = arguments.perplexity.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as failure:
         raise InputError(f"{arguments.perplexity}: cannot be read ({failure})") from None
-    reporter = Reporter(quiet=arguments.quiet)
-    keep_programs(arguments, reporter)
-    model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
-    if tokenizer is None or not hasattr(model, "decode"):
-        raise UnsupportedError(f"{arguments.model}: needs a tokenizer and a language-model head")
+    model, tokenizer = _load(arguments, reporter)
     start = time.perf_counter()
     output = perplexity(
         model,
@@ -77,7 +131,7 @@ def _run(arguments: argparse.Namespace) -> int:
         text,
         context=arguments.context,
         stride=arguments.stride,
-        batch_size=arguments.batch_size,
+        batch_size=8 if arguments.batch_size is None else arguments.batch_size,
     )
     seconds = time.perf_counter() - start
     reporter.say(f"{output.tokens} tokens, {output.tokens / seconds:.0f} tokens/s")
@@ -89,3 +143,49 @@ def _run(arguments: argparse.Namespace) -> int:
     }
     print(json.dumps(result))
     return 0
+
+
+def _run_tasks(arguments: argparse.Namespace, reporter: Reporter) -> int:
+    with reporter.phase("importing lm-evaluation-harness"):
+        from jaxllm.evaluate.lm_eval import (
+            JaxLM,
+            load_tasks,
+            results_json,
+            results_table,
+            run_tasks,
+        )
+    output: Path | None = arguments.output
+    if output is not None and not output.parent.is_dir():
+        raise InputError(f"--output: {output.parent} is not a folder")
+    with reporter.phase("loading the tasks"):
+        tasks = load_tasks(arguments.tasks, arguments.include_path)
+    model, tokenizer = _load(arguments, reporter)
+    lm = JaxLM(
+        model,
+        tokenizer=tokenizer,
+        batch_size="auto" if arguments.batch_size is None else arguments.batch_size,
+        max_length=arguments.context,
+        seed=arguments.seed or 0,
+        name=str(arguments.model),
+        reporter=reporter,
+    )
+    results = run_tasks(
+        lm,
+        tasks,
+        num_fewshot=arguments.num_fewshot,
+        limit=arguments.limit,
+        apply_chat_template=bool(arguments.apply_chat_template),
+        system_instruction=arguments.system,
+    )
+    print(results_table(results))
+    if output is not None:
+        write_whole(output, results_json(results))
+    return 0
+
+
+def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[Any, Tokenizer]:
+    keep_programs(arguments, reporter)
+    model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
+    if tokenizer is None or not hasattr(model, "decode"):
+        raise UnsupportedError(f"{arguments.model}: needs a tokenizer and a language-model head")
+    return model, tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -78,25 +78,57 @@ def score(
             positions, or a call inside jax.jit (pairs are sorted by length on the host).
         NonFiniteError: the model gave NaN or infinite logits; the message names the pair.
     """
+    scores = dict(
+        stream_scores(
+            model,
+            prompts,
+            completions,
+            attention_mask=attention_mask,
+            completion_mask=completion_mask,
+            batch_size=batch_size,
+        )
+    )
+    token_log_probs = [scores[i].token_log_probs for i in range(len(scores))]
+    return ScoreOutput(
+        log_likelihoods=np.array([x.sum() for x in token_log_probs], np.float32),
+        is_greedy=np.array([scores[i].is_greedy for i in range(len(scores))], bool),
+        token_log_probs=token_log_probs,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PairScore:
+    """Score of one completion; the fields are those of a row of `ScoreOutput`."""
+
+    token_log_probs: Float[np.ndarray, " _"]
+    is_greedy: bool
+
+
+def stream_scores(
+    model: GenerativeModel,
+    prompts: TokenRows,
+    completions: TokenRows,
+    *,
+    attention_mask: TokenRows | None = None,
+    completion_mask: TokenRows | None = None,
+    batch_size: int = 32,
+) -> Iterator[tuple[int, PairScore]]:
+    """Yields the index and score of each pair as its batch ends, the longest pairs first.
+
+    Arguments and errors are those of `score`.
+    """
     pairs = read_pairs(model, prompts, completions, attention_mask, completion_mask)
     if not is_integer(batch_size) or batch_size < 1:
         raise InputError(f"batch_size: expected an integer of 1 or more, found {batch_size!r}")
     run = batch_scorer(model)
-    log_probs: list[Any] = [None] * len(pairs)
-    greedy = np.zeros(len(pairs), bool)
     for i, scores in run_in_batches(run, pairs, batch_size, length=lambda pair: pair.size):
-        log_prob, is_best, is_finite = (x[: len(pairs[i].completion)] for x in scores)
+        log_probs, is_best, is_finite = (x[: len(pairs[i].completion)] for x in scores)
         if not is_finite.all():
             raise NonFiniteError(
                 f"score: the model's logits for pair {i} are NaN or infinite; check the weights, "
                 "or compute in float32 (dtype='float32')"
             )
-        log_probs[i], greedy[i] = log_prob, is_best.all()
-    return ScoreOutput(
-        log_likelihoods=np.array([x.sum() for x in log_probs], np.float32),
-        is_greedy=greedy,
-        token_log_probs=log_probs,
-    )
+        yield i, PairScore(log_probs, bool(is_best.all()))
 
 
 def batch_scorer(model: GenerativeModel) -> Callable[[list[Pair]], list[tuple[np.ndarray, ...]]]:

@@ -1,0 +1,303 @@
+"""`JaxLM`: a model of jaxllm behind the interface of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from importlib import import_module
+from os import PathLike
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+import jaxllm
+from jaxllm.batch.generator import check_model
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.progress import Reporter
+from jaxllm.evaluate.lm_eval.arguments import (
+    batch_sizes,
+    check_device,
+    length_limit,
+    load_pretrained,
+)
+from jaxllm.evaluate.lm_eval.chat import render_chat
+from jaxllm.evaluate.lm_eval.generation import (
+    GenerationRequest,
+    GenerationSettings,
+    generate_until,
+)
+from jaxllm.evaluate.lm_eval.messages import counted, warn_of_truncation
+from jaxllm.generation.scoring.score import stream_scores
+from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.model import Model
+from jaxllm.tokenizers import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
+"""Strings of a request (None: a window of a longer text), and ids of context and continuation."""
+
+
+class JaxLM(TemplateLM):
+    """A causal or encoder-decoder model that answers the requests of lm-evaluation-harness.
+
+    Prompts, truncation and scores are those of the harness's backend for transformers, "hf". An
+    encoder-decoder reads the context with its encoder. Pairs are scored in batches of similar
+    length, padded to powers of two; generation runs in the batch engine's slots.
+
+    Args:
+        pretrained: a folder, .gguf file or Hub id for `jaxllm.load`; or a model, with `tokenizer`.
+        tokenizer: a tokenizer or its folder; None: that of `pretrained`.
+        dtype, param_dtype, revision: as for `jaxllm.load`; a `dtype` of "auto" means None.
+        batch_size: pairs that are scored, and requests that are decoded, at once. "auto": 32 pairs,
+            and the default slots of `BatchGenerator`. Fewer are used where memory runs out.
+        max_batch_size: maximum of an automatic batch size.
+        max_length: tokens of context and continuation; longer ones lose their start. None: the
+            model's context, or the tokenizer's `model_max_length`, or 2048.
+        max_gen_toks: new tokens of a request that sets none.
+        prefix_token_id: first token of a text without context. None: BOS, or else EOS.
+        add_bos_token: add special tokens to a text, such as BOS. None: as the tokenizer does.
+        enable_thinking: variable of the chat template; if True, only answers are generated, and
+            `think_end_token` must be set.
+        think_end_token: text after which an answer begins, for models that think first.
+        seed: seed of sampling, for requests that have none.
+        device: what JAX must have chosen, such as "cpu" or "gpu"; it is chosen by JAX_PLATFORMS.
+        name: of the model, in the results; None: `pretrained`, or its class.
+        reporter: shows progress on stderr; None: a new one.
+
+    Raises:
+        InputError: an argument that does not exist, or has a wrong value.
+        UnsupportedError: the model has no tokenizer or no language-model head.
+        JaxLLMError: as `jaxllm.load`.
+    """
+
+    tokenizer: Tokenizer
+
+    def __init__(
+        self,
+        pretrained: str | PathLike[str] | GenerativeModel,
+        *,
+        tokenizer: Tokenizer | str | PathLike[str] | None = None,
+        dtype: str | None = None,
+        param_dtype: str | None = None,
+        revision: str | None = None,
+        batch_size: int | str | None = "auto",
+        max_batch_size: int | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        prefix_token_id: int | None = None,
+        add_bos_token: bool | None = None,
+        enable_thinking: bool | None = None,
+        think_end_token: str | None = None,
+        seed: int = 0,
+        device: str | None = None,
+        name: str | None = None,
+        reporter: Reporter | None = None,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        if unknown:
+            known = ", ".join(list(inspect.signature(JaxLM).parameters)[:-2])
+            raise InputError(f"model_args: no {', '.join(sorted(unknown))}; use {known}")
+        check_device(device)
+        self._reporter = Reporter() if reporter is None else reporter
+        self._name = name or str(
+            pretrained if isinstance(pretrained, str | PathLike) else type(pretrained).__name__
+        )
+        model, own_tokenizer = load_pretrained(
+            pretrained,
+            self._reporter,
+            dtype=None if dtype == "auto" else dtype,
+            param_dtype=param_dtype,
+            revision=revision,
+        )
+        if isinstance(tokenizer, str | PathLike):
+            tokenizer = load_tokenizer(tokenizer)
+        tokenizer = own_tokenizer if tokenizer is None else tokenizer
+        if tokenizer is None:
+            raise UnsupportedError(f"{self._name}: has no tokenizer, which tasks need")
+        check_model(model)
+        self.model, self.tokenizer = model, tokenizer
+        self.backend = "seq2seq" if model.is_encoder_decoder else "causal"
+        self.batch_size, self._slots = batch_sizes(batch_size, max_batch_size)
+        self.max_gen_toks = max_gen_toks
+        self.max_length = length_limit(model, tokenizer, max_length)
+        self._prefix_token_id, self._add_bos_token = prefix_token_id, add_bos_token
+        self._think_end_token, self._seed = think_end_token, seed
+        if enable_thinking and think_end_token is None:
+            raise InputError("think_end_token: enable_thinking needs it, to find the answer")
+        self._thinks = enable_thinking
+
+    @property
+    def eot_token_id(self) -> int:
+        """EOS, at which the answers end."""
+        return self._token(self.tokenizer.eos_token_id, "no EOS token")
+
+    @property
+    def prefix_token_id(self) -> int:
+        """First token of a text without context."""
+        for token in (self._prefix_token_id, self.tokenizer.bos_token_id):
+            if token is not None:
+                return token
+        return self._token(self.tokenizer.eos_token_id, "no BOS and no EOS: set prefix_token_id")
+
+    def _token(self, token: int | None, problem: str) -> int:
+        if token is None:
+            raise InputError(f"{self._name}: the tokenizer has {problem}")
+        return token
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer in the harness's cache of requests."""
+        return self._name.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids of a text, without special tokens if it already begins with the first."""
+        if add_special_tokens is None:
+            prefix = self.tokenizer.decode([self.prefix_token_id])
+            add_special_tokens = self._add_bos_token is not False
+            add_special_tokens &= not has_bos_prefix(string, prefix)
+        size = max(len(string.encode("utf-8", "replace")), 1)
+        return self.tokenizer.encode(
+            string, add_special_tokens=add_special_tokens, max_bytes=size, **kwargs
+        )
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a chat, for the assistant's turn or to continue the last message."""
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            **({} if self._thinks is None else {"enable_thinking": self._thinks}),
+        )
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and whether greedy search would generate it."""
+        if self._thinks:
+            names = ", ".join(sorted({str(request.task_name) for request in requests}))
+            raise InputError(f"enable_thinking: {names} asks for log-likelihoods, not for answers")
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[TokenRequest], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        if not requests:
+            return []
+        pairs = [self._fitting(*request) for request in requests]
+        longer = sum(
+            len(prompt) < len(context)
+            for (prompt, _), (_, context, _) in zip(pairs, requests, strict=True)
+        )
+        warn_of_truncation(longer, len(requests), self.max_length)
+        prompts, completions = zip(*pairs, strict=True)
+        answers: dict[int, tuple[float, bool]] = {}
+        with counted(self._reporter, "log-likelihoods", len(requests)) as advance:
+            for i, score in stream_scores(
+                self.model, prompts, completions, batch_size=self.batch_size
+            ):
+                answers[i] = float(score.token_log_probs.sum()), score.is_greedy
+                if (strings := requests[i][0]) is not None:
+                    self.cache_hook.add_partial("loglikelihood", strings, answers[i])
+                advance()
+        return [answers[i] for i in range(len(requests))]
+
+    def _fitting(
+        self, strings: tuple[str, str] | None, context: list[int], continuation: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Context and continuation without what `max_length` cuts from the start of the context."""
+        size, limit = len(continuation), self.max_length
+        if not 1 <= size <= limit:
+            raise InputError(
+                f"loglikelihood: the continuation {(strings or ('', 'of a window'))[1]!r:.60} has "
+                f"{size} tokens, but there must be 1 to {limit} (max_length)"
+            )
+        if self.backend == "seq2seq":
+            return context[-limit:], continuation
+        return context[-(limit + 1 - size) :], continuation
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihood of each whole text, in windows of `max_length`.
+
+        An encoder-decoder reads the prefix token with its encoder, as in the harness's backend.
+        """
+        windows: list[TokenRequest] = []
+        owners: list[int] = []
+        for i, request in enumerate(requests):
+            for window in get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1
+            ):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(i)
+        totals = [0.0] * len(requests)
+        for i, (log_likelihood, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[i] += log_likelihood
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The answer to each prompt, up to the first of its stop strings."""
+        rows: list[GenerationRequest] = []
+        longer = 0
+        for request in requests:
+            length, row = self._generation_request(request)
+            rows.append(row)
+            longer += len(row.input_ids) < length
+        warn_of_truncation(longer, len(requests), self.max_length)
+        end_text = self.tokenizer.decode([self.eot_token_id])
+        answers: dict[int, str] = {}
+        with counted(self._reporter, "answers", len(requests)) as advance:
+            for i, ids in generate_until(
+                self.model, self.tokenizer, rows, slots=self._slots, seed=self._seed
+            ):
+                answers[i] = postprocess_generated_text(
+                    self.tokenizer.decode(ids, skip_special_tokens=True),
+                    [*rows[i].settings.until, end_text],
+                    self._think_end_token,
+                )
+                self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
+                advance()
+        return [answers[i] for i in range(len(requests))]
+
+    def _generation_request(self, request: Instance) -> tuple[int, GenerationRequest]:
+        """The length of the prompt, and the request with what `max_length` leaves of it."""
+        context, gen_kwargs = request.arguments
+        settings = GenerationSettings.read(gen_kwargs, self.max_gen_toks)
+        limit = self.max_length
+        if self.backend == "causal":
+            limit -= settings.max_new_tokens
+        if limit < 1:
+            raise InputError(
+                f"max_gen_toks: {settings.max_new_tokens} new tokens leave none of a max_length of "
+                f"{self.max_length} for the prompt"
+            )
+        ids = self.tok_encode(context) or [self.prefix_token_id]
+        return len(ids), GenerationRequest(ids[-limit:], settings)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes about the model into its results."""
+        model = cast(Model[Any], self.model)
+        return {
+            "model_name": self._name,
+            "model_num_parameters": model.num_parameters(),
+            "model_dtype": str(model.dtype),
+            "jaxllm_version": jaxllm.__version__,
+            "jax_version": jax.__version__,
+        }
+
+
+import_module("lm_eval.models")  # which adds the harness's own only to an empty registry
+register_model("jaxllm")(JaxLM)
