@@ -8,7 +8,6 @@ from importlib import import_module
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
-import jax
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
@@ -229,10 +228,7 @@ class JaxLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihood of each whole text, in windows of `max_length`.
-
-        An encoder-decoder reads the prefix token with its encoder, as in the harness's backend.
-        """
+        """Log-likelihood of each whole text, in windows of `max_length` after the prefix token."""
         windows: list[TokenRequest] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -295,7 +291,6 @@ class JaxLM(TemplateLM):
             "model_num_parameters": model.num_parameters(),
             "model_dtype": str(model.dtype),
             "jaxllm_version": jaxllm.__version__,
-            "jax_version": jax.__version__,
         }
 
 
