@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         AutoTokenizer,
     )
     from jaxllm.batch import BatchGenerator, BatchOutput
+    from jaxllm.batch.texts import generate_texts
     from jaxllm.common.compile_cache import enable_compile_cache
     from jaxllm.common.errors import JaxLLMError
     from jaxllm.common.progress import set_progress
@@ -55,6 +56,7 @@ __all__ = [
     "compute_transition_scores",
     "enable_compile_cache",
     "generate",
+    "generate_texts",
     "load",
     "load_orbax",
     "lower",
@@ -87,6 +89,7 @@ _MODULE_OF = {
     "compute_transition_scores": "generation.scoring.transition_scores",
     "enable_compile_cache": "common.compile_cache",
     "generate": "generation.generate",
+    "generate_texts": "batch.texts",
     "load": "loading",
     "load_orbax": "loading",
     "lower": "planning",

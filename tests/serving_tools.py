@@ -15,8 +15,8 @@ from typing import Any
 import tiny
 from small_tokenizers import DATA
 
+from jaxllm.batch.embedder import Embedder
 from jaxllm.serve import AsyncEngine
-from jaxllm.serve.embedder import Embedder
 from jaxllm.serve.http.server import HttpServer, bound_socket
 from jaxllm.serve.http.state import Limits, ServerState
 from jaxllm.tokenizers import LlamaTokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,9 @@ class BatchGenerator:
         default_new_tokens: `max_new_tokens` of rows for which no length is set, as far as the
             model's context reaches. None: as `generate`, 20.
         chat: a row's `prompt` is a user message, for the model's chat template, after `system`.
+        schema, regex, grammar: what the new text of all rows must match: a JSON schema, a regular
+            expression, or a Lark grammar (at most one of them; a row's own replaces it). Needs
+            ``pip install 'jaxllm[grammar]'``, and not several devices.
         announce: called with the memory that each pool of slots will take, before it runs.
         fields: generation fields of all rows; a row's own override them.
 
@@ -74,6 +77,9 @@ class BatchGenerator:
         default_new_tokens: int | None = None,
         chat: bool = False,
         system: str | None = None,
+        schema: Mapping[str, Any] | bool | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
         announce: Callable[[Prediction], object] | None = None,
         **fields: Any,
     ) -> None:
@@ -83,7 +89,14 @@ class BatchGenerator:
         self.model, self.tokenizer = model, tokenizer
         self._model = without_metadata(model)
         self._reader = RowReader(
-            model, tokenizer, fields, seed, default_new_tokens, chat=chat, system=system
+            model,
+            tokenizer,
+            fields,
+            seed,
+            default_new_tokens,
+            chat=chat,
+            system=system,
+            constraint={"schema": schema, "regex": regex, "grammar": grammar},
         )
         self._budget = memory_budget(memory, 1 if self.mesh is None else self.mesh.size)
         self._announce = announce
@@ -113,6 +126,11 @@ class BatchGenerator:
         for raw_row in rows:
             try:
                 row = self._reader.read(raw_row)
+                if row.constraint is not None and self.mesh is not None and self.mesh.size > 1:
+                    raise UnsupportedError(
+                        "schema, regex, grammar: run on one device; hide the others from JAX "
+                        "(CUDA_VISIBLE_DEVICES), or start a process for each"
+                    )
                 if row.config not in checked_configs:
                     check_processors(row, self.model.config.vocab_size)
                     checked_configs.add(row.config)
@@ -179,6 +197,8 @@ class BatchGenerator:
             self.counts.add_halving()
 
     def _output(self, row: BatchRow, sequences: Sequence[FinishedSequence]) -> BatchOutput:
+        if row.constraint is not None and row.constraint.failures:
+            return error_output(row, row.constraint.failures[0])
         sequences = sorted(sequences, key=lambda sequence: sequence.task.sample)
         for sequence in sequences:
             if sequence.error is not None:

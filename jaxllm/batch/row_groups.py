@@ -227,6 +227,8 @@ def processors_of(
     Args:
         extra: further processors, which stand where `generate` has those of its caller.
     """
+    if row.constraint is not None:
+        extra = [*extra, row.constraint.processor]
     # Read here, not when the module is imported: fields may be registered later.
     no_slots = {name for name, field in FIELDS.items() if not field.slots}
     unused = {name: FIELDS[name].neutral for name in {*NEUTRAL, *no_slots} - set(shared_fields)}

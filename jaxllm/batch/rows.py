@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Self
 
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 
+from jaxllm.batch.constraints import CONSTRAINT_KEYS, ConstraintCompiler, RowConstraint
+from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.call import prompts
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.inputs.arguments import CallArguments
-from jaxllm.generation.inputs.padded_batch import PaddedBatch, checked_ids
+from jaxllm.generation.inputs.padded_batch import PaddedBatch
 from jaxllm.generation.inputs.values import is_integer, to_scalar
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.consistency import UnusedFieldWarning
@@ -36,34 +37,17 @@ MAX_SHARED_SETTINGS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class RowInput:
+class RowInput(RowPrompt):
     """The keys of a row that are not generation fields."""
 
-    id: str | int | None = None
     seed: int | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Any], "a list of messages"] | None = None
-    input_ids: Any = None
-    """Token ids; any sequence of integers."""
-
-    @property
-    def prompt_key(self) -> str:
-        """The key of the prompt: prompt, messages or input_ids.
-
-        Raises:
-            InputError: the row has none of them, or several.
-        """
-        keys = [key for key in PROMPT_KEYS if getattr(self, key) is not None]
-        if len(keys) == 1:
-            return keys[0]
-        raise InputError(
-            "a row has exactly one of prompt, messages and input_ids; found "
-            + (" and ".join(keys) or "none")
-        )
+    schema: Annotated[dict[str, Any] | bool | None, "a JSON schema"] = None
+    regex: str | None = None
+    grammar: str | None = None
+    """A Lark grammar. The new text must match the row's schema, regex or grammar."""
 
 
 ROW_KEYS = frozenset(field.name for field in dataclasses.fields(RowInput))
-PROMPT_KEYS = ("prompt", "messages", "input_ids")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,6 +70,8 @@ class BatchRow:
     """`generate(..., key=seed, row_ids=[row_number])` samples the same."""
     mode: str
     """Generation mode, as `generation_mode` names it, or the name of a registered strategy."""
+    constraint: RowConstraint | None = None
+    """What the new text must match."""
 
     @property
     def samples(self) -> int:
@@ -167,6 +153,28 @@ class RawRow:
     raw: Any
     """A mapping, a prompt or token ids; or the error of the line that it should be on."""
 
+    def mapping(self, keys: Collection[str] | None = None) -> dict[str, Any]:
+        """The row as a mapping; a string is a prompt, anything else token ids.
+
+        Args:
+            keys: the only keys that it may have; None: any.
+
+        Raises:
+            JaxLLMError: the error that stands in its place, or a key is unknown.
+        """
+        if isinstance(self.raw, JaxLLMError):
+            raise self.raw
+        if isinstance(self.raw, str):
+            return {"prompt": self.raw}
+        if not isinstance(self.raw, Mapping):
+            return {"input_ids": self.raw}
+        for name in self.raw:
+            if not isinstance(name, str):
+                raise InputError(f"a row's fields have names, but one is {name!r:.60}")
+            if keys is not None and name not in keys:
+                raise InputError(f"{name}: unknown; this task reads {', '.join(sorted(keys))}")
+        return dict(self.raw)
+
     @property
     def row_id(self) -> str | int:
         """The row's own `id`, or the default if it has no valid one."""
@@ -198,6 +206,7 @@ class RowReader:
             model's context reaches; None: as `generate`.
         chat: a row's `prompt` is a user message, for the model's chat template.
         system: system message of that chat.
+        constraint: `schema`, `regex` or `grammar` of rows that have none.
     """
 
     def __init__(
@@ -209,13 +218,17 @@ class RowReader:
         default_new_tokens: int | None = None,
         chat: bool = False,
         system: str | None = None,
+        constraint: Mapping[str, Any] | None = None,
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
+        self._constraints = ConstraintCompiler(tokenizer, dict(constraint or {}))
         self._fields, self._seed = dict(fields), checked_seed(seed)
         self._default_new_tokens = default_new_tokens
-        self._chat, self._system = chat, system
+        self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
         self._settings: dict[str, _Settings] = {}
         self._with_default_length: dict[tuple[GenerationConfig, int], GenerationConfig] = {}
+        if constraint:
+            self._constraints.check_job(self._read_settings({}).eos)
 
     def read(self, row: RawRow) -> BatchRow:
         """Reads and checks a row.
@@ -223,14 +236,12 @@ class RowReader:
         Raises:
             JaxLLMError: the row is wrong.
         """
-        if isinstance(row.raw, JaxLLMError):
-            raise row.raw
-        raw = _as_mapping(row.raw)
-        row_input = _row_input(raw)
+        raw = row.mapping()
+        row_input = checked_row(RowInput, raw)
         settings = self._read_settings(
             {name: value for name, value in raw.items() if name not in ROW_KEYS}
         )
-        input_ids = self._input_ids(row_input)
+        input_ids = self._prompts.ids(row_input)
         decoder_prompt = input_ids
         if self._model.is_encoder_decoder:
             decoder_prompt = prompts.decoder_prompt(
@@ -242,6 +253,7 @@ class RowReader:
         )
         registered = registered_strategy(call)
         seed = row_input.seed
+        own_constraint = {key: getattr(row_input, key) for key in CONSTRAINT_KEYS}
         return BatchRow(
             index=row.index,
             id=row.row_id,
@@ -253,6 +265,7 @@ class RowReader:
             seed=self._seed if seed is None else checked_seed(seed),
             row_number=row.index if seed is None else 0,
             mode=registered.name if registered else generation_mode(config),
+            constraint=self._constraints.of_row(own_constraint, settings.eos, len(decoder_prompt)),
         )
 
     def _with_lengths(
@@ -309,58 +322,6 @@ class RowReader:
             StopStringCriteria(self._tokenizer, list(config.stop_strings))
         checked_pad(self._model, config, eos)
         return _Settings(config, eos)
-
-    def _input_ids(self, row: RowInput) -> Int[np.ndarray, " T"]:
-        """The row's prompt as token ids."""
-        key, vocab_size = row.prompt_key, self._model.config.vocab_size
-        if row.input_ids is not None:
-            return checked_ids(key, _id_array(row.input_ids)[None], vocab_size)[0]
-        if self._tokenizer is None:
-            raise InputError(f"{key}: this model has no tokenizer; give input_ids")
-        messages = row.messages
-        if messages == []:
-            raise InputError("messages: expected a list of messages, found []")
-        if row.prompt is not None and self._chat:
-            system = [] if self._system is None else [{"role": "system", "content": self._system}]
-            messages = [*system, {"role": "user", "content": row.prompt}]
-        if messages is None:
-            ids = self._tokenizer([row.prompt or ""]).input_ids
-        else:
-            ids = [self._tokenizer.apply_chat_template(messages)]
-        return checked_ids(key, np.asarray(ids), vocab_size)[0]
-
-
-def _as_mapping(raw: object) -> Mapping[str, Any]:
-    """A row as a mapping: a string is a prompt, anything else token ids."""
-    if isinstance(raw, str):
-        return {"prompt": raw}
-    if not isinstance(raw, Mapping):
-        return {"input_ids": raw}
-    for name in raw:
-        if not isinstance(name, str):
-            raise InputError(f"a row's fields have names, but one is {name!r:.60}")
-    return raw
-
-
-def _row_input(raw: Mapping[str, Any]) -> RowInput:
-    """The keys of a row that are not generation fields, with their types checked."""
-    from jaxllm.common.validation import check_types  # imports pydantic, which is slow
-
-    numbers = {name: to_scalar(raw[name]) for name in ("id", "seed") if name in raw}
-    row = RowInput(**{name: raw[name] for name in ROW_KEYS & raw.keys()} | numbers)
-    check_types(row, InputError)
-    return row
-
-
-def _id_array(ids: object) -> Shaped[np.ndarray, " T"]:
-    """A list that should be token ids, as an array."""
-    array = np.zeros(0)
-    if isinstance(ids, Sequence | np.ndarray) and not isinstance(ids, str):
-        with contextlib.suppress(ValueError):  # ragged nested lists
-            array = np.asarray(ids)
-    if array.ndim != 1 or array.size == 0:
-        raise InputError(f"input_ids: expected a list of token ids, found {ids!r:.60}")
-    return array
 
 
 def checked_seed(seed: Any) -> int:

@@ -58,7 +58,7 @@ def batches(
     for row in rows:
         config, width = row.config, bucket(len(row.input_ids), SMALLEST_BUCKET)
         runs_alone = rope_type in _DEPEND_ON_LENGTH or row.mode not in _INDEPENDENT
-        runs_alone |= config.forced_bos_token_id is not None
+        runs_alone |= config.forced_bos_token_id is not None or row.constraint is not None
         runs_alone |= config.stop_strings is not None or config.max_time is not None
         runs_alone |= bool(config.do_sample) and row.row_number != row.index  # a seed of its own
         lengths = (row.max_new_tokens, _min_new_tokens(row), width)
@@ -125,6 +125,7 @@ def _generate(
         length = len(row.input_ids)
         columns = slice(length) if model.is_encoder_decoder else slice(-length, None)
         ids[i, columns], mask[i, columns] = row.input_ids, True
+    constraint = rows[0].constraint  # such rows run alone
     out = generate(
         model,
         ids,
@@ -133,6 +134,7 @@ def _generate(
         key=rows[0].seed,
         row_ids=np.array([row.row_number for row in rows], np.uint32),
         tokenizer=tokenizer,
+        logits_processor=[] if constraint is None else [constraint.processor],
     )
     prompt_columns = len(rows[0].decoder_prompt) if model.is_encoder_decoder else width
     return np.asarray(out.sequences)[:, prompt_columns:]

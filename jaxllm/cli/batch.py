@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from jaxllm.batch.job.inputs import ColumnChoice, Source, read_source
+from jaxllm.batch.constraints import CONSTRAINT_KEYS
+from jaxllm.batch.job.inputs import Source, read_source
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import check_output, read_json_file, report_file
 from jaxllm.batch.job.outputs import output_writer
@@ -18,7 +19,7 @@ from jaxllm.batch.job.streamed_job import StreamedJob
 from jaxllm.checkpoint.file_digests import checkpoint_digests
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli import signals
-from jaxllm.cli.batch_engines import check_task, load_engine
+from jaxllm.cli.batch_engines import check_task, column_choice, constraint, load_engine
 from jaxllm.cli.batch_progress import BatchProgress
 from jaxllm.cli.devices import is_main_process, local_mesh
 from jaxllm.cli.field_flags import generation_fields
@@ -35,7 +36,8 @@ STREAM = "-"
 _ONE_PROMPT = ("text", "prompt", "input_ids", "assistant_model")
 _BATCH = (
     *("output", "resume", "slots", "memory", "whole_digest"),
-    *("prompt_column", "dataset_name", "split", "context"),
+    *("prompt_column", "completion_column", "dataset_name", "split", "context"),
+    *("score", "embed", *CONSTRAINT_KEYS),
 )
 
 
@@ -53,6 +55,29 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--prompt-column", metavar="NAME", help="the column of the prompts, if not `prompt`"
+    )
+    group.add_argument(
+        "--score",
+        action="store_true",
+        default=None,
+        help="generate nothing: log-likelihoods of the rows' completions",
+    )
+    group.add_argument(
+        "--completion-column", metavar="NAME", help="the column of the completions, for --score"
+    )
+    group.add_argument(
+        "--embed",
+        nargs="?",
+        const="mean",
+        choices=("mean", "last"),
+        help="generate nothing: embeddings, pooled over all tokens (mean) or the last one",
+    )
+    group.add_argument(
+        "--schema", metavar="JSON", help="a JSON schema that all answers match, or a file of it"
+    )
+    group.add_argument("--regex", metavar="PATTERN", help="a pattern that all answers match")
+    group.add_argument(
+        "--grammar", metavar="FILE", help="a Lark grammar that all answers match, or its text"
     )
     group.add_argument("--dataset-name", metavar="NAME", help="configuration of a data set")
     group.add_argument("--split", metavar="NAME", help="split of a data set (train)")
@@ -149,7 +174,7 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
     """
     source = read_source(
         arguments.input,
-        ColumnChoice(prompt=arguments.prompt_column),
+        column_choice(arguments),
         dataset_name=arguments.dataset_name,
         split=arguments.split or "train",
     )
@@ -174,6 +199,8 @@ def exit_code(successes: int, reporter: Reporter) -> int:
 def job_identity(arguments: argparse.Namespace) -> dict[str, Any]:
     """All that results depend on besides the input; a resumed job must have the same."""
     path = model_path(arguments)
+    task = {name: getattr(arguments, name) for name in ("context", "score", "embed")}
+    task |= constraint(arguments)
     fields = sorted(generation_fields(arguments).items())
     return {
         "--model": str(Path(path).resolve() if Path(path).exists() else path),
@@ -182,7 +209,7 @@ def job_identity(arguments: argparse.Namespace) -> dict[str, Any]:
         "--seed": arguments.seed or 0,
         "--chat": arguments.chat,
         "--system": arguments.system,
-        **({"--context": arguments.context} if arguments.context else {}),
+        **{f"--{name}": value for name, value in task.items() if value},
         **({"--architecture": arguments.architecture} if arguments.architecture else {}),
         **({"--config": dict(arguments.config)} if arguments.config else {}),
         **{"--" + name.replace("_", "-"): value for name, value in fields},

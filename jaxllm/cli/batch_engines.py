@@ -9,19 +9,77 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxllm.batch import BatchGenerator
-from jaxllm.batch.job.inputs import Source
+from jaxllm.batch.constraints import CONSTRAINT_KEYS
+from jaxllm.batch.embedded_rows import EMBED_KEYS, RowEmbedder
+from jaxllm.batch.job.inputs import ColumnChoice, Source
+from jaxllm.batch.job.inputs.columns import generation_keys
 from jaxllm.batch.job.inputs.openai_requests import OpenAIRequests
 from jaxllm.batch.job.job import RowEngine
+from jaxllm.batch.scored_rows import SCORE_KEYS, RowScorer
 from jaxllm.cli.field_flags import generation_fields
 from jaxllm.cli.model_flags import load_named, model_path
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.progress import Reporter
+from jaxllm.common.strict_json import parse_json
+from jaxllm.generation.processors.host.grammar import llguidance
 from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
 from jaxllm.serve.http.batch_requests import BatchRequests
 
 
+def column_choice(arguments: argparse.Namespace) -> ColumnChoice:
+    """The keys that the task reads, and the columns that the options name."""
+    columns = {"prompt": arguments.prompt_column, "completion": arguments.completion_column}
+    if arguments.score:
+        return ColumnChoice(SCORE_KEYS, **columns)
+    if arguments.completion_column is not None:
+        raise InputError("--completion-column: only for --score")
+    return ColumnChoice(EMBED_KEYS if arguments.embed else generation_keys(), **columns)
+
+
+def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The schema, regex or grammar of the job.
+
+    Raises:
+        InputError: there are several, or a schema is no JSON object.
+        UnsupportedError: llguidance is not installed.
+    """
+    given = {key: getattr(arguments, key) for key in CONSTRAINT_KEYS}
+    given = {key: text for key, text in given.items() if text is not None}
+    if not given:
+        return {}
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(f'--{key}' for key in given)}: give one of them")
+    llguidance()  # before loading
+    ((key, text),) = given.items()
+    if key != "regex" and not text.lstrip().startswith("{") and Path(text).is_file():
+        text = Path(text).read_text(encoding="utf-8")
+    if key != "schema":
+        return {key: text}
+    schema = parse_json(text.encode(), source="--schema", error=InputError)
+    if not isinstance(schema, dict):
+        raise InputError("--schema: expected a JSON object, or the name of a file that has one")
+    return {key: schema}
+
+
 def check_task(arguments: argparse.Namespace, source: Source) -> None:
-    """Raises InputError for options that the rows of this input have no use for."""
+    """Raises InputError for options that the task, or the rows of this input, do not use."""
+    task = "--score" if arguments.score else "--embed" if arguments.embed else None
+    if arguments.score and arguments.embed:
+        raise InputError("--score and --embed: give one of them")
+    if task is not None:
+        fields = [name.replace("_", "-") for name in generation_fields(arguments)]
+        set_names = [*fields, *constraint(arguments)]
+        if set_names:
+            raise InputError(
+                f"--{set_names[0]}: has no effect with {task}, which generates nothing"
+            )
+        if isinstance(source, OpenAIRequests):
+            raise InputError(f"{task}: not for an OpenAI batch file")
+    if isinstance(source, OpenAIRequests) and constraint(arguments):
+        raise InputError(
+            f"--{next(iter(constraint(arguments)))}: requests of an OpenAI batch file have "
+            "response_format"
+        )
     is_openai = isinstance(source, OpenAIRequests)
     if not is_openai and arguments.context is not None:
         raise InputError("--context: only for OpenAI batch files; rows have max_new_tokens")
@@ -35,6 +93,15 @@ def load_engine(
     """Loads the model, and makes the engine for its rows."""
     model, tokenizer = load_named(arguments, mesh, reporter)
     path = model_path(arguments)
+    rows: dict[str, Any] = {
+        "batch_size": arguments.slots,
+        "chat": arguments.chat,
+        "system": arguments.system,
+    }
+    if arguments.embed:
+        return RowEmbedder(model, tokenizer, pooling=arguments.embed, **rows)
+    if arguments.score:
+        return RowScorer(model, tokenizer, **rows)
     if not hasattr(model, "decode"):
         raise UnsupportedError(f"{path}: a {type(model).__name__} generates no text")
     options: dict[str, Any] = {
@@ -55,5 +122,6 @@ def load_engine(
         chat=arguments.chat,
         system=arguments.system,
         default_new_tokens=DEFAULT_NEW_TOKENS,
+        **constraint(arguments),
         **options,
     )

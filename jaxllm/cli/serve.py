@@ -169,7 +169,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> ServerState:
     """Loads the model; nothing is compiled yet."""
-    from jaxllm.serve.embedder import Embedder
+    from jaxllm.batch.embedder import Embedder
     from jaxllm.serve.http.state import Limits, ServerState
 
     reporter = Reporter()

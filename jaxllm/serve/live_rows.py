@@ -158,6 +158,8 @@ class LiveRowReader:
         row = self._reader.read(RawRow(index, index, raw))
         self._check_fields(row, raw)
         self._check_lengths(row)
+        if grammar is None and row.constraint is not None:
+            grammar = row.constraint.grammar
         live_row = _live_row(row, logprobs=logprobs, grammar=grammar)
         if self._signature_of(live_row) != self._signature:
             raise self._unsupported(row, raw)
@@ -206,6 +208,7 @@ def _live_row(
     """The row with its stop strings apart from the settings, since the host looks for them."""
     values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
     values["config"] = row.config.without(["stop_strings"])
+    values["constraint"] = None  # the host writes its masks
     return LiveRow(
         **values,
         logprobs=logprobs,

@@ -26,6 +26,7 @@ from jaxllm import BatchGenerator
 from jaxllm.batch import BatchOutput
 from jaxllm.batch.job.inputs import read_source
 from jaxllm.batch.job.job import Job
+from jaxllm.batch.job.job_files import report_file
 from jaxllm.cli.batch_progress import BatchProgress
 from jaxllm.cli.generate import main
 from jaxllm.common.compile_clock import CompileClock
@@ -245,6 +246,37 @@ def test_1000_rows_of_a_table(tmp_path, capsys, kind):
     ]
     ids = [json.loads(str(row["output_ids"])) for row in answers]
     assert ids == [result.output_ids[0] for result in expected]
+
+
+def test_tasks_and_constraints(tmp_path, capsys):
+    """A score, an embedding and a text of every row of a table; what does not fit together."""
+    (tmp_path / "rows.csv").write_text("q,a,topic\nHello,you,x\nHello you,too,y\n")
+    (tmp_path / "rule").write_text('start: "a"')
+    question = ("--input", tmp_path / "rows.csv", "--prompt-column", "q")
+    for flags, keys in (
+        (("--score", "--completion-column", "a"), {"log_likelihood", "is_greedy"}),
+        (("--embed", "last"), {"embedding"}),
+        (("--grammar", tmp_path / "rule", "--max-new-tokens", 4), {"text", "finish_reason"}),
+    ):
+        output = tmp_path / f"out-{flags[0]}.jsonl"
+        command = ("--model", MODEL, *question, "--output", output, *flags)
+        assert in_process(capsys, *command)[0] == 0
+        lines = read_lines(output)
+        assert [line["id"] for line in lines] == [2, 3]
+        assert all(line.keys() > keys for line in lines)
+        assert f"{flags[0]}" in json.loads(report_file(output).read_text())["settings"]
+    assert [line["text"] for line in lines] == ["a", "a"]
+    for flags, why in (
+        (("--score", "--embed"), "--score and --embed: give one"),
+        (("--score", "--top-k", 5), "--top-k: has no effect with --score"),
+        (("--embed", "--regex", "a"), "--regex: has no effect with --embed"),
+        (("--completion-column", "a"), "--completion-column: only for --score"),
+        (("--regex", "a", "--schema", "{}"), "--schema and --regex: give one"),
+        (("--schema", "[]"), "--schema: expected a JSON object"),
+        (("--score", "--completion-column", "b"), "no column 'b'"),
+    ):
+        code, err = in_process(capsys, *question, "--output", tmp_path / "x", *flags)
+        assert (code, why in err, "loading" in err) == (2, True, False), err
 
 
 class Killed:

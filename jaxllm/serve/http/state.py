@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxllm.batch.embedder import Embedder
 from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor, json_schema
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.serve.async_engine import AsyncEngine, GenerationStream
-from jaxllm.serve.embedder import Embedder
 from jaxllm.serve.http.api_errors import ApiError
 from jaxllm.serve.http.api_types import ResponseFormat, SamplingFields
 from jaxllm.serve.http.metrics import ServerMetrics

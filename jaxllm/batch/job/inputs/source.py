@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.batch.job.inputs.columns import ColumnChoice
-from jaxllm.batch.rows import PROMPT_KEYS, BatchOutput, RawRow
+from jaxllm.batch.row_prompts import PROMPT_KEYS
+from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.common.errors import DataError, JaxLLMError
 from jaxllm.common.messages import listed, quoted, shortened
 

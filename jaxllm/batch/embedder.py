@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards, use_mesh
@@ -28,21 +27,36 @@ class Embedder:
     """Pools the last hidden states of a text (of the encoder, for an encoder-decoder).
 
     Args:
-        context: most tokens of a text.
+        context: most tokens of a text; None: any number.
         pooling: "mean": of all tokens; "last": of the last token.
+        rows: texts of one call of the program.
     """
 
-    def __init__(self, model: GenerativeModel, context: int, pooling: Pooling = "mean") -> None:
+    def __init__(
+        self,
+        model: Any,
+        context: int | None,
+        pooling: Pooling = "mean",
+        *,
+        rows: int | None = None,
+    ) -> None:
         self._model, self._mesh = without_metadata(model), mesh_of(model)
         self._context, self._pooling = context, pooling
-        self._rows = max(BATCH_ROWS, row_shards(self._mesh))
+        shards = row_shards(self._mesh)
+        self.rows = -(-(rows or BATCH_ROWS) // shards) * shards
 
     def warm_up(self) -> None:
         """Compiles the program of each bucket of lengths."""
+        assert self._context is not None
         width = SMALLEST_BUCKET
         while width <= bucket(self._context, SMALLEST_BUCKET):
             self.embed([np.zeros(min(width, self._context), np.int32)])
             width *= 2
+
+    def check_length(self, name: str, ids: Sized) -> None:
+        """Raises InputError for a text that is empty or too long; `name` is its name."""
+        if not 0 < len(ids) <= (self._context or len(ids)):
+            raise InputError(f"{name}: has {len(ids)} tokens; expected 1 to {self._context}")
 
     def embed(self, texts: Sequence[Any]) -> list[Float[np.ndarray, " D"]]:
         """The embeddings of texts, given as token ids; each has the length 1.
@@ -51,16 +65,13 @@ class Embedder:
             InputError: a text is empty or too long.
         """
         for number, ids in enumerate(texts):
-            if not 0 < len(ids) <= self._context:
-                raise InputError(
-                    f"input[{number}]: has {len(ids)} tokens; expected 1 to {self._context}"
-                )
+            self.check_length(f"input[{number}]", ids)
         results = []
-        for start in range(0, len(texts), self._rows):
-            part = texts[start : start + self._rows]
+        for start in range(0, len(texts), self.rows):
+            part = texts[start : start + self.rows]
             width = bucket(max(map(len, part)), SMALLEST_BUCKET)
-            tokens = np.zeros((self._rows, width), np.int32)
-            mask = np.zeros((self._rows, width), bool)
+            tokens = np.zeros((self.rows, width), np.int32)
+            mask = np.zeros((self.rows, width), bool)
             mask[:, 0] = True  # rows that fill up the batch
             for row, ids in enumerate(part):
                 tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
@@ -74,8 +85,10 @@ class Embedder:
 def _pooled(
     model: Any, tokens: Int[Array, "B T"], mask: Bool[Array, "B T"], *, pooling: Pooling
 ) -> Float[Array, "B D"]:
-    if model.is_encoder_decoder:
+    if hasattr(model, "encode"):
         x = model.encode(tokens, mask).x
+    elif not hasattr(model, "decode"):  # no head
+        x = model(tokens, attention_mask=mask).last_hidden_state
     else:
         cache = model.init_cache(*tokens.shape)
         column = jnp.zeros(tokens.shape[0], jnp.int32)  # whose logits nobody reads

@@ -1,0 +1,152 @@
+"""`RowScorer`: log-likelihoods of the completions of many rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxllm.batch.counts import BatchCounts
+from jaxllm.batch.memory import Prediction
+from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
+from jaxllm.batch.rows import BatchOutput, RawRow, error_output
+from jaxllm.common.errors import InputError, JaxLLMError, NonFiniteError, UnsupportedError
+from jaxllm.generation.inputs.batching import run_in_batches
+from jaxllm.generation.inputs.padded_batch import checked_ids
+from jaxllm.generation.scoring.score import Pair, batch_scorer, make_pair
+from jaxllm.models.decoder import GenerativeModel
+from jaxllm.tokenizers.tokenizer import Tokenizer
+
+DEFAULT_ROWS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreInput(RowPrompt):
+    """A row to score."""
+
+    completion: Annotated[str | list[int] | None, "a text or a list of token ids"] = None
+
+
+SCORE_KEYS = frozenset(field.name for field in dataclasses.fields(ScoreInput))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredRow(BatchOutput):
+    """Log-likelihood of a row's completion, given its prompt."""
+
+    log_likelihood: float
+    is_greedy: bool
+    """True if greedy search would generate the completion."""
+    token_log_probs: list[float]
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("id", "log_likelihood", "is_greedy", "token_log_probs")
+        return {name: getattr(self, name) for name in names}
+
+
+class RowScorer:
+    """Scores rows: mappings with one of `prompt`, `messages` and `input_ids`, and a `completion`.
+
+    The result is that of `jaxllm.score` on the row's tokens. For a causal model, prompt and
+    completion are tokenized as one text; tokens that both of them share belong to the completion.
+    After `messages`, and for an encoder-decoder, the completion is tokenized alone. No end token is
+    added.
+
+    Args:
+        batch_size: rows that are scored at once.
+        chat: a row's `prompt` is a user message, for the chat template, after `system`.
+    """
+
+    memory: Sequence[Prediction] = ()
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        tokenizer: Tokenizer | None,
+        *,
+        batch_size: int | None = None,
+        chat: bool = False,
+        system: str | None = None,
+    ) -> None:
+        if not hasattr(model, "decode"):
+            raise UnsupportedError(f"score: {type(model).__name__} has no language-model head")
+        self._model, self._tokenizer = model, tokenizer
+        self._batch_size = batch_size or DEFAULT_ROWS
+        self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
+        self.counts = BatchCounts()
+
+    def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
+        """Results, those of the longest rows first."""
+        counts = self.counts = BatchCounts()
+        checked: list[tuple[RawRow, Pair]] = []
+        for row in rows:
+            try:
+                checked.append((row, self._pair(row)))
+            except JaxLLMError as error:
+                counts.add_output(output := error_output(row, error))
+                yield output
+        counts.work = sum(pair.size for _, pair in checked)
+        score = batch_scorer(self._model)
+
+        def run(batch: list[tuple[RawRow, Pair]]) -> Sequence[Any]:
+            counts.add_call(f"score {len(batch)} rows")
+            return score([pair for _, pair in batch])
+
+        for i, result in run_in_batches(
+            run, checked, self._batch_size, length=lambda item: item[1].size,
+            on_halving=counts.add_halving,
+        ):  # fmt: skip
+            row, pair = checked[i]
+            counts.work_done += pair.size
+            counts.add_output(output := _scored(row, pair, result))
+            yield output
+
+    def _pair(self, row: RawRow) -> Pair:
+        row_input = checked_row(ScoreInput, row.mapping(SCORE_KEYS))
+        prompt, completion = self._prompts.ids(row_input), self._completion(row_input)
+        if completion is None:
+            prompt, completion = self._split(row_input)
+        return make_pair(self._model, row.index, prompt, completion)
+
+    def _completion(self, row: ScoreInput) -> Int[np.ndarray, " C"] | None:
+        """The completion's tokens, where they do not depend on the prompt."""
+        if row.completion is None or len(row.completion) == 0:
+            raise InputError("completion: a row to score has one, and it is not empty")
+        ids = row.completion
+        if isinstance(ids, str):
+            if self._tokenizer is None:
+                raise InputError("completion: this model has no tokenizer; give token ids")
+            if not self._model.is_encoder_decoder and self._prompts.is_text(row):
+                return None
+            ids = self._tokenizer.encode(ids, add_special_tokens=False)
+        return checked_ids("completion", np.array([ids]), self._model.config.vocab_size)[0]
+
+    def _split(self, row: ScoreInput) -> tuple[np.ndarray, np.ndarray]:
+        """Prompt and completion of one text: the completion begins where the tokens differ from
+        those of the prompt alone."""
+        assert self._tokenizer is not None
+        prompt = self._prompts.ids(row)
+        assert isinstance(row.completion, str)
+        whole = self._prompts.ids(dataclasses.replace(row, prompt=f"{row.prompt}{row.completion}"))
+        shorter = min(len(prompt), len(whole))
+        differs = np.flatnonzero(prompt[:shorter] != whole[:shorter])
+        start = int(differs[0]) if differs.size else shorter
+        return whole[:start], whole[start:]
+
+
+def _scored(row: RawRow, pair: Pair, result: Sequence[np.ndarray]) -> BatchOutput:
+    log_probs, is_best, is_finite = (x[: len(pair.completion)] for x in result)
+    if not is_finite.all():
+        reason = "the model's logits are NaN or infinite; check the weights, or use --dtype float32"
+        return error_output(row, NonFiniteError(reason))
+    return ScoredRow(
+        index=row.index,
+        id=row.row_id,
+        prompt_tokens=pair.size - len(pair.completion) + 1,
+        log_likelihood=float(log_probs.sum(dtype=np.float32)),
+        is_greedy=bool(is_best.all()),
+        token_log_probs=log_probs.astype(float).tolist(),
+    )

@@ -1,0 +1,81 @@
+"""Rows that are scored or embedded instead of generated from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+from serving_tools import chat_tokenizer
+
+import jaxllm
+from jaxllm.batch.embedded_rows import RowEmbedder
+from jaxllm.batch.rows import RawRow
+from jaxllm.batch.scored_rows import RowScorer
+
+TOKENIZER = chat_tokenizer()
+
+
+def answers(engine, rows):
+    raw_rows = [RawRow(index, index, row) for index, row in enumerate(rows)]
+    return sorted(engine.answer(raw_rows), key=lambda output: output.index)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_scores_are_those_of_score(family):
+    model = tiny.make(family, vocab_size=len(TOKENIZER))
+    message = [{"role": "user", "content": "Hi"}]
+    rows = [
+        {"id": "a", "prompt": "Hello there", "completion": " my friend"},
+        {"prompt": "Hel", "completion": "lo"},
+        {"input_ids": [5, 6, 7], "completion": [8, 9]},
+        {"messages": message, "completion": "Yes"},
+        {"prompt": "x"},
+        {"prompt": "x", "completion": ""},
+        {"prompt": "x", "completion": "y", "temperature": 1.0},
+        {"completion": "y"},
+    ]
+    engine = RowScorer(model, TOKENIZER, batch_size=3)
+    outputs = answers(engine, rows)
+    alone = TOKENIZER.encode("Yes", add_special_tokens=False)
+    pairs = [([5, 6, 7], [8, 9]), (TOKENIZER.apply_chat_template(message), alone)]
+    if family == "llama":
+        # The whole text's tokens; they are all that the two share with the prompt's.
+        for row in rows[1::-1]:
+            whole = TOKENIZER.encode(row["prompt"] + row["completion"])
+            head = TOKENIZER.encode(row["prompt"])
+            same = [a == b for a, b in zip(head, whole, strict=False)]
+            n = same.index(False) if False in same else len(same)
+            pairs.insert(0, (whole[:n], whole[n:]))
+    else:
+        for row in rows[1::-1]:
+            new = TOKENIZER.encode(row["completion"], add_special_tokens=False)
+            pairs.insert(0, (TOKENIZER.encode(row["prompt"]), new))
+    want = jaxllm.score(model, *zip(*pairs, strict=True))
+    for number, output in enumerate(outputs[:4]):
+        line = output.to_dict()
+        assert line.keys() == {"id", "log_likelihood", "is_greedy", "token_log_probs"}
+        np.testing.assert_allclose(line["log_likelihood"], want.log_likelihoods[number], rtol=1e-5)
+        np.testing.assert_allclose(line["token_log_probs"], want.token_log_probs[number], rtol=1e-4)
+        assert line["is_greedy"] == bool(want.is_greedy[number])
+    assert outputs[0].id == "a"
+    for output, why in zip(
+        outputs[4:],
+        ("completion: ", "not empty", "temperature: unknown; this task reads", "exactly one of"),
+        strict=True,
+    ):
+        assert why in output.error
+    assert (engine.counts.rows, engine.counts.errors.total()) == (8, 4)
+    assert engine.counts.work == engine.counts.work_done > 0
+
+
+def test_embeddings_are_pooled_states_of_length_1():
+    model = tiny.make("t5", vocab_size=len(TOKENIZER))
+    rows = ["Hello", {"id": "b", "prompt": "Hello there, all of you"}, {"input_ids": []}]
+    outputs = answers(RowEmbedder(model, TOKENIZER, batch_size=2), rows)
+    for text, output in zip(("Hello", "Hello there, all of you"), outputs[:2], strict=True):
+        ids = np.array([TOKENIZER.encode(text)])
+        states = np.asarray(model.encode(ids, np.ones(ids.shape, bool)).x, np.float32)[0]
+        want = states.mean(0) / np.linalg.norm(states.mean(0))
+        np.testing.assert_allclose(output.embedding, want, atol=1e-5)
+    assert outputs[1].to_dict().keys() == {"id", "embedding"}
+    assert "expected a list of token ids" in outputs[2].error
