@@ -14,7 +14,7 @@ from jaxllm.cli.exits import USAGE_ERROR, one_line
 # Each command's module has `main(argv, program) -> int`, and is imported on use.
 COMMANDS = {
     "chat": ("jaxllm.cli.chat", "talk with a model in the terminal"),
-    "eval": ("jaxllm.cli.eval", "the perplexity of a text"),
+    "eval": ("jaxllm.cli.eval", "the perplexity of a text, or tasks of lm-evaluation-harness"),
     "export": ("jaxllm.cli.export", "write the model of a training run for transformers or PEFT"),
     "generate": ("jaxllm.cli.generate", "continue a prompt, or answer a question"),
     "plan": ("jaxllm.cli.plan", "what a model costs on a TPU or GPU, compiled ahead of time"),

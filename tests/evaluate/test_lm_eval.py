@@ -163,7 +163,6 @@ def test_wrong_arguments_are_named(folders: dict[str, Path], models: dict[str, J
         ({"parallelize": True}, "model_args: no parallelize; use pretrained, tokenizer, .*, name$"),
         ({"batch_size": "many"}, "batch_size: expected a positive integer or auto"),
         ({"max_length": 1}, "max_length: expected 2 to any, found 1"),
-        ({"device": "cuda:0"}, "device: JAX uses 'cpu'"),
         ({"tokenizer": None}, "has no tokenizer"),
         ({"dtype": "float16"}, "dtype: has no effect on a model that is loaded"),
         ({"enable_thinking": True}, "think_end_token: enable_thinking needs it"),
@@ -194,16 +193,18 @@ def test_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Captur
         return code, *capsys.readouterr()
 
     output = tmp_path / "results.json"
-    code, out, err = run("--tasks", "local_choice", "--limit", "3", "--output", str(output))
+    code, out, err = run("--tasks", "local_group", "--limit", "3", "--output", str(output))
     assert (code, err) == (0, "")
-    assert "|local_choice|" in out
+    assert "- local_choice" in out
     assert "|acc_norm|" in out.replace(" ", "")
+    assert "Groups" in out
     results = json.loads(output.read_text(encoding="utf-8"))
     assert len(results["samples"]["local_choice"]) == 3
     assert results["config"]["model_name"] == str(folders["llama"])
     for arguments, error in [
         (["--tasks", "local_answer", "--output", "no/such.json"], "--output: no is not a folder"),
         (["--tasks", "local_choice", "--include-path", "none"], "include_path: none is not"),
+        (["--tasks", "local_group,local_choice"], "tasks: Duplicate task 'local_choice'"),
         (["--tasks", "local_choice", "--limit", "-1"], "limit: expected a positive number"),
     ]:
         code, out, err = run(*arguments)
@@ -241,13 +242,18 @@ def test_commands_of_the_harness(folders: dict[str, Path], tmp_path: Path):
             env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"},
         )
 
-    done = run(
-        "jaxllm.evaluate.lm_eval",
-        *("run", "--model", "jaxllm", "--tasks", "local_choice", "--include_path", "."),
-        *("--model_args", f"pretrained={folders['llama']},dtype=float32", "--batch_size", "4"),
-    )
+    def run_harness(model_args: str) -> subprocess.CompletedProcess[str]:
+        return run(
+            *("jaxllm.evaluate.lm_eval", "run", "--model", "jaxllm", "--model_args", model_args),
+            *("--tasks", "local_choice", "--include_path", ".", "--batch_size", "4"),
+        )
+
+    done = run_harness(f"pretrained={folders['llama']},dtype=float32")
     assert done.returncode == 0, done.stderr
     assert "|local_choice|" in done.stdout
+    done = run_harness(f"pretrained={folders['llama']},parallelize=True")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: model_args: no parallelize; use")
     done = run("jaxllm", "eval", str(folders["llama"]), "--tasks", "arc_esy", "--quiet")
     assert done.returncode == 2
     assert "no task 'arc_esy' (near: arc_easy" in done.stderr

@@ -4,10 +4,16 @@ Running a module of the package imports the package, which adds the model to the
 """
 
 import os
+import sys
+
+from jaxllm.common.errors import JaxLLMError
 
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
     # Standard errors by bootstrap would fork a process in which JAX's threads run.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except JaxLLMError as error:
+        sys.exit(f"error: {error}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from os import PathLike
 from typing import Any
 
-import jax
 from lm_eval.models.utils import DEFAULT_MAX_LENGTH
 
 import jaxllm
@@ -18,13 +17,6 @@ from jaxllm.tokenizers import Tokenizer
 DEFAULT_BATCH_SIZE = 32
 UNLIMITED = 10**29
 """transformers writes 1e30 as the `model_max_length` of a tokenizer without a limit."""
-
-
-def check_device(device: str | None) -> None:
-    """Raises InputError for a device that JAX does not use."""
-    used = jax.default_backend()
-    if device is not None and device.split(":")[0].replace("cuda", "gpu") != used:
-        raise InputError(f"device: JAX uses {used!r}, not {device!r}; set JAX_PLATFORMS")
 
 
 def load_pretrained(

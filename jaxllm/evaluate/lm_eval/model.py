@@ -8,6 +8,7 @@ from importlib import import_module
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
+import jax
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text
@@ -19,7 +20,6 @@ from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.progress import Reporter
 from jaxllm.evaluate.lm_eval.arguments import (
     batch_sizes,
-    check_device,
     length_limit,
     load_pretrained,
 )
@@ -65,7 +65,7 @@ class JaxLM(TemplateLM):
             `think_end_token` must be set.
         think_end_token: text after which an answer begins, for models that think first.
         seed: seed of sampling, for requests that have none.
-        device: what JAX must have chosen, such as "cpu" or "gpu"; it is chosen by JAX_PLATFORMS.
+        device: has no effect, since JAX_PLATFORMS chooses; the harness's command always gives one.
         name: of the model, in the results; None: `pretrained`, or its class.
         reporter: shows progress on stderr; None: a new one.
 
@@ -103,8 +103,9 @@ class JaxLM(TemplateLM):
         if unknown:
             known = ", ".join(list(inspect.signature(JaxLM).parameters)[:-2])
             raise InputError(f"model_args: no {', '.join(sorted(unknown))}; use {known}")
-        check_device(device)
         self._reporter = Reporter() if reporter is None else reporter
+        if device is not None:
+            self._reporter.say(f"device: {jax.default_backend()}, as JAX_PLATFORMS says")
         self._name = name or str(
             pretrained if isinstance(pretrained, str | PathLike) else type(pretrained).__name__
         )

@@ -26,7 +26,8 @@ from jaxllm.evaluate.lm_eval.model import JaxLM
 class LoadedTasks:
     """Tasks and groups of tasks with their data."""
 
-    tasks: list[Task | Group]
+    tasks: list[Any]
+    """Each a `lm_eval.api.task.Task` or `lm_eval.api.group.Group`."""
     manager: TaskManager
 
 
@@ -59,7 +60,12 @@ def load_tasks(
             raise InputError(f"tasks: no task {name!r}{hint}; `lm_eval ls tasks` lists them")
         for match in matches:
             tasks += _load(manager, match)
-    return LoadedTasks(tasks, manager)
+    specs: list[Any] = [*tasks]  # groups are taken too, which the annotation leaves out
+    try:
+        manager.load(specs)
+    except ValueError as failure:  # a task by itself and in a group, or in two
+        raise InputError(f"tasks: {failure}") from None
+    return LoadedTasks(specs, manager)
 
 
 def _load(manager: TaskManager, name: str) -> list[Task | Group]:
@@ -99,11 +105,10 @@ def run_tasks(
         raise InputError(f"limit: expected a positive number, found {limit}")
     if num_fewshot is not None and num_fewshot < 0:
         raise InputError(f"num_fewshot: expected 0 or more, found {num_fewshot}")
-    specs: list[Any] = [*tasks.tasks]  # groups are taken too, which the annotation leaves out
     with without_processes():
         results = simple_evaluate(
             model=lm,
-            tasks=specs,
+            tasks=tasks.tasks,
             task_manager=tasks.manager,
             num_fewshot=num_fewshot,
             batch_size=lm.batch_size,
