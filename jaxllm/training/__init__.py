@@ -12,6 +12,7 @@ from jaxllm.training.losses import (
     loss_for,
 )
 from jaxllm.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from jaxllm.training.parameter_labels import labels
 from jaxllm.training.state import TrainState
 from jaxllm.training.step import make_train_step
 
@@ -24,6 +25,7 @@ __all__ = [
     "OptimizerConfig",
     "Seq2SeqLoss",
     "TrainState",
+    "labels",
     "loss_for",
     "make_optimizer",
     "make_schedule",
