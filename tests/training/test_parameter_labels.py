@@ -28,9 +28,7 @@ def test_a_loop_of_one_s_own_freezes_what_it_labels():
 
     @jax.jit
     def step(model: Any, state: Any) -> tuple[Any, Any]:
-        gradients = jax.grad(lambda m: CausalLoss()(m, {"input_ids": ids, "labels": ids}).loss)(
-            model
-        )
+        gradients = jax.grad(lambda model: CausalLoss()(model, batch).loss)(model)
         updates, state = optimizer.update(gradients, state, model)
         return optax.apply_updates(model, updates), state
 

@@ -8,15 +8,19 @@ recomputation (remat) are not counted.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
+import platform
 import time
-from collections.abc import Collection, Mapping
+import uuid
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jax.experimental import multihost_utils
+from jaxtyping import Float64, Int
 
 from jaxllm.models.decoder_only import DecoderOnly
 from jaxllm.models.input_checks import IGNORED
@@ -54,6 +58,10 @@ PEAK_FLOPS = (
 )
 
 
+# Size and dtype of the products that are measured: of accelerators, and of a CPU.
+PRODUCTS = ((8192, "bfloat16"), (1024, "float32"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Peak:
     """Peak FLOP/s of all devices together, and the source of the number."""
@@ -61,23 +69,56 @@ class Peak:
     flops: float
     source: str
 
+    def __str__(self) -> str:
+        """
+        >>> print(Peak(9.89e14, "data sheet"))
+        9.89e+14 FLOP/s (data sheet)
+        """
+        return f"{self.flops:.3g} FLOP/s ({self.source})"
 
-def peak_flops(devices: Collection[Any] | None = None) -> Peak | None:
-    """Peak FLOP/s of the devices; None if unknown, so there is no MFU.
 
-    Accelerators are looked up by `device_kind`, regardless of the model's dtype. On a CPU the
-    fastest of a few float32 matrix products is measured (about 0.1 s), by the time of the
-    processor, so that other programs that use it do not count; virtual devices share one processor.
+def peak_flops(devices: Sequence[Any] | None = None) -> Peak:
+    """Peak FLOP/s of the devices, of all processes by default; every process calls it.
+
+    Accelerators are looked up by `device_kind`, regardless of the model's dtype. Of other devices
+    the fastest of a few matrix products is measured: on a CPU in float32, by the time of the
+    processor, so that other programs that use it do not count (about 0.1 s); on an accelerator in
+    bfloat16. Virtual devices of a CPU share one processor, as do the processes of one machine.
     """
     devices = jax.devices() if devices is None else devices
-    first = next(iter(devices))
-    if first.platform == "cpu":
-        return Peak(_measured(first), "measured: float32 product of 1024 x 1024")
-    per_device = known_peak(first.device_kind)
-    if per_device is None:
-        return None
-    source = f"data sheet: {first.device_kind} x {len(devices)}, dense 16-bit"
-    return Peak(per_device * len(devices), source)
+    own = (device for device in devices if device.process_index == jax.process_index())
+    first = next(own)
+    if first.platform != "cpu":
+        per_device = known_peak(first.device_kind)
+        if per_device is not None:
+            source = f"data sheet: {first.device_kind} x {len(devices)}, dense 16-bit"
+            return Peak(per_device * len(devices), source)
+        return Peak(_measured_accelerator(first) * len(devices), _source(first, len(devices)))
+    peaks, machines = _of_processes(_measured_cpu(first)), _of_processes(_machine_number())
+    by_machine = dict(zip(machines.tolist(), peaks.tolist(), strict=True))
+    return Peak(sum(by_machine.values()), _source(first, len(by_machine)))
+
+
+def _source(device: Any, count: int) -> str:
+    size, dtype = PRODUCTS[device.platform == "cpu"]
+    name = "machine" if device.platform == "cpu" else device.device_kind
+    return f"measured: {dtype} product of {size} x {size}, {name} x {count}"
+
+
+def _of_processes(value: float) -> Float64[np.ndarray, " P"]:
+    """The values of all processes, in their order."""
+    if jax.process_count() == 1:
+        return np.array([value], np.float64)
+    # As bytes, since JAX would convert a float64 to float32.
+    sent = np.frombuffer(np.float64(value).tobytes(), np.uint8)
+    gathered = np.asarray(multihost_utils.process_allgather(sent), np.uint8)
+    return np.frombuffer(gathered.tobytes(), np.float64)
+
+
+def _machine_number() -> float:
+    """A number that the processes of one machine have in common."""
+    digest = hashlib.sha256(f"{platform.node()} {uuid.getnode()}".encode()).digest()
+    return float(int.from_bytes(digest[:6]))
 
 
 def known_peak(device_kind: str) -> float | None:
@@ -90,9 +131,25 @@ def known_peak(device_kind: str) -> float | None:
     return next((peak for name, peak in PEAK_FLOPS if f" {name} " in words), None)
 
 
-def _measured(device: Any) -> float:
-    size = 1024
-    x = jax.device_put(np.full((size, size), 0.5, np.float32), device)
+def _measured_accelerator(device: Any) -> float:
+    """FLOP/s of one device: the best of three runs of ten products in a row."""
+    size, dtype = PRODUCTS[False]
+    count = 10
+    x = jax.device_put(np.eye(size, dtype=np.float32), device).astype(dtype)
+    products = jax.jit(lambda x: jax.lax.fori_loop(0, count, lambda _, y: y @ x, x))
+    products(x).block_until_ready()
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        products(x).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 * count / best
+
+
+def _measured_cpu(device: Any) -> float:
+    """FLOP/s of all cores that this process may use."""
+    size, dtype = PRODUCTS[True]
+    x = jax.device_put(np.full((size, size), 0.5, dtype), device)
     product = jax.jit(jnp.dot)
     product(x, x).block_until_ready()
     best = float("inf")

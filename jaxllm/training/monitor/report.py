@@ -13,6 +13,7 @@ from typing import Any
 from jaxllm.common.errors import MissingExtraError, RunError
 from jaxllm.training.evaluation.generation import EvalSample
 from jaxllm.training.monitor.charts import LEARNING_RATES, Curve, curve, save_plot, svg_chart
+from jaxllm.training.monitor.flops import Peak
 from jaxllm.training.monitor.metrics_log import read_metrics
 from jaxllm.training.monitor.run_card import RunCard, flat, start_rows
 from jaxllm.training.output_files import write_text
@@ -85,12 +86,13 @@ def finish_report(
     card: RunCard,
     *,
     samples: Sequence[ReportSample] = (),
+    peak: Peak | None = None,
     ended: str | None = None,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
     """Writes report.html and loss.png from metrics.jsonl.
 
-    `ended` says why the run ended before its last step, if it did.
+    `peak` is that of the MFU; `ended` says why the run ended before its last step, if it did.
 
     Without matplotlib there is no loss.png and no chart in the report; `say` and the report explain
     how to install it.
@@ -104,7 +106,7 @@ def finish_report(
     folder = Path(folder)
     rows = read_metrics(folder / "metrics.jsonl")
     report, plot = folder / "report.html", folder / "loss.png"
-    write_text(report, html_report(folder.resolve().name, rows, card, samples, ended))
+    write_text(report, html_report(folder.resolve().name, rows, card, samples, peak, ended))
     try:
         save_plot(rows, plot)
     except MissingExtraError as error:
@@ -118,6 +120,7 @@ def html_report(
     rows: Sequence[Mapping[str, Any]],
     card: RunCard,
     samples: Sequence[ReportSample] = (),
+    peak: Peak | None = None,
     ended: str | None = None,
 ) -> str:
     """Renders the report as HTML. All text is escaped; charts are inline SVG."""
@@ -139,6 +142,7 @@ def html_report(
         )
         for start in card.starts
     ]
+    peaks = [] if peak is None else [("peak for the MFU", str(peak))]
     steps = sum(row["step"] > 0 for row in rows)
     sections = [
         f"<h1>{escape(title)}</h1>"
@@ -153,7 +157,7 @@ def html_report(
         "<h2>Config</h2>",
         _table((name, _text(value)) for name, value in flat(card.config).items()),
         "<h2>Run card</h2>",
-        _table([*parameters, *data, *start_rows(last), *starts]),
+        _table([*parameters, *data, *start_rows(last), *peaks, *starts]),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.training.run.recipe import EarlyStopping
+from jaxllm.training.run.recipe import EarlyStopping, Recipe
 
 LOWER_IS_BETTER = ("loss", "perplexity", "mse", "rejected")
 
@@ -62,16 +62,13 @@ class Patience:
         )
 
 
-def patience_of(
-    settings: EarlyStopping | None, default_metric: str, saved: Mapping[str, Any] | None
-) -> Patience | None:
-    """The state of a run that starts, or that resumes from a checkpoint's `saved` state.
+def patience_of(recipe: Recipe, meta: Mapping[str, Any]) -> Patience | None:
+    """The state of a run that starts, or that resumes from a checkpoint with this metadata.
 
     A resumed run that watches another metric starts to count again.
     """
-    if settings is None:
+    if recipe.early_stopping is None:
         return None
-    metric = settings.metric or default_metric
-    if saved is None or saved["metric"] != metric:
-        return Patience(metric)
-    return Patience(**saved)
+    metric = recipe.early_stopping.metric or recipe.checkpoints.metric
+    saved = meta.get("early_stopping")
+    return Patience(metric) if saved is None or saved["metric"] != metric else Patience(**saved)

@@ -20,7 +20,7 @@ from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.examples import Examples
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.evaluation.generation import EvalSample
-from jaxllm.training.monitor.flops import peak_flops
+from jaxllm.training.monitor.flops import Peak, peak_flops
 from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.report import (
@@ -106,25 +106,22 @@ def train(
         resume_at = start if resume else None
         card = card_of(setup, resume_at)
         log, sinks, card = together(
-            lambda: (
-                open_logs(stack, setup, folder, card, resume_at) if leads else (NoLog(), [], card)
-            ),
-            RunError,
+            lambda: open_logs(stack, setup, folder, card, resume_at, leads), RunError
         )
+        peak = peak_flops()
+        say(f"peak for the MFU: {peak}")
         progress = stack.enter_context(
             TrainingProgress(
                 recipe.max_steps,
                 start=start,
-                peak=peak_flops(),
+                peak=peak,
                 every=recipe.log_every,
                 quiet=console.quiet,
                 console=console,
             )
         )
-        patience = patience_of(
-            recipe.early_stopping, recipe.checkpoints.metric, saved.get("early_stopping")
-        )
         keeper = sample_keeper(folder, leads)
+        patience = patience_of(recipe, saved)
         loop = Loop(setup, checkpoints, progress, log, sinks, base, patience, keeper)
         if start == 0:
             sample_before(folder, loop, state)
@@ -132,8 +129,7 @@ def train(
         state, signal = loop.run_to(recipe.max_steps, state, stop, evaluated=evaluated)
         checkpoints.wait()
         if leads:
-            samples = paired(*(read_samples(folder / name) for name in (BEFORE, AFTER)))
-            finish_report(folder, card, samples=samples, ended=loop.stopped_early, say=say)
+            write_report(folder, card, peak, loop, say)
         return RunResult(
             folder=folder,
             step=int(state.step),
@@ -209,12 +205,24 @@ def open_logs(
     folder: Path,
     card: RunCard,
     resume_at: int | None,
-) -> tuple[MetricsLog, list[Sink], RunCard]:
-    """Opens log and sinks, which the stack closes, and writes the run card."""
+    leads: bool,
+) -> tuple[MetricsLog | NoLog, list[Sink], RunCard]:
+    """Opens log and sinks, which the stack closes, and writes the run card, in the first process
+    (`leads`)."""
+    if not leads:
+        return NoLog(), [], card
     log = stack.enter_context(MetricsLog(folder, resume_at=resume_at))
     card = write_run_card(folder, card)
     sinks = open_sinks(setup.recipe, folder, card, resume_at)
     return log, [stack.enter_context(contextlib.closing(sink)) for sink in sinks], card
+
+
+def write_report(
+    folder: Path, card: RunCard, peak: Peak, loop: Loop, say: Callable[[str], None]
+) -> None:
+    """Writes the report of a run that has ended."""
+    samples = paired(*(read_samples(folder / name) for name in (BEFORE, AFTER)))
+    finish_report(folder, card, samples=samples, peak=peak, ended=loop.stopped_early, say=say)
 
 
 def card_of(setup: Setup, resumed_at: int | None) -> RunCard:

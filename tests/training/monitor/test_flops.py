@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.experimental import multihost_utils
 
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.weights import parameters
+from jaxllm.training.monitor import flops
 from jaxllm.training.monitor.flops import (
+    Peak,
     TokenCounts,
     count_tokens,
     known_peak,
@@ -118,9 +122,33 @@ def test_peaks(kind: str, flops: float | None) -> None:
 
 def test_a_cpu_is_measured() -> None:
     peak = peak_flops()
-    assert peak is not None
-    assert peak.source.startswith("measured")
+    assert peak.source == "measured: float32 product of 1024 x 1024, machine x 1"
     assert 1e8 < peak.flops < 1e14
+
+
+def test_processes_of_one_machine_share_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three processes two are on one machine; the product of each took as long."""
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    machines = np.array([1.0, 1.0, 2.0])
+    monkeypatch.setattr(flops, "_machine_number", lambda: 1.0)
+    monkeypatch.setattr(flops, "_measured_cpu", lambda device: 5e9)
+
+    def gather(sent: np.ndarray) -> np.ndarray:
+        value = np.frombuffer(sent.tobytes(), np.float64)[0]
+        values = machines if value == 1.0 else np.full(3, value)
+        return np.frombuffer(values.tobytes(), np.uint8).reshape(3, 8)
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    assert peak_flops() == Peak(1e10, "measured: float32 product of 1024 x 1024, machine x 2")
+
+
+def test_an_unknown_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flops, "PRODUCTS", ((64, "bfloat16"), flops.PRODUCTS[1]))
+    monkeypatch.setattr(jax, "device_put", lambda x, device: jnp.asarray(x))
+    devices = [SimpleNamespace(platform="gpu", device_kind="Radeon", process_index=0)] * 4
+    peak = peak_flops(devices)
+    assert peak.source == "measured: bfloat16 product of 64 x 64, Radeon x 4"
+    assert peak.flops > 0
 
 
 def test_load_of_other_programs_does_not_change_the_peak_of_a_cpu() -> None:
@@ -136,6 +164,4 @@ def test_load_of_other_programs_does_not_change_the_peak_of_a_cpu() -> None:
         for process in busy:
             process.kill()
             process.wait()
-    assert quiet is not None
-    assert loaded is not None
     assert 0.5 < loaded.flops / quiet.flops < 2
