@@ -59,3 +59,5 @@ def test_runs(name: str, pytestconfig: pytest.Config, monkeypatch: pytest.Monkey
     first, last = map(nbformat.v4.new_code_cell, (WARNINGS_ARE_ERRORS, CHECKS[name]))
     notebook.cells = [first, *notebook.cells, last]
     nbclient.NotebookClient(notebook, timeout=300).execute(cwd=str(FOLDER))
+    outputs = [str(output) for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert [output for output in outputs if "Warning" in output] == []

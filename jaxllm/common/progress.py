@@ -31,7 +31,8 @@ class Reporter:
     def __init__(self, *, quiet: bool = False, least_seconds: float = 0.0) -> None:
         self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._least_seconds = least_seconds
-        self._is_animated = self._console.is_terminal or self._console.is_jupyter
+        # Not in a notebook: rich needs ipywidgets there, and leaves an empty output for each line.
+        self._is_animated = self._console.is_terminal
         self._spinner: Progress | None = None
 
     @property
@@ -133,9 +134,10 @@ _reports: list[tuple[Reporter, CompileReports]] = []
 def set_progress(on: bool, *, least_seconds: float = 0.5) -> None:
     """Turns progress messages of the library on or off; they are off at first.
 
-    They go to stderr, or to the cell of a notebook: loading, the programs that compile with their
-    seconds (your own jitted functions too), and generating. What takes less than `least_seconds`
-    prints no line. A call in one process of several concerns that process alone.
+    They go to stderr, or to the cell of a notebook (there without a spinner): loading, the programs
+    that compile with their seconds (your own jitted functions too), and generating. What takes less
+    than `least_seconds` prints no line. A call in one process of several concerns that process
+    alone.
     """
     while _reports:
         _reports.pop()[1].close()
