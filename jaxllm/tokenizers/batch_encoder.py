@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
@@ -62,8 +63,9 @@ class BatchEncoder(TextEncoder):
     @overload
     def __call__(
         self,
-        text: str | Sequence[str],
+        text: str | Sequence[str] | None = None,
         text_pair: str | Sequence[str] | None = None,
+        text_target: str | Sequence[str] | None = None,
         *,
         return_tensors: Literal["np", "jax"] = "np",
         **options: Unpack[EncodingOptions],
@@ -71,16 +73,18 @@ class BatchEncoder(TextEncoder):
     @overload
     def __call__(
         self,
-        text: str | Sequence[str],
+        text: str | Sequence[str] | None = None,
         text_pair: str | Sequence[str] | None = None,
+        text_target: str | Sequence[str] | None = None,
         *,
         return_tensors: None,
         **options: Unpack[EncodingOptions],
     ) -> ListEncoding: ...
     def __call__(
         self,
-        text: str | Sequence[str],
+        text: str | Sequence[str] | None = None,
         text_pair: str | Sequence[str] | None = None,
+        text_target: str | Sequence[str] | None = None,
         *,
         return_tensors: ReturnTensors = "np",
         **options: Unpack[EncodingOptions],
@@ -94,6 +98,9 @@ class BatchEncoder(TextEncoder):
             text: one or more prompts. In arrays an empty prompt becomes BOS if the tokenizer has
                 one.
             text_pair: as many second texts; see :meth:`encode`.
+            text_target: as many texts that the model should write; their ids, padded like the
+                prompts' with the pad token, are the ``labels``. Without ``text`` the result is
+                theirs alone.
             return_tensors: "np" or "jax" for arrays [B, T] of int32; None for lists, and one list
                 if ``text`` is one string.
             padding: True or "longest" pads to the longest prompt, "max_length" to ``max_length``,
@@ -117,6 +124,8 @@ class BatchEncoder(TextEncoder):
         unknown = options.keys() - EncodingOptions.__annotations__.keys()
         if unknown:
             raise UnsupportedError(f"a tokenizer's call does not take {sorted(unknown)}")
+        if text_target is not None:
+            return self._with_labels(text, text_pair, text_target, return_tensors, options)
         texts = _text_list(text)
         pairs = [None] * len(texts) if text_pair is None else _text_list(text_pair)
         one_of_each = text_pair is None or isinstance(text, str) == isinstance(text_pair, str)
@@ -136,6 +145,18 @@ class BatchEncoder(TextEncoder):
         if isinstance(batch, ListEncoding) and isinstance(text, str):
             return ListEncoding(**{name: value[0] for name, value in batch.items()})
         return batch
+
+    def _with_labels(
+        self, text: Any, text_pair: Any, target: Any, return_tensors: Any, options: Any
+    ) -> Any:
+        """The encoding of texts, with the ids of their targets as labels."""
+        labels = self(target, return_tensors=return_tensors, **options)
+        if text is None:
+            return labels
+        if len(_text_list(target)) != len(_text_list(text)):
+            raise InputError("text_target: expected one for each text")
+        batch: Any = self(text, text_pair, return_tensors=return_tensors, **options)
+        return replace(batch, labels=labels.input_ids)
 
     @overload
     def pad(

@@ -29,15 +29,14 @@ from jaxllm.tokenizers.batch import (
     truncate,
 )
 from jaxllm.tokenizers.batch_encoder import BatchEncoder
+from jaxllm.tokenizers.chat import continuation
 from jaxllm.tokenizers.chat import templates as chat
 from jaxllm.tokenizers.files import NAMED_TOKENS
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.tokenizers.text_encoder import MAX_TEXT_BYTES, check_text
 
 # Options of transformers' apply_chat_template that would become template variables here.
-_UNSUPPORTED_CHAT_OPTIONS = frozenset(
-    {"continue_final_message", "return_assistant_tokens_mask", "tokenizer_kwargs"}
-)
+_UNSUPPORTED_CHAT_OPTIONS = frozenset({"return_assistant_tokens_mask", "tokenizer_kwargs"})
 
 
 class Tokenizer(BatchEncoder):
@@ -68,7 +67,8 @@ class Tokenizer(BatchEncoder):
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         tokenize: bool = True,
         return_tensors: ReturnTensors = None,
         return_dict: bool = False,
@@ -88,7 +88,9 @@ class Tokenizer(BatchEncoder):
         Args:
             messages: ``{"role": ..., "content": ...}``, and other keys that the template reads; or
                 a list of such conversations.
-            add_generation_prompt: append the start of the assistant's turn (transformers: not).
+            add_generation_prompt: append the start of the assistant's turn; None: unless
+                `continue_final_message` (transformers: not).
+            continue_final_message: end inside the last message, so that the model goes on with it.
             tokenize: return ids; if False, the text.
             return_tensors: "np" or "jax" for int32 [B, T]; None for a list.
             return_dict: return ids and mask, as a call of the tokenizer does (transformers 5: the
@@ -113,12 +115,21 @@ class Tokenizer(BatchEncoder):
             raise UnsupportedError(f"apply_chat_template does not take {sorted(unsupported)}")
         single = not _are_conversations(messages)
         template = self._select_template(chat_template, tools is not None)
+        if continue_final_message and add_generation_prompt:
+            raise InputError("add_generation_prompt: not with continue_final_message; give one")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools, **kwargs}
-        conversations: Any = [messages] if single else messages
+        chats: Any = [messages] if single else messages
         if not tokenize:
-            texts = [self._render(template, each, variables) for each in conversations]
+            texts = [
+                self._render(template, each, variables, continue_final_message) for each in chats
+            ]
             return texts[0] if single else texts
-        rows = [self._chat_ids(template, each, variables, max_bytes) for each in conversations]
+        rows = [
+            self._chat_ids(template, each, variables, continue_final_message, max_bytes)
+            for each in chats
+        ]
         if check_truncation(truncation):
             limit = self._max_length(max_length, "truncation")
             side = self.truncation_side
@@ -131,7 +142,7 @@ class Tokenizer(BatchEncoder):
         return batch if return_dict else batch.input_ids
 
     def _template_variables(
-        self, messages: Any, variables: Mapping[str, Any]
+        self, messages: Any, variables: Mapping[str, Any], continue_final: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Variables of a template: user input, and all others."""
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
@@ -145,21 +156,33 @@ class Tokenizer(BatchEncoder):
         if self.settings.extra:
             own["additional_special_tokens"] = [t.content for t in self.settings.extra]
         trusted = {**own, **variables}
+        if continue_final:
+            messages = continuation.tagged(messages)
         untrusted = {"messages": messages, "tools": trusted.pop("tools")}
         if "documents" in trusted:
             untrusted["documents"] = trusted.pop("documents")
         return untrusted, trusted
 
-    def _render(self, template: str, messages: Any, variables: Mapping[str, Any]) -> str:
-        untrusted, trusted = self._template_variables(messages, variables)
-        return chat.render(template, {**untrusted, **trusted})
+    def _render(
+        self, template: str, messages: Any, variables: Mapping[str, Any], continue_final: bool
+    ) -> str:
+        untrusted, trusted = self._template_variables(messages, variables, continue_final)
+        text = chat.render(template, {**untrusted, **trusted})
+        return continuation.cut(text) if continue_final else text
 
     def _chat_ids(
-        self, template: str, messages: Any, variables: Mapping[str, Any], max_bytes: int
+        self,
+        template: str,
+        messages: Any,
+        variables: Mapping[str, Any],
+        continue_final: bool,
+        max_bytes: int,
     ) -> list[int]:
         """Token ids of one conversation."""
-        untrusted, trusted = self._template_variables(messages, variables)
+        untrusted, trusted = self._template_variables(messages, variables, continue_final)
         rendered = chat.render_parts(template, untrusted, trusted, self.special_tokens)
+        if continue_final:
+            rendered = continuation.cut_parts(rendered)
         parts = [rendered] if isinstance(rendered, str) else rendered
         check_text("".join(p if isinstance(p, str) else p.content for p in parts), max_bytes)
         return (

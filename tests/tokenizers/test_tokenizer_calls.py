@@ -282,3 +282,17 @@ def test_model_max_length_is_the_default(load_fast):
 def test_refused_options(t5, options, error, message):
     with pytest.raises(error, match=message):
         t5(["a", "a much longer text"], **options)
+
+
+def test_labels_of_targets(t5):
+    texts, targets = ["Hello world", "Nice"], ["Hello", "The garden is nice"]
+    options = {"padding": True, "max_length": 30}
+    both = t5(texts, text_target=targets, **options)
+    want = t5(targets, **options).input_ids
+    assert both.labels.tolist() == want.tolist()
+    assert both.input_ids.tolist() == t5(texts, **options).input_ids.tolist()
+    assert t5(text_target=targets, **options).input_ids.tolist() == want.tolist()
+    one = t5("Hello", text_target="Nice", return_tensors=None)
+    assert one.labels == t5.encode("Nice")
+    with pytest.raises(InputError, match="text_target: expected one for each text"):
+        t5(texts, text_target="Hello")

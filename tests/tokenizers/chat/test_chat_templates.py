@@ -300,8 +300,61 @@ def test_forms_of_the_result(tokenizer):
 
 
 def test_unsupported_options_of_transformers(tokenizer):
-    with pytest.raises(UnsupportedError, match="continue_final_message"):
-        tokenizer.apply_chat_template([], chat_template="x", continue_final_message=True)
+    with pytest.raises(UnsupportedError, match="return_assistant_tokens_mask"):
+        tokenizer.apply_chat_template([], chat_template="x", return_assistant_tokens_mask=True)
+
+
+KEEPS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMS = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "texts", "expected"),
+    [  # recorded with transformers 5.23.0
+        (KEEPS, ["Hi", "I am "], "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nI am "),
+        (
+            KEEPS,
+            ["Say it", "  Well\n"],
+            "<|im_start|>user\nSay it<|im_end|>\n<|im_start|>assistant\n  Well\n",
+        ),
+        (TRIMS, ["Hi", "I am "], "[user] Hi</s>\n[assistant] I am"),
+        (
+            TRIMS,
+            ["a", "one", "b", "one"],
+            "[user] a</s>\n[assistant] one</s>\n[user] b</s>\n[assistant] one",
+        ),
+    ],
+)
+def test_a_chat_that_ends_inside_its_last_message(tokenizer, template, texts, expected):
+    roles = ["user", "assistant"] * len(texts)
+    chat = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    options = {"chat_template": template, "continue_final_message": True}
+    assert tokenizer.apply_chat_template(chat, tokenize=False, **options) == expected
+    ids = tokenizer.apply_chat_template(chat, **options)
+    assert ids == tokenizer.encode(expected, add_special_tokens=False)
+    parts = [*chat[:-1], {"role": "assistant", "content": [{"type": "text", "text": texts[-1]}]}]
+    read = "(m.content if m.content is string else m.content[0].text)"
+    in_parts = template.replace("m.content", read)
+    options["chat_template"] = in_parts
+    assert tokenizer.apply_chat_template(parts, tokenize=False, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("chat", "options", "message"),
+    [
+        ([], {}, "the last message has no text"),
+        ([{"role": "user"}], {}, "the last message has no text"),
+        ([{"role": "user", "content": "x"}], {"chat_template": "y"}, "leaves out the last message"),
+        ([{"role": "user", "content": "x"}], {"add_generation_prompt": True}, "not with continue"),
+    ],
+)
+def test_chats_that_cannot_go_on(tokenizer, chat, options, message):
+    options = {"chat_template": TRIMS, "continue_final_message": True, **options}
+    with pytest.raises((InputError, TemplateError), match=message):
+        tokenizer.apply_chat_template(chat, **options)
 
 
 def test_without_a_template(tokenizer):
