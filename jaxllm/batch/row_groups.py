@@ -23,6 +23,7 @@ from jaxllm.generation.processors.build import build_processors
 from jaxllm.generation.processors.per_row import signature, stack_lists
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.lengths import MAX_COLUMNS
+from jaxllm.generation.settings.mode import SLOT_MODES
 from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -33,7 +34,6 @@ NEUTRAL: Mapping[str, Any] = {
 applies it to all rows, with the neutral value for the others."""
 _WARPERS = frozenset(name for name in NEUTRAL if FIELDS[name].only_sampling)
 _ALWAYS_SAMPLED = frozenset(name for name in NEUTRAL if FIELDS[name].always)
-_SINGLE, _BEAMS = ("greedy_search", "sample"), ("beam_search", "beam_sample")
 _CACHES = (None, "static", "dynamic")
 MAX_STOP_LISTS = 8
 """Lists of stop strings in one program: each is looked for in every row."""
@@ -91,13 +91,13 @@ class Group:
 def fits_slots(row: BatchRow) -> bool:
     """True if a row can run in a slot: greedy search or sampling, with or without beams, and no
     field that needs a static batch (`Field.slots`)."""
-    if row.mode not in _SINGLE and not (row.mode in _BEAMS and _beams_fit(row)):
+    if row.mode not in SLOT_MODES or (row.config.num_beams > 1 and not _beams_fit(row)):
         return False
     values = row.config.to_dict()
     if values.pop("cache_implementation", None) not in _CACHES:
         return False
     return not any(
-        _has_effect(name, value) for name, value in values.items() if not FIELDS[name].slots
+        FIELDS[name].has_effect(value) for name, value in values.items() if not FIELDS[name].slots
     )
 
 
@@ -114,11 +114,6 @@ def _beams_fit(row: BatchRow) -> bool:
     columns = bucket(row.max_length, SMALLEST_BUCKET)
     columns += (row.config.num_beams - 1) * new_token_bucket
     return columns <= MAX_COLUMNS and not row.config.low_memory
-
-
-def _has_effect(name: str, value: object) -> bool:
-    field = FIELDS[name]
-    return value is not None and value != field.neutral and value != field.default
 
 
 def groups(rows: Iterable[BatchRow], vocab_size: int) -> list[Group]:
@@ -141,7 +136,7 @@ def _strategy(row: BatchRow) -> SlotStrategy:
     """Strategy of a row, the same for all rows of a group. Greedy and sampled rows share one; beam
     search and beam sampling do not."""
     config, allow_nonfinite = row.config, bool(row.config.remove_invalid_values)
-    if row.mode not in _BEAMS:
+    if config.num_beams == 1:
         return SampleSlots(sampling=False, allow_nonfinite=allow_nonfinite)
     return BeamSlots(
         beams=config.num_beams,

@@ -19,7 +19,7 @@ from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.padded_batch import PaddedBatch
 from jaxllm.generation.inputs.values import is_integer, to_scalar
-from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import UnusedFieldWarning
 from jaxllm.generation.settings.lengths import checked_lengths
 from jaxllm.generation.settings.mode import generation_mode
@@ -309,7 +309,7 @@ class RowReader:
             if isinstance(warning.message, UnusedFieldWarning) and warning.message.field in fields:
                 raise InputError(str(warning.message))
         for name, value in config.to_dict().items():
-            if value and (name.startswith("output_") or name == "token_healing"):
+            if value and FIELDS[name].per_call:
                 raise UnsupportedError(f"{name}: not in a batch of rows; use jaxllm.generate")
         if config.num_return_sequences > MAX_SEQUENCES:
             raise InputError(

@@ -24,13 +24,12 @@ from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import is_exhausted, run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig
+from jaxllm.generation.settings.mode import INDEPENDENT_MODES
 from jaxllm.generation.settings.special_tokens import checked_pad
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
-_INDEPENDENT = ("beam_search", "group_beam_search", "beam_sample")
-"""Strategies whose rows do not depend on the other rows of a batch."""
 _DEPEND_ON_LENGTH = ("dynamic", "longrope")
 """RoPE types whose frequencies depend on the longest row of a batch."""
 
@@ -57,9 +56,11 @@ def batches(
     alike: dict[Hashable, list[BatchRow]] = {}
     for row in rows:
         config, width = row.config, bucket(len(row.input_ids), SMALLEST_BUCKET)
-        runs_alone = rope_type in _DEPEND_ON_LENGTH or row.mode not in _INDEPENDENT
-        runs_alone |= config.forced_bos_token_id is not None or row.constraint is not None
-        runs_alone |= config.stop_strings is not None or config.max_time is not None
+        runs_alone = rope_type in _DEPEND_ON_LENGTH or row.mode not in INDEPENDENT_MODES
+        runs_alone |= row.constraint is not None
+        runs_alone |= any(
+            FIELDS[name].alone for name, x in config.to_dict().items() if x is not None
+        )
         runs_alone |= bool(config.do_sample) and row.row_number != row.index  # a seed of its own
         lengths = (row.max_new_tokens, _min_new_tokens(row), width)
         key = (config, row.eos, lengths, row.seed, row.index if runs_alone else None)

@@ -169,7 +169,7 @@ class LiveRowReader:
         return signature(self._group.processors(row, self._model.config.vocab_size))
 
     def _check_fields(self, row: BatchRow, raw: Any) -> None:
-        if row.mode not in ("greedy_search", "sample") or not fits_slots(row):
+        if row.config.num_beams > 1 or not fits_slots(row):
             raise self._unsupported(row, raw)
         if row.config.remove_invalid_values:
             raise UnsupportedError("remove_invalid_values: not in a server; use jaxllm.generate")

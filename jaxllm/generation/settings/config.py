@@ -60,9 +60,10 @@ class GenerationConfig(Settings):
         doc='True: beam search stops with num_beams finished beams; "never": when none can improve',
         off=UNSET, needs="num_beams")
     max_time: float | None = setting(default=None, converter=number("(0, inf)"),
-        doc="time limit in seconds, checked after each token", slots=False)
+        doc="time limit in seconds, checked after each token", slots=False,
+        alone=True)
     stop_strings: tuple[str, ...] | None = setting(default=None, converter=strings,
-        doc="strings that end a row when they occur; needs tokenizer=")
+        doc="strings that end a row when they occur; needs tokenizer=", alone=True)
 
     # Strategy
     do_sample: bool = setting(default=False, converter=boolean,
@@ -165,7 +166,7 @@ class GenerationConfig(Settings):
     renormalize_logits: bool = setting(default=False, converter=boolean,
         doc="normalizes the scores (log-softmax) after all processors", off=False)
     forced_bos_token_id: int | None = setting(default=None, converter=integer(0),
-        doc="first new token after a prompt of one token", static=True)
+        doc="first new token after a prompt of one token", static=True, alone=True)
     forced_eos_token_id: int | tuple[int, ...] | None = setting(default=None,
         converter=token_id_or_ids, doc="last token of a row that reaches max_length", static=True)
     forced_decoder_ids: Any = setting(default=None, converter=anything,
@@ -181,7 +182,7 @@ class GenerationConfig(Settings):
         doc="tokens that must not be the first new one", static=True)
     token_healing: bool = setting(default=False, converter=boolean,
         doc="replaces the prompt's last token by one that begins with its text; needs tokenizer=",
-        off=False, slots=False, provider="jaxllm.contrib.token_healing")
+        off=False, per_call=True, provider="jaxllm.contrib.token_healing")
     guidance_scale: float | None = setting(default=None, converter=number("(-inf, inf)"),
         doc="scale of classifier-free guidance; 1 is off", slots=False)
     watermarking_config: Any = setting(default=None, converter=anything,
@@ -189,13 +190,13 @@ class GenerationConfig(Settings):
 
     # Outputs
     output_attentions: bool = setting(default=False, converter=boolean,
-        doc="returns the attentions of each step", off=False, slots=False)
+        doc="returns the attentions of each step", off=False, per_call=True)
     output_hidden_states: bool = setting(default=False, converter=boolean,
-        doc="returns the hidden states of each step", off=False, slots=False)
+        doc="returns the hidden states of each step", off=False, per_call=True)
     output_scores: bool = setting(default=False, converter=boolean,
-        doc="returns the processed scores of each step", off=False)
+        doc="returns the processed scores of each step", off=False, per_call=True)
     output_logits: bool | None = setting(default=None, converter=boolean,
-        doc="returns the raw logits of each step")
+        doc="returns the raw logits of each step", per_call=True)
     return_dict_in_generate: bool = setting(default=False, converter=boolean,
         doc="accepted; the result always has this form", off=UNSET)
 

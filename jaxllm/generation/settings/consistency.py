@@ -111,16 +111,14 @@ def check_consistent(
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
         "assistant_tokenizer": False,
     }
+
+    def has_effect(name: str) -> bool:
+        return FIELDS[name].has_effect(getattr(config, name))
+
     for name in sorted(config.explicit):
         needs = FIELDS[name].needs
-        if needs is None or not _has_effect(config, name):
+        if needs is None or not has_effect(name):
             continue
-        if not (active[needs] if needs in active else _has_effect(config, needs)):
+        if not (active[needs] if needs in active else has_effect(needs)):
             message = f"`{name}`={getattr(config, name)!r} has no effect without `{needs}`"
             warnings.warn(UnusedFieldWarning(message, name, needs), stacklevel=2)
-
-
-def _has_effect(config: GenerationConfig, name: str) -> bool:
-    """True if a field's value is neither neutral nor the default."""
-    field, value = FIELDS[name], getattr(config, name)
-    return is_traced(value) or value not in (field.neutral, field.default)

@@ -21,7 +21,7 @@ from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, InputError, JaxLLMError
 from jaxllm.common.strict_json import read_json
 from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
-from jaxllm.generation.inputs.values import is_number
+from jaxllm.generation.inputs.values import is_number, is_traced
 from jaxllm.generation.settings.field_checks import BadValueError
 
 C = TypeVar("C", bound=type)
@@ -59,6 +59,8 @@ class Field:
         always: True if every program that samples contains the field's processor.
         slots: True if rows that set the field can run in the batch engine's slots; otherwise they
             run in static batches.
+        alone: True if a row that sets the field has a static batch of its own.
+        per_call: True if only a whole call can set the field, not a row of a batch.
         unset: value that means unset in a file, as null does.
         provider: module that registers what the field enables; imported by a call that sets it.
         metadata: True if the field only describes the origin of a file and has no effect.
@@ -76,6 +78,8 @@ class Field:
     per_row: float | tuple[()] | None = None
     always: bool = False
     slots: bool = True
+    alone: bool = False
+    per_call: bool = False
     unset: Any = None
     provider: str | None = None
     metadata: bool = False
@@ -90,6 +94,10 @@ class Field:
     def only_sampling(self) -> bool:
         """True if the field has no effect on greedy search."""
         return self.needs is not None and self.needs.startswith("do_sample")
+
+    def has_effect(self, value: Any) -> bool:
+        """True if a value is neither neutral nor the default."""
+        return is_traced(value) or value not in (self.neutral, self.default)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name

@@ -6,6 +6,11 @@ from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.decoder import GenerativeModel
 
+SLOT_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+"""Modes that the slots of the batch engine have; rows of other modes run in static batches."""
+INDEPENDENT_MODES = ("beam_search", "beam_sample", "group_beam_search")
+"""Modes whose rows do not depend on the other rows of a static batch."""
+
 
 def generation_mode(
     config: GenerationConfig, assistant_model: GenerativeModel | None = None
