@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.batch.memory import Prediction, fitting_slots, format_bytes, nbytes, working_memory
-from jaxllm.batch.programs import decode_program, prefill_program
+from jaxllm.batch.programs import decode_slots_program, prefill_slots_program
 from jaxllm.batch.queue import Task
 from jaxllm.batch.row_groups import Group, prefill_batch
 from jaxllm.batch.rows import BatchRow
@@ -155,10 +155,10 @@ def traced_programs(
     strategy = group.strategy
     slot_ids, number = np.zeros(sizes.prefill_rows, np.int32), np.int32(1)
     return (
-        prefill_program.trace(
+        prefill_slots_program.trace(
             model, shapes, batch, slot_ids, stops, strategy=strategy, sizes=sizes
         ),
-        decode_program.trace(model, shapes, stops, number, number, strategy=strategy),
+        decode_slots_program.trace(model, shapes, stops, number, number, strategy=strategy),
     )
 
 

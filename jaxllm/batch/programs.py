@@ -32,7 +32,7 @@ class DecodeProgress(NamedTuple):
     """Slot-steps occupied by an unfinished row."""
 
 
-def prefill(
+def prefill_slots(
     model: Decoder,
     slots: Slots,
     batch: PrefillBatch,
@@ -50,19 +50,12 @@ def prefill(
     """
     batch = constrain(batch, "rows")
     rows, width = batch.tokens.shape
-    mask = jnp.arange(width) < batch.prompt_length[:, None]
     init_cache = partial(model.init_cache, rows, **batch.encoder)
-    prompt_length = jnp.asarray(batch.prompt_length)
-    cache = slots.state.cache.for_prompts(init_cache, width, prompt_length)
-    out = model.decode(
-        batch.tokens, mask, cache, cache_is_empty=True, logits_column=batch.prompt_length - 1
-    )
-    # New tokens overwrite the bucket's padding.
-    out = out.replace(cache=out.cache.replace(length=prompt_length))
-    return write_rows(slots, strategy.init(model, batch, out, stops, sizes), slot_ids)
+    cache = slots.state.cache.for_prompts(init_cache, width, jnp.asarray(batch.prompt_length))
+    return write_rows(slots, strategy.prefill(model, batch, cache, stops, sizes), slot_ids)
 
 
-def decode(
+def decode_slots(
     model: Decoder,
     slots: Slots,
     stops: StoppingCriteriaList,
@@ -95,7 +88,9 @@ def decode(
 
 
 # The slots are donated: cache and sequences are updated in place.
-prefill_program = jax.jit(
-    prefill, static_argnames=("strategy", "sizes"), donate_argnames=("slots",)
+prefill_slots_program = jax.jit(
+    prefill_slots, static_argnames=("strategy", "sizes"), donate_argnames=("slots",)
 )
-decode_program = jax.jit(decode, static_argnames=("strategy",), donate_argnames=("slots",))
+decode_slots_program = jax.jit(
+    decode_slots, static_argnames=("strategy",), donate_argnames=("slots",)
+)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.programs import DecodeProgress, decode_program, prefill_program
+from jaxllm.batch.programs import DecodeProgress, decode_slots_program, prefill_slots_program
 from jaxllm.batch.queue import Task
 from jaxllm.batch.row_groups import Group
 from jaxllm.batch.sizes import Sizes
@@ -75,7 +75,7 @@ class SlotPool:
         for slot, task in zip(slot_ids, tasks, strict=False):
             self.tasks[slot] = task
         with use_mesh(self._mesh):
-            self.slots = prefill_program(
+            self.slots = prefill_slots_program(
                 self._model,
                 self.slots,
                 arrays,
@@ -90,7 +90,7 @@ class SlotPool:
         """Decodes until `free_slots` slots are free, all rows are finished, or for `max_steps`
         steps. The results are on the device, which may still be decoding."""
         with use_mesh(self._mesh):
-            self.slots, progress = decode_program(
+            self.slots, progress = decode_slots_program(
                 self._model,
                 self.slots,
                 self._stops,

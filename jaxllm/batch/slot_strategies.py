@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slots import PrefillBatch, RowSettings, SlotOutputs, Slots
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.generation.loop import first_state
 from jaxllm.generation.processors.per_row import row_by_row
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.generation.stopping.base import for_rows
@@ -28,7 +29,6 @@ from jaxllm.generation.strategies.strategy import (
     unfinished_rows,
 )
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.outputs import DecodeOutput
 from jaxllm.parallel.field_axes import Axes, map_with_axes
 
 S = TypeVar("S")
@@ -62,19 +62,27 @@ class SlotStrategy:
         state = self.strategy(settings).initial_state(inputs, cache, sizes.new_token_bucket)
         return self._slots(state, settings, jnp.ones(batch.prompt_length.shape, bool))
 
-    def init(
+    def prefill(
         self,
         model: Decoder,
         batch: PrefillBatch,
-        out: DecodeOutput,
+        cache: Cache,
         stops: StoppingCriteriaList,
         sizes: Sizes,
     ) -> Slots:
-        """Slots after the first token, which follows from the model's output for the prompts."""
-        settings, inputs = batch.settings, _prefill_inputs(batch, sizes)
-        decode_settings = self._decode_settings(settings, stops)
-        state = self.strategy(settings).init(
-            model, inputs, out, decode_settings, sizes.new_token_bucket
+        """Slots after the prompts and their first tokens.
+
+        Args:
+            cache: an empty one of the prompts' rows.
+        """
+        settings = batch.settings
+        state = first_state(
+            self.strategy(settings),
+            model,
+            _prefill_inputs(batch, sizes),
+            cache,
+            self._decode_settings(settings, stops),
+            new_token_bucket=sizes.new_token_bucket,
         )
         return self._slots(state, settings, jnp.ones(batch.prompt_length.shape, bool))
 
@@ -174,11 +182,12 @@ def _prefill_inputs(batch: PrefillBatch, sizes: Sizes) -> PrefillInputs:
     """Strategy inputs of the prompts, which start at position 0 (right-padded)."""
     width = batch.tokens.shape[1]
     prompt_length = jnp.asarray(batch.prompt_length)
+    mask = jnp.arange(sizes.columns) < prompt_length[:, None]
     return PrefillInputs(
-        decoder_inputs={},
+        decoder_inputs={"tokens": batch.tokens, "mask": mask[:, :width]},
         encoder_inputs={},
         sequences=jnp.pad(batch.tokens, ((0, 0), (0, sizes.columns - width))),
-        mask=jnp.arange(sizes.columns) < prompt_length[:, None],
+        mask=mask,
         start_len=prompt_length,
         cache_len=prompt_length,
         last_column=prompt_length - 1,

@@ -47,17 +47,41 @@ def prefill(
         new_token_bucket: the limit of new tokens, rounded up.
         chunk_size: run the prompt in chunks of this many columns; None: at once.
     """
-    output_options = settings.decode_options
     encoded = None
     if inputs.past_cache is None:
-        encoder_arguments, encoded = recorded_encoding(model, inputs.encoder_inputs, output_options)
+        encoder_arguments, encoded = recorded_encoding(
+            model, inputs.encoder_inputs, settings.decode_options
+        )
         cache = inputs.cache_kind.convert(
             model.init_cache(inputs.mask.shape[0], capacity, **encoder_arguments)
         )
     else:
         cache = inputs.past_cache.compact(capacity)
+    sizes = {"new_token_bucket": new_token_bucket, "chunk_size": chunk_size}
+    return with_fixed_sharding(
+        first_state(strategy, model, inputs, cache, settings, encoded=encoded, **sizes)
+    )
+
+
+def first_state(
+    strategy: Strategy[S],
+    model: Decoder,
+    inputs: PrefillInputs,
+    cache: Cache,
+    settings: DecodeSettings,
+    *,
+    new_token_bucket: int,
+    chunk_size: int | None = None,
+    encoded: StackOutput | None = None,
+) -> S:
+    """Runs the prompt, and initialises the strategy's state from its logits.
+
+    Args:
+        cache: an empty one, or `inputs.past_cache`; the columns of the prompt come after it.
+        encoded: the encoder's output, if it is recorded.
+    """
     options = {
-        **output_options,
+        **settings.decode_options,
         **strategy.extra_decode_options,
         "cache_is_empty": inputs.past_cache is None,
     }
@@ -73,7 +97,7 @@ def prefill(
         )
     # `length` becomes that of the unpadded prompt: new tokens overwrite the bucket's padding.
     out = out.replace(cache=out.cache.replace(length=inputs.cache_len))
-    return with_fixed_sharding(strategy.init(model, inputs, out, settings, new_token_bucket))
+    return strategy.init(model, inputs, out, settings, new_token_bucket)
 
 
 def decode_in_chunks(

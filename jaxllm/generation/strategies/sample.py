@@ -19,6 +19,7 @@ from jaxllm.generation.strategies.strategy import (
     Result,
     S,
     Strategy,
+    is_eos,
     note_nonfinite,
     unconditional,
 )
@@ -282,13 +283,12 @@ def append(
     state = record_step(state, unfinished, logits, scores, settings)
     sequences = write_columns(state.sequences, token[:, None], state.cur_len)
     mask = write_columns(state.mask, unfinished[:, None], state.cur_len)
-    ends = jnp.any(token[:, None] == settings.eos, axis=1)
     stopped = settings.stops(sequences, scores, state.cur_len + 1, mask=mask)
     return state.replace(
         sequences=sequences,
         mask=mask,
         cur_len=state.cur_len + 1,
         token=token,
-        is_finished=state.is_finished | ends | stopped,
+        is_finished=state.is_finished | is_eos(token, settings.eos) | stopped,
         step=state.step + 1,
     )

@@ -22,6 +22,7 @@ from jaxllm.generation.strategies.guidance import with_guidance_of
 from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
     PrefillInputs,
+    is_eos,
     nonfinite,
     unconditional,
 )
@@ -282,7 +283,7 @@ def _append_token(
     is_valid = state.drafting & (state.i >= 0) & ~nonfinite(logits, scores)
     token = jnp.where(is_valid, token, settings.pad)
     probability = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), token[:, None], axis=1)
-    ends = jnp.isin(token, settings.eos) | (probability[:, 0] < threshold)
+    ends = is_eos(token, settings.eos) | (probability[:, 0] < threshold)
     ends |= i + 1 >= inputs.limit
     draft_scores = drafted.scores
     if draft_scores is not None:

@@ -20,6 +20,7 @@ from jaxllm.generation.processors.guidance import UnbatchedClassifierFreeGuidanc
 from jaxllm.generation.processors.warpers import Filter
 from jaxllm.generation.strategies.assisted.acceptance import DraftTokens
 from jaxllm.generation.strategies.assisted.drafts import Draft, DraftInputs, Proposal
+from jaxllm.generation.strategies.strategy import is_eos
 
 SCORE_DEPENDENT = (Filter, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 """Processors that depend on the scores, which a lookup does not have."""
@@ -112,6 +113,6 @@ def draft_from(
     """Drafts up to `limit` tokens of each row from `column` on, and stops before an end token."""
     columns = column[:, None] + jnp.arange(max_draft, dtype=jnp.int32)
     drafted = jnp.take_along_axis(tokens, jnp.minimum(columns, tokens.shape[1] - 1), axis=1)
-    continues = (columns < size) & ~jnp.isin(drafted, eos)
+    continues = (columns < size) & ~is_eos(drafted, eos)
     before_end = jnp.sum(jnp.cumprod(continues, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
     return DraftTokens(drafted, jnp.minimum(before_end, limit))

@@ -17,7 +17,13 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.cache.layout import write_columns
 from jaxllm.generation.strategies.assisted.drafts import DraftState, TokenBuffer
 from jaxllm.generation.strategies.records import Records
-from jaxllm.generation.strategies.strategy import NEVER, AssistedCounts, DecodeSettings, nonfinite
+from jaxllm.generation.strategies.strategy import (
+    NEVER,
+    AssistedCounts,
+    DecodeSettings,
+    is_eos,
+    nonfinite,
+)
 from jaxllm.parallel.field_axes import axes
 
 
@@ -131,7 +137,7 @@ def append_columns(
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     is_usable = columns < usable[:, None]
     buffer = state.buffer.put(tokens, is_usable)
-    finishes = jnp.isin(tokens, settings.eos) | stopped_columns(buffer, scores, settings)
+    finishes = is_eos(tokens, settings.eos) | stopped_columns(buffer, scores, settings)
     finishes &= is_usable
     row_finishes = finishes.any(axis=1)
     new = jnp.where(row_finishes, jnp.argmax(finishes, axis=1).astype(jnp.int32) + 1, usable)

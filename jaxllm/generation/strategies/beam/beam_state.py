@@ -19,7 +19,7 @@ from jaxllm.generation.strategies.beam.hypotheses import (
     take_per_row,
 )
 from jaxllm.generation.strategies.records import Records
-from jaxllm.generation.strategies.strategy import DecodeSettings
+from jaxllm.generation.strategies.strategy import DecodeSettings, is_eos
 from jaxllm.generation.strategies.token_choice import draw_without_replacement
 from jaxllm.parallel.field_axes import axes
 
@@ -172,6 +172,6 @@ def best_candidates(
         value=value,
         beam=index // vocab,
         token=token,
-        finishes=jnp.any(token[..., None] == settings.eos[..., None, :], axis=-1),
+        finishes=is_eos(token, settings.eos),
         unused=jnp.arange(count) >= needed[..., None],
     )
