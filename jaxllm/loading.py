@@ -25,7 +25,7 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS, ModelConfig
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
-from jaxllm.parallel.processes import together
+from jaxllm.parallel.processes import in_all_processes
 from jaxllm.parallel.sharding import check_mesh
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
@@ -108,7 +108,9 @@ def load(
     shared = mesh is not None and mesh.is_multi_process
     with progress_phase(f"loading {path_or_hub_id}") as update:
         progress = progress or update
-        model, generation_config, tokenizer = together(read, CheckpointError) if shared else read()
+        model, generation_config, tokenizer = (
+            in_all_processes(read, CheckpointError) if shared else read()
+        )
     set_generation_config(model, generation_config, tokenizer)
     return model, tokenizer
 
@@ -268,7 +270,9 @@ def save_orbax(
     save_weights(folder, model)
     # Weights are written by all processes, the other files by process 0.
     leads = jax.process_index() == 0
-    together(lambda: save_settings(folder, model, tokenizer) if leads else None, CheckpointError)
+    in_all_processes(
+        lambda: save_settings(folder, model, tokenizer) if leads else None, CheckpointError
+    )
 
 
 def load_orbax(

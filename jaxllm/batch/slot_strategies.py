@@ -7,7 +7,7 @@ finished keeps its final state.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxllm.generation.strategies.beam.beam_search import BeamSearch, BeamSearch
 from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.strategy import (
     NEVER,
+    AnyStrategy,
     DecodeSettings,
     PrefillInputs,
     unfinished_rows,
@@ -76,8 +77,8 @@ class SlotStrategy:
             cache: an empty one of the prompts' rows.
         """
         settings = batch.settings
-        state = first_state(
-            self.strategy(settings),
+        state: SampleState | BeamSearchState = first_state(
+            cast(AnyStrategy, self.strategy(settings)),
             model,
             _prefill_inputs(batch, sizes),
             cache,

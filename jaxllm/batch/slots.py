@@ -122,7 +122,7 @@ class RotatedCache(SlotCache):
             view,
             key_columns=(slots - self.offset[:, None]) % self.capacity,
             visible=reserved.mask[:, None, None, :],
-            used=None,
+            used_slots=None,
         )
         return view, reserved.replace(next_slot=(self.next_slot + 1) % self.capacity)
 

@@ -53,7 +53,7 @@ def batches(
         shards: number of shards of the row axis on a mesh.
     """
     rope_type = getattr(getattr(model.config, "rotary", None), "rope_type", "")
-    alike: dict[Hashable, list[BatchRow]] = {}
+    groups: dict[Hashable, list[BatchRow]] = {}
     for row in rows:
         config, width = row.config, bucket(len(row.input_ids), SMALLEST_BUCKET)
         runs_alone = rope_type in _DEPEND_ON_LENGTH or row.mode not in INDEPENDENT_MODES
@@ -64,9 +64,9 @@ def batches(
         runs_alone |= bool(config.do_sample) and row.row_number != row.index  # a seed of its own
         lengths = (row.max_new_tokens, _min_new_tokens(row), width)
         key = (config, row.eos, lengths, row.seed, row.index if runs_alone else None)
-        alike.setdefault(key, []).append(row)
+        groups.setdefault(key, []).append(row)
     result = []
-    for rows in sorted(alike.values(), key=lambda rows: (-rows[0].max_new_tokens, rows[0].index)):
+    for rows in sorted(groups.values(), key=lambda rows: (-rows[0].max_new_tokens, rows[0].index)):
         size = max(1, slots // rows[0].config.num_beams)
         result.append(StaticBatch(rows, size - size % shards or size))
     return result

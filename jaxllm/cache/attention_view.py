@@ -76,8 +76,8 @@ class AttentionView:
     so far, of the batch or of each row."""
     write_slots: SlotIndices | None
     """Cache slot of the first query (for all rows or per row), or of each query; None: no cache."""
-    used: Int[Array, ""] | None = None
-    """Only the first `used` cache slots hold tokens; None: any slot may."""
+    used_slots: Int[Array, ""] | None = None
+    """Only the first `used_slots` cache slots hold tokens; None: any slot may."""
     query_index: Int[Array, "B T"] | None = None
     """Index of each query among the real tokens of its row, which is its position unless the caller
     gave `position_ids`; None if no layer has a window."""

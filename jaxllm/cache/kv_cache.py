@@ -263,7 +263,7 @@ class Cache:
             visible=visible[:, None],
             rope_length=jnp.max(counts[:, -1]),
             write_slots=slots,
-            used=jnp.max(self.length) + T,
+            used_slots=jnp.max(self.length) + T,
             query_index=None if slot_positions is None else positions,
             key_index=slot_positions,
         )

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxllm.common.errors import CheckpointError
-from jaxllm.parallel.processes import together
+from jaxllm.parallel.processes import in_all_processes
 
 STOP = -1
 
@@ -45,26 +45,26 @@ def with_host_arrays(
         return
     ordered = list(arrays.values())
 
-    def fetch(number: int) -> np.ndarray:
+    def gather(number: int) -> np.ndarray:
         multihost_utils.broadcast_one_to_all(np.int32(number))
         return all_gather(ordered[number])
 
-    def lead() -> None:
+    def read_and_share() -> None:
         try:
             act(
                 {
-                    name: HostArray(x.shape, x.dtype, lambda i=i: fetch(i))
+                    name: HostArray(x.shape, x.dtype, lambda i=i: gather(i))
                     for i, (name, x) in enumerate(arrays.items())
                 }
             )
         finally:
             multihost_utils.broadcast_one_to_all(np.int32(STOP))
 
-    def serve() -> None:
+    def take_part() -> None:
         while (number := int(multihost_utils.broadcast_one_to_all(np.int32(0)))) != STOP:
             all_gather(ordered[number])
 
-    together(lead if jax.process_index() == 0 else serve, CheckpointError)
+    in_all_processes(read_and_share if jax.process_index() == 0 else take_part, CheckpointError)
 
 
 def all_gather(x: jax.Array) -> np.ndarray:

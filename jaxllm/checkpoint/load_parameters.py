@@ -75,7 +75,7 @@ def load_parameters(
                 sharding = parameter_sharding(ours, shape, mesh)
                 read = functools.partial(tensor.read_shard, number, shape[0], dtype)
                 arrays[ours] = sharded_array(shape, sharding, read)
-        source.forget(name)
+        source.release_pages(name)
         done += info.nbytes
         if progress is not None:
             progress(name, done, total)

@@ -80,7 +80,7 @@ class WeightSource(Protocol):
         """
         ...
 
-    def forget(self, name: str) -> None:
+    def release_pages(self, name: str) -> None:
         """Releases the pages that reading a tensor mapped; it can be read again."""
         ...
 
@@ -139,7 +139,7 @@ class MappedFile:
         values = values[index] if index else values
         return values if values.flags.aligned else values.copy()
 
-    def forget(self, begin: int, end: int) -> None:
+    def release_pages(self, begin: int, end: int) -> None:
         """Releases the mapped pages of these bytes; the system reads them again on access."""
         if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
             return

@@ -27,7 +27,7 @@ from jaxllm.cli.model_flags import model_path
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError, RunError
 from jaxllm.common.progress import Reporter
-from jaxllm.parallel.processes import together
+from jaxllm.parallel.processes import in_all_processes
 
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
@@ -108,7 +108,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
     for name in _ONE_PROMPT:
         if getattr(arguments, name) is not None:
             shown = "PROMPT" if name == "text" else "--" + name.replace("_", "-")
-            raise InputError(f"{shown}: not together with --input")
+            raise InputError(f"{shown}: not in_all_processes with --input")
     if arguments.output is None:
         raise InputError("--output: --input needs a file for the results")
     if arguments.output == STREAM and arguments.resume:
@@ -118,21 +118,23 @@ def check_flags(arguments: argparse.Namespace) -> None:
     if STREAM in (arguments.input, arguments.output) and jax.process_count() > 1:
         raise InputError("-: several processes cannot share stdin and stdout; give files")
     if arguments.show_special_tokens:
-        raise InputError("--show-special-tokens: not together with --input; output_ids has them")
+        raise InputError(
+            "--show-special-tokens: not in_all_processes with --input; output_ids has them"
+        )
 
 
 def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     """Runs the command.
 
     Several processes share the rows. Steps that may fail in one of them before it answers any are
-    done `together`, so that none waits for it.
+    done `in_all_processes`, so that none waits for it.
 
     Returns:
         The exit code: 1 if no row succeeded, else 0, although some rows may have errors.
     """
-    mesh = together(lambda: local_mesh(arguments), RunError)
+    mesh = in_all_processes(lambda: local_mesh(arguments), RunError)
     # Now, not after minutes of loading.
-    source, identity, finished = together(lambda: checked_job(arguments), RunError)
+    source, identity, finished = in_all_processes(lambda: checked_job(arguments), RunError)
     if finished:
         reporter.say(f"{arguments.output} is finished; there is nothing to resume")
         report = read_json_file(report_file(Path(arguments.output)))
@@ -140,7 +142,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     for remark in source.remarks():
         reporter.say(remark)
     with contextlib.closing(CompileClock()) as clock:
-        engine = together(lambda: load_engine(arguments, source, mesh, reporter), RunError)
+        engine = in_all_processes(lambda: load_engine(arguments, source, mesh, reporter), RunError)
         job: Job | StreamedJob
         if arguments.output == STREAM:
             job = StreamedJob(engine, source, sys.stdout.buffer)

@@ -7,7 +7,7 @@ import dataclasses
 from jaxllm.models import config as cfg
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.rotary_decoder import ROTARY_TABLE, LayerFactory, RotaryConfig, RotaryModel
+from jaxllm.models.rotary_decoder import LayerFactory, RotaryConfig, RotaryModel
 from jaxllm.nn.blocks import Block
 
 
@@ -50,6 +50,3 @@ class LlamaForCausalLM(CausalLM):
 
 class LlamaForSequenceClassification(SequenceClassifier):
     backbone_class = LlamaBackbone
-
-
-LLAMA_TABLE = ROTARY_TABLE

@@ -7,7 +7,7 @@ import dataclasses
 from jaxllm.models import config as cfg
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.rotary_decoder import ROTARY_TABLE, LayerFactory, RotaryConfig, RotaryModel
+from jaxllm.models.rotary_decoder import LayerFactory, RotaryConfig, RotaryModel
 from jaxllm.nn.blocks import Block
 
 
@@ -47,6 +47,3 @@ class MistralForCausalLM(CausalLM):
 
 class MistralForSequenceClassification(SequenceClassifier):
     backbone_class = MistralBackbone
-
-
-MISTRAL_TABLE = ROTARY_TABLE

@@ -8,14 +8,17 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Float
 
+from jaxllm.common.errors import InputError
 from jaxllm.common.renamed_arguments import CALL, check_renamed
-from jaxllm.models.config import ModelConfig
+from jaxllm.models.config import ModelConfig, check_common
 from jaxllm.models.pretrained import Pretrained
-from jaxllm.models.resize import resize_token_embeddings
 from jaxllm.models.summary import summary
+from jaxllm.models.weights import is_quantized, parameters, with_parameters
 from jaxllm.nn.blocks import shallow_copy
 from jaxllm.nn.linear import Embedding
 
@@ -83,13 +86,44 @@ class Model(Pretrained, nnx.Module, Generic[C]):
 
         After ``tokenizer.add_tokens(...)``:
         ``model = model.resize_token_embeddings(len(tokenizer))``. transformers changes the model.
+        A mean makes a new token as probable as the others on average (Hewitt 2021, "Initializing
+        new word embeddings for pretrained language models"). The other parameters are shared.
+
+        Raises:
+            InputError: a special token of the config would have no row, or quantized weights.
         """
-        return resize_token_embeddings(self, size)
+        if is_quantized(self):
+            raise InputError(
+                f"resize_token_embeddings({size}): the weights are quantized; load the model "
+                "without quantize="
+            )
+        config = dataclasses.replace(self.config, vocab_size=size)
+        try:
+            check_common(config)
+        except ValueError as error:
+            raise InputError(f"resize_token_embeddings({size}): {error}") from None
+        resized = {
+            name: _resized(x, self.config.vocab_size, size)
+            for name, x in parameters(self).items()
+            if name.split(".")[-2] in ("embed", "shared", "lm_head")
+        }
+        model: Any = with_parameters(self, resized)
+        if hasattr(model, "backbone"):
+            model = shallow_copy(model, backbone=shallow_copy(model.backbone, config=config))
+        return shallow_copy(model, config=config)
 
     def __repr__(self) -> str:
         return summary(self)
 
     __str__ = __repr__
+
+
+def _resized(x: Float[jax.Array, "V D"], old: int, size: int) -> Float[jax.Array, "W D"]:
+    """Rows of the tokens that stay, then rows of new tokens."""
+    if size <= old:
+        return x[:size]
+    mean = jnp.mean(x.astype(jnp.float32), 0, keepdims=True).astype(x.dtype)
+    return jnp.concatenate([x, jnp.broadcast_to(mean, (size - old, x.shape[1]))])
 
 
 class BaseModel(Model[C]):

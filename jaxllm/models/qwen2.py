@@ -13,7 +13,7 @@ from jaxllm.common.messages import quoted
 from jaxllm.models import config as cfg
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
-from jaxllm.models.rotary_decoder import ROTARY_TABLE, LayerFactory, RotaryConfig, RotaryModel
+from jaxllm.models.rotary_decoder import LayerFactory, RotaryConfig, RotaryModel
 from jaxllm.nn.blocks import Block
 
 
@@ -88,6 +88,3 @@ class Qwen2ForCausalLM(CausalLM):
 
 class Qwen2ForSequenceClassification(SequenceClassifier):
     backbone_class = Qwen2Backbone
-
-
-QWEN2_TABLE = ROTARY_TABLE

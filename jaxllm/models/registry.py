@@ -11,6 +11,7 @@ from jaxllm.common.messages import quoted
 from jaxllm.models import gpt2, llama, mistral, qwen2, qwen3
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Model
+from jaxllm.models.rotary_decoder import ROTARY_TABLE
 from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.model import T5EncoderModel, T5ForConditionalGeneration
 from jaxllm.models.t5.weights import t5_table
@@ -81,7 +82,7 @@ def _t5(prefix: str) -> Family:
 FAMILIES: Mapping[str, Family] = {
     "llama": _decoder_only(
         llama.LlamaConfig,
-        llama.LLAMA_TABLE,
+        ROTARY_TABLE,
         ("num_hidden_layers", "attention_bias", "mlp_bias"),
         llama.LlamaForCausalLM,
         llama.LlamaForSequenceClassification,
@@ -90,7 +91,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mistral": _decoder_only(
         mistral.MistralConfig,
-        mistral.MISTRAL_TABLE,
+        ROTARY_TABLE,
         ("num_hidden_layers",),
         mistral.MistralForCausalLM,
         mistral.MistralForSequenceClassification,
@@ -98,7 +99,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen2": _decoder_only(
         qwen2.Qwen2Config,
-        qwen2.QWEN2_TABLE,
+        ROTARY_TABLE,
         ("num_hidden_layers",),
         qwen2.Qwen2ForCausalLM,
         qwen2.Qwen2ForSequenceClassification,

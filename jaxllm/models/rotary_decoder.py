@@ -98,7 +98,7 @@ class RotaryConfig(cfg.ModelConfig):
 
         Raises ConfigError or UnsupportedError, naming the field.
         """
-        # Qwen's files, read as Llama: these act only if `use_sliding_window` is true.
+        # Files converted from Qwen2 to any of these families keep its window's keys, switched off.
         no_window = raw.get("use_sliding_window") is False
         handled = ROPE_KEYS | ({"sliding_window", "max_window_layers"} if no_window else set())
         if raw.get("position_embedding_type") in ("rope", "rotary"):  # as these families have it

@@ -164,13 +164,13 @@ class Attention(nnx.Module):
         head_mask: Float[Array, " N"] | None = None,
         key: jax.Array | None = None,
         want_weights: bool = False,
-        used: Int[Array, ""] | None = None,
+        used_slots: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B N T S"] | None]:
         """Attends from x to the keys and values, and applies the output projection.
 
         Args:
             want_weights: also return the attention weights.
-            used: only the first `used` slots of the cache hold tokens; None: any slot may.
+            used_slots: number of the cache's first slots that hold tokens; None: any slot may.
         """
         B, T, _ = x.shape
         key, q_key, o_key = split_key(key, 3)
@@ -191,7 +191,7 @@ class Attention(nnx.Module):
                     q, kv, visible=visible, bias=bias, head_mask=head_mask, key=key
                 )
             else:
-                out = self._attend(q, kv, visible, bias, used)
+                out = self._attend(q, kv, visible, bias, used_slots)
         y = self.o(out.reshape(B, T, self.heads * self.head_dim), o_key)
         return y, (weights if want_weights else None)
 
@@ -231,7 +231,7 @@ class Attention(nnx.Module):
         kv: KV,
         visible: Bool[Array, "B 1 #T S"],
         bias: Float[Array, "#B N T S"] | None,
-        used: Int[Array, ""] | None,
+        used_slots: Int[Array, ""] | None,
     ) -> Float[Array, "B T N H"]:
         """Attention that returns no weights, without head mask and dropout."""
         if self.implementation in ("xla", "cudnn"):
@@ -243,6 +243,6 @@ class Attention(nnx.Module):
         def run(q: Array, kv: KV, visible: Array, bias: Array | None):
             return attend(q, kv, visible=visible, bias=bias, scale=self.scale)[0]
 
-        if used is not None and splits_cache(kv.capacity, q.shape[1]):
-            return attend_used_slots(run, q, kv, used, visible=visible, bias=bias)
+        if used_slots is not None and splits_cache(kv.capacity, q.shape[1]):
+            return attend_used_slots(run, q, kv, used_slots, visible=visible, bias=bias)
         return run(q, kv, visible, bias)

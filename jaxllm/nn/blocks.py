@@ -126,12 +126,12 @@ class Block(nnx.Module):
         attn_key, attn_drop, cross_key, cross_drop, mlp_key, mlp_drop, kv_key = keys
         y = self.attn_norm(x)
         k, v = self.attn.keys_values(y, context.rotary, kv_key)
-        kv = used = None
+        kv = used_slots = None
         if cache is not None and context.view.write_slots is not None:
             cache = kv = cache.write(k, v, context.view.write_slots)
-            used = context.view.used
+            used_slots = context.view.used_slots
         if kv is None or cache_is_empty:  # attend to the new positions only
-            kv, used = KV.from_sequence(k, v), None
+            kv, used_slots = KV.from_sequence(k, v), None
         y, weights = self.attn(
             y,
             kv,
@@ -141,7 +141,7 @@ class Block(nnx.Module):
             head_mask=options.head_mask,
             key=attn_key,
             want_weights=want_weights,
-            used=used,
+            used_slots=used_slots,
         )
         x = self._add(x, y, attn_drop)
         cross_weights = None

@@ -221,12 +221,12 @@ def attend_used_slots(
     attend: Callable[..., Array],
     q: Float[Array, "B T N H"],
     kv: KV,
-    used: Int[Array, ""],
+    used_slots: Int[Array, ""],
     *,
     visible: Bool[Array, "B 1 #T S"],
     bias: Float[Array, "#B N T S"] | None,
 ) -> Float[Array, "B T N H"]:
-    """``attend(q, kv, visible, bias)`` for a cache with tokens in its first `used` slots only."""
+    """``attend(q, kv, visible, bias)`` for a cache with tokens in its first slots only."""
     size = kv.capacity
     prefixes = [size * i // PREFIXES for i in range(1, PREFIXES + 1)]
 
@@ -238,7 +238,7 @@ def attend_used_slots(
         return run
 
     def shortest(q: Array, kv: KV, visible: Array, bias: Array | None) -> Array:
-        which = jnp.searchsorted(jnp.asarray(prefixes), used)
+        which = jnp.searchsorted(jnp.asarray(prefixes), used_slots)
         return jax.lax.switch(which, [over(p) for p in prefixes], q, kv, visible, bias)
 
     # PERF(cpu): reads only the shortest of four prefixes that covers the used slots, since reading

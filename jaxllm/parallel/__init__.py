@@ -5,7 +5,7 @@ batch and activation is sharded, for all families.
 """
 
 from jaxllm.parallel.placement import mesh_of, put_batch, put_everywhere, put_tree, row_share
-from jaxllm.parallel.processes import together
+from jaxllm.parallel.processes import in_all_processes
 from jaxllm.parallel.sharding import (
     batch_sharding,
     constrain,
@@ -18,6 +18,7 @@ from jaxllm.parallel.sharding import (
 __all__ = [
     "batch_sharding",
     "constrain",
+    "in_all_processes",
     "make_mesh",
     "mesh_of",
     "parameter_sharding",
@@ -25,7 +26,6 @@ __all__ = [
     "put_everywhere",
     "put_tree",
     "row_share",
-    "together",
     "tree_shardings",
     "use_mesh",
 ]

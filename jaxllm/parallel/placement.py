@@ -25,13 +25,13 @@ def row_share(mesh: Mesh) -> tuple[int, int]:
     Raises:
         InputError: the parts of two processes overlap without being equal.
     """
-    grid = mesh.devices.reshape(row_shards(mesh), -1)
+    devices_by_row = mesh.devices.reshape(row_shards(mesh), -1)
     process_rows: dict[int, list[int]] = {}
-    for row, devices in enumerate(grid):
+    for row, devices in enumerate(devices_by_row):
         for process in dict.fromkeys(device.process_index for device in devices):
             process_rows.setdefault(process, []).append(row)
     parts = sorted(set(map(tuple, process_rows.values())))
-    if sum(map(len, parts)) != len(grid) or len(set(map(len, parts))) != 1:
+    if sum(map(len, parts)) != len(devices_by_row) or len(set(map(len, parts))) != 1:
         raise InputError(
             f"mesh: {dict(mesh.shape)} splits rows unevenly between {len(process_rows)} processes; "
             "let data * fsdp be a multiple of them, or tensor a multiple of the devices of each"

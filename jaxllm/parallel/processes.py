@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 T = TypeVar("T")
 
 
-def together(act: Callable[[], T], error: type[Exception]) -> T:
+def in_all_processes(act: Callable[[], T], error: type[Exception]) -> T:
     """Runs `act` in every process, waits for all, and returns this process's result.
 
     If it fails in one process it raises in all, so that none waits for the others later: the

@@ -135,10 +135,10 @@ def plan(
     sizes = {"batch": batch, "prompt": prompt, "new": new, "slots": slots}
     workload = Workload(**sizes)
     found = find_topology(topology)
-    grid = None if mesh is None else topology_mesh(found, mesh)
+    device_mesh = None if mesh is None else topology_mesh(found, mesh)
     abstract = abstract_model(
         model,
-        mesh=grid,
+        mesh=device_mesh,
         device=found.devices[0],
         dtype=dtype,
         attn_implementation=attn_implementation,
@@ -160,12 +160,12 @@ def plan(
         for lowered in programs:
             if progress is not None:
                 progress(lowered.name)
-            plans.append(plan_program(lowered, found.chip, grid))
+            plans.append(plan_program(lowered, found.chip, device_mesh))
     return Plan(
         topology=topology,
         device=found.chip.name,
-        devices=1 if grid is None else grid.size,
-        mesh=None if grid is None else dict(grid.shape),
+        devices=1 if device_mesh is None else device_mesh.size,
+        mesh=None if device_mesh is None else dict(device_mesh.shape),
         dtype=dtype,
         workload=workload,
         programs=tuple(plans),
@@ -187,9 +187,9 @@ def topology_mesh(topology: Topology, sizes: Mapping[str, int]) -> Mesh:
     if all(isinstance(size, int) and size > 0 for size in axes.values()):
         needed = math.prod(axes.values())
         if needed > len(devices):
-            said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            wanted_axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
             raise InputError(
-                f"mesh: {said} makes {needed} devices, but topology {topology.name} has "
+                f"mesh: {wanted_axes} makes {needed} devices, but topology {topology.name} has "
                 f"{len(devices)}; choose a larger topology"
             )
         devices = devices[:needed]

@@ -29,8 +29,8 @@ def replacing_file(path: Path) -> Generator[Path]:
     Raises:
         RunError: it cannot be written.
     """
-    with writing(path), whole_file.replacing(path) as half:
-        yield half
+    with writing(path), whole_file.replacing(path) as partial:
+        yield partial
 
 
 def write_text(path: Path, text: str) -> None:
@@ -39,8 +39,8 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         RunError: it cannot be written.
     """
-    with replacing_file(path) as half:
-        half.write_text(text, encoding="utf-8")
+    with replacing_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 @contextmanager

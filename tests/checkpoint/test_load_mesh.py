@@ -34,7 +34,7 @@ def check_slices(source) -> None:
             part = source.read(name, index)
             assert part.dtype == whole.dtype
             np.testing.assert_array_equal(part, whole[index], err_msg=f"{name} {index}")
-        source.forget(name)
+        source.release_pages(name)
         np.testing.assert_array_equal(source.read(name), whole)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from small_tokenizers import small_tokenizer
 
 from jaxllm.generation.stopping import StopStringCriteria
-from jaxllm.serve.http.sample_text import SampleText
+from jaxllm.serve.http.pieces import SampleText
 from jaxllm.serve.http.tool_calls import split_tool_calls
 from jaxllm.serve.stop_strings import StopStringMatcher
 

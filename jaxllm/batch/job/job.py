@@ -21,7 +21,7 @@ from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.common.atomic_file import write_whole
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import RunError, naming_file
-from jaxllm.parallel.processes import together
+from jaxllm.parallel.processes import in_all_processes
 
 
 class RowEngine(Protocol):
@@ -116,8 +116,8 @@ class Job:
             notes.remove_notes(journal.folder)
             return journal
 
-        created = together(create, RunError)
-        return together(
+        created = in_all_processes(create, RunError)
+        return in_all_processes(
             lambda: created or Journal(*arguments, resume=True, process=self.process), RunError
         )
 

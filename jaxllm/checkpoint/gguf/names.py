@@ -208,8 +208,8 @@ class HFView(WeightSource):
         part = self.file.read(tensor.gguf_name, index)
         return unpermute(part, (stop - first) // size)
 
-    def forget(self, name: str) -> None:
-        self.file.forget(find_tensor(self._tensors, name, self.file.path).gguf_name)
+    def release_pages(self, name: str) -> None:
+        self.file.release_pages(find_tensor(self._tensors, name, self.file.path).gguf_name)
 
     def close(self) -> None:
         self.file.close()

@@ -114,9 +114,9 @@ class GGUFFile(WeightSource):
         part = _dequantise(data, (rows, *entry.shape[1:]), entry.type)
         return part[(slice(None), *index[1:])]
 
-    def forget(self, name: str) -> None:
+    def release_pages(self, name: str) -> None:
         entry = find_tensor(self._entries, name, self.path)
-        self._file.forget(entry.begin, entry.end)
+        self._file.release_pages(entry.begin, entry.end)
 
     def close(self) -> None:
         self._file.close()

@@ -37,15 +37,15 @@ def digests(arrays: dict[str, jax.Array]) -> dict[str, str]:
     >>> digests({"a": a, "b": a.at[1, 2].add(1e-6), "c": a})
     {'a': '99da54f8c592a093', 'b': '8ba3444734296f96', 'c': '99da54f8c592a093'}
     """
-    words = {name: ready(digest(array)) for name, array in arrays.items()}
+    words = {name: block_if_distributed(digest(array)) for name, array in arrays.items()}
     host_words = jax.device_get(words)
     return {name: f"{int(high):08x}{int(low):08x}" for name, (high, low) in host_words.items()}
 
 
-def ready(x: Array) -> Array:
+def block_if_distributed(x: Array) -> Array:
     """Waits for an array if there are several processes: with many of their programs in flight at
     once, the CPU's collectives can deadlock."""
-    return x.block_until_ready() if jax.process_count() > 1 else x
+    return x.block_until_block_if_distributed() if jax.process_count() > 1 else x
 
 
 @jax.jit

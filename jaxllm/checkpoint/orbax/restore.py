@@ -17,7 +17,7 @@ from jaxllm.checkpoint.orbax.leaves import Leaf, bits_like, check_target, flatte
 from jaxllm.checkpoint.orbax.steps import Record, read_record
 from jaxllm.common.errors import CheckpointError, MissingFileError, RunError
 from jaxllm.common.messages import listed
-from jaxllm.parallel.processes import together
+from jaxllm.parallel.processes import in_all_processes
 
 T = TypeVar("T")
 OnProblem = Callable[[str], None]
@@ -82,7 +82,7 @@ class StepReader:
         raise self._none_sound(problems)
 
     def _candidates(self, step: int | None) -> list[int]:
-        steps = together(lambda: steps_on_disk.numbered(self.folder), CheckpointError)
+        steps = in_all_processes(lambda: steps_on_disk.numbered(self.folder), CheckpointError)
         if step is None and steps:
             return steps[::-1]
         if step is None or step not in steps:
@@ -98,7 +98,7 @@ class StepReader:
         to another, would lose it.
         """
         path = self.folder / str(step)
-        result, damage = together(lambda: attempt(act, path), RunError)
+        result, damage = in_all_processes(lambda: attempt(act, path), RunError)
 
         def checked() -> T | None:
             if damage is not None:
@@ -106,7 +106,7 @@ class StepReader:
             return result
 
         try:
-            return together(checked, CheckpointError)
+            return in_all_processes(checked, CheckpointError)
         except (CheckpointError, MissingFileError, ValueError) as failure:
             problems[step] = self.refused[step] = reason = sentence(failure)
             self._on_problem(f"{path}: cannot be restored: {reason}")

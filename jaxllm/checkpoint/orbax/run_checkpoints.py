@@ -25,7 +25,7 @@ from jaxllm.checkpoint.orbax.restore import OnProblem, Restored, StepReader, sen
 from jaxllm.checkpoint.orbax.steps import Record, read_record, replace_record, seal
 from jaxllm.common.errors import CheckpointError, InputError, JaxLLMError, RunError
 from jaxllm.common.run_lock import RunLock
-from jaxllm.parallel.processes import together
+from jaxllm.parallel.processes import in_all_processes
 
 OnSaved = Callable[[int, float, int], None]
 
@@ -78,7 +78,7 @@ class RunCheckpoints:
         self._pending: tuple[int, concurrent.futures.Future[None]] | None = None
         self._lock: RunLock | None = None
         if writable:
-            together(self._lock_folder, RunError)
+            in_all_processes(self._lock_folder, RunError)
             self._orbax = steps_on_disk.async_checkpointer()
             self._worker = concurrent.futures.ThreadPoolExecutor(1, "checkpoints")
 
@@ -169,7 +169,7 @@ class RunCheckpoints:
         record = seal(Record(step, meta, finite_or_none(metric), described))
         stored = {name: leaf for name, leaf in bits.items() if leaf.size}
         try:
-            together(lambda: self._set_aside([step] if damaged else []), CheckpointError)
+            in_all_processes(lambda: self._set_aside([step] if damaged else []), CheckpointError)
             steps_on_disk.start_saving(self._orbax, path, stored, record)
         except Exception as failure:
             raise self._not_saved(step, failure) from failure
@@ -280,7 +280,7 @@ class RunCheckpoints:
                 )
                 replace_record(path, changed)
 
-        together(write, CheckpointError)
+        in_all_processes(write, CheckpointError)
 
 
 def finite_or_none(metric: float | None) -> float | None:

@@ -80,9 +80,9 @@ class SafetensorsFile(WeightSource):
                 )
         return self._file.array(entry.dtype, begin, entry.shape, index)
 
-    def forget(self, name: str) -> None:
+    def release_pages(self, name: str) -> None:
         entry = find_tensor(self._entries, name, self.path)
-        self._file.forget(self._start + entry.begin, self._start + entry.end)
+        self._file.release_pages(self._start + entry.begin, self._start + entry.end)
 
     def close(self) -> None:
         self._file.close()
@@ -149,8 +149,8 @@ class ShardedSafetensors(WeightSource):
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         return find_tensor(self._shard_of, name, self.path).read(name, index)
 
-    def forget(self, name: str) -> None:
-        find_tensor(self._shard_of, name, self.path).forget(name)
+    def release_pages(self, name: str) -> None:
+        find_tensor(self._shard_of, name, self.path).release_pages(name)
 
     def close(self) -> None:
         for shard in self._shards:

@@ -304,8 +304,8 @@ def nonfinite_error(step: int, row: int | None = None) -> NonFiniteError:
 
 
 def is_eos(
-    tokens: Int[Array, B * rest], eos: Int[Array, " E"] | Int[Array, "B E"]
-) -> Bool[Array, B * rest]:
+    tokens: Int[Array, " B *rest"], eos: Int[Array, " E"] | Int[Array, "B E"]
+) -> Bool[Array, " B *rest"]:
     """True at end tokens; `eos` has one set of them for all rows, or one for each."""
     sets = jnp.expand_dims(eos, tuple(range(-tokens.ndim, -1)))
     return jnp.any(tokens[..., None] == sets, axis=-1)

@@ -141,8 +141,8 @@ def save_plot(rows: Sequence[Mapping[str, Any]], path: str | PathLike[str]) -> N
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    with replacing_file(Path(path)) as half:
-        figure.savefig(half, format="png")
+    with replacing_file(Path(path)) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _figure(size: tuple[float, float]) -> Any:

@@ -126,7 +126,7 @@ class MetricsLog:
         if self._last not in (None, step):
             raise InputError(f"step: expected the last one, {self._last}, found {step}")
         fields = {name: plain_value(name, x) for name, x in metrics.items()}
-        with replacing_file(self.path) as half, half.open("wb") as lines:
+        with replacing_file(self.path) as partial, partial.open("wb") as lines:
             for row in _amended(iterate_metrics(self.path), step, fields):
                 lines.write(json_line(row))
         self._lines.close()
@@ -162,7 +162,7 @@ class MetricsLog:
         for row in iterate_metrics(self.path):
             names |= dict.fromkeys(row)
         self._columns = list(names)
-        with replacing_file(self.csv_path) as half, half.open("wb") as table:
+        with replacing_file(self.csv_path) as partial, partial.open("wb") as table:
             table.write(csv_line(self._columns))
             for row in iterate_metrics(self.path):
                 table.write(csv_line(row.get(name) for name in self._columns))
@@ -198,7 +198,7 @@ def is_scalar(value: Any) -> bool:
     return array.size == 1 and (array.dtype.kind in "biuf" or array.dtype.name == "bfloat16")
 
 
-def is_torn(line: bytes) -> bool:
+def is_incomplete(line: bytes) -> bool:
     """True if a line is incomplete JSON, as a killed process may leave it."""
     try:
         json.loads(line)
@@ -273,8 +273,8 @@ def _cut(path: Path, resume_at: int) -> int | None:
             line = lines.readline()
             number += 1
             where = f"{path}, line {number}"
-            torn = not line.endswith(b"\n")
-            if torn and is_torn(line):
+            lacks_line_end = not line.endswith(b"\n")
+            if lacks_line_end and is_incomplete(line):
                 break
             step: int = parse_line(line, where)["step"]
             if last is None and step > resume_at:
@@ -284,7 +284,7 @@ def _cut(path: Path, resume_at: int) -> int | None:
                     f"{where}: step {step} after step {last}; move the file away to start a new "
                     "log at the checkpoint"
                 )
-            if torn:  # complete except for the line end
+            if lacks_line_end:  # complete except for the line end
                 lines.write(b"\n")
             last, keep = step, lines.tell()
         lines.truncate(keep)

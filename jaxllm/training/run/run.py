@@ -15,7 +15,7 @@ from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import RunError
 from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
-from jaxllm.parallel.processes import together
+from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.examples import Examples
 from jaxllm.training.data.rows import find_files
@@ -105,7 +105,7 @@ def train(
         state, start = setup.state, int(setup.state.step)
         resume_at = start if resume else None
         card = card_of(setup, resume_at)
-        log, sinks, card = together(
+        log, sinks, card = in_all_processes(
             lambda: open_logs(stack, setup, folder, card, resume_at, leads), RunError
         )
         peak = peak_flops()
@@ -169,7 +169,7 @@ def start_or_resume(
         The setup, `base_of` its model, and the checkpoint's metadata, empty for a new run.
     """
     if not resume:
-        together(lambda: check_new(folder), RunError)
+        in_all_processes(lambda: check_new(folder), RunError)
     has_checkpoint = resume and bool(saved_steps(folder))
     if has_checkpoint:
         check_same(checkpoints.read().meta["recipe"], recipe, folder)
