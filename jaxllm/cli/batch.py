@@ -108,7 +108,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
     for name in _ONE_PROMPT:
         if getattr(arguments, name) is not None:
             shown = "PROMPT" if name == "text" else "--" + name.replace("_", "-")
-            raise InputError(f"{shown}: not in_all_processes with --input")
+            raise InputError(f"{shown}: not together with --input")
     if arguments.output is None:
         raise InputError("--output: --input needs a file for the results")
     if arguments.output == STREAM and arguments.resume:
@@ -118,9 +118,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
     if STREAM in (arguments.input, arguments.output) and jax.process_count() > 1:
         raise InputError("-: several processes cannot share stdin and stdout; give files")
     if arguments.show_special_tokens:
-        raise InputError(
-            "--show-special-tokens: not in_all_processes with --input; output_ids has them"
-        )
+        raise InputError("--show-special-tokens: not together with --input; output_ids has them")
 
 
 def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:

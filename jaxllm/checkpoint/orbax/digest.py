@@ -45,7 +45,7 @@ def digests(arrays: dict[str, jax.Array]) -> dict[str, str]:
 def block_if_distributed(x: Array) -> Array:
     """Waits for an array if there are several processes: with many of their programs in flight at
     once, the CPU's collectives can deadlock."""
-    return x.block_until_block_if_distributed() if jax.process_count() > 1 else x
+    return x.block_until_ready() if jax.process_count() > 1 else x
 
 
 @jax.jit

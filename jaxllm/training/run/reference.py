@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxllm.common.errors import RunError
-from jaxllm.parallel.processes import together
+from jaxllm.parallel.processes import in_all_processes
 from jaxllm.training.data.batches import Epoch
 from jaxllm.training.data.examples import Examples
 from jaxllm.training.data.reference import reference_logps
@@ -58,7 +58,9 @@ def with_reference(
     if eval_batches is not None:
         examples = examples_of("evaluation", eval_batches)
         eval_batches = dataclasses.replace(eval_batches, examples=examples)
-    together(lambda: write_logps(path, results) if jax.process_index() == 0 else None, RunError)
+    in_all_processes(
+        lambda: write_logps(path, results) if jax.process_index() == 0 else None, RunError
+    )
     return dataclasses.replace(setup, batches=batches, eval_batches=eval_batches)
 
 
