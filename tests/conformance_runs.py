@@ -52,7 +52,7 @@ def run(case: dict, **more) -> jaxllm.GenerateOutput:
 
 
 def problems(case: dict, out: jaxllm.GenerateOutput) -> list[str]:
-    """What differs from the reference; scores within 1e-4."""
+    """Differences from the reference; scores agree within 1e-4."""
     got = {"sequences": out.sequences.tolist()}
     if out.sequences_scores is not None:
         got["sequences_scores"] = out.sequences_scores.tolist()

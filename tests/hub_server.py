@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass
 class Hub:
-    """What was uploaded: file contents by repository and path."""
+    """Uploads: file contents by repository and path."""
 
     url: str = ""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)

@@ -78,7 +78,7 @@ TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "pad_token_id"}
 
 
 def convert(folder: Path, path: Path) -> tuple[dict, dict[str, np.ndarray]]:
-    """What llama.cpp's convert_hf_to_gguf.py does, with the ``gguf`` package's own name table.
+    """Converts like llama.cpp's convert_hf_to_gguf.py, with the ``gguf`` package's own name table.
 
     Returns:
         The folder's config and those of its tensors that are converted.

@@ -186,7 +186,7 @@ def test_missing_files(copy, tmp_path):
 
 
 def test_differing_head_of_tied_config_is_used(copy):
-    """As transformers 5 does; version 4 ties it over."""
+    """Same as transformers 5; version 4 ties it over."""
     head = np.array(tensor("lm_head.weight", "gpt2_unscaled"))
     head[0] += 1.0
     folder = copy("gpt2_unscaled", {"lm_head.weight": head})
@@ -213,7 +213,7 @@ def test_tying_compares_bits(copy):
 
 
 def test_unscaled_mt5_head_saved_by_transformers_5(copy):
-    """It writes tie_word_embeddings true, and no other key, beside mT5's own unscaled head."""
+    """The file has tie_word_embeddings true, and no other key, beside mT5's own unscaled head."""
     folder = copy("mt5", config={"tie_word_embeddings": True})
     model, _ = jaxllm.load(folder)
     case = load_case("mt5")

@@ -95,7 +95,7 @@ class Batch:
 
 
 def ended(running: list[subprocess.Popen]) -> list[str]:
-    """What each said on stderr; all must have succeeded."""
+    """Stderr of each process; all must have succeeded."""
     said = [process.communicate(timeout=300)[1] for process in running]
     assert [process.returncode for process in running] == [0] * len(running), said
     return said

@@ -229,7 +229,7 @@ def test_handlers_are_restored(handlers: dict[int, Any]) -> None:
 
 
 def test_one_of_several_processes_waits_for_an_agreement() -> None:
-    """It may not leave, while the others wait, between its first signal and its first step."""
+    """Between its first signal and its first step it may not leave while the others wait."""
     with signals.handled("x"):
         stop = signals.stop_after("step", quiet=True, from_now_on=True)
         os.kill(os.getpid(), signal.SIGTERM)

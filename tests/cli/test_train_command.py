@@ -56,7 +56,7 @@ def small(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What children keep compiled programs in: not where other tests do, since they are killed."""
+    """Folder of the children's programs: not that of other tests, since they are killed."""
     return tmp_path_factory.mktemp("programs")
 
 

@@ -49,7 +49,7 @@ def next_scores(model, ids, mask):
 
 
 def generate_one(row, sequence_bias) -> int:
-    """What generate() chooses greedily, by one program for all prompts and biases."""
+    """Tokens that generate() chooses greedily, by one program for all prompts and biases."""
     scores = np.array(next_scores(model(), left_padded([row]), left_padded([row]) != 0))
     for (token,), bias in sequence_bias.items():
         scores[token] += bias

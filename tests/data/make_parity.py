@@ -187,7 +187,7 @@ def run_call(case: Case, folder: Path, call) -> dict[str, np.ndarray]:
 
 
 def choose_prompt(case: Case, folder: Path, call: Generate) -> tuple[dict, dict]:
-    """Of 24 batches of prompts, the one whose greedy rows vary most without a near tie.
+    """Chooses, of 24 batches of prompts, the one whose greedy rows vary most without a near tie.
 
     Small random models fall into repeating a token, and a test on such rows would see little.
     """

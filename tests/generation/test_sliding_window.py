@@ -32,7 +32,7 @@ def inputs(family: str) -> dict:
 
 
 def logits_in_a_band(net, family: str, row: int, new: np.ndarray) -> np.ndarray:
-    """Of the new tokens of one row, from an uncached pass."""
+    """Logits of the new tokens of one row, from an uncached pass."""
     text, source = turns(0, *ROWS)[row], None
     if family == "t5":
         text, source = [0, *text[:-1]], SOURCE[row]
@@ -130,7 +130,7 @@ def test_attentions():
 
 
 def test_64_bit_mode():
-    """What an earlier call left is put in order there as well."""
+    """The cache of an earlier call is put in order there as well."""
     net, (ids, mask) = tiny.cached("llama"), padded(turns(0, 6, 3))
     fields = FIELDS | {"max_new_tokens": 3}
     new = np.array(turns(1, 1, 1))

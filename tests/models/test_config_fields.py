@@ -404,7 +404,7 @@ def test_two_spellings_of_a_field():
 
 @pytest.mark.parametrize("model_type", ["mt5", "umt5"])
 def test_scaling_where_version_5_calls_every_model_tied(model_type):
-    """It writes `tie_word_embeddings` true beside an own, unscaled head: the tensors decide."""
+    """`tie_word_embeddings` is true beside an own, unscaled head: the tensors decide."""
     raw = {**tiny.CONFIGS["t5"], "model_type": model_type, "tie_word_embeddings": True}
     config = model_spec(raw).config
     assert config.scaled

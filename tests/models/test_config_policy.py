@@ -1,4 +1,4 @@
-"""Which keys of real config.json files are no obstacle, and how the others are reported."""
+"""Keys of real config.json files that are no obstacle, and errors for the others."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_keys_of_real_files_are_no_obstacle(row):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_name_of_the_rotary_embedding_is_no_obstacle(family):
-    """As in the plain one of four variants of shikhar-srivastava/multilingual-eleuther."""
+    """The plain one of four variants of shikhar-srivastava/multilingual-eleuther has it."""
     plain = tiny.CONFIGS[family]
     named = {**plain, "position_embedding_type": "rope"}
     assert model_spec(named).config == model_spec(plain).config
@@ -82,7 +82,7 @@ def test_the_name_of_the_rotary_embedding_is_no_obstacle(family):
 
 
 def test_qwens_windows_that_are_off_are_no_obstacle_for_llama():
-    """As in Qwen models whose files were converted to Llama's."""
+    """Qwen models whose files were converted to Llama's have them."""
     windows = {"sliding_window": 32768, "max_window_layers": 28, "use_sliding_window": False}
     plain = tiny.CONFIGS["llama"]
     assert model_spec({**plain, **windows}).config == model_spec(plain).config

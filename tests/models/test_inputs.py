@@ -149,7 +149,7 @@ def test_shapes_and_dtypes_are_checked_under_jit_too():
 
 
 def test_a_traced_id_out_of_range_is_no_nan():
-    """What cannot be checked is at least not turned into a stream of token 0."""
+    """An id that cannot be checked is at least not turned into a stream of token 0."""
     model = tiny.cached("llama")
     logits = jax.jit(lambda ids: model(ids).logits)(jnp.full((1, 3), 10**6))
     assert np.isfinite(logits).all()

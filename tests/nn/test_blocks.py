@@ -50,7 +50,7 @@ def test_remat(family, dropout):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_remat_takes_less_memory(family):
-    """Of the compiled gradient: what XLA makes of it, not what it is asked for."""
+    """Memory of the compiled gradient: as XLA made it, not as it was asked to."""
     names = {
         "llama": ("num_hidden_layers",),
         "gpt2": ("n_layer",),

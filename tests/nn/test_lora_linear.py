@@ -80,7 +80,7 @@ def test_dropout_is_on_the_change_only():
 
 
 def test_dropout_of_dora_is_on_all_that_is_added():
-    """As in PEFT: y + (ratio - 1) W x' + ratio s B A x' with x' the dropped input."""
+    """PEFT's formula: y + (ratio - 1) W x' + ratio s B A x' with x' the dropped input."""
     layer = lora(magnitude=M, dropout_rate=0.5)
     dropped = np.asarray(dropout(jnp.asarray(X), 0.5, KEY))
     ratio = M / np.linalg.norm(W + 1.5 * B @ A, axis=1)

@@ -53,7 +53,7 @@ def test_sizes_that_cannot_be(sizes, message):
 
 @pytest.mark.parametrize("family", tiny.CONFIGS)
 def test_every_matrix_of_every_family_is_in_the_table(family):
-    """What is whole everywhere is one-dimensional: norms, and biases of what a sum ends."""
+    """Only one-dimensional parameters are replicated: norms, and biases added after a sum."""
     model = tiny.cached(family)
     for path, leaf in parameters(model).items():
         axes = logical_axes(path)

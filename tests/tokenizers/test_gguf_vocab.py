@@ -34,7 +34,7 @@ def test_smollm2_ids(smollm2):
 
 
 def test_digits_are_split_before_words(smollm2):
-    """Where transformers, which does not know "smollm", differs: digits behind white space."""
+    """Digits behind white space: transformers, which does not know "smollm", differs."""
     assert CASES["uncorrected"]
     for text, ids in CASES["uncorrected"].items():
         assert any(character.isnumeric() for character in text)

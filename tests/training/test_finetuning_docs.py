@@ -44,7 +44,7 @@ def test_the_schema_is_that_of_the_code(maker: ModuleType):
     ("blocks", "learning_rate"), [(2, "1e-2"), pytest.param(30, "1e-3", marks=pytest.mark.slow)]
 )
 def test_the_notebook_runs(blocks: int, learning_rate: str, monkeypatch: pytest.MonkeyPatch):
-    """As it stands, which takes a minute to compile; and on the first blocks of the same model."""
+    """The notebook as it stands, a minute of compilation, and on the model's first blocks."""
     (block,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     assert block.count("learning_rate=1e-3") == 1
     block = block.replace("learning_rate=1e-3", f"learning_rate={learning_rate}")

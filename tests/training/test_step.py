@@ -1,4 +1,4 @@
-"""What a training step promises: sums over micro-batches, bad batches, donation, precision."""
+"""A training step: sums over micro-batches, bad batches, donation, precision."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_eight_by_one_is_one_by_eight_is_two_by_four(family):
 
 @pytest.mark.parametrize("family", tiny.mostly("gpt2"))
 def test_gradients_are_finite_differences(family):
-    """Of the mean loss, along a random direction, in float64."""
+    """Gradients of the mean loss agree with them along a random direction, in float64."""
     with jax.enable_x64(True):
         model = tiny.make(family, options=Options(dtype=jnp.float64, param_dtype=jnp.float64))
         model = jax.tree.map(lambda x: x.astype(jnp.float64), model)

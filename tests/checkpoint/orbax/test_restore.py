@@ -1,4 +1,4 @@
-"""Which errors count as damage when restoring; amended records."""
+"""Errors that count as damage when restoring; amended records."""
 
 from __future__ import annotations
 

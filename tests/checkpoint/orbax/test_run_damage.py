@@ -59,7 +59,7 @@ def damage(folder: Path, kind: str, rng: random.Random) -> str:
 
 
 def outcomes(sound: Path, folder: Path, seeds: range) -> dict[str, int]:
-    """How often step 2 came back whole, and how often it was refused and step 1 came back."""
+    """Counts: step 2 came back whole; it was refused and step 1 came back."""
     expected = {step: bits(state(step)) for step in (1, 2)}
     counted = {"whole": 0, "refused": 0}
     for seed in seeds:

@@ -59,7 +59,7 @@ with RunCheckpoints(folder, keep=2, **options) as checkpoints:
 
 
 def run(folder: Path, count: int, step: int, task: str = "train") -> list[str]:
-    """What each of the processes printed."""
+    """Output of each of the processes."""
     port = free_port()
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // count}"
     processes = [

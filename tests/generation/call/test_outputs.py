@@ -126,7 +126,7 @@ def test_inside_the_callers_jit():
 
 
 def test_dola_keeps_what_was_asked_for():
-    """It reads hidden states for itself at every step; they are not returned for that."""
+    """DoLa reads hidden states for itself at every step; they are not returned for that."""
     model, (ids, mask) = tiny.cached("llama"), ragged()
     settings = {"max_new_tokens": 3, "eos_token_id": None, "dola_layers": [0]}
     out = jaxllm.generate(model, ids, mask, output_attentions=True, **settings)

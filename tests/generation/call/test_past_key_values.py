@@ -228,7 +228,7 @@ def test_turns_within_the_buckets_compile_nothing():
 
 
 def test_a_kind_of_cache_that_the_models_file_names():
-    """It decides for the first call; later ones, which do not name it either, go on."""
+    """The file decides for the first call; later ones, which do not name it either, go on."""
     net, ids = copy.copy(tiny.cached("llama")), np.array(turns(0, 4))
     vars(net)["generation_config"] = GenerationConfig.from_dict({"cache_implementation": "static"})
     fields = {"max_new_tokens": 2, "return_past_key_values": True, **NO_EOS}

@@ -95,7 +95,7 @@ def test_groups_and_constraints(beams):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_a_window_goes_on(family):
-    """What left the window of one strategy is in sight of none."""
+    """A token that left the window of one strategy is in sight of none."""
     start = {"decoder_start_token_id": 0} if family == "t5" else {}
     conversation(family, [{}, BEAMS, LOOKUP, {}], cache=WINDOW, **start, eos_token_id=31)
 

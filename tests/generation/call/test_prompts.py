@@ -15,7 +15,7 @@ from jaxllm.common.errors import InputError
 
 
 def test_min_length_counts_the_embedded_prompt():
-    """As in transformers, which subtracts it from both lengths."""
+    """Both lengths count it, as in transformers."""
     net = model("s_llama")
     embeds = np.asarray(net.backbone.embed.weight[...])[None, [5, 6, 7, 8]]
     free = jaxllm.generate(net, inputs_embeds=embeds, max_new_tokens=8, eos_token_id=None)

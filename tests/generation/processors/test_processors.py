@@ -398,14 +398,14 @@ def test_a_processor_of_ones_own_may_have_leaves():
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=CLASSES)
 def test_without_cur_len_all_columns_count(case):
-    """As transformers calls them: ``processor(input_ids, scores)``."""
+    """Called as transformers does: ``processor(input_ids, scores)``."""
     ids, scores, call = arguments(case)
     check(build(case)(ids, scores, **call), case)
     check(P.LogitsProcessorList([build(case)])(ids, scores, **call), case)
 
 
 def test_input_ids_may_be_none_where_only_scores_are_read():
-    """As transformers' Flax tests call them: ``warper(None, scores, cur_len=None)``."""
+    """Called as transformers' Flax tests do: ``warper(None, scores, cur_len=None)``."""
     scores = np.log([[0.2, 0.5, 0.3]])
     warpers = [P.TemperatureLogitsWarper(0.5), P.TopKLogitsWarper(2), P.LogitNormalization()]
     out = P.LogitsProcessorList(warpers)(None, scores, cur_len=None)

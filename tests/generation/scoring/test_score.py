@@ -164,7 +164,7 @@ def test_buckets_compile_nothing_anew():
 
 
 def test_the_conformance_tokens_are_greedy():
-    """What the reference generated greedily is greedy here, also of rows padded on the left."""
+    """Tokens that the reference chose greedily are greedy here, also of left-padded rows."""
     for name in ("s-outputs-hidden-attn", "s-outputs-hidden-attn-t5"):
         case = conformance_runs.cases()[name]
         model = conformance_runs.model(case["model"])

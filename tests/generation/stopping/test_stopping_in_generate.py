@@ -1,4 +1,4 @@
-"""What ends a text early, and who watches it: stops, clocks, streamers; token healing."""
+"""Early ends of a sequence in generate(): stops, clocks, streamers; token healing."""
 
 from __future__ import annotations
 

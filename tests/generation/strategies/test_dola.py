@@ -126,7 +126,7 @@ def test_inside_the_callers_jit_and_as_a_stream():
 
 @dataclasses.dataclass
 class Layers:
-    """As much of a model as the choice of layers looks at."""
+    """The part of a model that the choice of layers looks at."""
 
     depth: int
     tied_embedding: bool

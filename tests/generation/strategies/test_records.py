@@ -111,7 +111,7 @@ def test_drafts_of_a_batch_leave_those_of_greedy_search():
 
 
 def real_parts(steps, held: np.ndarray, first: int) -> list[list[np.ndarray]]:
-    """Of each step and layer the rows, each without pads: [D] or [heads, columns].
+    """Rows of each step and layer, each without pads: [D] or [heads, columns].
 
     `first` says where the queries of the first entry begin; later ones have one query.
     """
@@ -140,7 +140,7 @@ def real_parts(steps, held: np.ndarray, first: int) -> list[list[np.ndarray]]:
     ],
 )
 def test_a_conversation_has_those_of_what_it_reads(family, fields):
-    """Those of the same call without `past_key_values`, from the new columns on.
+    """Records are those of the same call without `past_key_values`, from the new columns on.
 
     Rows have different lengths; their new parts are of one.
     """

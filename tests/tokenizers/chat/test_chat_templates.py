@@ -388,7 +388,7 @@ def test_killed_worker_is_restarted(tokenizer):
 
 
 def test_ctrl_c_of_a_terminal_does_not_reach_the_child() -> None:
-    """It goes to a process group, and would end the child in the middle of a batch of rows."""
+    """A process group gets it, so it would end the child in the middle of a batch of rows."""
     assert sandbox.render_in_sandbox("{{ x }}", {"x": "a"}, 0.0) == "a"
     assert sandbox._worker is not None
     assert os.getpgid(sandbox._worker._process.pid) != os.getpgrp()

@@ -159,7 +159,7 @@ def test_named_tokens_beyond_the_vocabulary_get_new_ids(load_fast):
 
 @pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "LlamaTokenizerFast"])
 def test_llama_folder_of_transformers_5(fast_folder, tokenizer_class):
-    """It has no flags: whether there is BOS follows from the post-processor, as in 5.23."""
+    """The folder has no flags: whether there is BOS follows from the post-processor, as in 5.23."""
     folder = fast_folder("llama2", tokenizer_class=tokenizer_class)
     with_bos = load_tokenizer(folder)
     file = json.loads((folder / "tokenizer.json").read_text())

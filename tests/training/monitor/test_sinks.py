@@ -19,7 +19,7 @@ from jaxllm.training.monitor.sinks import Sink, TensorBoardSink, WandbSink
 
 
 def events(folder: Path) -> list[Event]:
-    """Of all files in the order of their names: length, checksum, event, checksum (TFRecord)."""
+    """Events of all files in name order: length, checksum, event, checksum (TFRecord)."""
     found = []
     for file in sorted((folder / "tensorboard").iterdir()):
         data = file.read_bytes()
@@ -35,7 +35,7 @@ def events(folder: Path) -> list[Event]:
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows: a start of a session purges the steps from its own on."""
+    """The steps that TensorBoard shows: a start of a session purges those from its own on."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for event in events(folder):
         if event.session_log.status == SessionLog.START:

@@ -1,4 +1,4 @@
-"""What a run trains of the model that it begins with."""
+"""Parameters that a run trains of the model that it begins with."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_data_are_the_same_every_time_and_nothing_held_out_is_trained_on(maker: 
 
 
 def spelled(row: dict) -> str:
-    """What a row asks, without the answer."""
+    """The question of a row, without the answer."""
     alone = [row.get("source", row.get("text"))]
     return json.dumps(row.get("messages", row.get("prompt", alone))[0])
 

@@ -1,4 +1,4 @@
-"""What is told before the first step: wrong sections, answers without room, rows that are slow."""
+"""Errors and warnings before the first step: wrong sections, answers without room, slow rows."""
 
 from __future__ import annotations
 

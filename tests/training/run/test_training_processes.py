@@ -63,7 +63,7 @@ def start(
 
 
 def finish(processes: list[subprocess.Popen]) -> list[str]:
-    """What each said on stdout; all have to succeed."""
+    """Stdout of each process; all have to succeed."""
     outputs = [process.communicate(timeout=300) for process in processes]
     for process, (out, err) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, out + err

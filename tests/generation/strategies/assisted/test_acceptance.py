@@ -58,7 +58,7 @@ def test_a_rows_samples_depend_on_its_key_and_id_only():
 
 @pytest.mark.parametrize("weight", [None, np.float32(0.4)])
 def test_the_rule_of_acceptance_keeps_the_distribution(weight):
-    """Of each token given that those before it were kept, over 40,000 rows.
+    """Distribution of each token given that those before it were kept, over 40,000 rows.
 
     With a weight a token is distributed as the mixture where there was a draft for it.
     """

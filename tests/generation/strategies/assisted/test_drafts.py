@@ -88,7 +88,7 @@ def test_lookup_finds_what_the_plain_search_finds():
 
 
 def test_lookup_passes_over_places_that_the_processors_forbid():
-    """As transformers 5: of the places where the last token was, the first may not be followed."""
+    """The first place where the last token was may not be followed, as in transformers 5."""
     fields = {"prompt_lookup_num_tokens": 1, "suppress_tokens": [8], "eos_token_id": None}
 
     def says_7_then_9(input_ids, scores, cur_len):
@@ -118,7 +118,7 @@ def test_embedded_prompts():
 
 @pytest.mark.slow
 def test_non_finite_logits():
-    """Of the model they are reported at their place; of a draft they only end it."""
+    """Those of the model are reported at their place; those of a draft only end it."""
     broken = jaxllm.load(DATA / "models" / "s_llama")[0]
     fields = {"max_new_tokens": 6, "eos_token_id": None, "num_assistant_tokens": 4}
     free = jaxllm.generate(broken, [[5, 6, 7]], max_new_tokens=6, eos_token_id=None).sequences
