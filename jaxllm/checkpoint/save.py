@@ -61,11 +61,11 @@ def save_model(
 def check_no_model(folder: Path) -> None:
     """Raises CheckpointError if the folder holds the config or the weights of a model."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    found = [n for n in names if n in ("config.json", INDEX) or n.endswith(".safetensors")]
-    if found:
+    existing = [n for n in names if n in ("config.json", INDEX) or n.endswith(".safetensors")]
+    if existing:
         raise CheckpointError(
-            f"{folder}: there is a model already ({listed(sorted(found))}); use another folder, or "
-            "overwrite=True to replace it"
+            f"{folder}: there is a model already ({listed(sorted(existing))}); use another folder, "
+            "or overwrite=True to replace it"
         )
 
 

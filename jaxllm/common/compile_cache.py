@@ -37,10 +37,10 @@ def enable_compile_cache(folder: str | PathLike[str] | None = None) -> Path:
     Raises:
         RunError: the folder cannot be written.
     """
-    present = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    path = Path(given or folder or present or default_folder()).expanduser()
-    if str(path) != present:
+    current = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    from_environment = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    path = Path(from_environment or folder or current or default_folder()).expanduser()
+    if str(path) != current:
         try:
             # Compiled programs are code: no other user may write there.
             path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -203,8 +203,8 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
             return tuple(coerce(key, v, inner) for v in value)
     if value is None:  # null in a file: not set
         return None
-    wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not type(None))
-    raise ConfigError(f"{key}: expected {wanted}, found {quoted(value)}")
+    expected = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not type(None))
+    raise ConfigError(f"{key}: expected {expected}, found {quoted(value)}")
 
 
 def is_float32_number(value: Any) -> TypeGuard[float]:

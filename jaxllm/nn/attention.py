@@ -75,8 +75,8 @@ def attend(
     exps = dropout(exps, dropout_rate, key)
     if head_mask is not None:
         exps = exps * head_mask[:, None, None].astype(jnp.float32)
-    mixed = with_query_tile(kv.weighted_values, exps.reshape(*kv.leading_shape, G * T, S))
-    out = mixed.reshape(B, N, T, H) / sums
+    summed = with_query_tile(kv.weighted_values, exps.reshape(*kv.leading_shape, G * T, S))
+    out = summed.reshape(B, N, T, H) / sums
     out = out.astype(q.dtype).transpose(0, 2, 1, 3)
     return out, (exps / sums).astype(q.dtype)
 

@@ -145,5 +145,5 @@ def rotate(
     """Applies RoPE: rotates each pair (x[i], x[i + H/2]) by its angle, in float32."""
     half = x.shape[-1] // 2
     y = x.astype(jnp.float32)
-    turned = jnp.concatenate([-y[..., half:], y[..., :half]], axis=-1)
-    return (y * cos + turned * sin).astype(x.dtype)
+    rotated_half = jnp.concatenate([-y[..., half:], y[..., :half]], axis=-1)
+    return (y * cos + rotated_half * sin).astype(x.dtype)

@@ -187,9 +187,9 @@ def topology_mesh(topology: Topology, sizes: Mapping[str, int]) -> Mesh:
     if all(isinstance(size, int) and size > 0 for size in axes.values()):
         needed = math.prod(axes.values())
         if needed > len(devices):
-            wanted_axes = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            mesh_text = ", ".join(f"{name}={size}" for name, size in sizes.items())
             raise InputError(
-                f"mesh: {wanted_axes} makes {needed} devices, but topology {topology.name} has "
+                f"mesh: {mesh_text} makes {needed} devices, but topology {topology.name} has "
                 f"{len(devices)}; choose a larger topology"
             )
         devices = devices[:needed]

@@ -83,8 +83,8 @@ def with_adapter(model: M, config: PeftConfig, tensors: Mapping[str, np.ndarray]
         name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)
     }
     if len(unused) < len(tensors):
-        other = next(name for name in tensors if not name.startswith(PREFIX))
-        raise CheckpointError(f"unexpected {quoted(other)}: names begin with {PREFIX}")
+        unexpected = next(name for name in tensors if not name.startswith(PREFIX))
+        raise CheckpointError(f"unexpected {quoted(unexpected)}: names begin with {PREFIX}")
     entries, layers = weight_entries(model), {}
     for name, entry in entries.items():
         linear = isinstance(module_at(model, paths_of(entry)[0]), Linear)

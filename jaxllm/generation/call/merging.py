@@ -43,8 +43,8 @@ def merged_config(
     for name, value in explicit.to_dict().items():
         if FIELDS[name].static and any_traced(value):
             raise InputError(f"{name}: must be known outside jax.jit; found a tracer")
-    own = model.generation_config or GenerationConfig()
-    config = check_for_use(own.merge(explicit))
+    model_defaults = model.generation_config or GenerationConfig()
+    config = check_for_use(model_defaults.merge(explicit))
     check_consistent(config, assistant_model)
     for name, value in config.to_dict().items():
         if (provider := FIELDS[name].provider) and value is not FIELDS[name].neutral:
@@ -55,6 +55,10 @@ def merged_config(
         warnings.warn(UnusedFieldWarning(message, name), stacklevel=2)
     if "eos_token_id" in explicit.to_dict():
         return config, resolve_eos(config)
-    end_tokens = (*resolve_eos(own), *model.config.eos_token_ids, *model.extra_eos_token_ids)
+    end_tokens = (
+        *resolve_eos(model_defaults),
+        *model.config.eos_token_ids,
+        *model.extra_eos_token_ids,
+    )
     # A file may name a token that is not in the vocabulary: no model can produce it.
     return config, tuple(dict.fromkeys(i for i in end_tokens if 0 <= i < model.config.vocab_size))

@@ -46,8 +46,8 @@ class ModelInputs:
     def present(self, *but: str) -> dict[str, Any]:
         """Inputs that are not None, by name, except those named in `but`."""
         names = (field.name for field in dataclasses.fields(self))
-        every = {name: getattr(self, name) for name in names if name not in but}
-        return {name: value for name, value in every.items() if value is not None}
+        values = {name: getattr(self, name) for name in names if name not in but}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,8 +87,10 @@ def align_left(
     """
     place = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
     rows = jnp.arange(ids.shape[0])[:, None]
-    moved = jnp.zeros_like(ids).at[rows, jnp.where(real, place, ids.shape[1])].set(ids, mode="drop")
-    return moved, place[:, -1:] + 1
+    aligned = (
+        jnp.zeros_like(ids).at[rows, jnp.where(real, place, ids.shape[1])].set(ids, mode="drop")
+    )
+    return aligned, place[:, -1:] + 1
 
 
 class LogitsProcessor:

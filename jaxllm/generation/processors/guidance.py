@@ -68,6 +68,6 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(LogitsProcessor):
         scores = jnp.asarray(scores, jnp.float32)
         c = jax.nn.log_softmax(scores, axis=-1)
         u = jax.nn.log_softmax(jnp.asarray(unconditional_logits, jnp.float32), axis=-1)
-        mixed = jnp.where(jnp.isneginf(c), -jnp.inf, self.guidance_scale * (c - u) + u)
+        guided = jnp.where(jnp.isneginf(c), -jnp.inf, self.guidance_scale * (c - u) + u)
         # A scale of 1 returns raw logits, not log-probabilities, as in transformers.
-        return jnp.where(self.guidance_scale == 1, scores, mixed)
+        return jnp.where(self.guidance_scale == 1, scores, guided)

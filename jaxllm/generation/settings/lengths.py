@@ -125,8 +125,8 @@ def with_default_length(
 
     The default of commands and pipelines; that of ``generate`` is transformers' 20.
     """
-    own = model.generation_config or GenerationConfig()
-    if {"max_length", "max_new_tokens"} & own.merge(fields).to_dict().keys():
+    model_defaults = model.generation_config or GenerationConfig()
+    if {"max_length", "max_new_tokens"} & model_defaults.merge(fields).to_dict().keys():
         return fields
     limit = DEFAULT_NEW_TOKENS
     if not model.is_encoder_decoder and model.config.context_length is not None:

@@ -237,8 +237,8 @@ class Contrastive(Strategy[ContrastiveState]):
 def alternatives(cache: Cache, batch: int, k: int) -> Branches:
     """Branches for k candidates at one column: each attends to the context and itself."""
     slots = jnp.arange(cache.capacity, dtype=jnp.int32)
-    own = cache.length + jnp.arange(k, dtype=jnp.int32)
-    seen = (slots < cache.length) | (slots == own[:, None])
+    own_slots = cache.length + jnp.arange(k, dtype=jnp.int32)
+    seen = (slots < cache.length) | (slots == own_slots[:, None])
     return Branches(
         seen=jnp.broadcast_to(seen, (batch, k, cache.capacity)),
         columns=jnp.minimum(slots, cache.length),

@@ -267,11 +267,11 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
         for name in ("input_ids", "inputs_embeds", "head_mask", "segment_ids"):
             if getattr(inputs, name) is not None:
                 raise InputError(f"{name}: has no effect beside encoder_outputs; drop it")
-        whole = isinstance(output, BaseOutput)
-        states = output.last_hidden_state if whole else output
+        is_output = isinstance(output, BaseOutput)
+        states = output.last_hidden_state if is_output else output
         states = check.embeddings("encoder_outputs", states, self.config.d_model)
         mask = check.mask_of("attention_mask", inputs.attention_mask, states.shape[:2])
-        if whole:
+        if is_output:
             return Encoded(dataclasses.replace(output, last_hidden_state=states), mask)
         return Encoded(BaseOutput(last_hidden_state=states), mask)
 

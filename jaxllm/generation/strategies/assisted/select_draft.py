@@ -109,15 +109,15 @@ def assistant_settings(
 
     transformers reads all three from the assistant's generation_config alone.
     """
-    own = getattr(assistant_model, "generation_config", None)
+    assistant_config = getattr(assistant_model, "generation_config", None)
     names = (
         "num_assistant_tokens",
         "num_assistant_tokens_schedule",
         "assistant_confidence_threshold",
     )
-    if own is None:
+    if assistant_config is None:
         return config
-    assistants = {n: getattr(own, n) for n in names if n not in config.explicit}
+    assistants = {n: getattr(assistant_config, n) for n in names if n not in config.explicit}
     return config.replace(**assistants)
 
 

@@ -56,10 +56,10 @@ class BeamCache:
         self, model: Decoder, tokens: Int[Array, "B N"], **options: Any
     ) -> tuple[DecodeOutput, BeamCache]:
         """Runs the model on the newest token of every beam, each in a slot of its own."""
-        own = jnp.arange(self.cache.capacity) == (
+        is_own_slot = jnp.arange(self.cache.capacity) == (
             self.cache.length[..., None, None] + jnp.arange(tokens.shape[1])[:, None]
         )
-        branches = Branches(seen=self.seen | own, columns=self.columns)
+        branches = Branches(seen=self.seen | is_own_slot, columns=self.columns)
         out = model.decode(
             tokens, jnp.ones(tokens.shape, bool), self.cache, branches=branches, **options
         )
@@ -79,14 +79,14 @@ class BeamCache:
         beams, slots = self.seen.shape[1], jnp.arange(self.cache.capacity)
         step, beam = jnp.divmod(slots - self.prompt_slots, beams)
         after = jnp.pad(beam_indices[..., 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-1)
-        own = (
+        is_own_slot = (
             (after[..., jnp.clip(step, 0, new_token_bucket - 1)] == beam)
             & (step >= 0)
             & (step < new_token_bucket)
         )
         cache = self.cache.first_rows(batch)  # later rows are unconditional contexts
         in_prompt = (cache.mask & (slots < self.prompt_slots))[:, None]
-        mask = (in_prompt | own).reshape(batch * count, -1)
+        mask = (in_prompt | is_own_slot).reshape(batch * count, -1)
         cache = cache.repeat(count)
         token_counts = jnp.sum(mask, axis=1, dtype=jnp.int32)
         width = self.cache.capacity - (beams - 1) * new_token_bucket

@@ -155,15 +155,15 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
             token=token.reshape(flat),
             progress=spread.take_edge(tries, edge.reshape(flat)),
         )
-        every = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), best, forced)
+        candidates = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), best, forced)
         valid = jnp.concatenate(
             [jnp.ones((batch, beams), bool), is_candidate.reshape(flat)], axis=1
         )
-        order = order_by_bank(every.progress.bank(tries), every.value, valid)[:, :beams]
+        order = order_by_bank(candidates.progress.bank(tries), candidates.value, valid)[:, :beams]
         # Without a candidate of the constraints the best continuations stay in their own order.
         own_order = jnp.broadcast_to(jnp.arange(beams), order.shape)
         order = jnp.where(is_candidate.any(axis=(1, 2))[:, None], order, own_order)
-        return jax.tree.map(lambda x: take_per_row(x, order), every)
+        return jax.tree.map(lambda x: take_per_row(x, order), candidates)
 
     def new_edges(
         self,
@@ -184,9 +184,9 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         first = first.at[*rows, token].min(jnp.where(advances, rank, never))
         advances &= first[*rows, token] == rank
         sequences = state.running.sequences
-        same = (sequences[:, :, None] == sequences[:, None]).all(axis=-1)
-        advances &= (jnp.argmax(same, axis=-1) == jnp.arange(beams))[..., None]
-        continued = take_per_row(same.swapaxes(1, 2), best.beam).swapaxes(1, 2)[..., None, :]
+        are_equal = (sequences[:, :, None] == sequences[:, None]).all(axis=-1)
+        advances &= (jnp.argmax(are_equal, axis=-1) == jnp.arange(beams))[..., None]
+        continued = take_per_row(are_equal.swapaxes(1, 2), best.beam).swapaxes(1, 2)[..., None, :]
         in_best = continued & (token[..., None] == best.token[:, None, None, :])
         return advances & ~in_best.any(axis=-1)
 

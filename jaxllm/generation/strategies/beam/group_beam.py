@@ -158,11 +158,11 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
         )
         pools = []
         for group in range(self.num_groups):
-            both = [
+            pair = [
                 jax.tree.map(lambda x: x[:, self.group_slice(group)], side)  # noqa: B023
                 for side in (state.finished, unfinished)
             ]
-            pools.append(both[0].join(both[1]).best(self.group_size)[0])
+            pools.append(pair[0].join(pair[1]).best(self.group_size)[0])
         everything = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *pools)
         return everything.best(self.num_beams)[0]
 
