@@ -18,6 +18,7 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.lengths import with_default_length
 from jaxllm.loading import load
 from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.model import BaseModel, Model, without_metadata
 from jaxllm.models.t5 import T5ForConditionalGeneration
@@ -208,7 +209,7 @@ def _classification(pipe: Pipeline, inputs: list[str], *, top_k: int | None = 1)
             yield labels[0] if top_k == 1 else labels
 
 
-def _probabilities(logits: Float[Array, "B C"], config: Any) -> Float[Array, "B C"]:
+def _probabilities(logits: Float[Array, "B C"], config: ModelConfig) -> Float[Array, "B C"]:
     """Label probabilities by `problem_type`; a regression's values stay as they are."""
     if config.problem_type == "regression":
         return logits

@@ -35,6 +35,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Origin
 from jaxllm.models.quantize import FORMATS, layer_formats, with_matrices
 from jaxllm.models.registry import ModelSpec, model_spec
+from jaxllm.models.rotary_decoder import RotaryConfig
 from jaxllm.models.weights import Entry, Table, parameter_path
 from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.sharding import check_heads
@@ -337,11 +338,11 @@ def check_shapes(
             )
 
 
-def fields_of_size(config: Any, size: int) -> list[str]:
+def fields_of_size(config: ModelConfig, size: int) -> list[str]:
     """Config fields that explain a dimension: equal to it, or heads and head size as factors."""
     sizes = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     sizes = {k: v for k, v in sizes.items() if type(v) is int and not k.endswith("_id")}
-    if hasattr(config, "size_per_head"):
+    if isinstance(config, RotaryConfig):
         sizes |= {"head_dim": config.size_per_head, "num_key_value_heads": config.kv_heads}
     heads = [name for name in sizes if "head" in name or name == "d_kv"]
     pairs = [p for p in itertools.combinations(heads, 2) if sizes[p[0]] * sizes[p[1]] == size]

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.build_options import FLOAT32, Options
+from jaxllm.models.config import DecoderOnlyConfig
 from jaxllm.models.decoder_only import Backbone, DecoderOnly
 from jaxllm.models.language_model import take_column
 from jaxllm.models.losses import classification_loss
@@ -23,11 +24,13 @@ from jaxllm.nn.linear import Linear
 class SequenceClassifier(DecoderOnly):
     """Backbone and a linear head on each row's last real token, with left or right padding."""
 
-    backbone_class: ClassVar[Callable[..., Backbone]]
+    backbone_class: ClassVar[Callable[..., Backbone[Any]]]
     """Backbone class of the family."""
     score: Linear
 
-    def __init__(self, config: Any, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
+    def __init__(
+        self, config: DecoderOnlyConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None
+    ):
         super().__init__(config)
         self.backbone = type(self).backbone_class(config, options, rngs=rngs)
         sizes, std = (config.width, config.num_labels), config.initializer_range

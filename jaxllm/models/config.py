@@ -84,6 +84,14 @@ class ModelConfig:
         return {}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderOnlyConfig(ModelConfig):
+    """Config fields common to decoder-only families."""
+
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+
+
 def read_config(
     cls: type[C],
     raw: Mapping[str, Any],
@@ -212,7 +220,7 @@ def is_float32_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 
-def check_size(config: Any, *names: str, limit: int = MAX_SIZE) -> None:
+def check_size(config: object, *names: str, limit: int = MAX_SIZE) -> None:
     """Checks that each named field is an integer in 1..limit."""
     for name in names:
         value = getattr(config, name)
@@ -220,7 +228,7 @@ def check_size(config: Any, *names: str, limit: int = MAX_SIZE) -> None:
             raise ConfigError(f"{name}: expected 1 to {limit}, found {quoted(value)}")
 
 
-def check_rate(config: Any, *names: str) -> None:
+def check_rate(config: object, *names: str) -> None:
     """Checks that each named field is a probability below 1."""
     for name in names:
         value = getattr(config, name)
@@ -228,14 +236,14 @@ def check_rate(config: Any, *names: str) -> None:
             raise ConfigError(f"{name}: expected 0 <= rate < 1, found {quoted(value)}")
 
 
-def check_positive(config: Any, *names: str) -> None:
+def check_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if not value > 0:
             raise ConfigError(f"{name}: expected a number > 0, found {quoted(value)}")
 
 
-def check_divides(config: Any, whole: str, part: str) -> None:
+def check_divides(config: object, whole: str, part: str) -> None:
     a, b = getattr(config, whole), getattr(config, part)
     if a % b:
         raise ConfigError(f"{whole}: {a} is not a multiple of {part}, {b}")

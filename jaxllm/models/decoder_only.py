@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,7 +15,7 @@ from jaxllm.cache.kv_cache import KV, Cache
 from jaxllm.common.errors import InputError
 from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
-from jaxllm.models.config import ModelConfig
+from jaxllm.models.config import DecoderOnlyConfig
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.language_model import LanguageModel, take_column
 from jaxllm.models.losses import causal_loss
@@ -25,11 +25,13 @@ from jaxllm.nn.blocks import Context, Stack, StackOutput, shallow_copy
 from jaxllm.nn.dropout import split_key
 from jaxllm.nn.linear import Embedding, Linear
 
+C = TypeVar("C", bound=DecoderOnlyConfig)
 
-class Backbone(nnx.Module):
+
+class Backbone(nnx.Module, Generic[C]):
     """Decoder-only model without head. A family defines `embed_tokens`, with RoPE also `rotary`."""
 
-    config: ModelConfig
+    config: C
     embed: Embedding
     stack: Stack
 
@@ -69,10 +71,10 @@ class Backbone(nnx.Module):
         )
 
 
-class DecoderOnly(Model[ModelConfig]):
+class DecoderOnly(Model[DecoderOnlyConfig]):
     """Base of decoder-only models: input checks and the forward pass of the backbone."""
 
-    backbone: Backbone
+    backbone: Backbone[Any]
 
     @property
     def embedding(self) -> Embedding:
@@ -185,13 +187,15 @@ class DecoderOnly(Model[ModelConfig]):
         return self.backbone.stack.project_cross_kv(states, key), mask
 
 
-class DecoderOnlyModel(DecoderOnly, BaseModel[ModelConfig]):
+class DecoderOnlyModel(DecoderOnly, BaseModel[DecoderOnlyConfig]):
     """Decoder-only model without a head: hidden states, for embeddings of sequences."""
 
-    backbone_class: ClassVar[Callable[..., Backbone]]
+    backbone_class: ClassVar[Callable[..., Backbone[Any]]]
     """Backbone class of the family."""
 
-    def __init__(self, config: Any, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
+    def __init__(
+        self, config: DecoderOnlyConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None
+    ):
         super().__init__(config)
         self.backbone = type(self).backbone_class(config, options, rngs=rngs)
 
@@ -209,13 +213,15 @@ class DecoderOnlyModel(DecoderOnly, BaseModel[ModelConfig]):
         return self.hidden(input_ids, attention_mask, **options)
 
 
-class CausalLM(DecoderOnly, LanguageModel[ModelConfig]):
+class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
     """Decoder-only language model: backbone and LM head. `lm_head` None: tied embedding."""
 
-    backbone_class: ClassVar[Callable[..., Backbone]]
+    backbone_class: ClassVar[Callable[..., Backbone[Any]]]
     """Backbone class of the family."""
 
-    def __init__(self, config: Any, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
+    def __init__(
+        self, config: DecoderOnlyConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None
+    ):
         super().__init__(config)
         self.backbone = type(self).backbone_class(config, options, rngs=rngs)
         sizes, std = (config.width, config.vocab_size), config.initializer_range

@@ -32,7 +32,7 @@ ALIASES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPT2Config(cfg.ModelConfig):
+class GPT2Config(cfg.DecoderOnlyConfig):
     """GPT-2 config, with the field names of config.json.
 
     `reorder_and_upcast_attn` (attention scores in float32) has no effect: they always are.
@@ -49,7 +49,6 @@ class GPT2Config(cfg.ModelConfig):
     embd_pdrop: float = 0.1
     attn_pdrop: float = 0.1
     layer_norm_epsilon: float = 1e-5
-    initializer_range: float = 0.02
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
     reorder_and_upcast_attn: bool = False
@@ -94,7 +93,7 @@ class GPT2Config(cfg.ModelConfig):
         return config
 
 
-class GPT2Backbone(Backbone):
+class GPT2Backbone(Backbone[GPT2Config]):
     """GPT-2 backbone: learned positions, pre-norm blocks with LayerNorm, biases and GELU."""
 
     def __init__(self, config: GPT2Config, options: Options, *, rngs: nnx.Rngs | None):

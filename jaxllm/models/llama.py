@@ -31,7 +31,7 @@ class LlamaConfig(RotaryConfig):
         cfg.check_size(self, "pretraining_tp")
 
 
-class LlamaBackbone(RotaryModel):
+class LlamaBackbone(RotaryModel[LlamaConfig]):
     """Llama backbone: blocks of RMSNorm, grouped-query attention with RoPE, SwiGLU."""
 
     def block(self, make: LayerFactory, layer: int) -> Block:

@@ -29,7 +29,7 @@ class MistralConfig(RotaryConfig):
             cfg.check_size(self, "sliding_window")
 
 
-class MistralBackbone(RotaryModel):
+class MistralBackbone(RotaryModel[MistralConfig]):
     """Mistral backbone: Llama's blocks with sliding-window attention in every layer."""
 
     def block(self, make: LayerFactory, layer: int) -> Block:

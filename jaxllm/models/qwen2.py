@@ -70,7 +70,7 @@ class Qwen2Config(RotaryConfig):
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-class Qwen2Backbone(RotaryModel):
+class Qwen2Backbone(RotaryModel[Qwen2Config]):
     """Qwen2 backbone: Llama's blocks with biases of q, k and v, and windows if configured."""
 
     def block(self, make: LayerFactory, layer: int) -> Block:

@@ -20,7 +20,7 @@ class Qwen3Config(Qwen2Config):
     attention_bias: bool = False
 
 
-class Qwen3Backbone(RotaryModel):
+class Qwen3Backbone(RotaryModel[Qwen3Config]):
     """Qwen3 backbone: Llama's blocks with RMSNorm of each head's query and key (QK norm)."""
 
     def block(self, make: LayerFactory, layer: int) -> Block:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -39,7 +39,7 @@ ROPE_KEYS = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RotaryConfig(cfg.ModelConfig):
+class RotaryConfig(cfg.DecoderOnlyConfig):
     """Config with the field names of config.json; all RoPE fields are merged into `rope`.
 
     `max_position_embeddings` affects RoPE (dynamic scaling) and is generate()'s default limit.
@@ -54,9 +54,7 @@ class RotaryConfig(cfg.ModelConfig):
     head_dim: int | None = None
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
     attention_dropout: float = 0.0
     rope: Rope | None = None
 
@@ -131,6 +129,9 @@ class RotaryConfig(cfg.ModelConfig):
         activation(self.hidden_act, where="hidden_act")
 
 
+C = TypeVar("C", bound=RotaryConfig)
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerFactory:
     """Builds the layers of a block with the sizes and dtypes of one model."""
@@ -201,12 +202,10 @@ class LayerFactory:
         )
 
 
-class RotaryModel(Backbone):
+class RotaryModel(Backbone[C]):
     """Backbone of Llama-like models: embedding, blocks, RMSNorm. A family defines `block`."""
 
-    config: Any
-
-    def __init__(self, config: Any, options: Options, *, rngs: nnx.Rngs | None):
+    def __init__(self, config: C, options: Options, *, rngs: nnx.Rngs | None):
         make = LayerFactory(config, options, rngs)
         self.config, self.rope = config, config.rotary
         self.embed = make.embedding()

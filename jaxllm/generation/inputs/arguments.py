@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.renamed_arguments import GENERATE, check_renamed
+from jaxllm.models.decoder import GenerativeModel
 
 T = TypeVar("T")
 TokenRows: TypeAlias = Array | np.ndarray | Sequence[Sequence[int]] | Sequence[np.ndarray]
@@ -54,7 +55,7 @@ class ModelInputs:
 class CallArguments:
     """Arguments of a call that are neither model inputs nor config fields."""
 
-    assistant_model: Any = None
+    assistant_model: GenerativeModel | None = None
     """Smaller model with the same vocabulary that generates drafts."""
     tokenizer: Any = None
     stopping_criteria: Any = None
