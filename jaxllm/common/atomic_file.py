@@ -7,7 +7,6 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from jaxllm.common.errors import CheckpointError, naming_file
 
@@ -40,7 +39,7 @@ def write_whole(path: Path, data: bytes) -> None:
         partial.write_bytes(data)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Writes a JSON file of a checkpoint atomically, with sorted keys.
 
     Raises:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 MAX_CHARACTERS = 120
 MAX_NAMES = 10
 
 
-def quoted(value: Any) -> str:
+def quoted(value: object) -> str:
     """A value from a file, a string in quotes, shortened to about 120 characters.
 
     >>> quoted("lm_head.weight"), quoted([1, 2])

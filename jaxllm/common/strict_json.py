@@ -109,7 +109,7 @@ def parse_json(
     return value
 
 
-def _check_depth(value: Any, source: str, max_depth: int, error: type[JaxLLMError]) -> None:
+def _check_depth(value: object, source: str, max_depth: int, error: type[JaxLLMError]) -> None:
     level = [value] if isinstance(value, dict | list) else []
     depth = 0
     while level:

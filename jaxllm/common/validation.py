@@ -37,7 +37,7 @@ def adapter(cls: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(cls)
 
 
-def from_plain(cls: type[T], raw: Any) -> T:
+def from_plain(cls: type[T], raw: object) -> T:
     """Makes a dataclass from plain JSON values.
 
     Raises:
@@ -60,12 +60,12 @@ def from_plain(cls: type[T], raw: Any) -> T:
         raise ConfigError(_message(cls, raw, error.errors(include_url=False))) from None
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """Converts a dataclass to JSON values; the inverse of `from_plain`."""
     return adapter(type(value)).dump_python(value, mode="json", warnings=False)
 
 
-def check_types(value: Any, error: type[JaxLLMError] = ConfigError) -> None:
+def check_types(value: object, error: type[JaxLLMError] = ConfigError) -> None:
     """Checks the field types of a dataclass that Python code may also construct.
 
     Raises:
@@ -130,24 +130,24 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def _options(hint: object) -> tuple[Any, ...]:
     """Members of a union type, or the type itself."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def _fields(hint: Any) -> dict[str, Any]:
+def _fields(hint: object) -> dict[str, Any]:
     """Field types of the dataclass that a type is or allows; empty if none."""
     classes = (option for option in _options(hint) if dataclasses.is_dataclass(option))
     return next(map(_hints, classes), {})
 
 
-def _item(hint: Any) -> Any:
+def _item(hint: object) -> Any:
     """Item type of a list; None if the type is not just a list."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
 
 
-def _spelled(hint: Any) -> str:
+def _spelled(hint: object) -> str:
     """Describes a type in words.
 
     >>> _spelled(tuple[str, ...] | Literal["a", "b"] | None)

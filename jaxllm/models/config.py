@@ -177,7 +177,7 @@ def without_absent_tokens(config: C, *names: str) -> C:
     return dataclasses.replace(config, **changes)
 
 
-def count_labels(id2label: Any, num_labels: int | None) -> int:
+def count_labels(id2label: object, num_labels: int | None) -> int:
     """Number of classes, from `id2label` or `num_labels`; the two must agree."""
     if id2label is None:
         return 2 if num_labels is None else num_labels
@@ -188,7 +188,7 @@ def count_labels(id2label: Any, num_labels: int | None) -> int:
     return len(id2label) or 2
 
 
-def coerce(key: str, value: Any, hint: Any) -> Any:
+def coerce(key: str, value: object, hint: object) -> Any:
     """Converts a value to the annotated type, or raises ConfigError. Integers pass as floats."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for option in options:
@@ -215,7 +215,7 @@ def coerce(key: str, value: Any, hint: Any) -> Any:
     raise ConfigError(f"{key}: expected {expected}, found {quoted(value)}")
 
 
-def is_float32_number(value: Any) -> TypeGuard[float]:
+def is_float32_number(value: object) -> TypeGuard[float]:
     """True for numbers in the range of float32; JSON integers can have any length."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 

@@ -82,16 +82,16 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
 
     def hidden(
         self,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        inputs_embeds: Any = None,
-        token_type_ids: Any = None,
-        encoder_hidden_states: Any = None,
-        encoder_attention_mask: Any = None,
-        segment_ids: Any = None,
+        input_ids: object = None,
+        attention_mask: object = None,
+        position_ids: object = None,
+        inputs_embeds: object = None,
+        token_type_ids: object = None,
+        encoder_hidden_states: object = None,
+        encoder_attention_mask: object = None,
+        segment_ids: object = None,
         cache: Cache | None = None,
-        head_mask: Any = None,
+        head_mask: object = None,
         dropout_key: Array | None = None,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
@@ -135,7 +135,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         return base_output(out, cache)
 
     def _view(
-        self, inputs: check.SequenceInputs, cache: Cache | None, position_ids: Any
+        self, inputs: check.SequenceInputs, cache: Cache | None, position_ids: object
     ) -> tuple[AttentionView, Cache | None]:
         """Attention view of a call, and the cache with the new columns reserved."""
         mask, segments, limit = inputs.mask, inputs.segments, self.config.max_positions
@@ -152,7 +152,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
         return view, cache
 
     def _cross_inputs(
-        self, states: Any, mask: Any, cache: Cache | None, rows: int, key: Array | None
+        self, states: object, mask: object, cache: Cache | None, rows: int, key: Array | None
     ) -> tuple[tuple[KV, ...] | None, Any]:
         """Keys and values of the call's encoder output with its mask, or those of the cache."""
         if states is not None:
@@ -166,14 +166,17 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
             raise InputError("encoder_attention_mask: given without encoder_hidden_states")
         return (None, None) if cache is None else (cache.cross, cache.cross_mask)
 
-    def _token_types(self, ids: Any, shape: tuple[int, ...]) -> Int[Array, "B T"]:
+    def _token_types(self, ids: object, shape: tuple[int, ...]) -> Int[Array, "B T"]:
         ids = check.token_id_array("token_type_ids", ids, self.config.vocab_size)
         if ids.shape != shape:
             raise InputError(f"token_type_ids: expected {shape}, found {ids.shape}")
         return ids
 
     def cross_kv(
-        self, encoder_hidden_states: Any, encoder_attention_mask: Any, key: Array | None = None
+        self,
+        encoder_hidden_states: object,
+        encoder_attention_mask: object,
+        key: Array | None = None,
     ) -> tuple[tuple[KV, ...], Any]:
         """Cross-attention keys and values, and the encoder's padding mask (GPT-2 with
         `add_cross_attention`)."""

@@ -23,12 +23,12 @@ IGNORED = -100
 """Label of positions that the loss ignores."""
 
 
-def is_traced(x: Any) -> bool:
+def is_traced(x: object) -> bool:
     """True if x is a JAX tracer, whose value is not known yet."""
     return isinstance(x, Tracer)
 
 
-def on_host(name: str, x: Any) -> Any:
+def on_host(name: str, x: object) -> Any:
     """Converts x to a numpy array; tracers are returned unchanged."""
     if is_traced(x):
         return x
@@ -83,7 +83,7 @@ def sequence_inputs(
     return SequenceInputs(input_ids, inputs_embeds, mask, segments)
 
 
-def token_id_array(name: str, ids: Any, vocab_size: int) -> Int[Array, "B T"]:
+def token_id_array(name: str, ids: object, vocab_size: int) -> Int[Array, "B T"]:
     """Token ids as int32, checked before the cast (int64 2**40 + 5 would become 5)."""
     return jnp.asarray(checked_token_ids(name, ids, vocab_size), jnp.int32)
 
@@ -242,7 +242,7 @@ def columns_to_keep(keep: Any, length: int) -> Any:
     return keep
 
 
-def checked_labels(labels: Any, shape: tuple[int, ...], logits: Array) -> Int[Array, "B T"]:
+def checked_labels(labels: object, shape: tuple[int, ...], logits: Array) -> Int[Array, "B T"]:
     """Checks labels [B, T] for all positions of the call: token ids, or -100 (ignored)."""
     labels = label_ids(labels, logits.shape[-1])
     if labels.shape != shape:

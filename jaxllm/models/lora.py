@@ -77,7 +77,7 @@ class LoraConfig:
         check_number("dropout", self.dropout, float, lambda x: 0 <= x < 1, "a rate in [0, 1)")
 
 
-def patterns_of(name: str, value: Any) -> tuple[str, ...]:
+def patterns_of(name: str, value: object) -> tuple[str, ...]:
     """One pattern or several as a tuple, checked to be regular expressions."""
     patterns = (value,) if isinstance(value, str) else value
     if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
@@ -93,7 +93,7 @@ def patterns_of(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_number(
-    name: str, value: Any, kind: type[int] | type[float], fits: Callable[[Any], bool], what: str
+    name: str, value: object, kind: type[int] | type[float], fits: Callable[[Any], bool], what: str
 ) -> None:
     kinds = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not fits(value):

@@ -130,7 +130,7 @@ class BaseModel(Model[C]):
     """Base of models without a head, whose call returns a `BaseOutput`."""
 
 
-def has_arrays(tree: Any) -> bool:
+def has_arrays(tree: object) -> bool:
     """True if any leaf is an array or the shape of one."""
     arrays = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)
     return any(isinstance(leaf, arrays) for leaf in jax.tree.leaves(tree))

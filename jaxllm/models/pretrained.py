@@ -113,10 +113,10 @@ class Generates:
 
     def generate(
         self,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        generation_config: Any = None,
-        key: Any = None,
+        input_ids: object = None,
+        attention_mask: object = None,
+        generation_config: object = None,
+        key: object = None,
         **fields: Any,
     ) -> Any:
         """Generates token ids: ``jaxllm.generate(model, ...)``, whose arguments these are.

@@ -168,7 +168,7 @@ def _read_parameters(config: Mapping[str, Any]) -> _Parameters:
     """
     merged: dict[str, Any] = {}
 
-    def add(where: str, key: str, value: Any) -> None:
+    def add(where: str, key: str, value: object) -> None:
         key = "rope_type" if key == "type" else key
         if value is None:
             return
@@ -195,7 +195,7 @@ def _read_parameters(config: Mapping[str, Any]) -> _Parameters:
     return _Parameters(fields[0] if fields else "rope_scaling", merged)
 
 
-def _number(where: str, value: Any, *, low: float = 0.0) -> float:
+def _number(where: str, value: object, *, low: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low < value < 1e30:
         raise ConfigError(f"{where}: expected a number > {low:g}, found {quoted(value)}")
     return float(value)

@@ -50,7 +50,7 @@ def map_with_axes(f: Callable[..., Any], tree: T, *others: Any) -> T:
     State(tokens=('rows',), logits=[(None, 'rows')])
     """
 
-    def apply(path: tuple[Any, ...], x: Any, *rest: Any) -> Any:
+    def apply(path: tuple[Any, ...], x: object, *rest: Any) -> Any:
         return f(_axes_at(tree, path), x, *rest)
 
     return jax.tree_util.tree_map_with_path(apply, tree, *others)
@@ -66,7 +66,7 @@ def constrain_fields(tree: T, *, batch: int) -> T:
     if context_mesh() is None:
         return tree
 
-    def shard(names: Axes, x: Any) -> Any:
+    def shard(names: Axes, x: object) -> Any:
         array_axes, rows = _axes_of(x, names, batch)
         return constrain(x, *array_axes, batch=rows)
 

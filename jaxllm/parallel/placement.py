@@ -87,7 +87,7 @@ def put_everywhere(tree: T, mesh: Mesh) -> T:
     return jax.tree.map(lambda x: x if mesh_of(x) is not None else put(x, replicated), tree)
 
 
-def put_tree(tree: T, mesh: Mesh, shardings: Any = None) -> T:
+def put_tree(tree: T, mesh: Mesh, shardings: object = None) -> T:
     """Shards the leaves over the mesh; every process passes whole arrays and keeps its shards.
 
     Args:
@@ -97,7 +97,7 @@ def put_tree(tree: T, mesh: Mesh, shardings: Any = None) -> T:
     return jax.tree.map(put, tree, shardings)
 
 
-def put(x: Any, sharding: Sharding) -> Any:
+def put(x: object, sharding: Sharding) -> Any:
     """Places one array with a sharding; every process must hold the same values.
 
     A shape (`jax.ShapeDtypeStruct`) gets the sharding, so that programs can be lowered for devices
@@ -115,7 +115,7 @@ def put(x: Any, sharding: Sharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def mesh_of(tree: Any) -> Mesh | None:
+def mesh_of(tree: object) -> Mesh | None:
     """The mesh of a model's parameters, or of any arrays; None on a single device."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)  # numpy arrays have none
@@ -125,7 +125,7 @@ def mesh_of(tree: Any) -> Mesh | None:
     return None
 
 
-def platform_of_arrays(tree: Any) -> str:
+def platform_of_arrays(tree: object) -> str:
     """Platform of the devices that hold a tree of arrays: "cpu", "gpu" or "tpu". JAX's default one
     if they are traced, or shapes without a sharding."""
     for leaf in jax.tree.leaves(tree):

@@ -167,7 +167,7 @@ def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh) -> NamedShar
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def tree_shardings(tree: Any, mesh: Mesh) -> Any:
+def tree_shardings(tree: object, mesh: Mesh) -> Any:
     """`parameter_sharding` of every leaf of a model, a dict of parameters or an optimizer state.
 
     Leaves need a shape only, so the output of `jax.eval_shape` works too.

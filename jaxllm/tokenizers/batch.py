@@ -91,7 +91,7 @@ def as_tensors(batch: BatchEncoding, return_tensors: ReturnTensors) -> BatchEnco
 
 
 def pad_values(
-    rows: Sequence[Sequence[Any]], filler: Any, side: PaddingSide, length: int
+    rows: Sequence[Sequence[Any]], filler: object, side: PaddingSide, length: int
 ) -> list[list[Any]]:
     """Pads lists of any values to one length.
 
@@ -206,7 +206,7 @@ def check_truncation(truncation: Truncation) -> bool:
     return True
 
 
-def check_return_tensors(return_tensors: Any) -> None:
+def check_return_tensors(return_tensors: object) -> None:
     """Raises unless arrays of NumPy or JAX, or lists, are asked for."""
     if return_tensors in ("pt", "tf", "mlx"):
         raise UnsupportedError(f"return_tensors={return_tensors!r}: give 'np' or 'jax'")
@@ -215,7 +215,7 @@ def check_return_tensors(return_tensors: Any) -> None:
 
 
 def checked_side(
-    side: Any, error: type[InputError] | type[TokenizerError], name: str = "padding_side"
+    side: object, error: type[InputError] | type[TokenizerError], name: str = "padding_side"
 ) -> PaddingSide:
     """Returns ``side``, or raises ``error`` unless it is "left" or "right"."""
     if side not in ("left", "right"):

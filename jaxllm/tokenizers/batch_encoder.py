@@ -273,7 +273,7 @@ class BatchEncoder(TextEncoder):
         )
 
 
-def _text_list(texts: Any) -> list[Any]:
+def _text_list(texts: object) -> list[Any]:
     """The texts of a batch: one string, or a list or other sequence of them."""
     if isinstance(texts, str):
         return [texts]

@@ -259,7 +259,7 @@ def _config_file(tokenizer_class: str, settings: TokenizerSettings) -> dict[str,
     return {"tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode()}
 
 
-def _value(metadata: Mapping[str, Any], key: str, value_type: type, default: Any = None) -> Any:
+def _value(metadata: Mapping[str, Any], key: str, value_type: type, default: object = None) -> Any:
     value = metadata.get(key, default)
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()

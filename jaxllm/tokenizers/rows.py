@@ -55,7 +55,7 @@ def unpadded_rows(rows: Any) -> UnpaddedRows:
     return UnpaddedRows(**columns)
 
 
-def _sequence(rows: Any) -> Any:
+def _sequence(rows: object) -> Any:
     if not hasattr(rows, "__len__"):
         raise InputError(f"rows: expected lists of token ids, found {str(rows)[:60]}")
     return rows

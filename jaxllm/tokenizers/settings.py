@@ -145,7 +145,7 @@ def added_tokens_of_json(files: TokenizerFiles) -> dict[int, AddedToken]:
     return added
 
 
-def parse_added_token(value: Any, source: str, *, special: bool = True) -> AddedToken:
+def parse_added_token(value: object, source: str, *, special: bool = True) -> AddedToken:
     """Parses a token: a string, or the object that transformers writes."""
     if isinstance(value, str):
         _check_length(value, source)
@@ -184,7 +184,7 @@ def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
     return value
 
 
-def _read_added_tokens_decoder(table: Any, source: str) -> dict[int, AddedToken]:
+def _read_added_tokens_decoder(table: object, source: str) -> dict[int, AddedToken]:
     if not isinstance(table, dict):
         raise TokenizerError(f"{source}: added_tokens_decoder is not an object")
     added = {}

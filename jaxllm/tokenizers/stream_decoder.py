@@ -99,7 +99,7 @@ def _is_id(value: Any) -> bool:
     return True
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     return f"{type(value).__name__} ({str(value)[:40]})"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.tokenizers.batch import PaddingSide, Span, Truncation, check_truncation, truncate
@@ -233,7 +232,7 @@ def _placeholders(first: int, second: int | None = None) -> tuple[list[int], lis
     return numbers[:first], None if second is None else numbers[first:]
 
 
-def check_text(text: Any, max_bytes: int) -> None:
+def check_text(text: object, max_bytes: int) -> None:
     if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
         raise InputError(f"max_bytes is {max_bytes!r}: expected an int")
     if not isinstance(text, str):

@@ -152,7 +152,7 @@ class Vocabulary(ABC):
         self.settings = replace(self.settings, named=named)
         self._set_option(name, token)
 
-    def _set_option(self, name: str, value: Any) -> None:
+    def _set_option(self, name: str, value: object) -> None:
         """Sets a field of tokenizer_config.json, in the files that ``save`` writes too."""
         options = {**self.settings.options, name: value}
         self.settings = replace(self.settings, options=options)

@@ -30,7 +30,7 @@ def dtype_and_shape(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten(tree: object) -> dict[str, Any]:
     """The leaves of a pytree by path, in order: ``opt_state/0/mu/embed.weight``.
 
     Fields of dataclasses and named tuples, keys and indices are written alike.

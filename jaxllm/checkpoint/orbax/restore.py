@@ -50,7 +50,7 @@ class StepReader:
         self.refused: dict[int, str] = {}
         self._on_problem = on_problem
 
-    def restore(self, step: int | None, target: Any, *, subset: bool) -> Restored:
+    def restore(self, step: int | None, target: object, *, subset: bool) -> Restored:
         """See `RunCheckpoints.restore`."""
         targets = flatten(target)
         problems: dict[int, str] = {}

@@ -134,7 +134,7 @@ class RunCheckpoints:
                 metrics[step] = None
         return metrics
 
-    def save(self, step: int, arrays: Any, meta: Any, *, metric: float | None = None) -> None:
+    def save(self, step: int, arrays: object, meta: object, *, metric: float | None = None) -> None:
         """Starts a save, after the previous one is done. Returns once the arrays are copied.
 
         Args:
@@ -232,7 +232,7 @@ class RunCheckpoints:
                 self._on_problem(f"{self.folder / str(step)}: not deleted ({sentence(failure)})")
 
     def restore(
-        self, step: int | None = None, target: Any = None, *, subset: bool = False
+        self, step: int | None = None, target: object = None, *, subset: bool = False
     ) -> Restored:
         """Reads a step onto the shardings of `target`, and checks every array's digest.
 

@@ -76,7 +76,7 @@ class PeftConfig:
         return any(module == t or module.endswith(f".{t}") for t in self.target_modules)
 
 
-def match_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def match_pattern(patterns: Mapping[str, Any], module: str, default: object) -> Any:
     """Value of the first pattern that matches the name or its end, as in PEFT."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
@@ -151,7 +151,7 @@ def check_kind(raw: Mapping[str, Any]) -> None:
         )
 
 
-def check_patterns(name: str, value: Any) -> dict[str, Any]:
+def check_patterns(name: str, value: object) -> dict[str, Any]:
     """Checks rank_pattern or alpha_pattern: module names, with anchors at most, and numbers."""
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: expected an object, found {quoted(value)}")

@@ -101,7 +101,7 @@ def parse_header(
     return ordered, metadata
 
 
-def _entry(name: str, fields: Any, source: str, data_bytes: int) -> HeaderEntry:
+def _entry(name: str, fields: object, source: str, data_bytes: int) -> HeaderEntry:
     where = f"{source}: tensor {quoted(name)}"
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise CheckpointError(f"{where} must have exactly dtype, shape and data_offsets")
@@ -134,7 +134,7 @@ def _entry(name: str, fields: Any, source: str, data_bytes: int) -> HeaderEntry:
     return HeaderEntry(dtype, tuple(shape), begin, end)
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 

@@ -125,7 +125,7 @@ def _nbytes(array: Any) -> int:
     return math.prod(array.shape) * np.dtype(array.dtype).itemsize
 
 
-def _contiguous(array: Any) -> np.ndarray:
+def _contiguous(array: object) -> np.ndarray:
     """The array's bytes in C order, flat (``ascontiguousarray`` makes a scalar one-dimensional)."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 

@@ -253,7 +253,7 @@ def encoder_inputs(
     return encoder_input, arguments
 
 
-def last_hidden_state(encoder_outputs: Any) -> Any:
+def last_hidden_state(encoder_outputs: object) -> Any:
     """The encoder's last hidden state [B, E, D]: `encoder_outputs` itself, or taken from an output
     object, a mapping or a tuple."""
     if isinstance(encoder_outputs, Mapping):

@@ -76,7 +76,7 @@ def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Arr
     return np.float32(number)  # pyright: ignore[reportReturnType]  (a leaf like any other)
 
 
-def int_leaf(owner: str, name: str, value: Any, *, least: int = 0) -> Int[Array, " ..."]:
+def int_leaf(owner: str, name: str, value: object, *, least: int = 0) -> Int[Array, " ..."]:
     """Converts ``value`` to int32: a scalar, or one number per row of the batch (shape ``[B]``).
 
     Raises:

@@ -170,7 +170,7 @@ def logits_processor(*, static: tuple[str, ...] = ()) -> Callable[[C], C]:
         cls = dataclass(frozen=True, init=False, eq=False)(cls)
         leaves = tuple(field.name for field in fields(cls) if field.name not in static)
 
-        def flatten(processor: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        def flatten(processor: object) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
             children = [
                 (jax.tree_util.GetAttrKey(name), getattr(processor, name)) for name in leaves
             ]

@@ -79,7 +79,7 @@ def per_sequence(
     return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), (parameters, cur_len))
 
 
-def _is_neutral(processor: Any) -> Bool[Array, ""] | None:
+def _is_neutral(processor: object) -> Bool[Array, ""] | None:
     return processor.is_neutral() if isinstance(processor, LogitsProcessor) else None
 
 

@@ -57,7 +57,7 @@ def integer(least: int) -> Callable[[int | np.integer | Array | None], int]:
     return check
 
 
-def boolean(value: Any) -> bool:
+def boolean(value: object) -> bool:
     """Checks for True or False. Refuses tracers: the value decides which program is built."""
     value = to_scalar(value)
     if not isinstance(value, bool):
@@ -68,7 +68,7 @@ def boolean(value: Any) -> bool:
 def choice(*values: Any) -> Callable[[Any], Any]:
     """Checks for one of the given values."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> Any:
         if not any(value is allowed or (value == allowed) is True for allowed in values):
             raise BadValueError("one of " + ", ".join(map(repr, values)))
         return value
@@ -76,7 +76,7 @@ def choice(*values: Any) -> Callable[[Any], Any]:
     return check
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
+def token_ids(value: object) -> tuple[int, ...]:
     """Checks for a list of token ids, stored as a tuple."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise BadValueError("a list of token ids")
@@ -86,7 +86,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
         raise BadValueError("a list of token ids") from None
 
 
-def token_id_or_ids(value: Any) -> Any:
+def token_id_or_ids(value: object) -> Any:
     """Checks for a token id, or a list of them stored as a tuple; accepts tracers."""
     if is_traced(value):
         return value
@@ -99,7 +99,7 @@ def token_id_or_ids(value: Any) -> Any:
     return result
 
 
-def layers(value: Any) -> Any:
+def layers(value: object) -> Any:
     """Checks for "low", "high", or a non-empty list of layers, stored as a tuple."""
     if isinstance(value, str) and value in ("low", "high"):
         return value
@@ -163,7 +163,7 @@ def decay(value: Any) -> tuple[int, float]:
         raise BadValueError("a pair (start, factor) with start >= 0 and factor > 0") from None
 
 
-def strings(value: Any) -> tuple[str, ...]:
+def strings(value: object) -> tuple[str, ...]:
     """Checks for a non-empty string or a list of them, stored as a tuple."""
     result = (value,) if isinstance(value, str) else value
     if not isinstance(result, Sequence) or not all(isinstance(s, str) and s for s in result):
@@ -171,13 +171,13 @@ def strings(value: Any) -> tuple[str, ...]:
     return tuple(result)
 
 
-def options(value: Any) -> dict[str, Any]:
+def options(value: object) -> dict[str, Any]:
     """Checks for a map from names to values, stored as a dict."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise BadValueError("a map from names to values")
     return {name: to_scalar(item) for name, item in value.items()}
 
 
-def anything(value: Any) -> Any:
+def anything(value: object) -> Any:
     """Accepts any value."""
     return value

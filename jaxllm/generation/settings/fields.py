@@ -95,7 +95,7 @@ class Field:
         """True if the field has no effect on greedy search."""
         return self.needs is not None and self.needs.startswith("do_sample")
 
-    def has_effect(self, value: Any) -> bool:
+    def has_effect(self, value: object) -> bool:
         """True if a value is neither neutral nor the default."""
         return is_traced(value) or value not in (self.neutral, self.default)
 
@@ -106,7 +106,7 @@ class Field:
         return self if config is None else config._values.get(self.name, self.default)
 
 
-def setting(*, default: Any, converter: Callable[[Any], Any], doc: str, **facts: Any) -> Any:
+def setting(*, default: object, converter: Callable[[Any], Any], doc: str, **facts: Any) -> Any:
     """Declares a field in a class body: returns a :class:`Field`, typed as Any.
 
     ``converter`` becomes ``Field.check``. It has this name because type checkers read the accepted
@@ -265,7 +265,7 @@ class Settings:
                 ) from None
         return values
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         owner = type(self).__name__
         raise AttributeError(f"{owner} is immutable: use config.replace({name}=...)")
 
@@ -306,7 +306,7 @@ class Settings:
         return f"; did you mean `{close[0]}`?" if close else ""
 
 
-def checked_value(field: Field, value: Any, where: str, error: type[JaxLLMError]) -> Any:
+def checked_value(field: Field, value: object, where: str, error: type[JaxLLMError]) -> Any:
     """Checks a field's value; returns it as stored, or raises ``error`` with ``where``."""
     if value is None:
         return None
@@ -317,7 +317,7 @@ def checked_value(field: Field, value: Any, where: str, error: type[JaxLLMError]
         raise error(f"{where}: `{field.name}` must be {bad}, but is {value!r}{hint}") from None
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> Any:
     if isinstance(value, Mapping):
         return frozenset((key, _hashable(item)) for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -68,7 +68,7 @@ class T5Encoder(Model[T5Config]):
         sizes = {"vocab_size": self.config.vocab_size, "width": self.config.d_model}
         return check.sequence_inputs(*arrays, **sizes, side=side)
 
-    def head_mask(self, name: str, mask: Any, stack: Stack) -> Float[Array, "L N"] | None:
+    def head_mask(self, name: str, mask: object, stack: Stack) -> Float[Array, "L N"] | None:
         return check.head_mask(name, mask, len(stack.blocks), self.config.num_heads)
 
 
@@ -222,7 +222,7 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
         return self.scaled_for_head(out.x), head_key
 
     def _states(
-        self, inputs: Seq2SeqInputs, labels: Any, keys: Sequence[Array | None], **records: Any
+        self, inputs: Seq2SeqInputs, labels: object, keys: Sequence[Array | None], **records: Any
     ) -> tuple[Encoded, StackOutput]:
         """Output of encoder and decoder; `keys` are those of encoder, decoder and cross-attention's
         keys and values."""
@@ -276,7 +276,7 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
         return Encoded(BaseOutput(last_hidden_state=states), mask)
 
     def _decoder_inputs(
-        self, inputs: Seq2SeqInputs, encoded: Encoded, labels: Any
+        self, inputs: Seq2SeqInputs, encoded: Encoded, labels: object
     ) -> check.SequenceInputs:
         """Checks the decoder's inputs, by default the labels shifted right."""
         ids, embeds = inputs.decoder_input_ids, inputs.decoder_inputs_embeds

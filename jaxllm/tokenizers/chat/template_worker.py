@@ -63,7 +63,7 @@ def raise_exception(message: str) -> None:
 
 
 def tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
@@ -91,12 +91,12 @@ def namespace_class() -> Any:
                 SafeNamespace.check(name)
             Namespace.__init__(self, values)
 
-        def __setitem__(self, name: str, value: Any) -> None:
+        def __setitem__(self, name: str, value: object) -> None:
             SafeNamespace.check(name)
             Namespace.__setitem__(self, name, value)
 
         @staticmethod
-        def check(name: Any) -> None:
+        def check(name: object) -> None:
             if not isinstance(name, str) or name.startswith("_"):
                 raise jinja2.TemplateRuntimeError(f"a namespace cannot store {name!r}")
 

@@ -103,7 +103,7 @@ def _token_finder(tokens: tuple[str, ...]) -> TokenFinder:
     return TokenFinder(tokens)
 
 
-def _json_values(value: Any, placeholders: Mapping[int, str]) -> Any:
+def _json_values(value: object, placeholders: Mapping[int, str]) -> Any:
     """Converts a value to JSON types, replacing characters in its strings.
 
     Names that templates look up are unchanged: keys ("content"), and the role of a message.
@@ -113,7 +113,7 @@ def _json_values(value: Any, placeholders: Mapping[int, str]) -> Any:
     """
     counter = itertools.count(1)
 
-    def convert(value: Any, placeholders: Mapping[int, str], depth: int) -> Any:
+    def convert(value: object, placeholders: Mapping[int, str], depth: int) -> Any:
         if depth > _MAX_DEPTH or next(counter) > _MAX_VALUES:
             raise InputError(
                 f"chat messages: lists and dicts are nested more than {_MAX_DEPTH} levels deep, or"
@@ -143,7 +143,7 @@ def _json_values(value: Any, placeholders: Mapping[int, str]) -> Any:
     return convert(value, placeholders, 0)
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

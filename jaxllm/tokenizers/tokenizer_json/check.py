@@ -48,7 +48,7 @@ _MODEL_FIELDS = {
 }
 
 
-def check_tokenizer_json(spec: Any, source: str) -> dict[str, Any]:
+def check_tokenizer_json(spec: object, source: str) -> dict[str, Any]:
     """Checks a tokenizer.json; returns it without padding and truncation, which callers control.
 
     Args:
@@ -165,7 +165,7 @@ def _check_unigram(model: dict[str, Any], source: str) -> dict[str, int]:
     return vocabulary
 
 
-def _check_added_tokens(added: Any, vocabulary: Mapping[str, int], source: str) -> int:
+def _check_added_tokens(added: object, vocabulary: Mapping[str, int], source: str) -> int:
     """Checks added tokens; returns the number of ids, including the vocabulary's."""
     if not isinstance(added, list):
         raise TokenizerError(f"{source}: {type(added).__name__}, not a list")

@@ -71,7 +71,7 @@ _OPTIONAL = {
 }
 
 
-def check_component(section: str, value: Any, source: str, size: int) -> None:
+def check_component(section: str, value: object, source: str, size: int) -> None:
     """Checks a component; raises unless it is allowed.
 
     Args:
@@ -108,7 +108,7 @@ def check_component(section: str, value: Any, source: str, size: int) -> None:
         _check_template_tokens(component, where, size)
 
 
-def _check_list(section: str, value: Any, source: str, size: int) -> None:
+def _check_list(section: str, value: object, source: str, size: int) -> None:
     if not isinstance(value, list) or len(value) > 64:
         raise TokenizerError(f"{source}: not a list of at most 64 components")
     for number, item in enumerate(value):
@@ -117,7 +117,7 @@ def _check_list(section: str, value: Any, source: str, size: int) -> None:
         check_component(section, item, f"{source}[{number}]", size)
 
 
-def _check_field(rule: Any, value: Any, source: str) -> None:
+def _check_field(rule: object, value: object, source: str) -> None:
     if isinstance(rule, tuple):
         valid = value in rule
     elif isinstance(rule, type):
@@ -138,7 +138,7 @@ def _check_field(rule: Any, value: Any, source: str) -> None:
         raise TokenizerError(f"{source} is {quoted(str(value))}, which is not allowed there")
 
 
-def _check_pattern(value: Any, source: str, *, regex_allowed: bool) -> None:
+def _check_pattern(value: object, source: str, *, regex_allowed: bool) -> None:
     pattern = as_object(value, source)
     (pattern_type, text), *others = pattern.items() or [(None, None)]
     if others or pattern_type not in ("String", "Regex") or not isinstance(text, str) or not text:
@@ -191,17 +191,17 @@ def _check_template_tokens(component: dict[str, Any], source: str, size: int) ->
                 raise TokenizerError(f"{where}: type_id is {quoted(type_id)}")
 
 
-def _is_sequence(piece: Any) -> bool:
+def _is_sequence(piece: object) -> bool:
     return isinstance(piece, dict) and isinstance(piece.get("Sequence"), dict)
 
 
-def as_object(value: Any, source: str) -> dict[str, Any]:
+def as_object(value: object, source: str) -> dict[str, Any]:
     """Returns ``value``; raises TokenizerError if it is not a JSON object."""
     if not isinstance(value, dict):
         raise TokenizerError(f"{source}: {type(value).__name__}, not an object")
     return value
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
     """True for an int in the range of ids, lengths and types."""
     return type(value) is int and 0 <= value < 2**31

@@ -62,7 +62,7 @@ class FastTokenizer(Tokenizer):
 
     def __init__(
         self,
-        spec: Any,
+        spec: object,
         settings: TokenizerSettings,
         files: Mapping[str, bytes] | None = None,
         *,

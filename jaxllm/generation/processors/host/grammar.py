@@ -226,7 +226,9 @@ class Grammar:
         InputError: no token can begin the text, or the grammar is too complex.
     """
 
-    def __init__(self, matcher: Any, ends: frozenset[int], vocabulary: GrammarVocabulary) -> None:
+    def __init__(
+        self, matcher: object, ends: frozenset[int], vocabulary: GrammarVocabulary
+    ) -> None:
         self.ends = ends
         self._vocabulary = vocabulary
         self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict({(): matcher})

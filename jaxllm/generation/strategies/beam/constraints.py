@@ -65,14 +65,14 @@ class DisjunctiveConstraint:
 Constraint = PhrasalConstraint | DisjunctiveConstraint
 
 
-def _words(owner: str, value: Any) -> tuple[tuple[int, ...], ...]:
+def _words(owner: str, value: object) -> tuple[tuple[int, ...], ...]:
     try:
         return words(value)
     except BadValueError as bad:
         raise InputError(f"{owner}: must hold {bad}, but holds {value!r}") from None
 
 
-def force_words(value: Any) -> tuple[Constraint, ...]:
+def force_words(value: object) -> tuple[Constraint, ...]:
     """Constraints of `force_words_ids`; for an item that is a list of phrases one of them suffices.
 
     >>> force_words([[5, 6], [[7], [8, 9]]])[1].words
