@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +11,7 @@ from jaxtyping import Array, Int
 from jaxllm.common.errors import InputError
 from jaxllm.models.build_options import FLOAT32, Options
 from jaxllm.models.config import DecoderOnlyConfig
-from jaxllm.models.decoder_only import Backbone, DecoderOnly
+from jaxllm.models.decoder_only import DecoderOnly
 from jaxllm.models.language_model import take_column
 from jaxllm.models.losses import classification_loss
 from jaxllm.models.model import model_call
@@ -24,15 +23,12 @@ from jaxllm.nn.linear import Linear
 class SequenceClassifier(DecoderOnly):
     """Backbone and a linear head on each row's last real token, with left or right padding."""
 
-    backbone_class: ClassVar[Callable[..., Backbone[Any]]]
-    """Backbone class of the family."""
     score: Linear
 
     def __init__(
         self, config: DecoderOnlyConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None
     ):
-        super().__init__(config)
-        self.backbone = type(self).backbone_class(config, options, rngs=rngs)
+        super().__init__(config, options, rngs=rngs)
         sizes, std = (config.width, config.num_labels), config.initializer_range
         self.score = Linear(*sizes, std=std, rngs=rngs, **options.dtypes)
 

@@ -74,7 +74,16 @@ class Backbone(nnx.Module, Generic[C]):
 class DecoderOnly(Model[DecoderOnlyConfig]):
     """Base of decoder-only models: input checks and the forward pass of the backbone."""
 
+    backbone_class: ClassVar[Callable[..., Backbone[Any]]]
+    """Backbone class of the family."""
+
     backbone: Backbone[Any]
+
+    def __init__(
+        self, config: DecoderOnlyConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None
+    ):
+        super().__init__(config)
+        self.backbone = type(self).backbone_class(config, options, rngs=rngs)
 
     @property
     def embedding(self) -> Embedding:
@@ -193,15 +202,6 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
 class DecoderOnlyModel(DecoderOnly, BaseModel[DecoderOnlyConfig]):
     """Decoder-only model without a head: hidden states, for embeddings of sequences."""
 
-    backbone_class: ClassVar[Callable[..., Backbone[Any]]]
-    """Backbone class of the family."""
-
-    def __init__(
-        self, config: DecoderOnlyConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None
-    ):
-        super().__init__(config)
-        self.backbone = type(self).backbone_class(config, options, rngs=rngs)
-
     @model_call
     def __call__(
         self,
@@ -219,14 +219,10 @@ class DecoderOnlyModel(DecoderOnly, BaseModel[DecoderOnlyConfig]):
 class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
     """Decoder-only language model: backbone and LM head. `lm_head` None: tied embedding."""
 
-    backbone_class: ClassVar[Callable[..., Backbone[Any]]]
-    """Backbone class of the family."""
-
     def __init__(
         self, config: DecoderOnlyConfig, options: Options = FLOAT32, *, rngs: nnx.Rngs | None
     ):
-        super().__init__(config)
-        self.backbone = type(self).backbone_class(config, options, rngs=rngs)
+        super().__init__(config, options, rngs=rngs)
         sizes, std = (config.width, config.vocab_size), config.initializer_range
         self.lm_head = (
             None
