@@ -57,10 +57,17 @@ def prefill(
         )
     else:
         cache = inputs.past_cache.compact(capacity)
-    sizes = {"new_token_bucket": new_token_bucket, "chunk_size": chunk_size}
-    return with_fixed_sharding(
-        first_state(strategy, model, inputs, cache, settings, encoded=encoded, **sizes)
+    state = first_state(
+        strategy,
+        model,
+        inputs,
+        cache,
+        settings,
+        new_token_bucket=new_token_bucket,
+        chunk_size=chunk_size,
+        encoded=encoded,
     )
+    return with_fixed_sharding(state)
 
 
 def first_state(
