@@ -175,7 +175,7 @@ class SlotOutputs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """State of all slots; `prefill` and `decode` in programs.py update it in place."""
+    """State of all slots; `prefill_slots` and `decode_slots` (programs.py) update it in place."""
 
     state: Any
     """The strategy's state, one row per slot. Random keys are stored as raw key data."""
