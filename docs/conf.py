@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from typing import Any
 
 from docutils import nodes
@@ -40,7 +41,7 @@ html_show_sphinx = False
 myst_heading_anchors = 4
 copybutton_exclude = ".linenos, .gp, .go"  # prompts and outputs of doctests
 
-default_role = "py:obj"  # `name` in a docstring is code, and a link where the name is public
+default_role = "py:obj"  # `name` in a docstring is code, and a link where it is a public class
 add_module_names = False
 maximum_signature_line_length = 90
 autodoc_member_order = "bysource"
@@ -64,7 +65,7 @@ class NotebookParser(MystParser):
         super().parse("\n\n".join(cells) + "\n", document)
 
 
-def module_signature(
+def readable_signature(
     app: Sphinx,
     what: str,
     name: str,
@@ -72,12 +73,24 @@ def module_signature(
     options: Any,
     signature: str | None,
     return_annotation: str | None,
-) -> tuple[str, None] | None:
-    """Arguments of `__init__` for Flax modules, whose metaclass takes `*args, **kwargs`."""
-    if what != "class" or signature != "(*args: Any, **kwargs: Any)":
+) -> tuple[str, str | None] | None:
+    """Arguments of `__init__` for Flax modules, whose metaclass takes `*args, **kwargs`; none for
+    protocols; types without jaxtyping's and jaxlib's module names."""
+    if signature is None:
         return None
-    arguments = list(inspect.signature(obj.__init__).parameters.values())[1:]
-    return stringify_signature(inspect.Signature(arguments)), None
+    if what == "class" and signature == "(*args: Any, **kwargs: Any)":
+        arguments = list(inspect.signature(obj.__init__).parameters.values())[1:]
+        signature = stringify_signature(inspect.Signature(arguments))
+    if what == "class" and getattr(obj, "_is_protocol", False):
+        signature = ""
+    return re.sub(r"~?\b(jaxtyping|jaxlib\._jax)\.", "", signature), return_annotation
+
+
+def code_of_arguments(app: Sphinx, doctree: nodes.document) -> None:
+    """Lower-case names in docstrings are mostly arguments: no link to a function of that name."""
+    for node in list(doctree.findall(pending_xref)):
+        if node.get("reftype") == "obj" and re.fullmatch("[a-z_0-9]+", node["reftarget"]):
+            node.replace_self(node.children)
 
 
 def plain_type(
@@ -96,5 +109,6 @@ def plain_type(
 def setup(app: Sphinx) -> None:
     app.add_source_suffix(".ipynb", "notebook")
     app.add_source_parser(NotebookParser)
-    app.connect("autodoc-process-signature", module_signature)
+    app.connect("autodoc-process-signature", readable_signature)
+    app.connect("doctree-read", code_of_arguments)
     app.connect("missing-reference", plain_type)
