@@ -10,10 +10,12 @@ again after it dies or is killed. A test then asserts that every outcome is harm
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import json
 import os
 import random
+import re
 import resource
 import select
 import subprocess
@@ -35,7 +37,8 @@ class Outcome:
 
     ``status`` is ``ok`` (the function returned), ``refused`` (it raised a JaxLLMError), ``escaped``
     (any other exception, panics and MemoryError included), ``hang`` or ``died`` (signal or exit).
-    ``grown_mib`` is by how much this file raised the child's peak of resident memory.
+    ``grown_mib`` is the child's peak of resident memory while it read the file, above what it used
+    before.
     """
 
     path: Path
@@ -94,7 +97,7 @@ def mutate_json(data: bytes, rng: random.Random) -> bytes:
             case 2 if isinstance(parent, dict):
                 parent[rng.choice(("type", "x", "Ġ", "pattern"))] = parent[key]
             case _:
-                parent[key] = rng.choice(EXTREMES)
+                parent[key] = copy.deepcopy(rng.choice(EXTREMES))
         if not tree:
             break
     return json.dumps(tree, ensure_ascii=False).encode()
@@ -175,6 +178,21 @@ class _Child:
                 stream.close()
 
 
+def _peak_kib(*, reset: bool = False) -> int:
+    """Peak of resident memory; since the last reset, where there is a /proc.
+
+    Not getrusage's figure, which begins with the parent's peak and never falls.
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+    assert peak is not None
+    return int(peak[1])
+
+
 def _serve(target: str, gib: float) -> None:
     """The child: a path a line on stdin, an outcome in JSON a line on stdout."""
     from jaxllm.common.errors import JaxLLMError
@@ -187,7 +205,7 @@ def _serve(target: str, gib: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = _peak_kib(reset=True)
         start = time.perf_counter()
         try:
             function(Path(line.rstrip("\n")))
@@ -196,7 +214,7 @@ def _serve(target: str, gib: float) -> None:
             status, detail = "refused", f"{type(error).__name__}: {error}"[:2000]
         except BaseException as error:  # a Rust panic is a BaseException
             status, detail = "escaped", f"{type(error).__name__}: {error}"[:2000]
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        grown = _peak_kib() - before
         answer = {
             "status": status,
             "detail": detail,

@@ -53,7 +53,8 @@ def load_parameters(
     """
     total = sum(source.info(name).nbytes for name in entries)
     done, arrays, matrices = 0, {}, {}
-    for name, entry in entries.items():
+    # The largest first: what it takes to convert it comes on top of few others.
+    for name, entry in sorted(entries.items(), key=lambda item: -source.info(item[0]).nbytes):
         info = source.info(name)
         tensor = _Tensor(source, name, entry, allow_nonfinite)
         layers = [ours.removesuffix(".weight") for ours in entry.parameters]

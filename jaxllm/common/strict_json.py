@@ -17,6 +17,8 @@ from typing import Any
 from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError, naming_file
 from jaxllm.common.placeholders import check_not_placeholder
 
+MAX_VALUES = 2**22
+"""Most brackets, colons and commas: a few bytes of JSON can become a hundred in Python."""
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -38,7 +40,7 @@ def read_json(
     Raises:
         MissingFileError: there is no such file.
         error: the file is too large, not UTF-8, not JSON, too deep, or has duplicate keys,
-            a number that is not finite, or an unpaired surrogate.
+            a number that is not finite, an unpaired surrogate, or more than `MAX_VALUES` values.
     """
     path = Path(path)
     if not path.is_file():
@@ -82,6 +84,8 @@ def parse_json(
             raise error(f"{source}: the number {text[:40]} is not finite")
         return number
 
+    if len(data) > MAX_VALUES and sum(map(data.count, (b"[", b"{", b":", b","))) > MAX_VALUES:
+        raise error(f"{source}: more than {MAX_VALUES} brackets, colons and commas")
     try:
         value = json.loads(
             data.decode("utf-8"),

@@ -12,7 +12,7 @@ from jaxllm.common.errors import MissingFileError, TokenizerError, UnsupportedEr
 from jaxllm.common.placeholders import check_not_placeholder
 from jaxllm.common.strict_json import parse_json
 
-MAX_FILE_BYTES = 64 * 2**20
+MAX_FILE_BYTES = 32 * 2**20
 NAMED_TOKENS = (
     "bos_token",
     "eos_token",

@@ -187,6 +187,7 @@ def _tokens_of(options: dict[str, Any], name: str, source: str) -> list[Any]:
 def _read_added_tokens_decoder(table: object, source: str) -> dict[int, AddedToken]:
     if not isinstance(table, dict):
         raise TokenizerError(f"{source}: added_tokens_decoder is not an object")
+    _check_count(table, f"{source}: added_tokens_decoder")
     added = {}
     for key, value in table.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
@@ -203,7 +204,9 @@ def _read_added_tokens_decoder(table: object, source: str) -> dict[int, AddedTok
 def _read_added_tokens_file(files: TokenizerFiles, specials: set[str]) -> dict[int, AddedToken]:
     source = str(files.folder / "added_tokens.json")
     added: dict[int, AddedToken] = {}
-    for content, index in files.json_object("added_tokens.json").items():
+    table = files.json_object("added_tokens.json")
+    _check_count(table, source)
+    for content, index in table.items():
         if not content or isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise TokenizerError(f"{source}: {quoted(content)} has the id {quoted(index)}")
         if index in added:
@@ -212,6 +215,11 @@ def _read_added_tokens_file(files: TokenizerFiles, specials: set[str]) -> dict[i
         special = content in specials
         added[index] = AddedToken(content, special=special, normalized=not special)
     return dict(sorted(added.items()))
+
+
+def _check_count(table: Mapping[str, Any], source: str) -> None:
+    if len(table) > MAX_ADDED_TOKENS:
+        raise TokenizerError(f"{source}: {len(table)} added tokens, at most {MAX_ADDED_TOKENS}")
 
 
 def _refuse_repeats(contents: list[str], source: str) -> None:

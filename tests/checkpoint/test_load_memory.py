@@ -1,4 +1,4 @@
-"""Peak memory of loading: the model, one tensor and the mapped file."""
+"""Peak memory of loading: the model and its largest tensor."""
 
 from __future__ import annotations
 
@@ -54,14 +54,16 @@ def write(tmp_path_factory):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_peak_memory(write, dtype):
-    """bfloat16 is widened on a CPU: its one tensor is there in both precisions for a moment."""
+    """Twice the file holds the model; the largest tensor is converted before there are others.
+
+    Converting it takes its mapped pages and its values in both precisions.
+    """
     folder = write(dtype)
     file = (folder / "model.safetensors").stat().st_size
     run = [sys.executable, "-c", MEASURE, str(folder)]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     before, peak, model = map(int, done.stdout.split())
+    assert 200 * MB < model < 2 * file + MB
+    print(f"file {file // MB} MB, model {model // MB} MB, peak {(peak - before) // MB} MB")
     largest = 4 * CONFIG["vocab_size"] * CONFIG["hidden_size"]
-    assert model > 200 * MB
-    assert peak - before < file + model + largest + 40 * MB
-    # What a second copy of the model would need lies above the limit.
-    assert model > largest + 40 * MB
+    assert peak - before < model + largest + 20 * MB

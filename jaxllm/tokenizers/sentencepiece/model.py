@@ -26,6 +26,7 @@ from jaxllm.tokenizers.limits import (
 
 T = TypeVar("T")
 
+MAX_PIECES = 2**19
 UNIGRAM = 1
 BPE = 2
 # normalizer_spec (field 3) with add_dummy_prefix (field 3) false
@@ -137,8 +138,12 @@ def read_normalizer_flags(model: bytes, source: str) -> NormalizerFlags:
     """
     add_dummy_prefix = remove_extra_whitespaces = True
     charsmap = b""
+    pieces = 0
     try:
         for field, message in _fields(model):
+            pieces += field == 1
+            if pieces > MAX_PIECES:
+                raise TokenizerError(f"{source}: more than {MAX_PIECES} pieces")
             if field == 3 and isinstance(message, bytes):
                 for inner, value in _fields(message):
                     if inner == 3:

@@ -17,7 +17,12 @@ from jaxllm.tokenizers.limits import MAX_TOKEN_BYTES
 from jaxllm.tokenizers.settings import parse_added_token
 from jaxllm.tokenizers.tokenizer_json.components import as_object, check_component, is_count
 
-MAX_VOCABULARY = 2**24
+# Memory while it is loaded: about 700 bytes for a token or a merge, 250 for a prefix of a piece.
+MAX_VOCABULARY = 2**19
+MAX_BPE_ENTRIES = 11 * 2**16
+"""Tokens and merges of a BPE model; 408,000 in Llama 3's."""
+MAX_PREFIXES = 5 * 2**18
+"""Different prefixes of the pieces of a Unigram model, in bytes; about three for a piece."""
 # Unigram compares each position of a text with pieces up to the longest.
 MAX_PIECE_BYTES = 256
 _TOP_LEVEL = {
@@ -107,6 +112,10 @@ def _check_model(model: dict[str, Any], source: str) -> dict[str, int]:
     else:
         vocabulary, longest = _check_unigram(model, source), MAX_PIECE_BYTES
     _check_lengths(vocabulary, longest, f"{source}: vocab")
+    if model_type == "Unigram" and _count_prefixes(vocabulary) > MAX_PREFIXES:
+        raise TokenizerError(
+            f"{source}: vocab: the pieces have more than {MAX_PREFIXES} different beginnings"
+        )
     return vocabulary
 
 
@@ -124,6 +133,11 @@ def _check_bpe(model: dict[str, Any], source: str) -> dict[str, int]:
     merges = model.get("merges")
     if not isinstance(merges, list):
         raise TokenizerError(f"{source}: merges is {type(merges).__name__}, not a list")
+    if len(vocabulary) + len(merges) > MAX_BPE_ENTRIES:
+        raise TokenizerError(
+            f"{source}: {len(vocabulary)} tokens and {len(merges)} merges, but at most "
+            f"{MAX_BPE_ENTRIES} together are taken"
+        )
     for number, merge in enumerate(merges):
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not (isinstance(pair, list) and len(pair) == 2 and all(type(p) is str for p in pair)):
@@ -143,6 +157,10 @@ def _check_unigram(model: dict[str, Any], source: str) -> dict[str, int]:
     pieces = model.get("vocab")
     if not isinstance(pieces, list) or not pieces:
         raise TokenizerError(f"{source}: vocab is not a list of pieces with scores")
+    if len(pieces) > MAX_VOCABULARY:
+        raise TokenizerError(
+            f"{source}: {len(pieces)} tokens, but at most {MAX_VOCABULARY} are taken"
+        )
     vocabulary: dict[str, int] = {}
     for number, entry in enumerate(pieces):
         piece, score = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
@@ -193,6 +211,21 @@ def _check_lengths(tokens: Iterable[str], longest: int, source: str) -> None:
             )
 
 
+def _count_prefixes(tokens: Iterable[str]) -> int:
+    """Number of different prefixes, in bytes: the nodes of the library's trie.
+
+    >>> _count_prefixes(["ab", "abc", "b"])
+    4
+    """
+    total, previous = 0, b""
+    for token in sorted(token.encode("utf-8", "surrogatepass") for token in tokens):
+        pairs = enumerate(zip(token, previous, strict=False))
+        shared = next((i for i, (a, b) in pairs if a != b), min(len(token), len(previous)))
+        total += len(token) - shared
+        previous = token
+    return total
+
+
 def _check_ids(ids: list[Any], source: str, *, dense: bool = False) -> None:
     if len(ids) > MAX_VOCABULARY:
         raise TokenizerError(f"{source}: {len(ids)} tokens, but at most {MAX_VOCABULARY} are taken")
@@ -204,7 +237,8 @@ def _check_ids(ids: list[Any], source: str, *, dense: bool = False) -> None:
         twice = next(index for index in ids if index in seen or seen.add(index))
         raise TokenizerError(f"{source}: two tokens have the id {twice}")
     if dense and ids and max(ids) != len(ids) - 1:
-        missing = next(index for index in range(len(ids)) if index not in set(ids))
+        present = set(ids)
+        missing = next(index for index in range(len(ids)) if index not in present)
         raise TokenizerError(
             f"{source}: no token has the id {missing}, though ids go up to {max(ids)}"
         )

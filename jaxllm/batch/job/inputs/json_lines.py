@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,14 +22,26 @@ class JsonLines(Source):
 
     def __init__(self, name: str, data: bytes, choice: ColumnChoice) -> None:
         super().__init__(name, hashlib.sha256(data).hexdigest(), choice)
-        lines = enumerate(data.removeprefix(_BOM).split(b"\n"), start=1)
-        self._lines = [(number, line) for number, line in lines if line.strip()]
+        self._data = data
+        # Positions, since a file may have millions of short lines.
+        self._numbers, self._starts, self._stops = array("Q"), array("Q"), array("Q")
+        start = len(_BOM) if data.startswith(_BOM) else 0
+        for number in itertools.count(1):
+            stop = data.find(b"\n", start)
+            stop = len(data) if stop < 0 else stop
+            if data[start:stop].strip():
+                self._numbers.append(number)
+                self._starts.append(start)
+                self._stops.append(stop)
+            start = stop + 1
+            if start > len(data):
+                break
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._numbers)
 
     def number(self, index: int) -> int:
-        return self._lines[index][0]
+        return self._numbers[index]
 
     def read(self, index: int) -> Mapping[str, Any]:
         raw = self._parsed(index)
@@ -39,7 +53,7 @@ class JsonLines(Source):
             raise DataError(f"line {self.number(index)}: {error}") from None
 
     def _parsed(self, index: int) -> Mapping[str, Any]:
-        number, line = self._lines[index]
+        number, line = self.number(index), self._data[self._starts[index] : self._stops[index]]
         raw = parse_json(line, source=f"line {number}", error=DataError)
         if not isinstance(raw, Mapping):
             raise DataError(f"line {number}: is {type(raw).__name__}, not an object")
