@@ -2,7 +2,7 @@
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all fuzz lint format types doctest docs model data dev clean
+.PHONY: help demo test test-all fuzz mutants lint format types doctest docs model data dev clean
 
 # The first Python that is new enough; `make PYTHON=... test` chooses another.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -19,6 +19,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist wo
 # Empty files that say what is installed in .venv, so that a second `make` has nothing to do.
 PACKAGE := $(VENV)/.stamp-package
 DEV := $(VENV)/.stamp-dev
+FUZZ := $(VENV)/.stamp-fuzz
 MODEL := $(VENV)/.stamp-model
 TRAIN := $(VENV)/.stamp-train
 DOCS := $(VENV)/.stamp-docs
@@ -35,7 +36,11 @@ test: $(DEV) $(MODEL) ## Run the tests
 test-all: $(DEV) $(MODEL) ## Run the slow tests too
 	$(PYTEST) -m "" $(PYTEST_ARGS)
 
-fuzz: $(DEV) $(MODEL) ## Run the mutation tests with 10,000 files a format (FUZZ_N=...)
+fuzz: $(FUZZ) $(MODEL) ## Fuzz each format, guided by coverage (FUZZ_SECONDS=60 each)
+	JAX_PLATFORMS=cpu PYTHONPATH=tests $(BIN)/python tests/coverage_fuzz.py \
+		--seconds $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)
+
+mutants: $(DEV) $(MODEL) ## Run the mutation tests with 10,000 files a format (FUZZ_N=...)
 	JAXLLM_FUZZ_N=$(or $(FUZZ_N),10000) $(PYTEST) -m "" -k fuzz $(PYTEST_ARGS)
 
 lint: $(DEV) ## Check style and formatting
@@ -76,6 +81,10 @@ $(PACKAGE): pyproject.toml | $(VENV)/pyvenv.cfg
 
 $(DEV): $(PACKAGE)
 	$(PIP) install --group dev
+	touch $@
+
+$(FUZZ): $(DEV)
+	$(PIP) install --group fuzz
 	touch $@
 
 $(TRAIN): $(PACKAGE)

@@ -14,12 +14,12 @@ from pathlib import Path
 import tiny
 from paths import DATA
 
-import jaxllm
 from jaxllm.batch.job.inputs import read_source
 from jaxllm.batch.rows import RowReader
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.load import MAX_JSON_BYTES, read_config
+from jaxllm.checkpoint.load import MAX_JSON_BYTES, read_config_file
+from jaxllm.checkpoint.peft import load_adapter
 from jaxllm.checkpoint.peft.config import read_peft_config
 from jaxllm.checkpoint.safetensors.reader import SafetensorsFile, ShardedSafetensors
 from jaxllm.checkpoint.source import WeightSource, find_nonfinite
@@ -80,14 +80,14 @@ def adapter(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "adapter_model.safetensors").symlink_to(path)
         (Path(folder) / "adapter_config.json").write_text(json.dumps(ADAPTER))
-        jaxllm.load_adapter(tiny.make("llama"), folder)
+        load_adapter(tiny.make("llama"), folder)
 
 
 # Settings.
 
 
 def config(path: Path) -> None:
-    model_spec(read_config(path))
+    model_spec(read_config_file(path))
 
 
 def generation_config(path: Path) -> None:

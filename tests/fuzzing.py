@@ -89,6 +89,8 @@ def mutate_json(data: bytes, rng: random.Random) -> bytes:
             parent = node
             key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
             node = parent[key]
+        if parent is None:
+            return json.dumps(rng.choice(EXTREMES)).encode()
         match rng.randrange(4):
             case 0:
                 del parent[key]
@@ -98,8 +100,6 @@ def mutate_json(data: bytes, rng: random.Random) -> bytes:
                 parent[rng.choice(("type", "x", "Ġ", "pattern"))] = parent[key]
             case _:
                 parent[key] = copy.deepcopy(rng.choice(EXTREMES))
-        if not tree:
-            break
     return json.dumps(tree, ensure_ascii=False).encode()
 
 

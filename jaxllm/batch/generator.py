@@ -28,6 +28,7 @@ from jaxllm.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_SLOTS = {"cpu": 16}
 DEFAULT_ACCELERATOR_SLOTS = 128
+MAX_SLOTS = 2**20
 """Slots on other devices."""
 
 
@@ -230,6 +231,6 @@ def checked_slots(slots: int | None, mesh: Mesh | None) -> int:
     if slots is None:
         per_shard = DEFAULT_SLOTS.get(jax.default_backend(), DEFAULT_ACCELERATOR_SLOTS)
         return per_shard * row_shards(mesh)
-    if not is_integer(slots) or slots < 1:
-        raise InputError(f"slots: expected an integer of 1 or more, found {slots!r}")
+    if not is_integer(slots) or not 1 <= slots <= MAX_SLOTS:
+        raise InputError(f"slots: expected an integer from 1 to {MAX_SLOTS}, found {slots!r}")
     return slots

@@ -82,7 +82,7 @@ def memory_budget(memory: int | str | None, devices: int = 1) -> int:
         unit = number[-1:] if number[-1:] in _UNITS else ""
         try:
             memory = int(float(number.removesuffix(unit)) * _UNITS[unit])
-        except ValueError:
+        except (ValueError, OverflowError):
             memory = 0
     if not is_integer(memory) or memory < 1:
         raise InputError('memory: expected a number of bytes or a string such as "12GB"')

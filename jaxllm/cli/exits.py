@@ -35,7 +35,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {one_line(message)} (see --help)", file=sys.stderr)
+        message = str(JaxLLMError(one_line(message)))  # of at most 500 characters
+        print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
         sys.exit(USAGE_ERROR)
 
 

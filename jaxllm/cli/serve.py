@@ -135,6 +135,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from jaxllm.serve.http.logs import log_to_stderr
     from jaxllm.serve.http.server import HttpServer, bound_socket
 
+    if not 0 <= arguments.port < 2**16:  # the system would take its last 16 bits
+        raise InputError(f"--port: expected 0 to {2**16 - 1}, found {arguments.port}")
     keys = api_keys(arguments.api_keys)
     bound = bound_socket(arguments.host, arguments.port)  # before loading, which takes minutes
     state = _state(arguments, keys)

@@ -13,9 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+MAX_MESSAGE = 500
+"""Longest message in characters; a longer one, such as one that names a long path, is cut."""
+
 
 class JaxLLMError(Exception):
     """Base class of all errors that jaxllm raises."""
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        if len(message) <= MAX_MESSAGE:
+            return message
+        return f"{message[:300]} ... {message[-(MAX_MESSAGE - 305) :]}"
 
 
 class ConfigError(JaxLLMError, ValueError):
@@ -66,7 +75,12 @@ class MissingExtraError(JaxLLMError, ImportError):
 def naming_file(
     path: Path, error: type[JaxLLMError], action: Literal["read", "written", "created"]
 ) -> Generator[None]:
-    """Turns an OSError within the block into `error`, with the file, the action and the reason."""
+    """Turns an OSError within the block into `error`, with the file, the action and the reason.
+
+    So does a null byte in the path, which is a ValueError.
+    """
+    if "\0" in str(path):
+        raise error(f"{str(path)!r}: cannot be {action} (a null byte in its name)")
     try:
         yield
     except JaxLLMError:  # MissingFileError is an OSError too

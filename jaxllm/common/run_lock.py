@@ -27,6 +27,8 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_FILE
+        if "\0" in str(folder):
+            raise RunError(f"{str(folder)!r}: a null byte in the name of a folder")
         # A lock file without flock would outlive a killed process.
         self._lock = filelock.FileLock(
             self.path, timeout=0, thread_local=False, fallback_to_soft=False

@@ -75,3 +75,9 @@ def test_a_real_model_is_served_and_drains(smollm2_gguf: Path, tmp_path: Path):
         logged = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
         assert [line["status"] for line in logged if line["message"] == "request"] == [200, 200]
         assert "France" not in errors
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "99999999"])
+def test_a_port_out_of_range(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["x", "--port", port], program="serve") == 2
+    assert f"--port: expected 0 to 65535, found {port}" in capsys.readouterr().err

@@ -4,35 +4,14 @@ import json
 import random
 from pathlib import Path
 
-import paths
 import pytest
+from fuzz_seeds import seeds
 from fuzzing import Outcome, fuzz_count, mutate, mutate_json, run_batch
 
-DATA = paths.DATA / "tokenizers"
-FAST = sorted(path.name for path in (DATA / "fast").iterdir())
-CONFIG = {
-    "legacy": False,
-    "bos_token": "<s>",
-    "added_tokens_decoder": {"420": {"content": "<|im_end|>", "special": True}},
-    "additional_special_tokens": ["<|im_end|>"],
-    "clean_up_tokenization_spaces": True,
-    "chat_template": [{"name": "default", "template": "{{ messages }}"}],
-}
-
-
-def templates() -> list[bytes]:
-    text = (DATA / "chat_templates.json").read_text(encoding="utf-8")
-    return [template["template"].encode() for template in json.loads(text).values()]
-
-
-SEEDS = {
-    "tokenizer_json": [(DATA / "fast" / name).read_bytes() for name in FAST],
-    "tokenizer_and_prompt": [(DATA / "fast" / name).read_bytes() for name in FAST],
-    "llama_model": [(DATA / "llama.model").read_bytes()],
-    "t5_model": [(DATA / "t5.model").read_bytes()],
-    "tokenizer_config": [json.dumps(CONFIG).encode()],
-    "chat_template": templates(),
-}
+TARGETS = (
+    *("tokenizer_json", "tokenizer_and_prompt", "tokenizer_config", "llama_model", "t5_model"),
+    "chat_template",
+)
 
 
 def replace(pattern: str, content: str) -> dict:
@@ -93,9 +72,9 @@ def mutate_pair(data: bytes, rng: random.Random) -> bytes:
 
 def run(kind: str, count: int, folder: Path, seed: int) -> list[Outcome]:
     rng = random.Random(seed)
-    files = []
+    files, originals = [], seeds(kind, folder)
     for number in range(count):
-        data = rng.choice(SEEDS[kind])
+        data = rng.choice(originals)
         is_json = data.startswith(b"{") and kind != "chat_template"
         change = mutate_json if is_json and rng.random() < 0.7 else mutate
         change = mutate_pair if kind == "tokenizer_and_prompt" else change
@@ -110,7 +89,7 @@ def check(outcomes: list[Outcome]) -> None:
     assert max(len(outcome.detail) for outcome in outcomes) < 500
 
 
-@pytest.mark.parametrize("kind", SEEDS)
+@pytest.mark.parametrize("kind", TARGETS)
 def test_mutated_files(kind, tmp_path):
     count = 100 if kind == "tokenizer_and_prompt" else 300  # its prompts are long
     outcomes = run(kind, fuzz_count(count), tmp_path, seed=0)
@@ -119,7 +98,7 @@ def test_mutated_files(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SEEDS)
+@pytest.mark.parametrize("kind", TARGETS)
 def test_many_mutated_files(kind, tmp_path):
     check(run(kind, fuzz_count(2000), tmp_path, seed=1))
 

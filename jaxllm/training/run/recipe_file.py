@@ -64,8 +64,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         near = difflib.get_close_matches(path.name, names_beside(path), n=1)
         hint = f"; is it {path.with_name(near[0])}?" if near else ""
         raise MissingFileError(f"{path}: no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # also not UTF-8, and a null byte in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path}: cannot be read ({reason})") from None
     try:
         raw = yaml.load(text, Loader=StrictLoader)
     except NOT_YAML as error:
