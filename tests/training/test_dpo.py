@@ -90,6 +90,9 @@ def test_loss_and_gradient_are_the_definition(family: str):
         return jnp.array([DPOLoss(c)(structure.model(params), batch).loss for c in CONFIGS])
 
     policy, slopes = jax.jit(both(logps))(params)
+    # A reference at some distance: losses of the order of ln 2, so that 1e-5 is no rounding error.
+    shift = np.random.default_rng(1).normal(0, 2, (2, 2)).astype(np.float32)
+    batch["reference_logps"][:2] = np.asarray(policy) + shift
     values, gradients = jax.jit(both(losses))(params)
     lengths = (batch["labels"][:2] != -100).sum(-1)
     for number, config in enumerate(CONFIGS):

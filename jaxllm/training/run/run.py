@@ -20,8 +20,8 @@ from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.examples import Examples
 from jaxllm.training.data.rows import find_files
 from jaxllm.training.evaluation.generation import EvalSample
-from jaxllm.training.monitor.flops import Peak, peak_flops
 from jaxllm.training.monitor.metrics_log import MetricsLog, NoLog
+from jaxllm.training.monitor.peak import Peak, peak_flops
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.report import (
     AFTER,
@@ -110,16 +110,7 @@ def train(
         )
         peak = peak_flops()
         say(f"peak for the MFU: {peak}")
-        progress = stack.enter_context(
-            TrainingProgress(
-                recipe.max_steps,
-                start=start,
-                peak=peak,
-                every=recipe.log_every,
-                quiet=console.quiet,
-                console=console,
-            )
-        )
+        progress = stack.enter_context(open_progress(recipe, start, peak, console))
         keeper = sample_keeper(folder, leads)
         patience = patience_of(recipe, saved)
         loop = Loop(setup, checkpoints, progress, log, sinks, base, patience, keeper)
@@ -139,6 +130,18 @@ def train(
             tokenizer=setup.tokenizer,
             metrics=loop.last,
         )
+
+
+def open_progress(recipe: Recipe, start: int, peak: Peak, console: Console) -> TrainingProgress:
+    """Opens the progress of a run that begins after step `start`."""
+    return TrainingProgress(
+        recipe.max_steps,
+        start=start,
+        peak=peak,
+        every=recipe.log_every,
+        quiet=console.quiet,
+        console=console,
+    )
 
 
 def open_checkpoints(
