@@ -37,7 +37,17 @@ class BatchEncoding(ArrayMapping):
     offset_mapping: Int32[np.ndarray | jax.Array, "B T 2"] | None = None
     """Start and end of each token in its text, with ``return_offsets_mapping``; else None."""
     labels: np.ndarray | jax.Array | None = None
-    """Labels of the rows that ``pad`` got, [B] or [B, N]."""
+    """Labels of the rows that ``pad`` got, or that were set, [B] or [B, N]."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Sets the labels, as training scripts do: ``batch["labels"] = targets["input_ids"]``.
+
+        Raises:
+            InputError: another name; ``{**batch, name: value}`` is a dict with any.
+        """
+        if name != "labels":
+            raise InputError(f"{name}: only labels can be set; make a dict, {{**batch, ...}}")
+        object.__setattr__(self, "labels", value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -167,22 +167,40 @@ class TextEncoder(Vocabulary):
             text, add_special_tokens=False, split_special_tokens=True, max_bytes=max_bytes
         )
 
-    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+    def decode(
+        self,
+        ids: int | Iterable[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
         """Decodes ids. Ids beyond the vocabulary (of a padded embedding) are skipped.
+
+        Args:
+            clean_up_tokenization_spaces: the tokenizer's own setting, as scripts often repeat it.
 
         Raises:
             InputError: not an id, or not a list or one-dimensional array of ids.
+            UnsupportedError: another `clean_up_tokenization_spaces` than the tokenizer's own.
         """
+        own = self.settings.flag("clean_up_tokenization_spaces", False)
+        if clean_up_tokenization_spaces not in (None, own):
+            raise UnsupportedError(
+                f"clean_up_tokenization_spaces: this tokenizer's own is {own}; leave it out"
+            )
         stream = self.stream_decoder(skip_special_tokens)
         return stream.put(ids) + stream.end()
 
     def batch_decode(
-        self, rows: Iterable[Iterable[int]], skip_special_tokens: bool = False
+        self,
+        rows: Iterable[Iterable[int]],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
     ) -> list[str]:
-        """Decodes several lists of ids, or the rows of a two-dimensional array."""
+        """Decodes several lists of ids, or the rows of a two-dimensional array; see `decode`."""
         if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__iter__"):
             raise InputError(f"expected a list of lists of ids, found {type(rows).__name__}")
-        return [self.decode(row, skip_special_tokens) for row in rows]
+        options = (skip_special_tokens, clean_up_tokenization_spaces)
+        return [self.decode(row, *options) for row in rows]
 
     def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
         """Makes an incremental decoder for generated ids; see :class:`StreamDecoder`."""

@@ -296,3 +296,16 @@ def test_labels_of_targets(t5):
     assert one.labels == t5.encode("Nice")
     with pytest.raises(InputError, match="text_target: expected one for each text"):
         t5(texts, text_target="Hello")
+
+
+def test_what_scripts_do_with_encodings(t5):
+    batch = t5(["Hello world", "Nice"])
+    batch["labels"] = t5(["a", "b"])["input_ids"]
+    assert list(batch.keys()) == ["input_ids", "attention_mask", "labels"]
+    with pytest.raises(InputError, match="decoder_input_ids: only labels can be set"):
+        batch["decoder_input_ids"] = batch.input_ids
+    ids = batch.input_ids
+    decoded = t5.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=True)
+    assert decoded == t5.batch_decode(ids, skip_special_tokens=True)
+    with pytest.raises(UnsupportedError, match="this tokenizer's own is True"):
+        t5.decode(ids[0], clean_up_tokenization_spaces=False)
