@@ -67,7 +67,8 @@ def load(
             "blockwise", "splash" (TPU), "xla" or "cudnn"; see docs/models.md.
         remat: recompute activations in the backward pass, block by block.
         quantize: keep the weights of linear layers as integers with scales, for inference: "int8"
-            in a quarter of float32's memory, "int4" in an eighth, with less exact answers; see
+            in a quarter of float32's memory, "int4" in an eighth, with less exact answers; "keep",
+            the exact blocks of a GGUF file (Q8_0, Q4_0, Q4_1, Q4_K, Q6_K); see
             docs/quantization.md. None: as floats.
         quantize_embeddings: with `quantize`, also the token embedding and the LM head, as int8.
         allow_nonfinite: accept NaN and infinite weights.

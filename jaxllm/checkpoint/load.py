@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,13 @@ from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.load_parameters import LoadProgress, load_parameters
+from jaxllm.checkpoint.load_parameters import (
+    LoadProgress,
+    ReadMatrix,
+    keeping_blocks,
+    load_parameters,
+    quantizing,
+)
 from jaxllm.checkpoint.safetensors.reader import open_safetensors
 from jaxllm.checkpoint.source import FLOATS, WeightSource, default_dtype, float_dtype
 from jaxllm.common.errors import (
@@ -33,7 +39,14 @@ from jaxllm.common.strict_json import read_json
 from jaxllm.models.build_options import Options
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.model import Origin
-from jaxllm.models.quantize import FORMATS, layer_formats, with_matrices
+from jaxllm.models.quantize import (
+    BLOCK_FORMATS,
+    FORMATS,
+    KEEP,
+    layer_formats,
+    quantized_layers,
+    with_matrices,
+)
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.rotary_decoder import RotaryConfig
 from jaxllm.models.weights import Entry, Table, parameter_path
@@ -135,17 +148,22 @@ def load_model(
     }
     copies = check_parameter_names(entries, expected, spec, source)
     check_shapes(entries, expected, spec, source)
-    formats: dict[str, str] = {}
+    read_matrix: dict[str, ReadMatrix] = {}
     if quantize is not None:
         if allow_nonfinite:
             raise InputError("allow_nonfinite: weights that are quantized must be finite")
-        formats = layer_formats(shapes, quantize, embeddings=quantize_embeddings)
+        layers = quantized_layers(shapes, embeddings=quantize_embeddings)
+        if quantize == KEEP:
+            read_matrix = kept_blocks(checkpoint, entries, layers)
+        else:
+            formats = layer_formats(shapes, quantize, embeddings=quantize_embeddings)
+            read_matrix = {path: quantizing(FORMATS[name]) for path, name in formats.items()}
     arrays, matrices = load_parameters(
         entries,
         expected,
         source,
         param_dtype=param_dtype,
-        quantize={path: FORMATS[name] for path, name in formats.items()},
+        matrices=read_matrix,
         allow_nonfinite=allow_nonfinite,
         progress=progress,
         mesh=mesh,
@@ -166,6 +184,29 @@ def load_model(
         quantised=checkpoint.gguf is not None,
     )
     return model
+
+
+def kept_blocks(
+    checkpoint: Checkpoint, entries: Mapping[str, Entry], layers: Collection[str]
+) -> dict[str, ReadMatrix]:
+    """How the layers are read whose tensors are quantized in the GGUF file.
+
+    Raises:
+        UnsupportedError: the checkpoint is no GGUF file.
+    """
+    view = checkpoint.weights
+    if not isinstance(view, HFView):
+        raise UnsupportedError(
+            f"{checkpoint.path}: quantize='keep' keeps the blocks of a quantized GGUF file; use "
+            "'int8' or 'int4' for other checkpoints"
+        )
+    paths = {
+        path.removesuffix(".weight")
+        for name, entry in entries.items()
+        if view.quantisation(name) in BLOCK_FORMATS
+        for path in entry.parameters
+    }
+    return {path: keeping_blocks(view) for path in layers if path in paths}
 
 
 def read_spec(

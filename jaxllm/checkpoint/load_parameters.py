@@ -14,13 +14,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from jaxllm.checkpoint.gguf.blocks import Blocks
+from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.source import Index, WeightSource, find_nonfinite
 from jaxllm.common.errors import NonFiniteError
-from jaxllm.models.quantize import Quantize
+from jaxllm.models.quantize import BLOCK_FORMATS, Quantize
 from jaxllm.models.weights import Entry
-from jaxllm.nn.quantized import QuantizedMatrix
+from jaxllm.nn.quantized import BlockMatrix, QuantizedMatrix
 from jaxllm.parallel.sharding import key_name, parameter_sharding
 
+ReadMatrix = Callable[["Tensor", int], QuantizedMatrix]
+"""Reads the quantized matrix of parameter number n that a tensor holds."""
 LoadProgress = Callable[[str, int, int], None]
 
 
@@ -30,7 +34,7 @@ def load_parameters(
     source: WeightSource,
     *,
     param_dtype: DTypeLike | None,
-    quantize: Mapping[str, Quantize],
+    matrices: Mapping[str, ReadMatrix],
     allow_nonfinite: bool,
     progress: LoadProgress | None,
     mesh: Mesh | None,
@@ -41,7 +45,7 @@ def load_parameters(
         entries: entry of the weight table for each tensor of the file.
         expected: shape and dtype of each parameter.
         param_dtype: None keeps the file's dtype, unless the model needs a wider one.
-        quantize: how the weight of a layer is quantized, by the layer's path.
+        matrices: reads the quantized weight of a layer, by the layer's path.
         mesh: shards each parameter by `parameter_sharding`; None: one device. A process reads the
             shards of its own devices only, but whole tensors where it quantizes them.
 
@@ -52,18 +56,18 @@ def load_parameters(
         NonFiniteError: a weight is NaN or infinite, or would become so.
     """
     total = sum(source.info(name).nbytes for name in entries)
-    done, arrays, matrices = 0, {}, {}
+    done, arrays, quantized = 0, {}, {}
     # The largest first: what it takes to convert it comes on top of few others.
     for name, entry in sorted(entries.items(), key=lambda item: -source.info(item[0]).nbytes):
         info = source.info(name)
-        tensor = _Tensor(source, name, entry, allow_nonfinite)
+        tensor = Tensor(source, name, entry, allow_nonfinite)
         layers = [ours.removesuffix(".weight") for ours in entry.parameters]
-        is_whole = mesh is None or any(layer in quantize for layer in layers)
-        whole = entry.split(tensor.read(())) if is_whole else ()
+        is_float = not any(layer in matrices for layer in layers)
+        whole = entry.split(tensor.read(())) if mesh is None and is_float else ()
         for number, (ours, layer) in enumerate(zip(entry.parameters, layers, strict=True)):
-            if layer in quantize:
-                matrix = jax.jit(quantize[layer])(jnp.asarray(whole[number]))
-                matrices[layer] = jax.block_until_ready(placed(layer, matrix, mesh))
+            if layer in matrices:
+                matrix = matrices[layer](tensor, number)
+                quantized[layer] = jax.block_until_ready(placed(layer, matrix, mesh))
                 continue
             shape, dtype = expected[ours].shape, expected[ours].dtype
             if param_dtype is None:
@@ -80,7 +84,40 @@ def load_parameters(
         done += info.nbytes
         if progress is not None:
             progress(name, done, total)
-    return arrays, matrices
+    return arrays, quantized
+
+
+def quantizing(quantize: Quantize) -> ReadMatrix:
+    """Reads a float matrix and quantizes it."""
+    return lambda tensor, number: jax.jit(quantize)(jnp.asarray(tensor.part(number)))
+
+
+def keeping_blocks(view: HFView) -> ReadMatrix:
+    """Reads the blocks of a GGUF file as they are."""
+
+    def read(tensor: Tensor, number: int) -> QuantizedMatrix:
+        blocks = view.blocks(tensor.name)
+        assert blocks is not None  # the caller asked for its format
+        for x in (blocks.scales, blocks.offsets):
+            problem = None if x is None else find_nonfinite(tensor.name, x)
+            if problem:
+                raise NonFiniteError(f"{view.file.path}: scales of {problem}")
+        count = len(tensor.entry.parameters)
+        return block_matrix(blocks.map(lambda x: np.split(x, count)[number]))
+
+    return read
+
+
+def block_matrix(blocks: Blocks) -> BlockMatrix:
+    """The blocks of a GGUF file as a matrix of the device."""
+    values, scales, offsets = (
+        None if x is None else jnp.array(x.swapaxes(0, 1))
+        for x in (blocks.values, blocks.scales, blocks.offsets)
+    )
+    assert values is not None
+    assert scales is not None
+    groups = values.astype(BLOCK_FORMATS[blocks.format].groups)
+    return BlockMatrix(blocks.format, groups, scales, offsets)
 
 
 def placed(layer: str, matrix: QuantizedMatrix, mesh: Mesh | None) -> QuantizedMatrix:
@@ -98,7 +135,7 @@ def placed(layer: str, matrix: QuantizedMatrix, mesh: Mesh | None) -> QuantizedM
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tensor:
+class Tensor:
     """A tensor of the file, checked for NaN and infinity as it is read."""
 
     source: WeightSource
@@ -115,6 +152,10 @@ class _Tensor:
                 "(--allow-nonfinite) to load it all the same"
             )
         return values
+
+    def part(self, number: int) -> np.ndarray:
+        """The whole parameter `number` that this tensor holds."""
+        return self.entry.split(self.read(()))[number]
 
     def read_shard(self, number: int, rows: int, dtype: DTypeLike, index: Index) -> np.ndarray:
         """Reads a slice of the parameter `number` that this tensor holds, cast to `dtype`."""

@@ -14,7 +14,7 @@ from jaxllm.checkpoint import bundled
 from jaxllm.common.compile_cache import enable_compile_cache
 from jaxllm.common.errors import RunError
 from jaxllm.common.progress import Reporter
-from jaxllm.models.quantize import FORMATS
+from jaxllm.models.quantize import FORMATS, KEEP
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -25,7 +25,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="compute dtype")
     parser.add_argument("--param-dtype", choices=DTYPE_NAMES, help="dtype of the weights")
     parser.add_argument(
-        "--quantize", choices=tuple(FORMATS), help="keep weights as integers, for inference"
+        "--quantize", choices=(*FORMATS, KEEP), help="keep weights as integers, for inference"
     )
     parser.add_argument(
         "--float-embeddings",

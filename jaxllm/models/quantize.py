@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.common.errors import InputError
@@ -15,6 +18,7 @@ from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.quantized import (
+    BlockMatrix,
     Int4Matrix,
     Int8Matrix,
     QuantizedEmbedding,
@@ -27,6 +31,39 @@ Quantize = Callable[[Float[Array, "O I"]], QuantizedMatrix]
 
 FORMATS: Mapping[str, Quantize] = {"int8": Int8Matrix.quantize, "int4": Int4Matrix.quantize}
 """Quantization of a float matrix [out, in] to each format."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockFormat:
+    """Arrays of a `BlockMatrix` of one of GGUF's types."""
+
+    groups: str
+    """Dtype of the integers."""
+    size: int
+    """Entries of a group."""
+    scales: str
+    """Dtype of scales and offsets that holds them exactly."""
+    offsets: bool = False
+
+    def shape(self, name: str, weight: Float[Array, "O I"]) -> BlockMatrix:
+        """A matrix of zeros of a weight's shape."""
+        rows, columns = weight.shape
+        groups = jnp.zeros((columns // self.size, rows, self.size), self.groups)
+        scales = jnp.zeros(groups.shape[:2], self.scales)
+        return BlockMatrix(name, groups, scales, scales if self.offsets else None)
+
+
+BLOCK_FORMATS: Mapping[str, BlockFormat] = {
+    "Q8_0": BlockFormat("int8", 32, "float16"),
+    "Q4_0": BlockFormat("int4", 32, "float16"),
+    "Q4_1": BlockFormat("uint4", 32, "float16", offsets=True),
+    "Q4_K": BlockFormat("uint4", 32, "float32", offsets=True),
+    "Q6_K": BlockFormat("int8", 16, "float32"),
+}
+"""Types of GGUF files whose blocks are loaded as they are."""
+
+KEEP = "keep"
+"""As `quantize=` of `load`: the blocks of a GGUF file as they are."""
 
 FLOAT_LAYERS = ("score", "positions", "table")
 """Layers that stay float, by their names: a classifier's head, GPT-2's learned positions, and the
@@ -48,16 +85,22 @@ def layer_formats(model: Model[Any], name: str, *, embeddings: bool = True) -> d
         InputError: an unknown format.
     """
     if name not in FORMATS:
-        raise InputError(f"quantize: unknown {quoted(name)}; known: {', '.join(FORMATS)}")
-    formats = {}
+        raise InputError(f"quantize: unknown {quoted(name)}; known: {', '.join((*FORMATS, KEEP))}")
+    layers = quantized_layers(model, embeddings=embeddings)
+    return {path: "int8" if path.rpartition(".")[2] in EMBEDDINGS else name for path in layers}
+
+
+def quantized_layers(model: Model[Any], *, embeddings: bool) -> list[str]:
+    """Paths of the layers that are quantized in a model, which has or gets quantized weights."""
+    layers = []
     for path in parameters(model):
         layer = path.removesuffix(".weight")
         last = layer.rpartition(".")[2]
         if layer == path or last in FLOAT_LAYERS or (last in EMBEDDINGS and not embeddings):
             continue
         if isinstance(module_at(model, layer), Linear | Embedding):
-            formats[layer] = "int8" if last in EMBEDDINGS else name
-    return formats
+            layers.append(layer)
+    return layers
 
 
 def quantize_model(model: M, name: str, *, embeddings: bool = True) -> M:
@@ -82,11 +125,13 @@ def quantize_model(model: M, name: str, *, embeddings: bool = True) -> M:
 def quantized_shapes(model: M, formats: Mapping[str, str]) -> M:
     """The shapes of a model whose layers are quantized as `layer_formats` says."""
     weights = parameters(model)
-    matrices = {
-        path: jax.eval_shape(FORMATS[name], weights[f"{path}.weight"])
-        for path, name in formats.items()
-    }
-    return with_matrices(model, matrices)
+
+    def shape(path: str, name: str) -> QuantizedMatrix:
+        blocks = BLOCK_FORMATS.get(name)
+        make = FORMATS[name] if blocks is None else partial(blocks.shape, name)
+        return jax.eval_shape(make, weights[f"{path}.weight"])
+
+    return with_matrices(model, {path: shape(path, name) for path, name in formats.items()})
 
 
 def with_matrices(model: M, matrices: Mapping[str, QuantizedMatrix]) -> M:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int4, Int8, UInt16
+from jaxtyping import Array, Bool, Float, Int, Int4, Int8, Integer, UInt16
 
 from jaxllm.cache.kv_cache import KV
 
@@ -105,7 +105,7 @@ def times_int4_transposed(
     # TPU and GPU read int4 in the product of each group, and then scale the groups' sums. For more
     # rows the sums would take more memory than a copy of the weights.
     in_groups = sum_of_groups if len(rows) <= groups.shape[2] // 2 else as_one_matrix
-    # PERF(cpu): int8 once for a whole decode loop, since XLA moves the conversion out of the loop.
+    # PERF(cpu): its product of int8 by int8 is the fastest; docs/quantization.md.
     y = jax.lax.platform_dependent(
         rows, groups, multipliers, scale, cpu=as_one_matrix, default=in_groups
     )
@@ -120,13 +120,69 @@ def sum_of_groups(
 ) -> Float[Array, "B O"]:
     """`times_int4_transposed` by the products of each group."""
     count, _, size = groups.shape
-    y = jax.lax.dot_general(
-        x.reshape(-1, count, size),
-        groups.astype(x.dtype),
+    y = group_products(x.reshape(-1, count, size), groups)
+    return (jnp.sum(y * multipliers[:, None], axis=0) * scale).astype(x.dtype)
+
+
+def times_blocks_transposed(
+    x: Float[Array, "*rest I"],
+    groups: Integer[Array, "G O S"],
+    scales: Float[Array, "G O"],
+    offsets: Float[Array, "G O"] | None,
+) -> Float[Array, "*rest O"]:
+    """Matrix product ``x W^T`` of a matrix in blocks (`BlockMatrix`), in x's dtype."""
+    _, outputs, size = groups.shape
+    rows = x.reshape(-1, x.shape[-1])
+
+    def as_one_matrix(rows: Array, groups: Array, scales: Array, offsets: Array | None) -> Array:
+        return times_transposed(rows, dequantized_blocks(groups, scales, offsets).astype(x.dtype))
+
+    # PERF(cpu): products of single groups are many times slower than a float32 copy.
+    in_groups = sum_of_blocks if len(rows) <= size // 2 else as_one_matrix
+    y = jax.lax.platform_dependent(
+        rows, groups, scales, offsets, cpu=as_one_matrix, default=in_groups
+    )
+    return y.reshape(*x.shape[:-1], outputs)
+
+
+def sum_of_blocks(
+    x: Float[Array, "B I"],
+    groups: Integer[Array, "G O S"],
+    scales: Float[Array, "G O"],
+    offsets: Float[Array, "G O"] | None,
+) -> Float[Array, "B O"]:
+    """`times_blocks_transposed` by the products of each group."""
+    count, _, size = groups.shape
+    parts = x.reshape(-1, count, size)
+    y = group_products(parts, groups) * scales[:, None]
+    if offsets is not None:
+        sums = jnp.sum(parts.astype(jnp.float32), axis=2)
+        y = y + sums.T[..., None] * offsets[:, None]
+    return jnp.sum(y, axis=0).astype(x.dtype)
+
+
+def group_products(
+    parts: Float[Array, "B G S"], groups: Integer[Array, "G O S"]
+) -> Float[Array, "G B O"]:
+    """Products of each group of entries, float32."""
+    return jax.lax.dot_general(
+        parts,
+        groups.astype(parts.dtype),
         (((2,), (2,)), ((1,), (0,))),
         preferred_element_type=jnp.float32,
     )
-    return (jnp.sum(y * multipliers[:, None], axis=0) * scale).astype(x.dtype)
+
+
+def dequantized_blocks(
+    groups: Integer[Array, "G O S"],
+    scales: Float[Array, "G O"],
+    offsets: Float[Array, "G O"] | None,
+) -> Float[Array, "O I"]:
+    """The matrix of ``scales * groups + offsets`` in float32."""
+    values = groups.astype(jnp.float32) * scales[..., None].astype(jnp.float32)
+    if offsets is not None:
+        values = values + offsets[..., None].astype(jnp.float32)
+    return values.transpose(1, 0, 2).reshape(groups.shape[1], -1)
 
 
 def as_int8(groups: Int4[Array, "G O S"], multipliers: Int8[Array, "G O"]) -> Int8[Array, "O I"]:

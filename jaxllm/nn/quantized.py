@@ -13,10 +13,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int4, Int8
+from jaxtyping import Array, Float, Int, Int4, Int8, Integer
 
 from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.nn.platform import as_int8, times_int4_transposed, times_int8_transposed
+from jaxllm.nn.platform import (
+    as_int8,
+    dequantized_blocks,
+    times_blocks_transposed,
+    times_int4_transposed,
+    times_int8_transposed,
+)
 from jaxllm.parallel.sharding import all_gather_fsdp
 
 GROUP_SIZE = 32
@@ -146,12 +152,52 @@ class Int4Matrix(nnx.Module):
         return values * self.scale[...][:, None]
 
 
+class BlockMatrix(nnx.Module):
+    """A matrix in groups with float scales and offsets, as in GGUF files:
+    ``W[o, g * size + j] = scales[g, o] * groups[g, o, j] + offsets[g, o]``."""
+
+    def __init__(
+        self,
+        name: str,
+        groups: Integer[Array, "G O S"],
+        scales: Float[Array, "G O"],
+        offsets: Float[Array, "G O"] | None = None,
+    ):
+        self.format = name
+        self.groups, self.scales = nnx.Param(groups), nnx.Param(scales)
+        self.offsets = None if offsets is None else nnx.Param(offsets)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        count, rows, size = self.groups.shape
+        return rows, count * size
+
+    def times(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
+        offsets = None if self.offsets is None else self.offsets[...]
+        return times_blocks_transposed(x, self.groups[...], self.scales[...], offsets)
+
+    def rows(self, ids: Int[Array, ...], dtype: DTypeLike) -> Float[Array, "... I"]:
+        flat = ids.reshape(-1)
+        groups, scales = (
+            jnp.take(x[...], flat, axis=1, mode="clip") for x in (self.groups, self.scales)
+        )
+        offsets = None
+        if self.offsets is not None:
+            offsets = jnp.take(self.offsets[...], flat, axis=1, mode="clip")
+        rows = dequantized_blocks(groups, scales, offsets)
+        return rows.reshape(*ids.shape, -1).astype(dtype)
+
+    def dequantized(self) -> Float[Array, "O I"]:
+        offsets = None if self.offsets is None else self.offsets[...]
+        return dequantized_blocks(self.groups[...], self.scales[...], offsets)
+
+
 class QuantizedLinear(Linear):
     """Linear layer ``y = x W^T + b`` with a quantized W; b is as in the float layer."""
 
     def __init__(self, matrix: QuantizedMatrix, base: Linear):
         self.matrix = matrix
-        self.bias = None if base.bias is None else nnx.Param(base.bias[...])
+        self.bias = base.bias  # shared, also where it is the shape of an array
         self.dtype = base.dtype
 
     def __call__(

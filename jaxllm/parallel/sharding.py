@@ -140,6 +140,8 @@ _AXES_OF_PARTS = {
     ".matrix.values": lambda axes: axes,
     ".matrix.groups": lambda axes: (axes[1], axes[0], None),
     ".matrix.multipliers": lambda axes: (axes[1], axes[0]),
+    ".matrix.scales": lambda axes: (axes[1], axes[0]),
+    ".matrix.offsets": lambda axes: (axes[1], axes[0]),
     ".matrix.scale": lambda axes: axes[:1],
 }
 """End of a path -> the axes, from those of the layer's weight."""

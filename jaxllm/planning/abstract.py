@@ -123,7 +123,7 @@ def device_bytes(tree: Any) -> int:
     def one(x: Any) -> int:
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        half = 2 if x.dtype == jnp.int4 else 1
+        half = 2 if x.dtype in (jnp.dtype(jnp.int4), jnp.dtype(jnp.uint4)) else 1
         return math.prod(shape) * (8 if is_key else np.dtype(x.dtype).itemsize) // half
 
     return sum(map(one, jax.tree.leaves(tree)))

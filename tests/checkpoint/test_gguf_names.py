@@ -77,8 +77,13 @@ DROPPED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "coder.emb
 TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "pad": "pad_token_id"}
 
 
-def convert(folder: Path, path: Path) -> tuple[dict, dict[str, np.ndarray]]:
+def convert(
+    folder: Path, path: Path, kind: gguf.GGMLQuantizationType | None = None
+) -> tuple[dict, dict[str, np.ndarray]]:
     """Converts like llama.cpp's convert_hf_to_gguf.py, with the ``gguf`` package's own name table.
+
+    Args:
+        kind: type that matrices are quantized to, by the package.
 
     Returns:
         The folder's config and those of its tensors that are converted.
@@ -88,7 +93,7 @@ def convert(folder: Path, path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     set_parameters(writer, config)
     for name, key in TOKENS.items():
-        if key in config:
+        if config.get(key) is not None:
             getattr(writer, f"add_{name}_token_id")(config[key])
     name_map = gguf.get_tensor_name_map(architecture, 8)
     tensors = {}
@@ -105,7 +110,11 @@ def convert(folder: Path, path: Path) -> tuple[dict, dict[str, np.ndarray]]:
                 array = permute(array, config["num_key_value_heads"])
             if name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
                 array = np.ascontiguousarray(array.T)
-            writer.add_tensor(target, array)
+            if kind is not None and array.ndim == 2:
+                array = gguf.quants.quantize(array, kind)
+                writer.add_tensor(target, array, raw_dtype=kind)
+            else:
+                writer.add_tensor(target, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -115,7 +115,7 @@ def test_what_refuses_quantized_weights(folder, tmp_path):
             refuse(model)
     with pytest.raises(InputError, match=r"resize_token_embeddings.*quantized"):
         model.resize_token_embeddings(60)
-    with pytest.raises(InputError, match="quantize: unknown 'int3'; known: int8, int4"):
+    with pytest.raises(InputError, match="quantize: unknown 'int3'; known: int8, int4, keep"):
         jaxllm.load(folder, quantize="int3")
     with pytest.raises(InputError, match=r"allow_nonfinite: .* must be finite"):
         jaxllm.load(folder, quantize="int8", allow_nonfinite=True)

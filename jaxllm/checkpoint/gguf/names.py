@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.checkpoint.gguf.blocks import Blocks
 from jaxllm.checkpoint.gguf.config import ROPE_FACTORS, hf_config_from_gguf
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.source import Index, TensorInfo, WeightSource, find_tensor
@@ -207,6 +208,18 @@ class HFView(WeightSource):
             return unpermute(self.file.read(tensor.gguf_name), tensor.heads)[index]
         part = self.file.read(tensor.gguf_name, index)
         return unpermute(part, (stop - first) // size)
+
+    def quantisation(self, name: str) -> str:
+        """Name of a tensor's ggml type."""
+        return self.file.quantisation(find_tensor(self._tensors, name, self.file.path).gguf_name)
+
+    def blocks(self, name: str) -> Blocks | None:
+        """The blocks of a quantized matrix [out, in], transposed or not; None for other tensors."""
+        tensor = find_tensor(self._tensors, name, self.file.path)
+        blocks, heads = self.file.blocks(tensor.gguf_name), tensor.heads
+        if blocks is None or heads is None:
+            return blocks
+        return blocks.map(lambda x: unpermute(x, heads))
 
     def release_pages(self, name: str) -> None:
         self.file.release_pages(find_tensor(self._tensors, name, self.file.path).gguf_name)

@@ -16,6 +16,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from jaxllm.checkpoint.gguf.blocks import Blocks, unpack
 from jaxllm.checkpoint.gguf.header import MAX_HEADER_BYTES, parse_header
 from jaxllm.checkpoint.source import (
     BFLOAT16,
@@ -113,6 +114,14 @@ class GGUFFile(WeightSource):
         data = data[first * per_row : (first + rows) * per_row]
         part = _dequantise(data, (rows, *entry.shape[1:]), entry.type)
         return part[(slice(None), *index[1:])]
+
+    def blocks(self, name: str) -> Blocks | None:
+        """The blocks of a quantized matrix, without dequantizing them; None for other tensors."""
+        entry = find_tensor(self._entries, name, self.path)
+        if entry.type not in _QUANTISED or len(entry.shape) != 2:
+            return None
+        data = self._file.view(np.dtype(np.uint8), entry.begin, entry.end - entry.begin)
+        return unpack(data, entry.shape[0], entry.type)
 
     def release_pages(self, name: str) -> None:
         entry = find_tensor(self._entries, name, self.path)

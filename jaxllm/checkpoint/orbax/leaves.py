@@ -74,13 +74,16 @@ def check_target(where: str, found: Mapping[str, Leaf], target: Mapping[str, Any
             )
 
 
+FOUR_BITS = (jnp.dtype(jnp.int4), jnp.dtype(jnp.uint4))
+
+
 def is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def bits_of(leaf: jax.Array) -> jax.Array:
-    """The array itself, the key data of typed PRNG keys, or pairs of int4 as int8."""
-    if leaf.dtype == jnp.int4:
+    """The array itself, the key data of typed PRNG keys, or pairs of 4 bits as int8."""
+    if leaf.dtype in FOUR_BITS:
         return jax.lax.bitcast_convert_type(leaf.reshape(*leaf.shape[:-1], -1, 2), jnp.int8)
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
@@ -99,6 +102,6 @@ def bits_like(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def from_bits(bits: jax.Array, leaf: Any) -> jax.Array:
     """The inverse of `bits_of` for a leaf of a target."""
-    if leaf.dtype == jnp.int4:
-        return jax.lax.bitcast_convert_type(bits, jnp.int4).reshape(leaf.shape)
+    if leaf.dtype in FOUR_BITS:
+        return jax.lax.bitcast_convert_type(bits, leaf.dtype).reshape(leaf.shape)
     return jax.random.wrap_key_data(bits, dtype=leaf.dtype) if is_key(leaf) else bits
