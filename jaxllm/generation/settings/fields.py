@@ -16,6 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
 
+from jaxllm.checkpoint.hub import resolve
 from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, InputError, JaxLLMError
@@ -204,15 +205,21 @@ class Settings:
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | PathLike[str], config_file_name: str = FILE_NAME, **fields: Any
+        cls,
+        path_or_hub_id: str | PathLike[str],
+        config_file_name: str = FILE_NAME,
+        *,
+        revision: str | None = None,
+        **fields: Any,
     ) -> Self:
-        """Reads the settings of a Hugging Face folder; ``fields`` replace some of them.
+        """Reads the settings of a Hugging Face folder or Hub id; ``fields`` replace some of them.
 
         Raises:
             MissingFileError, ConfigError: as :meth:`from_file`.
             InputError: one of ``fields`` is unknown or invalid.
         """
-        return cls.from_file(Path(folder).expanduser() / config_file_name).replace(**fields)
+        folder = resolve(path_or_hub_id, revision, weights=False)
+        return cls.from_file(folder / config_file_name).replace(**fields)
 
     def save_pretrained(
         self, save_directory: str | PathLike[str], config_file_name: str = FILE_NAME

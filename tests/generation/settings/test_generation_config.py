@@ -225,8 +225,22 @@ def test_folders(tmp_path):
     assert read.to_dict() == config.to_dict()
     assert GenerationConfig.from_pretrained(tmp_path / "model", "other.json") == read
     assert GenerationConfig.from_pretrained(tmp_path / "model", top_k=7).top_k == 7
-    with pytest.raises(MissingFileError, match=r"none.generation_config\.json"):
+    with pytest.raises(MissingFileError, match="none': no such file or folder"):
         GenerationConfig.from_pretrained(tmp_path / "none")
+
+
+def test_hub_ids(tmp_path, monkeypatch):
+    """The files of a Hub id are fetched without its weights."""
+    GenerationConfig(top_k=7).save_pretrained(tmp_path)
+    calls = []
+
+    def download(name, **options):
+        calls.append((name, options["revision"], "*.safetensors" in options["ignore_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert GenerationConfig.from_pretrained("me/model", revision="v1", top_p=0.5).top_k == 7
+    assert calls == [("me/model", "v1", True)]
 
 
 @pytest.mark.parametrize(
