@@ -12,11 +12,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.host_arrays import HostArray
-from jaxllm.checkpoint.load import tensor_name
 from jaxllm.checkpoint.load_parameters import check_range
 from jaxllm.checkpoint.safetensors.reader import INDEX
 from jaxllm.checkpoint.safetensors.writer import write_sharded
 from jaxllm.checkpoint.source import float_dtype
+from jaxllm.checkpoint.tensor_checks import tensor_name
 from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.common.messages import listed

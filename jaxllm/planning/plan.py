@@ -124,14 +124,8 @@ def plan(
             topology.
         JaxLLMError: as `abstract_model`.
     """
-    inference = [name for name in PROGRAMS if name != "train"]
-    names = (
-        (list(PROGRAMS) if quantize is None else inference)
-        if program is None
-        else [program]
-        if isinstance(program, str)
-        else program
-    )
+    if program is None:
+        program = [name for name in PROGRAMS if quantize is None or name != "train"]
     sizes = {"batch": batch, "prompt": prompt, "new": new, "slots": slots}
     workload = Workload(**sizes)
     found = find_topology(topology)
@@ -146,18 +140,8 @@ def plan(
         quantize=quantize,
     )
     plans = []
-    for name in names:
-        try:
-            programs = lower(abstract, name, **sizes)
-        except RuntimeError as error:
-            if "cuDNN" not in str(error):
-                raise
-            raise UnsupportedError(
-                "attn_implementation: cudnn kernels are compiled by cuDNN itself, which this "
-                f"machine does not have ({str(error).splitlines()[0]}); plan with blockwise, eager "
-                "or xla"
-            ) from None
-        for lowered in programs:
+    for name in [program] if isinstance(program, str) else program:
+        for lowered in _lower(abstract, name, sizes):
             if progress is not None:
                 progress(lowered.name)
             plans.append(plan_program(lowered, found.chip, device_mesh))
@@ -170,6 +154,19 @@ def plan(
         workload=workload,
         programs=tuple(plans),
     )
+
+
+def _lower(model: Any, program: str, sizes: Mapping[str, int]) -> Sequence[LoweredProgram]:
+    """`lower`, with a clear error where only the device's own library compiles a kernel."""
+    try:
+        return lower(model, program, **sizes)
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+        raise UnsupportedError(
+            "attn_implementation: cudnn kernels are compiled by cuDNN itself, which this machine "
+            f"does not have ({str(error).splitlines()[0]}); plan with blockwise, eager or xla"
+        ) from None
 
 
 def topology_mesh(topology: Topology, sizes: Mapping[str, int]) -> Mesh:
