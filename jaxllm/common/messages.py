@@ -27,10 +27,13 @@ def shortened(text: str, limit: int = MAX_CHARACTERS) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Up to ten names, and the number of the others.
+    """Up to ten names, as far as 120 characters hold them, and the number of the others.
 
     >>> listed([f"layer{i}" for i in range(12)])
     'layer0, layer1, layer2, layer3, layer4, layer5, layer6, layer7, layer8, layer9 and 2 more'
     """
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+    shown = list(names[:MAX_NAMES])
+    while len(shown) > 1 and len(", ".join(shown)) > MAX_CHARACTERS:
+        shown.pop()
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return ", ".join(shown) + more

@@ -51,17 +51,19 @@ def tensor(name: str, of: str) -> np.ndarray:
         return np.array(source.read(name))
 
 
-def test_missing_and_unexpected_tensors_are_listed_up_to_ten(copy):
+def test_missing_and_unexpected_tensors_are_listed_in_500_characters(copy):
     folder = copy("gpt2_base")
     with open_safetensors(folder) as source:
         arrays = {f"renamed.{n}": np.array(source.read(n)) for n in source.names()}
     write_safetensors(folder / "model.safetensors", arrays)
     with pytest.raises(CheckpointError) as caught:
         jaxllm.load(folder)
+    assert len(str(caught.value)) <= 500
     missing, unexpected = str(caught.value).split("missing ")[1].split("; unexpected ")
     for part in (missing, unexpected):
-        assert part.count(",") == 9
-        assert part.endswith(f" and {len(arrays) - 10} more")
+        names = part.rsplit(" and ", 1)[0].split(", ")
+        assert len(names) >= 2
+        assert part.endswith(f" and {len(arrays) - len(names)} more")
 
 
 def test_one_missing_tensor(copy):
