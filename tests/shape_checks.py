@@ -1,9 +1,10 @@
 """Runtime check of the shapes and dtypes that jaxtyping annotations state.
 
-pyproject.toml hooks jaxllm with ``--jaxtyping-packages=jaxllm,shape_checks.check``: jaxtyping
-decorates its functions and dataclasses while they are imported, with :func:`check` as the type
-checker. ``--jaxtyping-packages=`` checks nothing. :func:`decorate_shaped_only`, which conftest.py
-calls before jaxllm is imported, leaves functions and dataclasses without a shape as they are.
+``make test-all`` and ``.ci/run`` hook jaxllm with
+``--jaxtyping-packages=jaxllm,shape_checks.check``: jaxtyping decorates its functions and
+dataclasses while they are imported, with :func:`check` as the type checker.
+:func:`decorate_shaped_only`, which conftest.py calls before jaxllm is imported, leaves functions
+and dataclasses without a shape as they are.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def mixed_rows(count: int, vocab: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("family", tiny.mostly("llama"))
 def test_every_answer_equals_generate_alone_and_traffic_compiles_nothing(family):
     model = MODEL if family == "llama" else tiny.make(family)
-    rows = mixed_rows(24, vocab=50)
+    rows = mixed_rows(12, vocab=50)
 
     async def use(engine: AsyncEngine) -> list[Any]:
         compiled, clock = set(engine.counts.program_calls), CompileClock()

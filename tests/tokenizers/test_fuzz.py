@@ -103,6 +103,7 @@ def test_many_mutated_files(kind, tmp_path):
     check(run(kind, fuzz_count(2000), tmp_path, seed=1))
 
 
+@pytest.mark.slow
 def test_harness_detects_failures(tmp_path):
     """Every kind of harm is told apart, and the files after it are still run."""
     names = ("fine", "refused", "escaped", "hang", "died", "memory", "fine")

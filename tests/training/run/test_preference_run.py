@@ -43,6 +43,7 @@ def preferences(folder: Path, family: str = "llama", **changes: Any) -> Recipe:
     return from_plain(Recipe, plain(folder, family, data=data, **changes))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_its_stored_reference(tmp_path: Path):
     recipe = preferences(tmp_path, max_steps=3)
     result = train(recipe, quiet=True)

@@ -63,6 +63,7 @@ def to(folder: Path, steps: int, mesh: dict[str, int], resume: bool = False) -> 
     return {"output_dir": str(folder), "max_steps": steps, **sizes}, resume
 
 
+@pytest.mark.slow
 def test_two_by_four_devices_go_on_as_one(tmp_path: Path, programs: Path):
     recipe, one, other = recipe_in(tmp_path), tmp_path / "one", tmp_path / "other"
     run(recipe, programs, to(other, 3, MESHES["fsdp"]), devices=8)
