@@ -1,8 +1,8 @@
 """Runtime check of the shapes and dtypes that jaxtyping annotations state.
 
-``make test-all`` and ``.ci/run`` hook jaxllm with
-``--jaxtyping-packages=jaxllm,shape_checks.check``: jaxtyping decorates its functions and
-dataclasses while they are imported, with :func:`check` as the type checker.
+pyproject.toml hooks jaxllm with ``--jaxtyping-packages=jaxllm,shape_checks.check``: jaxtyping
+decorates its functions and dataclasses while they are imported, with :func:`check` as the type
+checker. ``--jaxtyping-packages=`` checks nothing.
 :func:`decorate_shaped_only`, which conftest.py calls before jaxllm is imported, leaves functions
 and dataclasses without a shape as they are.
 """

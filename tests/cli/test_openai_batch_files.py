@@ -91,7 +91,7 @@ def write(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_requests_of_all_kinds(tmp_path, capsys, chat_model, count):
     requests = all_requests(count)
     source = write(tmp_path / "requests.jsonl", requests)
