@@ -152,17 +152,14 @@ def load_model(
     }
     copies = check_parameter_names(entries, expected, spec, source)
     check_shapes(entries, expected, spec, source)
-    readers: dict[str, ReadMatrix] = {}
-    if quantize is not None:
-        if allow_nonfinite:
-            raise InputError("allow_nonfinite: weights that are quantized must be finite")
-        readers = matrix_readers(checkpoint, entries, shapes, quantize, quantize_embeddings)
+    if quantize is not None and allow_nonfinite:
+        raise InputError("allow_nonfinite: weights that are quantized must be finite")
     arrays, matrices = load_parameters(
         entries,
         expected,
         source,
         param_dtype=param_dtype,
-        matrices=readers,
+        matrices=matrix_readers(checkpoint, entries, shapes, quantize, quantize_embeddings),
         allow_nonfinite=allow_nonfinite,
         progress=progress,
         mesh=mesh,
@@ -170,13 +167,10 @@ def load_model(
     # The shapes of quantized weights stay until their layers are replaced.
     values = [arrays.get(parameter_path(path), shape) for path, shape in leaves]
     model = with_matrices(jax.tree_util.tree_unflatten(treedef, values), matrices)
-    config = with_overrides(checkpoint, overrides)
-    if architecture is not None:
-        config["architectures"] = [spec.architecture]
-    dtypes = {name: source.info(name).dtype.name for name in (*entries, *dict(copies))}
+    named_class = {} if architecture is None else {"architectures": [spec.architecture]}
     model.origin = Origin(
-        config=json.dumps(config),
-        dtypes=tuple(sorted(dtypes.items())),
+        config=json.dumps(with_overrides(checkpoint, overrides) | named_class),
+        dtypes=tuple(sorted((n, source.info(n).dtype.name) for n in {*entries, *dict(copies)})),
         copies=copies,
         stripped=stripped,
         file=str(checkpoint.path),
@@ -189,7 +183,7 @@ def matrix_readers(
     checkpoint: Checkpoint,
     entries: Mapping[str, Entry],
     model: Model[Any],
-    quantize: str,
+    quantize: str | None,
     embeddings: bool,
 ) -> dict[str, ReadMatrix]:
     """How the weight of each layer is read that shall be quantized, by the layer's path.
@@ -199,6 +193,8 @@ def matrix_readers(
         model: the model's shapes.
         quantize, embeddings: `quantize` and `quantize_embeddings` of `jaxllm.load`.
     """
+    if quantize is None:
+        return {}
     if quantize == KEEP:
         return kept_blocks(checkpoint, entries, quantized_layers(model, embeddings=embeddings))
     formats = layer_formats(model, quantize, embeddings=embeddings)
