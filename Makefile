@@ -2,7 +2,7 @@
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all fuzz mutants lint format types doctest docs model data dev clean
+.PHONY: help demo test test-ci test-all fuzz mutants lint format types doctest docs model data dev clean
 
 # The first Python that is new enough; `make PYTHON=... test` chooses another.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -33,7 +33,10 @@ demo: $(PACKAGE) $(MODEL) ## Install everything and let SmolLM2-135M answer a qu
 test: $(DEV) $(MODEL) ## Run the tests
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-all: $(DEV) $(MODEL) ## Run the slow tests too
+test-ci: $(DEV) $(MODEL) ## Run what CI adds: the code of README and docs, longer cases
+	$(PYTEST) -m ci $(PYTEST_ARGS)
+
+test-all: $(DEV) $(MODEL) ## Run all tests, the slow ones too
 	$(PYTEST) -m "" $(PYTEST_ARGS)
 
 fuzz: $(FUZZ) $(MODEL) ## Fuzz each format, guided by coverage (FUZZ_SECONDS=60 each)
@@ -54,7 +57,7 @@ format: $(DEV) ## Repair style and formatting
 types: $(DEV) ## Check types
 	$(BIN)/python -m pyright
 
-doctest: $(DEV) ## Run the examples in docstrings (those of the README are among the tests)
+doctest: $(DEV) ## Run the examples in docstrings (those of the README: make test-ci)
 	$(BIN)/python -m pytest --doctest-modules jaxllm $(PYTEST_ARGS)
 
 docs: $(DOCS) ## Build the documentation site into docs/_build/html

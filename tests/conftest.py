@@ -23,7 +23,7 @@ shape_checks.decorate_shaped_only()
 from jaxllm.checkpoint.bundled import smollm2  # noqa: E402
 from jaxllm.common.errors import MissingFileError  # noqa: E402
 
-SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
+CI_CASES = Path(__file__).with_name("ci_cases.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,21 +34,21 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(100_000, 20, 100)
     # A run in the background ignores SIGINT, and so would the processes that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.option.markexpr == "not slow":
+    if config.option.markexpr not in ("", "slow"):
         compile_fast()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the cases of slow_cases.txt as slow: those of a test whose other cases show the same
-    on another family or setting, chosen by their measured time."""
-    cases = set(SLOW_CASES.read_text().splitlines())
+    """Marks the cases of ci_cases.txt for CI: those that take the most time, of which most have
+    other cases in the default run, on another family or setting."""
+    cases = set(CI_CASES.read_text().splitlines())
     for item in items:
         if item.nodeid in cases:
             cases.remove(item.nodeid)
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.ci)
     if cases and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        raise pytest.UsageError(f"{SLOW_CASES}: no such tests: {sorted(cases)}")
+        raise pytest.UsageError(f"{CI_CASES}: no such tests: {sorted(cases)}")
 
 
 def compile_fast() -> None:

@@ -17,6 +17,7 @@ PAGE = ROOT / "docs" / "migration.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.ci
 def test_scripts_run(tmp_path: Path) -> None:
     namespace: dict = {
         "__name__": "migration",

@@ -14,6 +14,7 @@ README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 
 
+@pytest.mark.ci
 def test_python_blocks_run(smollm2_gguf: Path) -> None:
     namespace: dict[str, object] = {"__name__": "readme"}
     printed = io.StringIO()

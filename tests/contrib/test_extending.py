@@ -42,6 +42,7 @@ def unregistered():
         table.update(kept)
 
 
+@pytest.mark.ci
 def test_examples_run(unregistered) -> None:
     text = DOC.read_text(encoding="utf-8")
     namespace = {"__name__": "extending", "model": tiny.cached("llama"), "input_ids": tiny.ids()}

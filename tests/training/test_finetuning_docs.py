@@ -41,7 +41,11 @@ def test_the_schema_is_that_of_the_code(maker: ModuleType):
 
 @pytest.mark.usefixtures("smollm2_gguf")
 @pytest.mark.parametrize(
-    ("blocks", "learning_rate"), [(2, "1e-2"), pytest.param(30, "1e-3", marks=pytest.mark.slow)]
+    ("blocks", "learning_rate"),
+    [
+        pytest.param(2, "1e-2", marks=pytest.mark.ci),
+        pytest.param(30, "1e-3", marks=pytest.mark.slow),
+    ],
 )
 def test_the_notebook_runs(blocks: int, learning_rate: str, monkeypatch: pytest.MonkeyPatch):
     """The notebook as it stands, a minute of compilation, and on the model's first blocks."""

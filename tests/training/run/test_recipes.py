@@ -19,7 +19,7 @@ from jaxllm.training.run.recipe_file import read_recipe
 
 CONFIGS = ROOT / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
-BY_DEFAULT = "gpt2_bytes"
+IN_CI = "gpt2_bytes"
 ROWS = 24
 
 
@@ -114,7 +114,7 @@ def test_labels_of_the_classifier_are_the_packages(maker: ModuleType):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(path.stem, marks=[] if path.stem == BY_DEFAULT else pytest.mark.slow)
+        pytest.param(path.stem, marks=pytest.mark.ci if path.stem == IN_CI else pytest.mark.slow)
         for path in RECIPES
     ],
 )
