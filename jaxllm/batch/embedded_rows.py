@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.batch.counts import BatchCounts
+import numpy as np
+from jaxtyping import Float, Int
+
 from jaxllm.batch.embedder import Embedder, Pooling
-from jaxllm.batch.memory import Prediction
 from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
-from jaxllm.batch.rows import BatchOutput, RawRow, error_output
-from jaxllm.common.errors import JaxLLMError
-from jaxllm.generation.inputs.batching import run_in_batches
+from jaxllm.batch.row_task import RowTask
+from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 EMBED_KEYS = frozenset(field.name for field in dataclasses.fields(RowPrompt))
@@ -28,7 +28,7 @@ class EmbeddedRow(BatchOutput):
         return {"id": self.id, "embedding": self.embedding}
 
 
-class RowEmbedder:
+class RowEmbedder(RowTask[np.ndarray, np.ndarray]):
     """Embeds rows: mappings with one of `prompt`, `messages` and `input_ids`.
 
     Args:
@@ -38,7 +38,7 @@ class RowEmbedder:
         chat: a row's `prompt` is a user message, for the chat template, after `system`.
     """
 
-    memory: Sequence[Prediction] = ()
+    name = "embed"
 
     def __init__(
         self,
@@ -51,37 +51,26 @@ class RowEmbedder:
         system: str | None = None,
     ) -> None:
         self._embedder = Embedder(model, model.config.context_length, pooling, rows=batch_size)
+        super().__init__(self._embedder.rows)
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
-        self.counts = BatchCounts()
 
-    def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
-        """Results, those of the longest rows first."""
-        counts = self.counts = BatchCounts()
-        checked: list[tuple[RawRow, Any]] = []
-        for row in rows:
-            try:
-                ids = self._prompts.ids(checked_row(RowPrompt, row.mapping(EMBED_KEYS)))
-                self._embedder.check_length("prompt", ids)
-                checked.append((row, ids))
-            except JaxLLMError as error:
-                counts.add_output(output := error_output(row, error))
-                yield output
-        counts.work = sum(len(ids) for _, ids in checked)
+    def read(self, row: RawRow) -> Int[np.ndarray, " T"]:
+        ids = self._prompts.ids(checked_row(RowPrompt, row.mapping(EMBED_KEYS)))
+        self._embedder.check_length("prompt", ids)
+        return ids
 
-        def run(batch: list[tuple[RawRow, Any]]) -> Sequence[Any]:
-            counts.add_call(f"embed {len(batch)} rows")
-            return self._embedder.embed([ids for _, ids in batch])
+    def size(self, item: Int[np.ndarray, " T"]) -> int:
+        return len(item)
 
-        for i, vector in run_in_batches(
-            run, checked, self._embedder.rows, length=lambda item: len(item[1])
-        ):
-            row, ids = checked[i]
-            counts.work_done += len(ids)
-            output = EmbeddedRow(
-                index=row.index,
-                id=row.row_id,
-                prompt_tokens=len(ids),
-                embedding=vector.tolist(),
-            )
-            counts.add_output(output)
-            yield output
+    def run(self, items: list[np.ndarray]) -> Sequence[np.ndarray]:
+        return self._embedder.embed(items)
+
+    def output(
+        self, row: RawRow, item: Int[np.ndarray, " T"], result: Float[np.ndarray, " D"]
+    ) -> BatchOutput:
+        return EmbeddedRow(
+            index=row.index,
+            id=row.row_id,
+            prompt_tokens=len(item),
+            embedding=result.tolist(),
+        )

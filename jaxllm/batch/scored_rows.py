@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Int
 
-from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.memory import Prediction
 from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
+from jaxllm.batch.row_task import RowTask
 from jaxllm.batch.rows import BatchOutput, RawRow, error_output
-from jaxllm.common.errors import InputError, JaxLLMError, NonFiniteError, UnsupportedError
-from jaxllm.generation.inputs.batching import run_in_batches
+from jaxllm.common.errors import InputError, NonFiniteError, UnsupportedError
 from jaxllm.generation.inputs.padded_batch import checked_ids
 from jaxllm.generation.scoring.score import Pair, batch_scorer, make_pair
 from jaxllm.models.decoder import GenerativeModel
@@ -47,7 +45,7 @@ class ScoredRow(BatchOutput):
         return {name: getattr(self, name) for name in names}
 
 
-class RowScorer:
+class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
     """Scores rows: mappings with one of `prompt`, `messages` and `input_ids`, and a `completion`.
 
     The result is that of `jaxllm.score` on the row's tokens. For a causal model, prompt and
@@ -60,7 +58,7 @@ class RowScorer:
         chat: a row's `prompt` is a user message, for the chat template, after `system`.
     """
 
-    memory: Sequence[Prediction] = ()
+    name = "score"
 
     def __init__(
         self,
@@ -74,42 +72,38 @@ class RowScorer:
         if not hasattr(model, "decode"):
             raise UnsupportedError(f"score: {type(model).__name__} has no language-model head")
         self._model, self._tokenizer = model, tokenizer
-        self._batch_size = batch_size or DEFAULT_ROWS
+        super().__init__(batch_size or DEFAULT_ROWS)
+        self._score = batch_scorer(model)
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
-        self.counts = BatchCounts()
 
-    def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:
-        """Results, those of the longest rows first."""
-        counts = self.counts = BatchCounts()
-        checked: list[tuple[RawRow, Pair]] = []
-        for row in rows:
-            try:
-                checked.append((row, self._pair(row)))
-            except JaxLLMError as error:
-                counts.add_output(output := error_output(row, error))
-                yield output
-        counts.work = sum(pair.size for _, pair in checked)
-        score = batch_scorer(self._model)
-
-        def run(batch: list[tuple[RawRow, Pair]]) -> Sequence[Any]:
-            counts.add_call(f"score {len(batch)} rows")
-            return score([pair for _, pair in batch])
-
-        for i, result in run_in_batches(
-            run, checked, self._batch_size, length=lambda item: item[1].size,
-            on_halving=counts.add_halving,
-        ):  # fmt: skip
-            row, pair = checked[i]
-            counts.work_done += pair.size
-            counts.add_output(output := _scored(row, pair, result))
-            yield output
-
-    def _pair(self, row: RawRow) -> Pair:
+    def read(self, row: RawRow) -> Pair:
         row_input = checked_row(ScoreInput, row.mapping(SCORE_KEYS))
         prompt, completion = self._prompts.ids(row_input), self._completion(row_input)
         if completion is None:
             prompt, completion = self._split(row_input)
         return make_pair(self._model, row.index, prompt, completion)
+
+    def size(self, item: Pair) -> int:
+        return item.size
+
+    def run(self, items: list[Pair]) -> Sequence[tuple[np.ndarray, ...]]:
+        return self._score(items)
+
+    def output(self, row: RawRow, item: Pair, result: tuple[np.ndarray, ...]) -> BatchOutput:
+        log_probs, is_best, is_finite = (x[: len(item.completion)] for x in result)
+        if not is_finite.all():
+            reason = (
+                "the model's logits are NaN or infinite; check the weights, or use --dtype float32"
+            )
+            return error_output(row, NonFiniteError(reason))
+        return ScoredRow(
+            index=row.index,
+            id=row.row_id,
+            prompt_tokens=item.size - len(item.completion) + 1,
+            log_likelihood=float(log_probs.sum(dtype=np.float32)),
+            is_greedy=bool(is_best.all()),
+            token_log_probs=log_probs.astype(float).tolist(),
+        )
 
     def _completion(self, row: ScoreInput) -> Int[np.ndarray, " C"] | None:
         """The completion's tokens, where they do not depend on the prompt."""
@@ -135,18 +129,3 @@ class RowScorer:
         differs = np.flatnonzero(prompt[:shorter] != whole[:shorter])
         start = int(differs[0]) if differs.size else shorter
         return whole[:start], whole[start:]
-
-
-def _scored(row: RawRow, pair: Pair, result: Sequence[np.ndarray]) -> BatchOutput:
-    log_probs, is_best, is_finite = (x[: len(pair.completion)] for x in result)
-    if not is_finite.all():
-        reason = "the model's logits are NaN or infinite; check the weights, or use --dtype float32"
-        return error_output(row, NonFiniteError(reason))
-    return ScoredRow(
-        index=row.index,
-        id=row.row_id,
-        prompt_tokens=pair.size - len(pair.completion) + 1,
-        log_likelihood=float(log_probs.sum(dtype=np.float32)),
-        is_greedy=bool(is_best.all()),
-        token_log_probs=log_probs.astype(float).tolist(),
-    )

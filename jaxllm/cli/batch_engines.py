@@ -43,14 +43,14 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
         InputError: there are several, or a schema is no JSON object.
         UnsupportedError: llguidance is not installed.
     """
-    given = {key: getattr(arguments, key) for key in CONSTRAINT_KEYS}
-    given = {key: text for key, text in given.items() if text is not None}
-    if not given:
+    options = {key: getattr(arguments, key) for key in CONSTRAINT_KEYS}
+    constraints = {key: text for key, text in options.items() if text is not None}
+    if not constraints:
         return {}
-    if len(given) > 1:
-        raise InputError(f"{' and '.join(f'--{key}' for key in given)}: give one of them")
+    if len(constraints) > 1:
+        raise InputError(f"{' and '.join(f'--{key}' for key in constraints)}: give one of them")
     llguidance()  # before loading
-    ((key, text),) = given.items()
+    ((key, text),) = constraints.items()
     if key != "regex" and not text.lstrip().startswith("{") and Path(text).is_file():
         text = Path(text).read_text(encoding="utf-8")
     if key != "schema":
@@ -63,27 +63,25 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def check_task(arguments: argparse.Namespace, source: Source) -> None:
     """Raises InputError for options that the task, or the rows of this input, do not use."""
-    task = "--score" if arguments.score else "--embed" if arguments.embed else None
     if arguments.score and arguments.embed:
         raise InputError("--score and --embed: give one of them")
+    task = "--score" if arguments.score else "--embed" if arguments.embed else None
+    constraint_keys = list(constraint(arguments))
     if task is not None:
         fields = [name.replace("_", "-") for name in generation_fields(arguments)]
-        set_names = [*fields, *constraint(arguments)]
-        if set_names:
-            raise InputError(
-                f"--{set_names[0]}: has no effect with {task}, which generates nothing"
-            )
-        if isinstance(source, OpenAIRequests):
-            raise InputError(f"{task}: not for an OpenAI batch file")
-    if isinstance(source, OpenAIRequests) and constraint(arguments):
+        if options := [*fields, *constraint_keys]:
+            raise InputError(f"--{options[0]}: has no effect with {task}, which generates nothing")
+    if not isinstance(source, OpenAIRequests):
+        if arguments.context is not None:
+            raise InputError("--context: only for OpenAI batch files; rows have max_new_tokens")
+        return
+    if task is not None:
+        raise InputError(f"{task}: not for an OpenAI batch file")
+    if constraint_keys:
         raise InputError(
-            f"--{next(iter(constraint(arguments)))}: requests of an OpenAI batch file have "
-            "response_format"
+            f"--{constraint_keys[0]}: requests of an OpenAI batch file have response_format"
         )
-    is_openai = isinstance(source, OpenAIRequests)
-    if not is_openai and arguments.context is not None:
-        raise InputError("--context: only for OpenAI batch files; rows have max_new_tokens")
-    if is_openai and arguments.chat:
+    if arguments.chat:
         raise InputError("--chat: an OpenAI batch file says itself which requests are chats")
 
 

@@ -145,7 +145,13 @@ class Int4Matrix(nnx.Module):
         return times_int4_transposed(x, self.groups[...], self.multipliers[...], self.scale[...])
 
     def rows(self, ids: Int[Array, ...], dtype: DTypeLike) -> Float[Array, "... I"]:
-        return jnp.take(self.dequantized(), ids, axis=0, mode="clip").astype(dtype)
+        flat = ids.reshape(-1)
+        groups, multipliers = (
+            jnp.take(x[...], flat, axis=1, mode="clip") for x in (self.groups, self.multipliers)
+        )
+        scale = jnp.take(self.scale[...], flat, mode="clip")
+        rows = as_int8(groups, multipliers) * scale[:, None]
+        return rows.reshape(*ids.shape, -1).astype(dtype)
 
     def dequantized(self) -> Float[Array, "O I"]:
         values = as_int8(self.groups[...], self.multipliers[...])

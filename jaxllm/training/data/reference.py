@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -46,7 +45,7 @@ def reference_logps(
     return result
 
 
-@partial(jax.jit)
+@jax.jit
 def _pair_logps(model: Model[Any], batch: Batch) -> Float[Array, "B 2"]:
     # Replicated, so that every process has the rows of all.
     return constrain(pair_logps(model, batch)[0])

@@ -46,8 +46,9 @@ PEAK_FLOPS = (
 )
 
 
-# Size and dtype of the products that are measured: of accelerators, and of a CPU.
-PRODUCTS = ((8192, "bfloat16"), (1024, "float32"))
+# Size and dtype of the matrix products that are measured.
+ACCELERATOR_PRODUCT = (8192, "bfloat16")
+CPU_PRODUCT = (1024, "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +89,9 @@ def peak_flops(devices: Sequence[Any] | None = None) -> Peak:
 
 
 def _source(device: Any, count: int) -> str:
-    size, dtype = PRODUCTS[device.platform == "cpu"]
-    name = "machine" if device.platform == "cpu" else device.device_kind
+    is_cpu = device.platform == "cpu"
+    size, dtype = CPU_PRODUCT if is_cpu else ACCELERATOR_PRODUCT
+    name = "machine" if is_cpu else device.device_kind
     return f"measured: {dtype} product of {size} x {size}, {name} x {count}"
 
 
@@ -121,7 +123,7 @@ def known_peak(device_kind: str) -> float | None:
 
 def _measured_accelerator(device: Any) -> float:
     """FLOP/s of one device: the best of three runs of ten products in a row."""
-    size, dtype = PRODUCTS[False]
+    size, dtype = ACCELERATOR_PRODUCT
     count = 10
     x = jax.device_put(np.eye(size, dtype=np.float32), device).astype(dtype)
     products = jax.jit(lambda x: jax.lax.fori_loop(0, count, lambda _, y: y @ x, x))
@@ -136,7 +138,7 @@ def _measured_accelerator(device: Any) -> float:
 
 def _measured_cpu(device: Any) -> float:
     """FLOP/s of all cores that this process may use."""
-    size, dtype = PRODUCTS[True]
+    size, dtype = CPU_PRODUCT
     x = jax.device_put(np.full((size, size), 0.5, dtype), device)
     product = jax.jit(jnp.dot)
     product(x, x).block_until_ready()

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ class CsvRows(Table):
         if not self._rows:
             raise DataError(f"{name}: is empty; the first line names the columns")
         _, self._header = self._rows.pop(0)
-        twice = {column for column in self._header if self._header.count(column) > 1}
+        twice = {column for column, count in Counter(self._header).items() if count > 1}
         super().__init__(name, hashlib.sha256(data).hexdigest(), choice, self._header)
         if twice.intersection(self.columns):
             raise DataError(f"{name}: the column {min(twice)!r} is there twice; rename one")
