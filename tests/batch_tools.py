@@ -69,23 +69,23 @@ def differences(
         if output.error is not None:
             wrong.append(f"{index}: {output.error}")
             continue
-        want = alone(model, row, index, **fields) if wanted is None else wanted[index]
-        scores = np.asarray(want.scores)
+        reference = alone(model, row, index, **fields) if wanted is None else wanted[index]
+        scores = np.asarray(reference.scores)
         eos = tuple(row.get("eos_token_id", model.config.eos_token_ids))
-        for sample, got in enumerate(output.output_ids):
-            expected = new_tokens(model, row, want.sequences[sample], eos)
-            if got == expected:
+        for sample, actual in enumerate(output.output_ids):
+            expected = new_tokens(model, row, reference.sequences[sample], eos)
+            if actual == expected:
                 continue
             step = next(
                 i
-                for i in range(max(len(got), len(expected)))
-                if got[i : i + 1] != expected[i : i + 1]
+                for i in range(max(len(actual), len(expected)))
+                if actual[i : i + 1] != expected[i : i + 1]
             )
-            pair = scores[step, sample, [got[step], expected[step]]]
+            pair = scores[step, sample, [actual[step], expected[step]]]
             if abs(pair[0] - pair[1]) < CLOSE:
                 close += 1
             else:
-                wrong.append(f"{index}, sample {sample}: {got} is not {expected}")
+                wrong.append(f"{index}, sample {sample}: {actual} is not {expected}")
     if close:
         print(f"{close} decisions closer than {CLOSE}")
     return wrong, close

@@ -29,8 +29,8 @@ def arrays():
 @functools.cache
 def cases(kind: str = "generate") -> dict[str, dict]:
     """All cases of a kind, by id."""
-    found = json.loads((DATA / "cases.json").read_text())["cases"]
-    return {case["id"]: case for case in found if case["kind"] == kind}
+    actual = json.loads((DATA / "cases.json").read_text())["cases"]
+    return {case["id"]: case for case in actual if case["kind"] == kind}
 
 
 def embeddings(case: dict) -> np.ndarray:
@@ -53,13 +53,13 @@ def run(case: dict, **more) -> jaxllm.GenerateOutput:
 
 def problems(case: dict, out: jaxllm.GenerateOutput) -> list[str]:
     """Differences from the reference; scores agree within 1e-4."""
-    got = {"sequences": out.sequences.tolist()}
+    actual = {"sequences": out.sequences.tolist()}
     if out.sequences_scores is not None:
-        got["sequences_scores"] = out.sequences_scores.tolist()
+        actual["sequences_scores"] = out.sequences_scores.tolist()
     elif out.scores is not None:
         scores = np.stack(out.scores, axis=1)
         new = out.sequences[:, -scores.shape[1] :]
-        got["first_step_scores"] = out.scores[0]
+        actual["first_step_scores"] = out.scores[0]
         chosen = np.take_along_axis(scores, new[..., None], 2)[..., 0]
-        got["step_token_scores"] = chosen.tolist()
-    return compare.check(case, got, arrays(), atol=1e-4)
+        actual["step_token_scores"] = chosen.tolist()
+    return compare.check(case, actual, arrays(), atol=1e-4)

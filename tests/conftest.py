@@ -71,9 +71,9 @@ def keep_programs(pytestconfig: pytest.Config) -> None:
 
     def put(self: LRUCache, key: str, value: bytes) -> None:
         path = Path(str(self.path)) / f"{key}-cache"
-        whole = path.with_name(f"{path.name}.{os.getpid()}")
-        whole.write_bytes(value)
-        whole.replace(path)
+        full = path.with_name(f"{path.name}.{os.getpid()}")
+        full.write_bytes(value)
+        full.replace(path)
 
     LRUCache.put = put  # JAX's own lets other processes read a file that is half written
     folder = pytestconfig.cache.mkdir("jax")

@@ -42,8 +42,8 @@ def fuzz(target: str, seconds: int) -> None:
     for folder in (corpus, FOLDER / "faults"):
         folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp())
-    found = [path.read_bytes() for name, path in fault_files() if name == target]
-    for number, data in enumerate([*seeds(target, work), *found]):
+    actual = [path.read_bytes() for name, path in fault_files() if name == target]
+    for number, data in enumerate([*seeds(target, work), *actual]):
         (corpus / f"seed-{number}").write_bytes(data)
 
     def run(data: bytes) -> None:

@@ -25,8 +25,8 @@ def padded(rows, side="left") -> tuple[np.ndarray, np.ndarray]:
     width = max(map(len, rows))
     ids, mask = np.zeros((len(rows), width), int), np.zeros((len(rows), width), int)
     for i, row in enumerate(rows):
-        at = slice(width - len(row), None) if side == "left" else slice(0, len(row))
-        ids[i, at], mask[i, at] = row, 1
+        index = slice(width - len(row), None) if side == "left" else slice(0, len(row))
+        ids[i, index], mask[i, index] = row, 1
     return ids, mask
 
 
@@ -98,15 +98,15 @@ def compiled_loop(bare, call, state) -> str:
 
 def sorted_sizes(program: str) -> list[int]:
     """Numbers in a row of each sort."""
-    found = re.findall(r"= \(?\w+\[([\d,]+)\].* sort\(", program)
-    return [int(dims.split(",")[-1]) for dims in found]
+    actual = re.findall(r"= \(?\w+\[([\d,]+)\].* sort\(", program)
+    return [int(dims.split(",")[-1]) for dims in actual]
 
 
 def cache_copies(bare, call, state) -> list[int]:
     """Sizes of the copies and transpositions in the compiled loop as large as a layer's cache."""
     program = compiled_loop(bare, call, state)
-    found = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", program)
-    sizes = [int(np.prod([int(d) for d in dims.split(",")])) for dims in found]
+    actual = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", program)
+    sizes = [int(np.prod([int(d) for d in dims.split(",")])) for dims in actual]
     return [size for size in sizes if size >= state.cache.layers[0].k.size]
 
 

@@ -78,6 +78,6 @@ def load_case(name: str) -> Case:
             if key == "meta":
                 continue
             call, side, argument = key.split("/", 2)
-            found = calls.setdefault(call, Call({}, {}))
-            (found.inputs if side == "in" else found.outputs)[argument] = stored[key]
+            actual = calls.setdefault(call, Call({}, {}))
+            (actual.inputs if side == "in" else actual.outputs)[argument] = stored[key]
     return Case(name, ROOT / name, calls, meta)

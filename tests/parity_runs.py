@@ -34,16 +34,16 @@ def distances(call: Call, out: Any, std: float) -> dict[str, float]:
 
     Hidden states and attentions are compared on their own scale.
     """
-    found = {}
+    actual = {}
     for key, expected in call.outputs.items():
         name, *layer = key.split("/")
-        got = getattr(out, name)
-        got = np.asarray(got[int(layer[0])] if layer else got)
-        assert got.shape == expected.shape, (key, got.shape, expected.shape)
-        assert got.dtype == expected.dtype, (key, got.dtype)
+        result = getattr(out, name)
+        result = np.asarray(result[int(layer[0])] if layer else result)
+        assert result.shape == expected.shape, (key, result.shape, expected.shape)
+        assert result.dtype == expected.dtype, (key, result.dtype)
         scale = std if name == "logits" else 1.0
-        found[key] = _at_real(np.abs(got - expected), real_of(call, name)).max() / scale
-    return found
+        actual[key] = _at_real(np.abs(result - expected), real_of(call, name)).max() / scale
+    return actual
 
 
 def real_of(call: Call, name: str) -> np.ndarray | None:

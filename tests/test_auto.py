@@ -50,12 +50,12 @@ def test_auto_and_family_classes_load_a_checkpoint(family):
 def test_models_without_a_head_give_the_last_hidden_state(family, tmp_path):
     folder = REFERENCE / FOLDERS[family]
     model = jaxllm.AutoModel.from_pretrained(folder)
-    whole, _ = jaxllm.load(folder)
+    full, _ = jaxllm.load(folder)
     ids = tiny.ids()
     if family == "t5":
-        expected = whole(ids, decoder_input_ids=ids).encoder_last_hidden_state
+        expected = full(ids, decoder_input_ids=ids).encoder_last_hidden_state
     else:
-        expected = whole(ids, output_hidden_states=True).hidden_states[-1]
+        expected = full(ids, output_hidden_states=True).hidden_states[-1]
     np.testing.assert_array_equal(model(ids).last_hidden_state, expected)
     model.save_pretrained(tmp_path)
     same_weights(jaxllm.AutoModel.from_pretrained(tmp_path), model)

@@ -138,13 +138,13 @@ def test_every_package_has_a_level() -> None:
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_no_other_framework(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = FOREIGN.intersection(name.split(".")[0] for name in imported(tree))
+    actual = FOREIGN.intersection(name.split(".")[0] for name in imported(tree))
     if path == COMPARES:
         at_import = ast.Module(
             [node for node in tree.body if not isinstance(node, ast.FunctionDef)], []
         )
-        found = FOREIGN.intersection(name.split(".")[0] for name in imported(at_import))
-    assert found == set()
+        actual = FOREIGN.intersection(name.split(".")[0] for name in imported(at_import))
+    assert actual == set()
 
 
 def run_python(code: str) -> str:

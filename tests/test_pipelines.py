@@ -24,8 +24,8 @@ def test_text_generation(writer):
     results = writer(TEXTS, max_new_tokens=4, return_full_text=False)
     for text, [result] in zip(TEXTS, results, strict=True):
         ids = writer.tokenizer.encode(text)
-        alone = writer.model.generate([ids], max_new_tokens=4).sequences[0]
-        expected = writer.tokenizer.decode(alone, skip_special_tokens=True)
+        single = writer.model.generate([ids], max_new_tokens=4).sequences[0]
+        expected = writer.tokenizer.decode(single, skip_special_tokens=True)
         assert text + result["generated_text"] == expected
         assert writer(text, max_new_tokens=4) == [{"generated_text": expected}]
     assert writer([]) == []

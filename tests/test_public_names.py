@@ -50,13 +50,13 @@ DOCUMENTED = {
 
 @pytest.mark.parametrize("module", DOCUMENTED)
 def test_documented_import_paths(module: str) -> None:
-    found = importlib.import_module(module)
-    assert [name for name in DOCUMENTED[module].split() if not hasattr(found, name)] == []
+    actual = importlib.import_module(module)
+    assert [name for name in DOCUMENTED[module].split() if not hasattr(actual, name)] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_packages(package: str) -> None:
-    found = importlib.import_module(f"jaxllm.{package}")
-    assert found.__doc__
-    assert found.__all__
-    assert [name for name in found.__all__ if not hasattr(found, name)] == []
+    actual = importlib.import_module(f"jaxllm.{package}")
+    assert actual.__doc__
+    assert actual.__all__
+    assert [name for name in actual.__all__ if not hasattr(actual, name)] == []

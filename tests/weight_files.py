@@ -174,9 +174,9 @@ def random_blocks(kind: Q, rows: int, width: int) -> np.ndarray:
     size, block_bytes = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(int(kind))
     blocks = rng.integers(0, 256, (rows * width // size, block_bytes), np.uint8)
-    for at in SCALES_AT[kind]:
+    for index in SCALES_AT[kind]:
         scale = rng.uniform(-2, 2, len(blocks)).astype(np.float16)
-        blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
+        blocks[:, index : index + 2] = scale[:, None].view(np.uint8)
     return blocks.reshape(rows, -1)
 
 

@@ -76,5 +76,5 @@ def test_what_a_broken_row_leaves_in_its_slot_is_gone(beams):
     first, second = BatchGenerator(model, slots=1, **fields).generate(rows)
     assert first.error_kind == "NonFiniteError"
     assert second.error is None
-    (alone,) = BatchGenerator(model, slots=1, **fields).generate(rows[1:])
-    assert second.output_ids == alone.output_ids
+    (single,) = BatchGenerator(model, slots=1, **fields).generate(rows[1:])
+    assert second.output_ids == single.output_ids

@@ -161,10 +161,10 @@ def test_stop_strings_of_each_row():
     outputs = BatchGenerator(net, tokenizer, slots=2, **fields).generate(rows)
     for row, output in zip(rows, outputs, strict=True):
         own = {"stop_strings": row["stop_strings"]} if "stop_strings" in row else {}
-        want = jaxllm.generate(net, [row["input_ids"]], tokenizer=tokenizer, **fields, **own)
-        want = np.asarray(want.sequences)[0, 6:].tolist()
-        assert output.output_ids[0] == want[: len(output.output_ids[0])]
-        assert set(want[len(output.output_ids[0]) :]) <= {0}  # pads
+        expected = jaxllm.generate(net, [row["input_ids"]], tokenizer=tokenizer, **fields, **own)
+        expected = np.asarray(expected.sequences)[0, 6:].tolist()
+        assert output.output_ids[0] == expected[: len(output.output_ids[0])]
+        assert set(expected[len(output.output_ids[0]) :]) <= {0}  # pads
     assert outputs[0].finish_reasons == ("length",)
     assert "stop" in {output.finish_reasons[0] for output in outputs[1:]}
 
@@ -184,12 +184,12 @@ def test_memory_knows_the_beams():
     (output,) = engine.generate(rows)
     assert "29 new ones for each of 3 beams" in (output.error or "")
     assert "shorten the prompt" in (output.error or "")
-    (found,) = engine.memory
-    assert found.capacity == 32 + 2 * 32
-    layer = 2 * found.capacity * 2 * 8 * 4  # keys and values of 2 heads of 8
-    assert layer < found.cache < 2 * layer
+    (actual,) = engine.memory
+    assert actual.capacity == 32 + 2 * 32
+    layer = 2 * actual.capacity * 2 * 8 * 4  # keys and values of 2 heads of 8
+    assert layer < actual.cache < 2 * layer
     rows[0]["max_new_tokens"] = 3900
-    (output,) = BatchGenerator(LONG, num_beams=3, memory=found.total).generate(rows)
+    (output,) = BatchGenerator(LONG, num_beams=3, memory=actual.total).generate(rows)
     assert output.error is not None
     assert int(output.error.split("at most ")[1].split(",")[0]) == 29
 
@@ -199,9 +199,9 @@ def test_advice_is_about_new_tokens_where_the_prompt_takes_most():
     row = {"input_ids": [5] * 60, "max_new_tokens": 32}
     engine = BatchGenerator(LONG, slots=1, num_beams=3, memory=nbytes(LONG) + 1)
     engine.generate([row])
-    (found,) = engine.memory
+    (actual,) = engine.memory
     row["max_new_tokens"] = 64
-    (output,) = BatchGenerator(LONG, num_beams=3, memory=found.total).generate([row])
+    (output,) = BatchGenerator(LONG, num_beams=3, memory=actual.total).generate([row])
     assert "ask for at most 32, or raise memory" in (output.error or "")
 
 
@@ -209,11 +209,11 @@ def test_advice_is_about_new_tokens_where_the_prompt_takes_most():
 def test_fewer_slots_where_memory_is_short():
     rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 20 + i} for i in range(8)]
     engine = BatchGenerator(LONG, slots=4, num_beams=3)
-    want = engine.generate(rows)
-    (found,) = engine.memory
-    half = found.weights + (found.cache + found.activations) // 2
+    expected = engine.generate(rows)
+    (actual,) = engine.memory
+    half = actual.weights + (actual.cache + actual.activations) // 2
     tight = BatchGenerator(LONG, slots=4, num_beams=3, memory=half)
-    assert tight.generate(rows) == want
+    assert tight.generate(rows) == expected
     assert 1 <= tight.memory[0].slots <= 2
     rows = [{"input_ids": [5, 6, 7], "max_new_tokens": 29}]
     (output,) = BatchGenerator(LONG, num_beams=3, memory=half).generate(rows)
@@ -239,5 +239,5 @@ def test_many_rows(family, sampled):
     for i, row in enumerate(rows):
         row |= {"length_penalty": (1.0, 2.0, 0.0)[i % 3], "num_return_sequences": 1 + i % 2}
     outputs = BatchGenerator(net, slots=16, seed=7, **fields).generate(rows)
-    wanted = [alone(net, row, i, seed=7, **fields) for i, row in enumerate(rows)]
-    assert differences(net, rows, outputs, wanted)[0] == []
+    expected = [alone(net, row, i, seed=7, **fields) for i, row in enumerate(rows)]
+    assert differences(net, rows, outputs, expected)[0] == []

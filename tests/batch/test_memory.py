@@ -33,12 +33,12 @@ def test_budget():
 def test_prediction_is_what_the_slots_take():
     engine = BatchGenerator(MODEL, slots=8)
     engine.generate(ROWS)
-    (found,) = engine.memory
-    assert found.weights == nbytes(MODEL)
-    layer = 2 * found.slots * found.capacity * 2 * 8 * 4  # keys and values of 2 heads of 8
-    assert layer < found.cache < 1.5 * layer
-    assert found.fits
-    assert str(found.slots) in str(found)
+    (actual,) = engine.memory
+    assert actual.weights == nbytes(MODEL)
+    layer = 2 * actual.slots * actual.capacity * 2 * 8 * 4  # keys and values of 2 heads of 8
+    assert layer < actual.cache < 1.5 * layer
+    assert actual.fits
+    assert str(actual.slots) in str(actual)
 
 
 @pytest.mark.parametrize("width", [64, 512])
@@ -59,12 +59,12 @@ def test_activations_are_near_what_the_compiler_allocates(width, monkeypatch):
 
 @pytest.mark.slow
 def test_fewer_slots_where_memory_is_short():
-    whole = BatchGenerator(MODEL, slots=8)
-    want = whole.generate(ROWS)
-    (found,) = whole.memory
-    half = found.weights + (found.cache + found.activations) // 2
+    full = BatchGenerator(MODEL, slots=8)
+    expected = full.generate(ROWS)
+    (actual,) = full.memory
+    half = actual.weights + (actual.cache + actual.activations) // 2
     engine = BatchGenerator(MODEL, slots=8, memory=half)
-    assert engine.generate(ROWS) == want
+    assert engine.generate(ROWS) == expected
     assert 1 < engine.memory[0].slots <= 4
 
 
@@ -77,7 +77,7 @@ def test_long_rows_have_a_pool_of_their_own():
     engine = BatchGenerator(MODEL, slots=8, memory=small.memory[0].total + 3 * 10**6)
     outputs = engine.generate(rows)
     assert all(output.error is None for output in outputs)
-    assert [found.capacity for found in engine.memory] == [4096, 64]
+    assert [actual.capacity for actual in engine.memory] == [4096, 64]
     assert engine.memory[0].slots == 1
     assert engine.memory[1].slots == 8
 
@@ -111,7 +111,7 @@ def test_a_row_that_never_fits_says_which_number_to_change():
 def test_slots_are_halved_when_memory_runs_out(monkeypatch):
     """A device that has less than it says, at any call."""
     rows = uneven_rows(30, prompts=16, new=16)
-    want = BatchGenerator(MODEL, slots=8).generate(rows)
+    expected = BatchGenerator(MODEL, slots=8).generate(rows)
     program, calls = pools.decode_slots_program, []
 
     def refuse(model, slots, *arguments, **options):
@@ -123,7 +123,7 @@ def test_slots_are_halved_when_memory_runs_out(monkeypatch):
     # The prediction traces the program under its other name.
     monkeypatch.setattr(pools, "decode_slots_program", refuse)
     engine = BatchGenerator(MODEL, slots=8)
-    assert engine.generate(rows) == want
+    assert engine.generate(rows) == expected
     assert engine.counts.halvings == 2
     assert set(calls) == {8, 4, 2}
 

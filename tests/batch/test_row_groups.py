@@ -50,7 +50,7 @@ def test_stop_strings_of_each_row():
     outputs = engine.generate(rows)
     for row, output in zip(rows, outputs, strict=True):
         own = {"stop_strings": row["stop_strings"]} if "stop_strings" in row else {}
-        want = jaxllm.generate(
+        expected = jaxllm.generate(
             net,
             [row["input_ids"]],
             max_new_tokens=12,
@@ -58,6 +58,6 @@ def test_stop_strings_of_each_row():
             tokenizer=tokenizer,
             **own,
         ).sequences[0]
-        assert output.output_ids[0] == np.asarray(want)[6:].tolist()
+        assert output.output_ids[0] == np.asarray(expected)[6:].tolist()
     assert {output.finish_reasons[0] for output in outputs[1:]} == {"stop"}
     assert outputs[0].finish_reasons == ("length",)

@@ -36,27 +36,31 @@ def test_scores_are_those_of_score(family):
     ]
     engine = RowScorer(model, TOKENIZER, batch_size=3)
     outputs = answers(engine, rows)
-    alone = TOKENIZER.encode("Yes", add_special_tokens=False)
-    pairs = [([5, 6, 7], [8, 9]), (TOKENIZER.apply_chat_template(message), alone)]
+    single = TOKENIZER.encode("Yes", add_special_tokens=False)
+    pairs = [([5, 6, 7], [8, 9]), (TOKENIZER.apply_chat_template(message), single)]
     if family == "llama":
         # The whole text's tokens; they are all that the two share with the prompt's.
         for row in rows[1::-1]:
-            whole = TOKENIZER.encode(row["prompt"] + row["completion"])
+            full = TOKENIZER.encode(row["prompt"] + row["completion"])
             head = TOKENIZER.encode(row["prompt"])
-            same = [a == b for a, b in zip(head, whole, strict=False)]
+            same = [a == b for a, b in zip(head, full, strict=False)]
             n = same.index(False) if False in same else len(same)
-            pairs.insert(0, (whole[:n], whole[n:]))
+            pairs.insert(0, (full[:n], full[n:]))
     else:
         for row in rows[1::-1]:
             new = TOKENIZER.encode(row["completion"], add_special_tokens=False)
             pairs.insert(0, (TOKENIZER.encode(row["prompt"]), new))
-    want = jaxllm.score(model, *zip(*pairs, strict=True))
+    expected = jaxllm.score(model, *zip(*pairs, strict=True))
     for number, output in enumerate(outputs[:4]):
         line = output.to_dict()
         assert line.keys() == {"id", "log_likelihood", "is_greedy", "token_log_probs"}
-        np.testing.assert_allclose(line["log_likelihood"], want.log_likelihoods[number], rtol=1e-5)
-        np.testing.assert_allclose(line["token_log_probs"], want.token_log_probs[number], rtol=1e-4)
-        assert line["is_greedy"] == bool(want.is_greedy[number])
+        np.testing.assert_allclose(
+            line["log_likelihood"], expected.log_likelihoods[number], rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            line["token_log_probs"], expected.token_log_probs[number], rtol=1e-4
+        )
+        assert line["is_greedy"] == bool(expected.is_greedy[number])
     assert outputs[0].id == "a"
     for output, why in zip(
         outputs[4:],
@@ -75,7 +79,7 @@ def test_embeddings_are_pooled_states_of_length_1():
     for text, output in zip(("Hello", "Hello there, all of you"), outputs[:2], strict=True):
         ids = np.array([TOKENIZER.encode(text)])
         states = np.asarray(model.encode(ids, np.ones(ids.shape, bool)).x, np.float32)[0]
-        want = states.mean(0) / np.linalg.norm(states.mean(0))
-        np.testing.assert_allclose(output.embedding, want, atol=1e-5)
+        expected = states.mean(0) / np.linalg.norm(states.mean(0))
+        np.testing.assert_allclose(output.embedding, expected, atol=1e-5)
     assert outputs[1].to_dict().keys() == {"id", "embedding"}
     assert "expected a list of token ids" in outputs[2].error

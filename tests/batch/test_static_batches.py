@@ -71,7 +71,7 @@ def test_an_error_is_its_rows_alone():
 
 def test_batches_are_halved_when_memory_runs_out(monkeypatch):
     rows = three_rows(**BEAMS)
-    want = BatchGenerator(model("llama"), slots=12).generate(rows)
+    expected = BatchGenerator(model("llama"), slots=12).generate(rows)
     generate = static_batches.generate
 
     def refuse(net, ids, *arguments, **options):
@@ -81,11 +81,11 @@ def test_batches_are_halved_when_memory_runs_out(monkeypatch):
 
     monkeypatch.setattr(static_batches, "generate", refuse)
     engine = BatchGenerator(model("llama"), slots=12)
-    assert engine.generate(rows) == want
+    assert engine.generate(rows) == expected
     assert engine.counts.halvings == 2  # 4 rows at once, 2, 1
 
 
-def test_what_goes_to_slots():
+def test_rows_that_run_in_slots():
     """Greedy search, sampling and plain beams do; every field that asks for more goes elsewhere."""
     reader = BatchGenerator(model("llama"))._reader
     given = {

@@ -119,7 +119,7 @@ class TestConfig:
             ({}, None),
         ],
     )
-    def test_the_ends_of_a_text(self, ids, expected, tmp_path):
+    def test_end_tokens(self, ids, expected, tmp_path):
         fields = {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}
         assert config_of(tiny(tmp_path, fields)).get("eos_token_id") == expected
 

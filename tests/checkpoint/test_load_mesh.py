@@ -26,16 +26,16 @@ def random_indices(shape: tuple[int, ...], seed: int):
 
 def check_slices(source) -> None:
     for name in source.names():
-        whole = source.read(name)
+        full = source.read(name)
         # Halves, as a mesh asks for them, which fall together with heads; and anything else.
-        halves = [tuple(slice(0, n // 2) for n in whole.shape)]
-        halves += [tuple(slice(n // 2, n) for n in whole.shape), ()]
-        for index in (*halves, *random_indices(whole.shape, len(name))):
+        halves = [tuple(slice(0, n // 2) for n in full.shape)]
+        halves += [tuple(slice(n // 2, n) for n in full.shape), ()]
+        for index in (*halves, *random_indices(full.shape, len(name))):
             part = source.read(name, index)
-            assert part.dtype == whole.dtype
-            np.testing.assert_array_equal(part, whole[index], err_msg=f"{name} {index}")
+            assert part.dtype == full.dtype
+            np.testing.assert_array_equal(part, full[index], err_msg=f"{name} {index}")
         source.release_pages(name)
-        np.testing.assert_array_equal(source.read(name), whole)
+        np.testing.assert_array_equal(source.read(name), full)
 
 
 @pytest.mark.parametrize("name", ["llama_bias", "gpt2_hub_layout", "t5_relu"])

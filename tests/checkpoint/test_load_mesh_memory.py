@@ -59,8 +59,8 @@ def test_peak_memory_of_each_process(tmp_path):
         f"\nalone: {model / MB:.0f} MB of weights, {(peak - before) / MB:.0f} MB more at the peak"
     )
     assert peak - before < model + largest + 40 * MB
-    for before, peak, whole in measured(True):
-        assert whole == model
+    for before, peak, full in measured(True):
+        assert full == model
         print(f"shared by two: {(peak - before) / MB:.0f} MB more at the peak in each")
         # Half of the weights, the largest tensor's pages and its half in the making.
         assert peak - before < model / 2 + largest * 3 / 2 + 40 * MB

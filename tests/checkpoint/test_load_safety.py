@@ -219,8 +219,8 @@ def test_unscaled_mt5_head_saved_by_transformers_5(copy):
     folder = copy("mt5", config={"tie_word_embeddings": True})
     model, _ = jaxllm.load(folder)
     case = load_case("mt5")
-    found = distances(case.calls["plain"], forward(model, case.calls["plain"]), 1.0)
-    assert max(found.values()) < 2e-4
+    actual = distances(case.calls["plain"], forward(model, case.calls["plain"]), 1.0)
+    assert max(actual.values()) < 2e-4
 
 
 def test_copies_must_be_equal(copy):

@@ -81,9 +81,9 @@ def test_round_trip_of_half_precision(name, dtype, tmp_path):
     widened = {x.dtype for x in parameters(jaxllm.load(half)[0]).values()}
     kept = {path: x.dtype for path, x in parameters(jaxllm.load(half, dtype=dtype)[0]).items()}
     assert widened == {jnp.dtype(jnp.float32)}
-    for path, found in kept.items():  # T5's wo alone is float32 whatever the file says
+    for path, actual in kept.items():  # T5's wo alone is float32 whatever the file says
         wide = "t5" in name and path.endswith("mlp.down.weight")
-        assert found == ("float32" if wide else dtype), path
+        assert actual == ("float32" if wide else dtype), path
 
 
 def test_generation_config_and_tokenizer_are_saved(tmp_path):
@@ -222,10 +222,10 @@ def test_other_heads_without_checkpoint(family, architecture, tmp_path):
 
 
 def test_encoder_of_a_t5_checkpoint(tmp_path):
-    whole, _ = jaxllm.load(ROOT / "t5_v11")
+    full, _ = jaxllm.load(ROOT / "t5_v11")
     encoder, _ = jaxllm.load(ROOT / "t5_v11", architecture="T5EncoderModel")
     tokens = tiny.ids(vocab=40)
-    out = whole(tokens, decoder_input_ids=tokens)
+    out = full(tokens, decoder_input_ids=tokens)
     np.testing.assert_allclose(
         encoder(tokens).last_hidden_state, out.encoder_last_hidden_state, atol=1e-6
     )
@@ -257,9 +257,9 @@ def test_requested_dtypes(name):
 def test_t5_feed_forward_output_is_float32_in_half_precision():
     for dtype in ("bfloat16", "float16"):
         model, _ = jaxllm.load(ROOT / "t5_v11", dtype=dtype, param_dtype=dtype)
-        found = {p: str(x.dtype) for p, x in parameters(model).items()}
-        wide = {p for p, d in found.items() if d == "float32"}
-        assert wide == {p for p in found if p.endswith("mlp.down.weight")}
+        actual = {p: str(x.dtype) for p, x in parameters(model).items()}
+        wide = {p for p, d in actual.items() if d == "float32"}
+        assert wide == {p for p in actual if p.endswith("mlp.down.weight")}
         assert model.encoder.blocks[0].mlp.down.dtype == jnp.float32
 
 
@@ -318,7 +318,7 @@ def test_half_precision_model_without_checkpoint(tmp_path):
     options = Options(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     jaxllm.save_hf(tmp_path, tiny.make("t5", options=options))
     assert config_of(tmp_path)["torch_dtype"] == "bfloat16"
-    found = {name: dtype for name, (dtype, _, _) in tensors_of(tmp_path).items()}
-    assert {n for n, d in found.items() if d == "float32"} == {
-        n for n in found if n.endswith("DenseReluDense.wo.weight")
+    actual = {name: dtype for name, (dtype, _, _) in tensors_of(tmp_path).items()}
+    assert {n for n, d in actual.items() if d == "float32"} == {
+        n for n in actual if n.endswith("DenseReluDense.wo.weight")
     }

@@ -141,9 +141,9 @@ def test_all_devices_are_used_or_the_mesh_that_is_asked_for(tmp_path):
     weights = []
     for flags in ([], ["--mesh", "data=2,tensor=2"]):
         ended(batch.start(1, *flags))
-        (found,) = batch.check()["run"]["memory"]
-        assert found["devices"] == 4
-        weights.append(found["weights"])
+        (actual,) = batch.check()["run"]["memory"]
+        assert actual["devices"] == 4
+        weights.append(actual["weights"])
         batch.output.unlink()
     assert weights[1] < 0.6 * weights[0]
 

@@ -61,8 +61,8 @@ def test_turns_continue_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch)
         before = len(chat.ids)
         count = chat.ask(text, shown.append, lambda: False)
         prompt = chat.ids[: len(chat.ids) - count]
-        whole = jaxllm.generate(chat._model, [prompt], max_new_tokens=6).sequences[0]
-        assert chat.ids == whole.tolist()
+        full = jaxllm.generate(chat._model, [prompt], max_new_tokens=6).sequences[0]
+        assert chat.ids == full.tolist()
         assert cached[number] == max(0, before - 1)  # the newest token is not in the cache
     contents = [message["content"] for message in chat.messages]
     assert contents[:2] == ["Be brief.", "Hello"]
@@ -83,8 +83,8 @@ def test_a_stopped_answer_is_kept(folder: Path) -> None:
     assert chat.messages[-1]["content"] == "".join(seen)
     count = chat.ask("Again", seen.append, lambda: False)
     prompt = chat.ids[: len(chat.ids) - count]
-    whole = jaxllm.generate(chat._model, [prompt], max_new_tokens=6).sequences[0]
-    assert chat.ids == whole.tolist()
+    full = jaxllm.generate(chat._model, [prompt], max_new_tokens=6).sequences[0]
+    assert chat.ids == full.tolist()
 
 
 def test_an_error_changes_nothing(folder: Path) -> None:
@@ -115,8 +115,8 @@ def test_the_models_own_tokens_are_kept(tmp_path: Path) -> None:
         ids = continued_ids(tokenizer, messages, [*prompt, *answer], {end})
         assert ids[: len(prompt) + 6] == [*prompt, *letters, end]
         assert ids[len(prompt) + 6 :] == prompt
-    whole = tokenizer.apply_chat_template(messages)
-    assert continued_ids(tokenizer, messages, [], {end}) == whole
+    full = tokenizer.apply_chat_template(messages)
+    assert continued_ids(tokenizer, messages, [], {end}) == full
     other = [user, {**assistant, "content": "changed"}, user]  # not what the ids say
     assert continued_ids(tokenizer, other, [*prompt, *letters], set()) == (
         tokenizer.apply_chat_template(other)

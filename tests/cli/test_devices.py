@@ -117,7 +117,7 @@ def command(*flags: object) -> list[str]:
 @pytest.mark.slow
 def test_two_processes_print_the_same_text_once():
     """Shared weights, one text; nobody but the first process says anything."""
-    alone = subprocess.run(
+    single = subprocess.run(
         command("--seed", 7), env=environment(1), capture_output=True, text=True, check=True
     )
     flags = ["--seed", 7, "--mesh", "data=2,tensor=2", "--num-processes", 2]
@@ -135,7 +135,7 @@ def test_two_processes_print_the_same_text_once():
     (out, err), (other, silent) = (process.communicate(timeout=300) for process in running)
     assert [process.returncode for process in running] == [0, 0], err + silent
 
-    assert without_greetings(out) == alone.stdout.strip() != ""
+    assert without_greetings(out) == single.stdout.strip() != ""
     assert without_greetings(other) == ""
     assert "tokens" in err
     assert "tokens" not in silent

@@ -42,9 +42,9 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    made = Disk(tmp_path / "disk")
-    yield made
-    made.unmount()
+    disk = Disk(tmp_path / "disk")
+    yield disk
+    disk.unmount()
 
 
 def small(folder: Path) -> Path:

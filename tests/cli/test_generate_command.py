@@ -97,9 +97,9 @@ def test_help_lists_supported_fields_only(run) -> None:
 def test_streamed_text_equals_whole_text(run) -> None:
     sampling = ("--do-sample", "--seed", 3, "--max-new-tokens", 30, "--no-compile-cache")
     streamed = run("--model", LLAMA, *sampling, "Once upon a time")
-    whole = run("--model", LLAMA, *sampling, "--no-stream", "Once upon a time")
-    assert streamed.code == whole.code == 0, streamed.err
-    assert streamed.out == whole.out
+    full = run("--model", LLAMA, *sampling, "--no-stream", "Once upon a time")
+    assert streamed.code == full.code == 0, streamed.err
+    assert streamed.out == full.out
     assert len(streamed.out) > 10
 
 
@@ -167,10 +167,10 @@ def test_ids_of_an_encoder_decoder(run) -> None:
     result = run("--model", T5, *SHORT, "--eos-token-id", "none", "--input-ids", "5,6,7,1")
     assert result.code == 0, result.err
     assert len([int(index) for index in result.out.split(",")]) == 8
-    whole = run(
+    full = run(
         "--model", T5, *SHORT, "--eos-token-id", "none", "--input-ids", "5,6,7,1", "--no-stream"
     )
-    assert whole.out == result.out
+    assert full.out == result.out
 
 
 def test_lists_and_end_tokens(run) -> None:

@@ -103,13 +103,13 @@ def test_requests_of_all_kinds(tmp_path, capsys, chat_model, count):
     lines = read_lines(tmp_path / "out.jsonl")
     assert len(lines) == len(requests)
     good = len(requests) - len(BAD)
-    for wanted, line in zip(requests[:good], lines, strict=False):
+    for expected, line in zip(requests[:good], lines, strict=False):
         assert line.keys() == {"id", "custom_id", "response", "error"}
-        assert (line["custom_id"], line["error"]) == (wanted["custom_id"], None)
-        response, body = line["response"], wanted["body"]
+        assert (line["custom_id"], line["error"]) == (expected["custom_id"], None)
+        response, body = line["response"], expected["body"]
         assert response.keys() == {"status_code", "request_id", "body"}
         assert response["status_code"] == 200, response
-        of_kind: Any = ChatCompletion if wanted["url"] == CHAT else Completion
+        of_kind: Any = ChatCompletion if expected["url"] == CHAT else Completion
         answer = of_kind.model_validate(response["body"], strict=True)
         assert answer.model == "tiny-chat"
         assert len(answer.choices) == body.get("n", 1)
@@ -148,16 +148,16 @@ def test_answers_do_not_depend_on_the_other_requests(tmp_path, chat_model):
         engine = BatchRequests(model, tokenizer, model_name="m", slots=8, context=64, **options)
         return {o.index: content(o) for o in engine.answer(map(source.row, rows))}
 
-    whole = answers(list(range(12)))
-    assert answers([3, 9]) == {3: whole[3], 9: whole[9]}
-    assert answers([3], seed=1) != {3: whole[3]}
+    full = answers(list(range(12)))
+    assert answers([3, 9]) == {3: full[3], 9: full[9]}
+    assert answers([3], seed=1) != {3: full[3]}
     greedy = answers([3, 4], do_sample=False)
-    want = jaxllm.generate(
+    expected = jaxllm.generate(
         model, [tokenizer.apply_chat_template(source.row(3).raw["body"]["messages"])],
         do_sample=False, max_new_tokens=6,
     )  # fmt: skip
     text = greedy[3][0]["message"]["content"]
-    assert text == tokenizer.decode(want.sequences[0, -6:], skip_special_tokens=True)
+    assert text == tokenizer.decode(expected.sequences[0, -6:], skip_special_tokens=True)
 
 
 def test_what_is_refused(tmp_path, capsys, chat_model):

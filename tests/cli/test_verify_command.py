@@ -26,27 +26,27 @@ PARITY = DATA / "parity"
 
 def test_distance_of_equals() -> None:
     logits = np.random.default_rng(0).normal(size=(5, 7))
-    found = distance(logits, logits, 1.0)
-    assert (found.positions, found.max_abs, found.relative, found.top1) == (5, 0, 0, 1)
-    assert found.kl_max == pytest.approx(0, abs=1e-12)
+    actual = distance(logits, logits, 1.0)
+    assert (actual.positions, actual.max_abs, actual.relative, actual.top1) == (5, 0, 0, 1)
+    assert actual.kl_max == pytest.approx(0, abs=1e-12)
 
 
 def test_distance_by_hand() -> None:
     reference = np.log([[0.5, 0.5], [0.25, 0.75]])
     ours = np.log([[0.25, 0.75], [0.25, 0.75]])
-    found = distance(ours, reference, 2.0)
-    assert found.max_abs == pytest.approx(np.log(2))
-    assert found.relative == pytest.approx(np.log(2) / 2)
-    assert found.kl_max == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(0.5 / 0.75))
-    assert found.kl_mean == pytest.approx(found.kl_max / 2)
-    assert found.top1 == 0.5
+    actual = distance(ours, reference, 2.0)
+    assert actual.max_abs == pytest.approx(np.log(2))
+    assert actual.relative == pytest.approx(np.log(2) / 2)
+    assert actual.kl_max == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(0.5 / 0.75))
+    assert actual.kl_mean == pytest.approx(actual.kl_max / 2)
+    assert actual.top1 == 0.5
 
 
 def test_distance_ignores_a_constant_in_the_probabilities() -> None:
     logits = np.random.default_rng(0).normal(size=(2, 7))
-    found = distance(logits + 3, logits, 1.0)
-    assert found.max_abs == pytest.approx(3)
-    assert found.kl_max == pytest.approx(0, abs=1e-12)
+    actual = distance(logits + 3, logits, 1.0)
+    assert actual.max_abs == pytest.approx(3)
+    assert actual.kl_max == pytest.approx(0, abs=1e-12)
 
 
 def test_distance_needs_equal_shapes() -> None:

@@ -66,7 +66,7 @@ def test_folder_that_cannot_be_made(tmp_path):
         RunLock(tmp_path / "file")
 
 
-def test_whether_a_folder_is_locked(tmp_path):
+def test_lock_state_of_a_folder(tmp_path):
     folder = tmp_path / "run"
     assert not is_locked(folder)
     assert not folder.exists()

@@ -140,12 +140,12 @@ def test_where_transformers_has_a_key_error_the_spelling_counts(plain):
 
 
 def test_padding_does_not_change_a_row(plain):
-    alone, mask = healed(plain, [[154, 158, 56, 53]])
-    assert alone.tolist() == [[154, 158, 56, 164]]
+    single, mask = healed(plain, [[154, 158, 56, 53]])
+    assert single.tolist() == [[154, 158, 56, 164]]
     assert mask.all()
     for row in ([7, 7, 154, 158, 56, 53], [154, 158, 56, 53, 7, 7]):
         ids, mask = healed(plain, [row], np.array([row]) != 7)
-        assert ids.tolist() == alone.tolist()
+        assert ids.tolist() == single.tolist()
         assert mask.all()
     ids, mask = healed(plain, [[0, 0, 0, 158], [154, 158, 56, 53]])
     assert ids.tolist() == [[0, 0, 0, 158], [154, 158, 56, 164]]

@@ -83,20 +83,20 @@ def test_green_lists_are_those_of_transformers(name):
     processor = WatermarkLogitsProcessor(**CASES["green"][name])
     ids, scores, green = (ARRAYS[f"{name}/{part}"] for part in ("ids", "scores", "green"))
     buffer = np.pad(ids, ((0, 0), (0, 3)), constant_values=99)
-    got = np.asarray(run(processor, buffer, scores, ids.shape[1], {}))
-    np.testing.assert_array_equal(got != scores, green)
-    np.testing.assert_allclose(got, scores + green * np.asarray(processor.bias), rtol=1e-6)
+    actual = np.asarray(run(processor, buffer, scores, ids.shape[1], {}))
+    np.testing.assert_array_equal(actual != scores, green)
+    np.testing.assert_allclose(actual, scores + green * np.asarray(processor.bias), rtol=1e-6)
 
 
 @pytest.mark.parametrize("scheme", ["lefthash", "selfhash"])
 def test_green_lists_do_not_see_padding(scheme):
     processor = WatermarkLogitsProcessor(60, seeding_scheme=scheme, context_width=3)
     scores = np.random.default_rng(1).normal(size=(1, 60)).astype(np.float32)
-    alone = run(processor, np.array([[5, 6, 7]]), scores, 3, {})
-    assert (alone != scores).any()
+    single = run(processor, np.array([[5, 6, 7]]), scores, 3, {})
+    assert (single != scores).any()
     for ids, mask in (([0, 0, 5, 6, 7], [0, 0, 1, 1, 1]), ([5, 6, 0, 0, 7], [1, 1, 0, 0, 1])):
         padded = {"mask": np.array([mask], bool)}
-        np.testing.assert_array_equal(run(processor, np.array([ids]), scores, 5, padded), alone)
+        np.testing.assert_array_equal(run(processor, np.array([ids]), scores, 5, padded), single)
     short = {"mask": np.array([[0, 0, 0, 1, 1]], bool)}
     np.testing.assert_array_equal(
         run(processor, np.array([[0, 0, 5, 6, 7]]), scores, 5, short), scores
@@ -128,13 +128,13 @@ def test_detector(name):
 def test_detector_leaves_out_padding_and_names_bad_rows():
     ids = ARRAYS["detect_left/ids"]
     detector = WatermarkDetector(SimpleNamespace(vocab_size=40, bos_token_id=1), {})
-    alone = detector(ids[:1], return_dict=True)
+    single = detector(ids[:1], return_dict=True)
     padded = detector(
         np.pad(ids[:1], ((0, 0), (0, 9))),
         return_dict=True,
         attention_mask=np.pad(np.ones_like(ids[:1]), ((0, 0), (0, 9))),
     )
-    assert alone.z_score == padded.z_score
+    assert single.z_score == padded.z_score
     with pytest.raises(InputError, match="some rows begin with BOS"):
         detector(np.array([[1, 2, 3], [2, 3, 4]]))
     with pytest.raises(InputError, match="has 1 before it"):
@@ -176,8 +176,8 @@ def test_synthid_is_that_of_transformers(name, given):
     buffer = np.pad(ids, ((0, 0), (0, 3)), constant_values=2)
     for step in range(len(scores)):
         length = case["prompt"] + step
-        got = run(processor, buffer, scores[step], length, {} if given == "init" else known)
-        np.testing.assert_allclose(got, expected[step], rtol=1e-4, atol=1e-4)
+        actual = run(processor, buffer, scores[step], length, {} if given == "init" else known)
+        np.testing.assert_allclose(actual, expected[step], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", CASES["synthid"])

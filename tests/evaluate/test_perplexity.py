@@ -30,20 +30,20 @@ def test_windows_predict_every_token_once_with_enough_before_it():
 def test_log_likelihood_is_that_of_the_models_logits():
     ids = np.array(TOKENIZER.encode(TEXT))
     context, stride = 32, 8
-    want, done = 0.0, 1
+    expected, done = 0.0, 1
     for start in range(0, len(ids), stride):  # as transformers' documentation computes it
         end = min(start + context, len(ids))
         if end <= done:
             break
         logits = np.asarray(MODEL(ids[None, start:end]).logits, np.float64)[0]
         log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        want += sum(log_probs[i - start - 1, ids[i]] for i in range(done, end))
+        expected += sum(log_probs[i - start - 1, ids[i]] for i in range(done, end))
         done = end
     output = perplexity(MODEL, TOKENIZER, TEXT, context=context, stride=stride, batch_size=4)
     assert output.tokens == len(ids) - 1
-    assert output.log_likelihood == pytest.approx(want, rel=1e-5)
-    assert output.perplexity == pytest.approx(np.exp(-want / output.tokens), rel=1e-5)
-    bits = -want / np.log(2) / len(TEXT.encode())
+    assert output.log_likelihood == pytest.approx(expected, rel=1e-5)
+    assert output.perplexity == pytest.approx(np.exp(-expected / output.tokens), rel=1e-5)
+    bits = -expected / np.log(2) / len(TEXT.encode())
     assert output.bits_per_byte == pytest.approx(bits, rel=1e-5)
 
 

@@ -76,7 +76,7 @@ def test_scores_of_beams_are_those_of_an_uncached_pass(family, fields):
         score = log_p[np.arange(NEW), tokens].sum() / NEW
         if "diversity_penalty" not in fields:
             np.testing.assert_allclose(out.sequences_scores[i], score, atol=1e-4)
-        alone = jaxllm.generate(
+        single = jaxllm.generate(
             tiny.cached(family),
             np.array([PROMPTS[i // 2]]),
             num_beams=3,
@@ -85,7 +85,7 @@ def test_scores_of_beams_are_those_of_an_uncached_pass(family, fields):
             **NO_EOS,
             **fields,
         )
-        np.testing.assert_array_equal(np.asarray(alone.sequences)[i % 2, -NEW:], tokens)
+        np.testing.assert_array_equal(np.asarray(single.sequences)[i % 2, -NEW:], tokens)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_a_conversation_goes_on_from_its_cache():
     ids = np.concatenate([out.sequences, np.array(turns(1, 2, 2))], axis=1)
     mask = np.pad(mask, ((0, 0), (0, 8)), constant_values=1)
     kept = jaxllm.generate(net, ids, mask, past_key_values=out.past_key_values, **fields)
-    whole = jaxllm.generate(net, ids, mask, **fields)
-    np.testing.assert_array_equal(kept.sequences, whole.sequences)
+    full = jaxllm.generate(net, ids, mask, **fields)
+    np.testing.assert_array_equal(kept.sequences, full.sequences)
 
 
 def test_a_cache_window_wider_than_the_layers_changes_nothing():

@@ -51,9 +51,9 @@ def test_chunks_equal_one_prefill(family: str, size: int) -> None:
 def test_strategies(fields: dict[str, Any]) -> None:
     model = tiny.cached("llama")
     common = {"max_new_tokens": 6, **fields}
-    whole = jaxllm.generate(model, IDS, MASK, **common).sequences
+    full = jaxllm.generate(model, IDS, MASK, **common).sequences
     chunked = jaxllm.generate(model, IDS, MASK, prefill_chunk_size=4, **common).sequences
-    np.testing.assert_array_equal(chunked, whole)
+    np.testing.assert_array_equal(chunked, full)
 
 
 def test_what_cannot_be_chunked_raises() -> None:

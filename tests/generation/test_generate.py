@@ -46,11 +46,11 @@ def test_left_padded_equals_right_padded_equals_alone(name):
         )
         results.append(out.sequences[:, -9:])
     np.testing.assert_array_equal(*results)
-    for row, want in zip(rows, results[0], strict=True):
-        alone = jaxllm.generate(
+    for row, expected in zip(rows, results[0], strict=True):
+        single = jaxllm.generate(
             model(name), row[None], max_new_tokens=9, eos_token_id=None, no_repeat_ngram_size=2
         )
-        np.testing.assert_array_equal(alone.sequences[0, -9:], want)
+        np.testing.assert_array_equal(single.sequences[0, -9:], expected)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -63,8 +63,8 @@ def test_cached_equals_uncached(name):
         logits = net(ids, mask, out).logits
         np.testing.assert_array_equal(np.argmax(logits, -1)[:, :-1], out[:, 1:])
     else:
-        whole = np.concatenate([mask, np.ones((len(ids), 12), int)], axis=1)
-        logits = net(out, whole).logits
+        full = np.concatenate([mask, np.ones((len(ids), 12), int)], axis=1)
+        logits = net(out, full).logits
         np.testing.assert_array_equal(np.argmax(logits, -1)[:, ids.shape[1] - 1 : -1], out[:, 7:])
 
 
@@ -79,11 +79,11 @@ def test_inside_the_callers_jit(name):
             net, ids, mask, key=key, max_new_tokens=8, do_sample=True, temperature=temperature
         ).sequences
 
-    got = call(net, ids, mask, jax.random.key(5), 0.8)
-    want = jaxllm.generate(
+    actual = call(net, ids, mask, jax.random.key(5), 0.8)
+    expected = jaxllm.generate(
         net, ids, mask, key=jax.random.key(5), max_new_tokens=8, do_sample=True, temperature=0.8
     ).sequences
-    np.testing.assert_array_equal(np.asarray(got)[:, : want.shape[1]], want)
+    np.testing.assert_array_equal(np.asarray(actual)[:, : expected.shape[1]], expected)
 
 
 def test_a_model_that_the_callers_jit_closes_over():
@@ -94,17 +94,17 @@ def test_a_model_that_the_callers_jit_closes_over():
     def call(ids):
         return jaxllm.generate(net, ids, max_new_tokens=5, eos_token_id=2).sequences
 
-    want = jaxllm.generate(net, padded, max_new_tokens=5, eos_token_id=2).sequences
-    np.testing.assert_array_equal(np.asarray(call(padded))[:, : want.shape[1]], want)
+    expected = jaxllm.generate(net, padded, max_new_tokens=5, eos_token_id=2).sequences
+    np.testing.assert_array_equal(np.asarray(call(padded))[:, : expected.shape[1]], expected)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_64_bit_mode(name):
     _, ids, mask = prompts(name)
-    want = jaxllm.generate(model(name), ids, mask, max_new_tokens=5).sequences
+    expected = jaxllm.generate(model(name), ids, mask, max_new_tokens=5).sequences
     with jax.enable_x64(True):
-        got = jaxllm.generate(model(name), ids, mask, max_new_tokens=5).sequences
-    np.testing.assert_array_equal(got, want)
+        actual = jaxllm.generate(model(name), ids, mask, max_new_tokens=5).sequences
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_finished_rows_get_pads_and_length_is_the_longest_row():
@@ -165,9 +165,9 @@ def test_random_lengths_equal_an_uncached_pass(name):
         length, new = int(rng.integers(1, 30)), int(rng.integers(1, 20))
         ids = rng.integers(3, net.config.vocab_size - 1, (1, length))
         out = jaxllm.generate(net, ids, max_new_tokens=new, eos_token_id=None).sequences
-        whole = np.pad(ids if net.is_encoder_decoder else out, ((0, 0), (0, 64)))[:, :64]
+        full = np.pad(ids if net.is_encoder_decoder else out, ((0, 0), (0, 64)))[:, :64]
         real = np.arange(64) < (length if net.is_encoder_decoder else out.shape[1])
         decoder = np.pad(out, ((0, 0), (0, 64)))[:, :32]
-        best = np.asarray(best_tokens(net, whole, real[None], decoder))[0]
+        best = np.asarray(best_tokens(net, full, real[None], decoder))[0]
         first = 0 if net.is_encoder_decoder else length - 1
         np.testing.assert_array_equal(best[first : first + new], out[0, -new:])

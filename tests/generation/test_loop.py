@@ -61,14 +61,14 @@ def test_two_models_of_one_config_share_their_programs():
 def test_stream_equals_generate_and_shares_its_programs(name, chunk_size):
     _, ids, mask = prompts(name)
     fields = {"max_new_tokens": 11, "do_sample": True, "key": 3, "eos_token_id": None}
-    whole = jaxllm.generate(model(name), ids, mask, **fields).sequences
+    full = jaxllm.generate(model(name), ids, mask, **fields).sequences
     chunks = []
 
     def run():
         chunks.extend(jaxllm.stream(model(name), ids, mask, chunk_size=chunk_size, **fields))
 
     assert compilations(run) == []
-    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), whole[:, -11:])
+    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), full[:, -11:])
     assert [c.shape[1] for c in chunks[:-1]] == [chunk_size] * (len(chunks) - 1)
 
 

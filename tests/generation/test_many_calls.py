@@ -48,9 +48,9 @@ def test_two_threads_with_their_own_settings_get_the_results_of_each_alone(calls
 
     with ThreadPoolExecutor(len(settings)) as threads:  # first, so that they compile together, too
         together = list(threads.map(results, settings))
-    for got, fields in zip(together, settings, strict=True):
-        for one, alone in zip(got, results(fields), strict=True):
-            np.testing.assert_array_equal(one, alone)
+    for actual, fields in zip(together, settings, strict=True):
+        for one, single in zip(actual, results(fields), strict=True):
+            np.testing.assert_array_equal(one, single)
 
 
 @pytest.mark.parametrize(

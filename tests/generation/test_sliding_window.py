@@ -81,8 +81,8 @@ def test_beams(family, fields):
 def test_candidates(family, fields):
     out, new = generated(family, output_scores=True, **fields)
     for i, tokens in enumerate(new):
-        wanted = logits_in_a_band(tiny.cached(family), family, i, tokens)
-        np.testing.assert_allclose(np.stack(out.scores)[:, i], wanted, atol=3e-4)
+        expected = logits_in_a_band(tiny.cached(family), family, i, tokens)
+        np.testing.assert_allclose(np.stack(out.scores)[:, i], expected, atol=3e-4)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,6 @@ def test_64_bit_mode():
         ids = np.concatenate([out.sequences, new], axis=1)
         mask = np.pad(mask, ((0, 0), (0, 4)), constant_values=1)
         kept = {"max_new_tokens": 3, "past_key_values": out.past_key_values, **NO_EOS}
-        got = jaxllm.generate(net, ids, mask, **kept)
-    wanted = jaxllm.generate(net, ids, mask, **fields)
-    np.testing.assert_array_equal(got.sequences, wanted.sequences)
+        actual = jaxllm.generate(net, ids, mask, **kept)
+    expected = jaxllm.generate(net, ids, mask, **fields)
+    np.testing.assert_array_equal(actual.sequences, expected.sequences)

@@ -24,12 +24,12 @@ MASK[1, 4:6] = False  # pads in the middle: the end of a shorter prompt, and a f
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_forward_with_a_cache(family):
     model, ids = tiny.cached(family), tiny.ids(2, 10)
-    whole = tiny.logits(model, ids, attention_mask=MASK)
+    full = tiny.logits(model, ids, attention_mask=MASK)
     cache = model.init_cache(2, 12)
     for columns in CHUNKS:
         out = model(ids[:, columns], MASK[:, columns], cache=cache)
         cache, real = out.cache, MASK[:, columns]
-        np.testing.assert_allclose(out.logits[real], whole[:, columns][real], atol=2e-5)
+        np.testing.assert_allclose(out.logits[real], full[:, columns][real], atol=2e-5)
     assert int(cache.length) == 10
     assert cache.next_position.tolist() == [7, 8]
     with pytest.raises(InputError, match="cache: 12 columns, of which 10 are in use; 3 more"):
@@ -52,7 +52,7 @@ def test_decode(family, cache_is_empty):
     model, ids = tiny.cached(family), tiny.ids(2, 10)
     if family == "t5":
         source, source_mask = tiny.ids(2, 6, seed=1), np.arange(6)[None] < [[6], [4]]
-        whole = tiny.logits(
+        full = tiny.logits(
             model,
             source,
             attention_mask=source_mask,
@@ -61,7 +61,7 @@ def test_decode(family, cache_is_empty):
         )
         cache = model.init_cache(2, 12, input_ids=source, attention_mask=source_mask)
     else:
-        whole = tiny.logits(model, ids, attention_mask=MASK)
+        full = tiny.logits(model, ids, attention_mask=MASK)
         cache = model.init_cache(2, 12)
     decode = jax.jit(model.decode, static_argnames="cache_is_empty")
     for columns in CHUNKS:
@@ -69,7 +69,7 @@ def test_decode(family, cache_is_empty):
         first = cache_is_empty and columns.start == 0
         read = decode(jnp.asarray(ids[:, columns]), real, cache, cache_is_empty=first)
         cache = read.cache
-        np.testing.assert_allclose(read.logits[real], whole[:, columns][real], atol=2e-5)
+        np.testing.assert_allclose(read.logits[real], full[:, columns][real], atol=2e-5)
 
 
 def test_gpt2_positions_end_with_the_cache_too():
@@ -84,12 +84,12 @@ def test_cross_attention_and_token_types_stay_in_the_cache():
     states = load_case("gpt2_cross").calls["plain"].inputs["encoder_hidden_states"]
     ids, types = tiny.ids(len(states), 6, vocab=20), tiny.ids(len(states), 6, seed=1, vocab=20)
     types[:, 4:] = types[:, 3:4]  # new tokens take the type of the prompt's last
-    whole = model(ids, token_type_ids=types, encoder_hidden_states=states).logits
+    full = model(ids, token_type_ids=types, encoder_hidden_states=states).logits
     cache = model.init_cache(len(ids), 8, encoder_hidden_states=states)
     mask = jnp.ones((len(ids), 4), bool)
     read = model.decode(
         jnp.asarray(ids[:, :4]), mask, cache, token_type_ids=jnp.asarray(types[:, :4])
     )
-    np.testing.assert_allclose(read.logits, whole[:, :4], atol=1e-4)
+    np.testing.assert_allclose(read.logits, full[:, :4], atol=1e-4)
     read = model.decode(jnp.asarray(ids[:, 4:]), mask[:, :2], read.cache)
-    np.testing.assert_allclose(read.logits, whole[:, 4:], atol=1e-4)
+    np.testing.assert_allclose(read.logits, full[:, 4:], atol=1e-4)

@@ -44,11 +44,11 @@ def test_embeddings_are_ids(family):
     model, ids = tiny.cached(family), tiny.ids()
     table = model.shared if family == "t5" else model.backbone.embed
     vectors = table.weight[...][ids]
-    got = model(inputs_embeds=vectors, **decoder(model)).logits
-    np.testing.assert_array_equal(got, model(ids, **decoder(model)).logits)
+    actual = model(inputs_embeds=vectors, **decoder(model)).logits
+    np.testing.assert_array_equal(actual, model(ids, **decoder(model)).logits)
     if family == "t5":
-        got = model(ids, decoder_inputs_embeds=vectors).logits
-        np.testing.assert_array_equal(got, model(ids, decoder_input_ids=ids).logits)
+        actual = model(ids, decoder_inputs_embeds=vectors).logits
+        np.testing.assert_array_equal(actual, model(ids, decoder_input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -68,8 +68,8 @@ def test_logits_to_keep(family, keep):
     model = tiny.cached(family)
     every = model(tiny.ids(), **decoder(model)).logits
     assert np.array_equal(model(tiny.ids(), logits_to_keep=0, **decoder(model)).logits, every)
-    got = model(tiny.ids(), logits_to_keep=keep, **decoder(model)).logits
-    np.testing.assert_allclose(got, every[:, -3:], atol=1e-5)
+    actual = model(tiny.ids(), logits_to_keep=keep, **decoder(model)).logits
+    np.testing.assert_allclose(actual, every[:, -3:], atol=1e-5)
 
 
 def test_labels_are_shifted_for_a_decoder_and_not_for_t5():
@@ -129,15 +129,15 @@ def test_encoder_outputs_are_reused():
     model, ids = tiny.cached("t5"), tiny.ids()
     mask = np.arange(9)[None] < [[9], [5]]
     options = {"output_hidden_states": True, "output_attentions": True}
-    whole = model(ids, mask, ids, **options)
+    full = model(ids, mask, ids, **options)
     encoder = BaseOutput(
-        last_hidden_state=whole.encoder_last_hidden_state,
-        hidden_states=whole.encoder_hidden_states,
-        attentions=whole.encoder_attentions,
+        last_hidden_state=full.encoder_last_hidden_state,
+        hidden_states=full.encoder_hidden_states,
+        attentions=full.encoder_attentions,
     )
-    for given in (encoder, whole.encoder_last_hidden_state):
+    for given in (encoder, full.encoder_last_hidden_state):
         again = model(encoder_outputs=given, attention_mask=mask, decoder_input_ids=ids, **options)
-        np.testing.assert_array_equal(again.logits, whole.logits)
+        np.testing.assert_array_equal(again.logits, full.logits)
     assert again.encoder_hidden_states is None
     both = model(encoder_outputs=encoder, attention_mask=mask, decoder_input_ids=ids)
     assert both.encoder_hidden_states is encoder.hidden_states

@@ -403,7 +403,7 @@ def test_two_spellings_of_a_field():
 
 
 @pytest.mark.parametrize("model_type", ["mt5", "umt5"])
-def test_scaling_where_version_5_calls_every_model_tied(model_type):
+def test_scaling_of_models_that_version_5_calls_tied(model_type):
     """`tie_word_embeddings` is true beside an own, unscaled head: the tensors decide."""
     raw = {**tiny.CONFIGS["t5"], "model_type": model_type, "tie_word_embeddings": True}
     config = model_spec(raw).config

@@ -95,7 +95,7 @@ def test_optax_takes_labels_and_masks_made_from_a_model(family, architecture):
     )
 
 
-def test_a_model_is_no_input_of_another():
+def test_a_model_is_not_an_input_of_another_call():
     model = tiny.make("llama")
     with pytest.raises(InputError, match="input_ids"):
         model(model)

@@ -26,10 +26,10 @@ def documents(vocab: int, lengths=LENGTHS, seed: int = 0) -> list[np.ndarray]:
 def pack(parts: list[np.ndarray], width: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """One row, and which document each of its tokens belongs to."""
     row, segments = np.full(width, fill, np.int32), np.zeros(width, np.int32)
-    at = 0
+    index = 0
     for number, part in enumerate(parts, start=1):
-        row[at : at + len(part)], segments[at : at + len(part)] = part, number
-        at += len(part)
+        row[index : index + len(part)], segments[index : index + len(part)] = part, number
+        index += len(part)
     return row[None], segments[None]
 
 
@@ -48,11 +48,11 @@ def test_packed_documents_of_a_decoder(name):
     ids, segments = pack(parts, 20)
     out = m(ids, segment_ids=segments, labels=np.where(segments > 0, ids, -100))
     rows, mask = one_a_row(parts)
-    alone = m(rows, mask, labels=np.where(mask, rows, -100))
+    single = m(rows, mask, labels=np.where(mask, rows, -100))
     np.testing.assert_allclose(
-        np.asarray(out.logits)[segments > 0], np.asarray(alone.logits)[mask], atol=2e-4
+        np.asarray(out.logits)[segments > 0], np.asarray(single.logits)[mask], atol=2e-4
     )
-    np.testing.assert_allclose(float(out.loss), float(alone.loss), rtol=1e-5)
+    np.testing.assert_allclose(float(out.loss), float(single.loss), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["s_t5", pytest.param("s_t5_gated", marks=SLOW)])
@@ -65,13 +65,13 @@ def test_packed_pairs_of_an_encoder_decoder(name):
     out = m(ids, segment_ids=segments, decoder_segment_ids=decoder_segments, labels=labels)
     rows, mask = one_a_row(sources)
     target_rows, target_mask = one_a_row(targets)
-    alone = m(rows, mask, labels=np.where(target_mask, target_rows, -100))
+    single = m(rows, mask, labels=np.where(target_mask, target_rows, -100))
     np.testing.assert_allclose(
         np.asarray(out.logits)[decoder_segments > 0],
-        np.asarray(alone.logits)[target_mask],
+        np.asarray(single.logits)[target_mask],
         atol=2e-4,
     )
-    np.testing.assert_allclose(float(out.loss), float(alone.loss), rtol=1e-5)
+    np.testing.assert_allclose(float(out.loss), float(single.loss), rtol=1e-5)
 
 
 def test_segments_change_the_result():
@@ -86,9 +86,9 @@ def test_a_packed_row_may_be_longer_than_the_positions():
     limit = m.config.max_positions
     parts = documents(m.config.vocab_size, (limit, limit, 4))
     ids, segments = pack(parts, 2 * limit + 4)
-    alone = m(parts[1][None]).logits[0]
+    single = m(parts[1][None]).logits[0]
     packed = m(ids, segment_ids=segments).logits[0, limit : 2 * limit]
-    np.testing.assert_allclose(packed, alone, atol=5e-4)
+    np.testing.assert_allclose(packed, single, atol=5e-4)
     with pytest.raises(InputError, match=f"{limit + 1} tokens"):
         m(np.ones((1, limit + 1), np.int32), segment_ids=np.ones((1, limit + 1), np.int32))
 

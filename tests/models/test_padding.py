@@ -47,15 +47,15 @@ def check(padded: list[np.ndarray], alone: list[np.ndarray]) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_200_padded_rows_equal_themselves_alone(family):
     model, groups = tiny.cached(family), texts(0)
-    alone = [row for group in groups for row in tiny.logits(model, group)]
+    single = [row for group in groups for row in tiny.logits(model, group)]
     for holes in (False, True):  # positions count real tokens, so even holes do not matter
         ids, mask = scattered(groups, seed=1, holes=holes)
-        check(rows_of(tiny.logits(model, ids, attention_mask=mask), mask), alone)
+        check(rows_of(tiny.logits(model, ids, attention_mask=mask), mask), single)
 
 
 def test_200_padded_rows_of_t5_equal_themselves_alone():
     model, sources, targets = tiny.cached("t5"), texts(0), texts(100)
-    alone = [
+    single = [
         row
         for source, target in zip(sources, targets, strict=True)
         for row in tiny.logits(model, source, decoder_input_ids=target)
@@ -69,7 +69,7 @@ def test_200_padded_rows_of_t5_equal_themselves_alone():
         decoder_input_ids=decoder_ids,
         decoder_attention_mask=decoder_mask,
     )
-    check(rows_of(logits, decoder_mask), alone)
+    check(rows_of(logits, decoder_mask), single)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

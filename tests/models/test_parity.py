@@ -73,9 +73,9 @@ def test_gradients(name):
     model_type, _ = architecture_of(model)
     ours = parameters(grads)
     entries = FAMILIES[model_type].table(model.config).for_model(ours)
-    got = {e.tensor: e.join([np.asarray(ours[o]) for o in e.parameters]) for e in entries}
+    actual = {e.tensor: e.join([np.asarray(ours[o]) for o in e.parameters]) for e in entries}
     expected = {k.removeprefix("grad/"): v for k, v in call.outputs.items() if "grad/" in k}
     for parameter, gradient in expected.items():
         largest = np.abs(gradient).max()
-        difference = np.abs(got[parameter] - gradient).max()
+        difference = np.abs(actual[parameter] - gradient).max()
         assert difference < 1e-4 * max(largest, 1e-2), parameter

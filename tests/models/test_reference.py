@@ -36,9 +36,9 @@ def test_conformance(case):
     model, _ = jaxllm.load(compare.model_dir(case))
     inputs = {name: np.array(value) for name, value in case["inputs"].items()}
     out = model(**inputs)
-    got = {key.split("/", 1)[1] for key in case["expected"]["arrays"]}
-    got = {name: np.asarray(getattr(out, name)) for name in got}
-    assert compare.check(case, got, arrays(), atol=1e-4) == []
+    actual = {key.split("/", 1)[1] for key in case["expected"]["arrays"]}
+    actual = {name: np.asarray(getattr(out, name)) for name in actual}
+    assert compare.check(case, actual, arrays(), atol=1e-4) == []
 
 
 @pytest.mark.parametrize("name", TINY)

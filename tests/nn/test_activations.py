@@ -19,8 +19,8 @@ STORED = [name.removeprefix("act_") for name in TABLES if name.startswith("act_"
 @pytest.mark.parametrize("name", STORED)
 def test_stored_values(name):
     call = TABLES[f"act_{name}"]
-    got = activation(name, where="hidden_act")(jnp.asarray(call.inputs["x"]))
-    np.testing.assert_allclose(got, call.outputs["y"], rtol=2e-5, atol=1e-6)
+    actual = activation(name, where="hidden_act")(jnp.asarray(call.inputs["x"]))
+    np.testing.assert_allclose(actual, call.outputs["y"], rtol=2e-5, atol=1e-6)
 
 
 def test_the_others_by_their_formulas():

@@ -31,15 +31,15 @@ def test_windows_count_real_tokens_cached_and_uncached(windowed):
     """Pads on the left, on the right and between: every row is as the row alone."""
     tokens, mask = tiny.ids(3, 12), np.ones((3, 12), bool)
     mask[0, :4] = mask[1, 7:] = mask[2, 4:8] = False
-    alone = [tiny.logits(windowed, tokens[i : i + 1, mask[i]])[0] for i in range(3)]
-    whole = tiny.logits(windowed, tokens, attention_mask=mask)
+    single = [tiny.logits(windowed, tokens[i : i + 1, mask[i]])[0] for i in range(3)]
+    full = tiny.logits(windowed, tokens, attention_mask=mask)
     cache, parts = windowed.init_cache(3, 12), []
     for columns in (slice(0, 5), slice(5, 6), slice(6, 12)):
         out = windowed(tokens[:, columns], mask[:, columns], cache=cache)
         cache = out.cache
         parts.append(out.logits)
-    for i, expected in enumerate(alone):
-        np.testing.assert_allclose(whole[i, mask[i]], expected, atol=2e-5)
+    for i, expected in enumerate(single):
+        np.testing.assert_allclose(full[i, mask[i]], expected, atol=2e-5)
         np.testing.assert_allclose(np.hstack(parts)[i, mask[i]], expected, atol=2e-5)
 
 
@@ -48,5 +48,5 @@ def test_documents_of_a_packed_row_have_windows_of_their_own(windowed):
     packed = tiny.logits(windowed, tokens, segment_ids=segments)
     for number in (1, 2):
         own = segments[0] == number
-        alone = tiny.logits(windowed, tokens[:, own])
-        np.testing.assert_allclose(packed[0, own], alone[0], atol=2e-5)
+        single = tiny.logits(windowed, tokens[:, own])
+        np.testing.assert_allclose(packed[0, own], single[0], atol=2e-5)

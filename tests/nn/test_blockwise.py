@@ -69,10 +69,10 @@ def output_and_gradients(attention, q, k, v, **options):
 
 
 def check(results, rtol=2e-5):
-    for got, expected in zip(*results, strict=True):
+    for actual, expected in zip(*results, strict=True):
         scale = float(jnp.abs(expected).max())
         assert scale > 0.1
-        np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol * scale)
+        np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol * scale)
 
 
 @pytest.mark.parametrize("masked", ["causal", "window", "packed", "bias"])
@@ -181,5 +181,5 @@ def test_gradients_of_t5_by_blocks_equal_eager(remat):
 
     expected = jax.tree.leaves(gradients("eager"))
     scale = max(float(jnp.abs(x).max()) for x in expected)
-    for got, leaf in zip(jax.tree.leaves(gradients("blockwise", remat)), expected, strict=True):
-        np.testing.assert_allclose(got, leaf, atol=1e-5 * scale)
+    for actual, leaf in zip(jax.tree.leaves(gradients("blockwise", remat)), expected, strict=True):
+        np.testing.assert_allclose(actual, leaf, atol=1e-5 * scale)

@@ -75,8 +75,8 @@ def test_zero_b_changes_nothing(magnitude):
 def test_dropout_is_on_the_change_only():
     layer = lora(dropout_rate=0.5)
     dropped = np.asarray(dropout(jnp.asarray(X), 0.5, KEY))
-    wanted = X @ W.T + BIAS + 1.5 * dropped @ A.T @ B.T
-    np.testing.assert_allclose(layer(X, KEY), wanted, rtol=1e-5, atol=1e-5)
+    expected = X @ W.T + BIAS + 1.5 * dropped @ A.T @ B.T
+    np.testing.assert_allclose(layer(X, KEY), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_of_dora_is_on_all_that_is_added():
@@ -84,9 +84,9 @@ def test_dropout_of_dora_is_on_all_that_is_added():
     layer = lora(magnitude=M, dropout_rate=0.5)
     dropped = np.asarray(dropout(jnp.asarray(X), 0.5, KEY))
     ratio = M / np.linalg.norm(W + 1.5 * B @ A, axis=1)
-    wanted = X @ W.T + BIAS + (ratio - 1) * (dropped @ W.T)
-    wanted += ratio * 1.5 * (dropped @ A.T @ B.T)
-    np.testing.assert_allclose(layer(X, KEY), wanted, rtol=1e-5, atol=1e-5)
+    expected = X @ W.T + BIAS + (ratio - 1) * (dropped @ W.T)
+    expected += ratio * 1.5 * (dropped @ A.T @ B.T)
+    np.testing.assert_allclose(layer(X, KEY), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_dora_takes_the_row_norms_for_constants():
@@ -99,9 +99,9 @@ def test_dora_takes_the_row_norms_for_constants():
         return jnp.sum((X @ (ratio[:, None] * weight).T + layer.bias[...]) ** 2)
 
     layer = lora(magnitude=M)
-    found, wanted = jax.grad(loss)(layer), jax.grad(with_constant)(layer)
+    actual, expected = jax.grad(loss)(layer), jax.grad(with_constant)(layer)
     for name in ("lora_a", "lora_b", "lora_magnitude"):
-        x, y = (getattr(g, name)[...] for g in (found, wanted))
+        x, y = (getattr(g, name)[...] for g in (actual, expected))
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 

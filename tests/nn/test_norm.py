@@ -42,9 +42,9 @@ def test_formula(cls):
 def test_half_precision(cls, dtype, scale):
     """Squares of these values are infinite in float16, and lose their sum in bfloat16."""
     x, norm = jnp.asarray(values(scale=scale), dtype), made(cls, dtype)
-    got = norm(x)
-    assert got.dtype == dtype
-    distance = np.abs(np.asarray(got, np.float32) - expected(norm, np.asarray(x, np.float32)))
+    actual = norm(x)
+    assert actual.dtype == dtype
+    distance = np.abs(np.asarray(actual, np.float32) - expected(norm, np.asarray(x, np.float32)))
     assert distance.max() < {"bfloat16": 2e-2, "float16": 3e-3}[dtype]
 
 

@@ -37,8 +37,8 @@ def test_buckets(name):
     bias = bias_of(int(num_buckets), int(max_distance), bidirectional=direction == "bidirectional")
     bias.table.weight[...] = jnp.arange(int(num_buckets), dtype=jnp.float32)[:, None]
     keys = jnp.asarray(call.inputs["relative_position"], jnp.int32)
-    got = bias(jnp.zeros(1, jnp.int32), keys)
-    np.testing.assert_array_equal(got[0, 0, 0], call.outputs["bucket"])
+    actual = bias(jnp.zeros(1, jnp.int32), keys)
+    np.testing.assert_array_equal(actual[0, 0, 0], call.outputs["bucket"])
 
 
 def test_every_bucket_is_used_in_bfloat16_too():
@@ -50,9 +50,9 @@ def test_every_bucket_is_used_in_bfloat16_too():
     np.testing.assert_array_equal(narrow(slots, slots), expected)
 
 
-def test_a_cached_step_has_the_bias_of_its_place():
+def test_a_cached_step_has_the_bias_of_its_position():
     bias = bias_of(8, 20, bidirectional=False, heads=3)
     slots = jnp.arange(30)
-    whole = bias(slots, slots)
-    assert whole.shape == (1, 3, 30, 30)
-    np.testing.assert_array_equal(bias(slots[17:18], slots), whole[:, :, 17:18])
+    full = bias(slots, slots)
+    assert full.shape == (1, 3, 30, 30)
+    np.testing.assert_array_equal(bias(slots[17:18], slots), full[:, :, 17:18])

@@ -42,14 +42,14 @@ def test_rotation_turns_half_split_pairs():
     rope = Rope(head_dim=4, theta=100.0)
     x = np.random.default_rng(0).standard_normal((1, 3, 2, 4)).astype(np.float32)
     positions = jnp.array([[0, 1, 7]])
-    got = rotate(jnp.asarray(x), *rope.angles(positions, jnp.int32(8)))
+    actual = rotate(jnp.asarray(x), *rope.angles(positions, jnp.int32(8)))
     expected = np.empty_like(x)
     for t, position in enumerate([0, 1, 7]):
         for i, frequency in enumerate([1.0, 0.1]):
             c, s = math.cos(position * frequency), math.sin(position * frequency)
             a, b = x[:, t, :, i], x[:, t, :, i + 2]
             expected[:, t, :, i], expected[:, t, :, i + 2] = a * c - b * s, b * c + a * s
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_scores_depend_on_distance_only():

@@ -24,10 +24,10 @@ class State:
 @pytest.mark.parametrize("quantized", [False, True])
 def test_keys_and_values_have_heads_and_everything_else_rows(quantized):
     cache = CacheKind(quantized=quantized).convert(tiny.cached("llama").init_cache(2, 8))
-    found = map_with_axes(lambda names, x: names, State(cache, {"steps": (jnp.zeros(3),)}))
-    assert found.scores == {"steps": ((None, "rows"),)}
-    assert found.cache.mask == ("rows",)
-    layer = found.cache.layers[0]
+    actual = map_with_axes(lambda names, x: names, State(cache, {"steps": (jnp.zeros(3),)}))
+    assert actual.scores == {"steps": ((None, "rows"),)}
+    assert actual.cache.mask == ("rows",)
+    layer = actual.cache.layers[0]
     assert set(vars(layer).values()) - {layer.dtype if quantized else None} == {
         ("rows", "heads", None, None)
     }
@@ -54,5 +54,5 @@ with use_mesh(mesh):
 
 
 def test_rows_are_sharded_with_heads_beside_them_or_merged():
-    found = on_devices(FOUR_DEVICES, devices=4)
-    assert found.splitlines() == ["(2, 1, 8, 3) (2, 8)", "(4, 8, 3) (2, 8)"]
+    actual = on_devices(FOUR_DEVICES, devices=4)
+    assert actual.splitlines() == ["(2, 1, 8, 3) (2, 8)", "(4, 8, 3) (2, 8)"]

@@ -116,7 +116,7 @@ def test_optimizer_states_lie_where_their_parameters_do():
         ("notembed.weight", (64, 32), ()),
     ],
 )
-def test_where_an_array_lies(path, shape, expected):
+def test_placement_of_an_array(path, shape, expected):
     assert spec(path, *shape) == expected
 
 

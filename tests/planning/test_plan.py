@@ -102,12 +102,12 @@ def test_an_abstract_model_of_a_gguf_header(smollm2_gguf: Path) -> None:
 
 @pytest.mark.parametrize("family", tiny.mostly("llama"))
 def test_costs_of_all_programs(family: str) -> None:
-    found = jaxllm.plan(tiny.CONFIGS[family], "cpu", dtype="float32", **SMALL)
-    by_name = {program.name: program for program in found.programs}
+    actual = jaxllm.plan(tiny.CONFIGS[family], "cpu", dtype="float32", **SMALL)
+    by_name = {program.name: program for program in actual.programs}
     assert list(by_name) == ["decode", "prefill", "batch.decode", "batch.prefill", "train"]
     weights = sum(x.nbytes for x in jax.tree.leaves(tiny.cached(family)))
-    assert {program.weight_bytes for program in found.programs} == {weights}
-    for program in found.programs:
+    assert {program.weight_bytes for program in actual.programs} == {weights}
+    for program in actual.programs:
         assert program.peak_bytes >= program.argument_bytes + program.temp_bytes > 0
         assert program.kernels > 0
         assert program.collectives == 0
@@ -148,9 +148,9 @@ def test_meshes_over_the_first_devices() -> None:
     *lines, error = on_devices(MESH).splitlines()
     rows = [line.split() for line in lines]
     assert [row[0] for row in rows] == ["2"] * 5 + ["8"] * 5
-    whole = sum(x.nbytes for x in jax.tree.leaves(tiny.cached("llama")))
-    assert all(0.5 <= int(row[2]) / whole < 0.6 for row in rows[:5])
-    assert all(0.25 <= int(row[2]) / whole < 0.4 for row in rows[5:])
+    full = sum(x.nbytes for x in jax.tree.leaves(tiny.cached("llama")))
+    assert all(0.5 <= int(row[2]) / full < 0.6 for row in rows[:5])
+    assert all(0.25 <= int(row[2]) / full < 0.4 for row in rows[5:])
     assert int(rows[5][3]) < int(rows[0][3]) / 2  # rows of the cache are sharded too
     assert all(int(row[4]) > 0 for row in rows)
     assert (
@@ -213,15 +213,15 @@ class Refused:
 
 def test_a_program_that_the_compiler_refuses_does_not_fit() -> None:
     program = LoweredProgram("decode", Refused(), True, 100, 100, 10)  # type: ignore[arg-type]
-    found = plan_program(program, CHIPS["v5e"], None)
-    assert found.fits is False
-    assert found.peak_bytes == int(20.5 * 2**30)
-    assert found.temp_bytes is found.estimated_step_us is None
+    actual = plan_program(program, CHIPS["v5e"], None)
+    assert actual.fits is False
+    assert actual.peak_bytes == int(20.5 * 2**30)
+    assert actual.temp_bytes is actual.estimated_step_us is None
 
 
 def check_decode(topology: str) -> Any:
-    found = jaxllm.plan(tiny.CONFIGS["llama"], topology, program="decode", **SMALL)
-    (program,) = found.programs
+    actual = jaxllm.plan(tiny.CONFIGS["llama"], topology, program="decode", **SMALL)
+    (program,) = actual.programs
     assert program.fits
     assert program.floor_step_us > 0
     assert program.kernels > 0
@@ -237,16 +237,16 @@ def test_a_tpu_compiles_the_decode_loop() -> None:
 
 @needs_tpu
 def test_a_tpu_mesh_of_two_processes() -> None:
-    found = jaxllm.plan(
+    actual = jaxllm.plan(
         tiny.CONFIGS["llama"],
         "v5e:2x4",
         mesh={"data": 4, "tensor": 2},
         program=("decode", "batch"),
         **SMALL | {"batch": 4},
     )
-    assert found.devices == 8
-    assert [p.name for p in found.programs] == ["decode", "batch.decode", "batch.prefill"]
-    assert all(program.collectives > 0 for program in found.programs)
+    assert actual.devices == 8
+    assert [p.name for p in actual.programs] == ["decode", "batch.decode", "batch.prefill"]
+    assert all(program.collectives > 0 for program in actual.programs)
 
 
 @needs_gpu
@@ -262,10 +262,10 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: Any) -> None
     command += ["--new", "6", "--program", "decode"]
     assert main([*command, "--json"]) == 0
     captured = capsys.readouterr()
-    found = json.loads(captured.out)
+    actual = json.loads(captured.out)
     assert captured.err == ""
-    assert [tuple(program) for program in found["programs"]] == [FIELDS]
-    assert found["workload"] == {"batch": 2, "prompt": 5, "new": 6, "slots": 64}
+    assert [tuple(program) for program in actual["programs"]] == [FIELDS]
+    assert actual["workload"] == {"batch": 2, "prompt": 5, "new": 6, "slots": 64}
     assert main(command) == 0
     captured = capsys.readouterr()
     assert captured.err == "compiling decode\n"

@@ -130,9 +130,9 @@ def test_stop_strings_and_grammars_beside_other_requests():
         others, (7, 8, 9), ([pattern()], [], [pattern()]), strict=True
     ):
         out = jaxllm.generate(MODEL, [ids], key=seed, logits_processor=processors, **sampled)
-        want = np.asarray(out.sequences)[0, len(ids) :].tolist()
-        assert output.output_ids[0] == want[: len(output.output_ids[0])]
-        assert set(want[len(output.output_ids[0]) :]) <= {MODEL.config.eos_token_ids[0]}
+        expected = np.asarray(out.sequences)[0, len(ids) :].tolist()
+        assert output.output_ids[0] == expected[: len(output.output_ids[0])]
+        assert set(expected[len(output.output_ids[0]) :]) <= {MODEL.config.eos_token_ids[0]}
     assert len(others[0].texts[0].strip()) == 5
 
 

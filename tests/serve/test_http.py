@@ -78,9 +78,9 @@ def test_64_clients_at_once_get_what_generate_alone_gives(server):
 
     programs = set(server.engine.counts.program_calls)
     for answer, (request, fields) in zip(asyncio.run(ask_all()), requests, strict=True):
-        want = alone(server, tokenizer.encode(request["prompt"]), **fields)
-        assert [choice.text for choice in answer.choices] == [text for _, text in want]
-        assert answer.usage.completion_tokens == sum(len(tokens) for tokens, _ in want)
+        expected = alone(server, tokenizer.encode(request["prompt"]), **fields)
+        assert [choice.text for choice in answer.choices] == [text for _, text in expected]
+        assert answer.usage.completion_tokens == sum(len(tokens) for tokens, _ in expected)
     assert set(server.engine.counts.program_calls) == programs
     assert server.engine.running == server.engine.waiting == 0
 
@@ -98,8 +98,8 @@ def test_chat_whole_and_streamed(server, client):
     )
     arguments: Any = {"model": "tiny", "messages": messages, "max_completion_tokens": 20, "n": 2}
     answer = client.chat.completions.create(**arguments, seed=5)
-    want = alone(server, ids, max_new_tokens=20, **sampled(5, num_return_sequences=2))
-    assert [choice.message.content for choice in answer.choices] == [text for _, text in want]
+    expected = alone(server, ids, max_new_tokens=20, **sampled(5, num_return_sequences=2))
+    assert [choice.message.content for choice in answer.choices] == [text for _, text in expected]
     assert answer.usage.prompt_tokens == len(ids)
     assert {choice.finish_reason for choice in answer.choices} <= {"stop", "length"}
 
@@ -117,10 +117,10 @@ def test_chat_whole_and_streamed(server, client):
     assert reasons == [choice.finish_reason for choice in answer.choices]
     assert events > 8  # not all at once
     # Without a limit the answer goes on to the end of the slot.
-    whole = client.chat.completions.create(
+    full = client.chat.completions.create(
         model="tiny", messages=messages, logit_bias={"2": -100}, temperature=0
     )
-    assert whole.usage.total_tokens == server.engine.context
+    assert full.usage.total_tokens == server.engine.context
 
 
 def test_stop_strings_end_the_text_before_them(server, client):

@@ -41,7 +41,7 @@ def test_the_host_finds_stop_strings_where_generate_does():
     criteria = StopStringCriteria(TOKENIZER, stops)
     count = len(TOKENIZER)
     ascii_tokens = [i for i, b in enumerate(TOKENIZER.token_bytes()) if b and b.isascii()]
-    found = 0
+    actual = 0
     for _ in range(40):
         ids = rng.choice([*ascii_tokens, count + 5], 40).tolist()
         matcher = StopStringMatcher(TOKENIZER, stops, ids[:3])
@@ -50,8 +50,8 @@ def test_the_host_finds_stop_strings_where_generate_does():
         rows = jnp.asarray([ids] * 37)
         theirs = np.asarray(criteria(rows, None, columns)).tolist()
         assert ours == theirs
-        found += sum(ours)
-    assert found > 10
+        actual += sum(ours)
+    assert actual > 10
 
 
 def test_only_calls_of_known_functions_are_tool_calls():

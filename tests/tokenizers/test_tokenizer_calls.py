@@ -165,8 +165,8 @@ def test_tokens_match_transformers(case):
             ids = tokenizer.convert_tokens_to_ids(tokens)
             assert ids == tokenizer.encode(text, add_special_tokens=False)
             assert tokenizer.convert_ids_to_tokens(ids) == tokens
-            whole = tokenizer.tokenize(text, add_special_tokens=True)
-            assert tokenizer.convert_tokens_to_ids(whole) == tokenizer.encode(text)
+            full = tokenizer.tokenize(text, add_special_tokens=True)
+            assert tokenizer.convert_tokens_to_ids(full) == tokenizer.encode(text)
     names = ["nowhere to be found", tokenizer.eos_token]
     assert tokenizer.convert_tokens_to_ids(names) == expected["unknown"]
     assert [tokenizer.convert_tokens_to_ids(name) for name in names] == expected["unknown"]
@@ -288,10 +288,10 @@ def test_labels_of_targets(t5):
     texts, targets = ["Hello world", "Nice"], ["Hello", "The garden is nice"]
     options = {"padding": True, "max_length": 30}
     both = t5(texts, text_target=targets, **options)
-    want = t5(targets, **options).input_ids
-    assert both.labels.tolist() == want.tolist()
+    expected = t5(targets, **options).input_ids
+    assert both.labels.tolist() == expected.tolist()
     assert both.input_ids.tolist() == t5(texts, **options).input_ids.tolist()
-    assert t5(text_target=targets, **options).input_ids.tolist() == want.tolist()
+    assert t5(text_target=targets, **options).input_ids.tolist() == expected.tolist()
     one = t5("Hello", text_target="Nice", return_tensors=None)
     assert one.labels == t5.encode("Nice")
     with pytest.raises(InputError, match="text_target: expected one for each text"):

@@ -117,9 +117,9 @@ def test_chunks_of_the_vocabulary_change_nothing(family: str):
         loss = DPOLoss(max_logits=max_logits)
         return jax.jit(jax.value_and_grad(lambda p: loss(structure.model(p), batch).loss))(params)
 
-    whole, chunked = run(1 << 27), run(2 * 6 * model.config.vocab_size)
-    np.testing.assert_allclose(whole[0], chunked[0], rtol=1e-6)
-    for path, expected in whole[1].items():
+    full, chunked = run(1 << 27), run(2 * 6 * model.config.vocab_size)
+    np.testing.assert_allclose(full[0], chunked[0], rtol=1e-6)
+    for path, expected in full[1].items():
         np.testing.assert_allclose(chunked[1][path], expected, atol=2e-5, err_msg=path)
 
 

@@ -60,8 +60,8 @@ def test_starts_equal_and_merges_equal(family, kind):
 def test_generates_the_same_tokens_as_merged(family):
     model = trained(add_lora(tiny.cached(family), LoraConfig(rank=3, rslora=True, dora=True)))
     ids = tiny.ids(2, 5)
-    out, wanted = (jaxllm.generate(m, ids, max_new_tokens=8) for m in (model, merge_lora(model)))
-    np.testing.assert_array_equal(out.sequences, wanted.sequences)
+    out, expected = (jaxllm.generate(m, ids, max_new_tokens=8) for m in (model, merge_lora(model)))
+    np.testing.assert_array_equal(out.sequences, expected.sequences)
 
 
 def test_the_base_stays_and_its_arrays_are_shared():
@@ -74,12 +74,12 @@ def test_the_base_stays_and_its_arrays_are_shared():
     assert all(x is frozen[path] for path, x in parameters(base).items())
 
 
-def test_a_depends_on_the_key_and_the_layer_alone():
+def test_lora_a_depends_on_key_and_layer_only():
     base, path = tiny.cached("llama"), "backbone.stack.blocks.1.attn.q.lora_a"
     first, again, other = (parameters(add_lora(base, key=k))[path] for k in (0, 0, 1))
-    alone = parameters(add_lora(base, LoraConfig(targets="attn.q"), key=jax.random.key(0)))[path]
+    single = parameters(add_lora(base, LoraConfig(targets="attn.q"), key=jax.random.key(0)))[path]
     np.testing.assert_array_equal(first, again)
-    np.testing.assert_array_equal(first, alone)
+    np.testing.assert_array_equal(first, single)
     assert np.abs(first - other).max() > 0.01
     assert 0.15 < np.abs(first).max() <= 32**-0.5
 
@@ -99,21 +99,21 @@ def test_a_depends_on_the_key_and_the_layer_alone():
     ],
 )
 def test_both_names_of_a_module_work(family, theirs, ours):
-    found = targets(tiny.cached(family), theirs)
-    assert found
-    assert found == targets(tiny.cached(family), ours)
+    actual = targets(tiny.cached(family), theirs)
+    assert actual
+    assert actual == targets(tiny.cached(family), ours)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_all_linear_is_attention_and_mlp(family):
     model = tiny.cached(family)
-    found = targets(model, "all-linear")
-    assert {path.split(".")[-2] for path in found} <= {"attn", "cross", "mlp"}
+    actual = targets(model, "all-linear")
+    assert {path.split(".")[-2] for path in actual} <= {"attn", "cross", "mlp"}
     matrices = [p for p in parameters(model) if p.split(".")[-3:-2] and ".weight" in p]
     inside = {
         p.removesuffix(".weight") for p in matrices if p.split(".")[-3] in ("attn", "cross", "mlp")
     }
-    assert set(found) == inside
+    assert set(actual) == inside
 
 
 def test_a_pattern_without_a_match_lists_what_there_is():
@@ -175,13 +175,13 @@ def test_merged_is_saved_and_loads(tmp_path):
 def test_partition():
     config = LoraConfig(targets="attn.q", dora=True, modules_to_save=("embed_tokens", "stack.norm"))
     model = add_lora(tiny.cached("llama"), config)
-    found, frozen = partition(model)
-    at = "backbone.stack.blocks.{}.attn.q.{}"
+    actual, frozen = partition(model)
+    path = "backbone.stack.blocks.{}.attn.q.{}"
     names = ("lora_a", "lora_b", "lora_magnitude")
-    wanted = {at.format(i, name) for i in (0, 1) for name in names}
-    assert found.keys() == wanted | {"backbone.embed.weight", "backbone.stack.norm.weight"}
-    assert found.keys() | frozen.keys() == parameters(model).keys()
-    assert not found.keys() & frozen.keys()
+    expected = {path.format(i, name) for i in (0, 1) for name in names}
+    assert actual.keys() == expected | {"backbone.embed.weight", "backbone.stack.norm.weight"}
+    assert actual.keys() | frozen.keys() == parameters(model).keys()
+    assert not actual.keys() & frozen.keys()
     assert not is_trainable("backbone.stack.norm.weight", modules_to_save=("stack.norm",))
 
 

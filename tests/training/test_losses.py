@@ -176,10 +176,10 @@ def test_chunks_of_columns_give_the_same_sums_and_gradients(family, changes):
     make_loss = partial(
         Seq2SeqLoss if family == "t5" else CausalLoss, label_smoothing=0.1, z_loss=0.01
     )
-    whole, chunked = in_chunks(family, make_loss, batch, **changes)
+    full, chunked = in_chunks(family, make_loss, batch, **changes)
     # Biases of keys have no gradient but for rounding, so the largest one sets the scale.
-    scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(whole[2]))
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(chunked), strict=True):
+    scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(full[2]))
+    for a, b in zip(jax.tree.leaves(full), jax.tree.leaves(chunked), strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6 * scale)
 
 
@@ -201,9 +201,9 @@ def test_chunks_of_a_head_with_lora():
 
         return jax.jit(jax.grad(scalar))(trained)
 
-    whole, chunked = gradients(1 << 27), gradients(2 * 4 * 50)
+    full, chunked = gradients(1 << 27), gradients(2 * 4 * 50)
     for path in trained:
-        np.testing.assert_allclose(chunked[path], whole[path], rtol=2e-5, atol=1e-4)
+        np.testing.assert_allclose(chunked[path], full[path], rtol=2e-5, atol=1e-4)
     dropped = gradients(2 * 4 * 50, jax.random.key(0))
     assert np.any(np.asarray(dropped["lm_head.lora_b"]) != chunked["lm_head.lora_b"])
 

@@ -181,6 +181,6 @@ def test_a_schedule_takes_plain_numbers():
     """In the warmup of inverse_sqrt, too, where the formula of what comes after has no value."""
     config = OptimizerConfig(learning_rate=1.0, schedule="inverse_sqrt", warmup_steps=4)
     schedule = make_schedule(config)
-    found = [float(schedule(step)) for step in (0, 2, 4, 16, 400)]
-    assert found == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.1])
-    assert found == [float(jax.jit(schedule)(step)) for step in (0, 2, 4, 16, 400)]
+    actual = [float(schedule(step)) for step in (0, 2, 4, 16, 400)]
+    assert actual == pytest.approx([0.0, 0.5, 1.0, 0.5, 0.1])
+    assert actual == [float(jax.jit(schedule)(step)) for step in (0, 2, 4, 16, 400)]

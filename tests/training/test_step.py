@@ -43,7 +43,7 @@ def part(batch, rows):
 
 
 @pytest.mark.parametrize("family", tiny.mostly("t5"))
-def test_eight_by_one_is_one_by_eight_is_two_by_four(family):
+def test_steps_on_all_meshes_of_eight_devices_are_equal(family):
     model = tiny.make(family, **NO_DROPOUT[family])
     batch, results = batch_for(model), []
     for accumulation in (1, 2, 8):
@@ -51,14 +51,14 @@ def test_eight_by_one_is_one_by_eight_is_two_by_four(family):
         step = make_train_step(SGD, loss_for(model), accumulation=accumulation)
         state, metrics = step(state, batch)
         results.append((state.params, metrics))
-    whole, first = results[0]
+    full, first = results[0]
     before = parameters(model)
     for params, metrics in results[1:]:
         for name in ("loss", "tokens", "accuracy"):
             np.testing.assert_allclose(metrics[name], first[name], rtol=1e-6)
         for path, x in params.items():
-            assert float(jnp.abs(whole[path] - before[path]).max()) > 0, path
-            np.testing.assert_allclose(x, whole[path], atol=1e-6, err_msg=path)
+            assert float(jnp.abs(full[path] - before[path]).max()) > 0, path
+            np.testing.assert_allclose(x, full[path], atol=1e-6, err_msg=path)
 
 
 @pytest.mark.parametrize("family", tiny.mostly("gpt2"))

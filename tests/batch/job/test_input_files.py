@@ -208,7 +208,7 @@ def test_a_job_over_a_table_goes_on(tmp_path):
     rows = [{"prompt": f"row {i}"} for i in range(20)]
     (tmp_path / "rows.parquet").write_bytes(parquet(rows))
     source = read_source(tmp_path / "rows.parquet")
-    whole = answered(tmp_path, source, "whole.parquet")
+    full = answered(tmp_path, source, "whole.parquet")
     engine: Any = RecordedEngine()
     work = Job(engine, source, tmp_path / "out.parquet", {"--model": "m"})
     with (
@@ -217,7 +217,7 @@ def test_a_job_over_a_table_goes_on(tmp_path):
     ):
         for _ in range(6):
             next(outputs)
-    assert answered(tmp_path, source, "out.parquet", resume=True) == whole
+    assert answered(tmp_path, source, "out.parquet", resume=True) == full
     (tmp_path / "rows.parquet").write_bytes(parquet([*rows, {"prompt": "more"}]))
     changed = read_source(tmp_path / "rows.parquet")
     with pytest.raises(JaxLLMError, match="input: was"):

@@ -100,18 +100,18 @@ def test_bad_rows_are_records_and_the_others_go_on(tmp_path):
 
 def test_a_stopped_job_goes_on(tmp_path):
     fields = {"do_sample": True, "temperature": 0.9}
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    want = run(job(whole, ROWS, **fields))
+    full = tmp_path / "whole"
+    full.mkdir()
+    expected = run(job(full, ROWS, **fields))
     for until in (2, 3):
         run(job(tmp_path, ROWS, resume=True, **fields), until=until)
         assert not (tmp_path / "out.jsonl").exists()
     work = job(tmp_path, ROWS, resume=True, **fields)
-    assert run(work) == want
+    assert run(work) == expected
     assert work.resumed == 5
     report = json.loads(work.report_path.read_text())
     assert (report["rows"], report["resumed"], report["run"]["rows"]) == (9, 5, 4)
-    assert report["new_lengths"]["total"] == sum(len(line["output_ids"]) for line in want)
+    assert report["new_lengths"]["total"] == sum(len(line["output_ids"]) for line in expected)
     assert ("rows", "9, 5 of them before") in work.report.table()
 
 

@@ -41,9 +41,9 @@ def test_a_job_that_dies_at_any_file_operation_goes_on(tmp_path):
 
 def test_a_full_disk_is_one_error_and_the_job_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "COMMIT_ROWS", 2)
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    work = recorded_job.recorded_job(whole)
+    full = tmp_path / "whole"
+    full.mkdir()
+    work = recorded_job.recorded_job(full)
     with disk_full_at(1000) as count:
         expected = run(work)
     assert count[0] == 13

@@ -98,8 +98,8 @@ class TestTypes:
         assert actual.dtype == np.float32
         np.testing.assert_array_equal(actual, gguf.quants.dequantize(blocks, kind))
         size = GGML_QUANT_SIZES[kind][1]
-        whole = blocks.reshape(-1, size)
-        by_loop = np.array([LOOPS[kind](block.tobytes()) for block in whole]).reshape(5, 512)
+        full = blocks.reshape(-1, size)
+        by_loop = np.array([LOOPS[kind](block.tobytes()) for block in full]).reshape(5, 512)
         np.testing.assert_allclose(actual, by_loop, rtol=1e-6, atol=1e-6 * np.abs(by_loop).max())
 
     def test_large_tensors_are_dequantised_in_parts(self, tmp_path):

@@ -58,12 +58,12 @@ def test_eight_bytes():
 
 def test_every_bit_changes_the_digest():
     x = np.random.default_rng(0).standard_normal(16, dtype=np.float32)
-    found = {digest(x)}
+    actual = {digest(x)}
     for bit in range(16 * 32):
         flipped = x.view(np.uint32).copy()
         flipped[bit // 32] ^= np.uint32(1) << np.uint32(bit % 32)
-        found.add(digest(flipped.view(np.float32)))
-    assert len(found) == 1 + 16 * 32
+        actual.add(digest(flipped.view(np.float32)))
+    assert len(actual) == 1 + 16 * 32
 
 
 def test_order_changes_the_digest():

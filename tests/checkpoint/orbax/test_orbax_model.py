@@ -51,9 +51,9 @@ def check_round_trip(source: Path, work: Path, **options) -> None:
     assert again.origin == model.origin
     assert jax.tree.structure(again) == jax.tree.structure(model)
     for path, x in parameters(model).items():
-        found = parameters(again)[path]
-        assert found.dtype == x.dtype
-        assert np.asarray(found).tobytes() == np.asarray(x).tobytes(), path
+        actual = parameters(again)[path]
+        assert actual.dtype == x.dtype
+        assert np.asarray(actual).tobytes() == np.asarray(x).tobytes(), path
     jaxllm.save_hf(work / "through", again, its_tokenizer)
     assert files(work / "through") == files(work / "direct")
 

@@ -32,17 +32,17 @@ def damage(folder: Path, kind: str, rng: random.Random) -> str:
     vital += [max(files, key=lambda p: p.stat().st_size)]
     path = rng.choice(vital if rng.random() < 0.5 else files)
     content = bytearray(path.read_bytes())
-    at = rng.randrange(len(content) or 1)
+    index = rng.randrange(len(content) or 1)
     match kind:
         case "flip" | "flips" if content:
             for _ in range(1 if kind == "flip" else 20):
                 content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         case "zeros":
-            content[at : at + 512] = bytes(len(content[at : at + 512]))
+            content[index : index + 512] = bytes(len(content[index : index + 512]))
         case "truncate":
-            del content[at:]
+            del content[index:]
         case "garbage":
-            content[at : at + 64] = rng.randbytes(len(content[at : at + 64]))
+            content[index : index + 64] = rng.randbytes(len(content[index : index + 64]))
         case "empty":
             content.clear()
         case "swap":

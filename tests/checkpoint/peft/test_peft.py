@@ -112,32 +112,32 @@ def gradients(case: str) -> dict[str, np.ndarray]:
     """The gradients of the loss, put together as PEFT's tensors."""
     model = adapted(case)
     _, grads = run(case)
-    found, entries, params = {}, weight_entries(model), parameters(grads)
+    actual, entries, params = {}, weight_entries(model), parameters(grads)
     for name, entry in entries.items():
         paths = paths_of(entry)
         if f"{paths[0]}.lora_a" in params:
             # One A of PEFT's is copied to q, k and v: its gradient is the sum.
-            found[f"{name}.{A}"] = sum(params[f"{path}.lora_a"] for path in paths)
-            found[f"{name}.{B}"] = jnp.concatenate([params[f"{path}.lora_b"] for path in paths])
+            actual[f"{name}.{A}"] = sum(params[f"{path}.lora_a"] for path in paths)
+            actual[f"{name}.{B}"] = jnp.concatenate([params[f"{path}.lora_b"] for path in paths])
             if f"{paths[0]}.lora_magnitude" in params:
                 rows = [params[f"{path}.lora_magnitude"] for path in paths]
-                found[f"{name}.{MAGNITUDE}"] = jnp.concatenate(rows)
+                actual[f"{name}.{MAGNITUDE}"] = jnp.concatenate(rows)
         elif paths[0] in model.modules_to_save:
-            found[entry.tensor] = params[entry.parameters[0]]
-    return {PREFIX + name: np.asarray(x) for name, x in found.items()}
+            actual[entry.tensor] = params[entry.parameters[0]]
+    return {PREFIX + name: np.asarray(x) for name, x in actual.items()}
 
 
 @pytest.mark.usefixtures("highest_precision")
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_peft(case):
     prefix = "grad:"
-    wanted = {k.removeprefix(prefix): x for k, x in reference(case).items() if prefix in k}
-    found = gradients(case)
-    assert wanted
-    assert found.keys() == wanted.keys()
-    for name, grad in wanted.items():
+    expected = {k.removeprefix(prefix): x for k, x in reference(case).items() if prefix in k}
+    actual = gradients(case)
+    assert expected
+    assert actual.keys() == expected.keys()
+    for name, grad in expected.items():
         np.testing.assert_allclose(
-            found[name], grad, atol=5e-4 * np.abs(grad).max(), rtol=1e-3, err_msg=name
+            actual[name], grad, atol=5e-4 * np.abs(grad).max(), rtol=1e-3, err_msg=name
         )
 
 
@@ -190,11 +190,9 @@ def test_gpt2_qkv_with_different_a(options, targets, tmp_path):
 
 def test_target_modules_use_short_names(tmp_path):
     base = tiny.cached("gpt2")
-    whole, short = tmp_path / "whole", tmp_path / "short"
-    save_adapter(whole, add_lora(base, LoraConfig(targets="attn.c_proj")))
-    assert config_of(whole)["target_modules"] == [
-        f"transformer.h.{i}.attn.c_proj" for i in range(2)
-    ]
+    full, short = tmp_path / "whole", tmp_path / "short"
+    save_adapter(full, add_lora(base, LoraConfig(targets="attn.c_proj")))
+    assert config_of(full)["target_modules"] == [f"transformer.h.{i}.attn.c_proj" for i in range(2)]
     save_adapter(short, add_lora(base, LoraConfig(targets=("c_proj", "c_attn"))))
     assert config_of(short)["target_modules"] == ["c_attn", "c_proj"]
 
@@ -377,12 +375,12 @@ def test_missing_files(folder):
 def test_truncated_files(folder):
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         path = folder / name
-        whole = path.read_bytes()
-        for size in range(0, len(whole), len(whole) // 20):
-            path.write_bytes(whole[:size])
+        full = path.read_bytes()
+        for size in range(0, len(full), len(full) // 20):
+            path.write_bytes(full[:size])
             with pytest.raises(JaxLLMError):
                 load_adapter(base_of("llama_lora"), folder)
-        path.write_bytes(whole)
+        path.write_bytes(full)
     load_adapter(base_of("llama_lora"), folder)
 
 

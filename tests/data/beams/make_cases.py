@@ -101,8 +101,8 @@ def main():
         model = load(name)
         vocab = model.config.vocab_size
         for kind in ("group", "constrained"):
-            found = 0
-            while found < 5:
+            actual = 0
+            while actual < 5:
                 ids, mask = prompt(rng, vocab, "t5" in name)
                 fields = settings(rng, kind, vocab)
                 free, _ = run(model, ids, mask, fields)
@@ -117,10 +117,10 @@ def main():
                     restore(model, kept)
                 if not stable:
                     continue
-                found += 1
+                actual += 1
                 cases.append(
                     {
-                        "id": f"{kind}-{name}-{found}",
+                        "id": f"{kind}-{name}-{actual}",
                         "kind": "generate",
                         "mode": kind,
                         "model": name,

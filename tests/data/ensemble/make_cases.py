@@ -23,8 +23,8 @@ NEW = 14
 
 
 def load(name):
-    found = AutoModelForCausalLM.from_pretrained(MODELS / name, attn_implementation="eager")
-    model = found.float().eval()
+    actual = AutoModelForCausalLM.from_pretrained(MODELS / name, attn_implementation="eager")
+    model = actual.float().eval()
     model.generation_config = transformers.GenerationConfig(pad_token_id=0, eos_token_id=None)
     return model
 

@@ -100,9 +100,9 @@ def check(out: Path) -> None:
         with torch.no_grad():
             logits = model(**given).logits.numpy()
             merged = model.merge_and_unload()(**given).logits.numpy()
-        wanted = np.load(out / f"{case}.npy")
-        distance = max(np.abs(x - wanted).max() for x in (logits, merged))
-        print(f"{case:20} {distance:.1e} of {np.abs(wanted).max():.1f}", *wrong)
+        expected = np.load(out / f"{case}.npy")
+        distance = max(np.abs(x - expected).max() for x in (logits, merged))
+        print(f"{case:20} {distance:.1e} of {np.abs(expected).max():.1f}", *wrong)
         if wrong or distance > ATOL:
             failed.append(case)
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

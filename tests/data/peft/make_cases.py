@@ -157,8 +157,8 @@ def reference(case: str) -> dict[str, np.ndarray]:
     # The state's tensors share memory with the parameters, which finds their gradients.
     grads = {x.data_ptr(): x.grad for x in model.parameters() if x.requires_grad}
     state = get_peft_model_state_dict(model)
-    found = {key: grads.get(x.data_ptr()) for key, x in state.items()}
-    arrays = {f"grad:{key}": x.numpy() for key, x in found.items() if x is not None}
+    actual = {key: grads.get(x.data_ptr()) for key, x in state.items()}
+    arrays = {f"grad:{key}": x.numpy() for key, x in actual.items() if x is not None}
     arrays |= {key: x.numpy() for key, x in batch.items()}
     arrays |= {"logits": out.logits.detach().numpy(), "merged": merged.numpy()}
     print(case, len(state), float(out.loss.detach()), f"float32 is {error:.1e} off")

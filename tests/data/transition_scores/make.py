@@ -44,8 +44,8 @@ def main() -> None:
         if beams is not None:
             arrays[f"{case}/beam_indices"] = beams.numpy().astype(np.int32)
         for key, normalize in (("plain", False), ("normalized", True)):
-            found = model.compute_transition_scores(out.sequences, out.scores, beams, normalize)
-            arrays[f"{case}/{key}"] = found.numpy()
+            actual = model.compute_transition_scores(out.sequences, out.scores, beams, normalize)
+            arrays[f"{case}/{key}"] = actual.numpy()
     np.savez_compressed(HERE / "reference.npz", **arrays)
 
 

@@ -48,30 +48,30 @@ def test_eight_bits_continue_and_take_beams():
     out = jaxllm.generate(model, ids, return_past_key_values=True, **settings, **QUANTIZED)
     past = out.past_key_values
     more = np.concatenate([out.sequences, turns(1, 3)], axis=1)
-    wanted = jaxllm.generate(model, more, **settings)
-    got = jaxllm.generate(model, more, past_key_values=past, **settings)
-    np.testing.assert_array_equal(got.sequences, wanted.sequences)
+    expected = jaxllm.generate(model, more, **settings)
+    actual = jaxllm.generate(model, more, past_key_values=past, **settings)
+    np.testing.assert_array_equal(actual.sequences, expected.sequences)
     with pytest.raises(InputError, match="cache_implementation: past_key_values has a kind"):
         jaxllm.generate(model, more, past_key_values=past, **settings, **QUANTIZED)
     beams = {"num_beams": 2, **settings}
-    wanted = jaxllm.generate(model, ids, **beams)
-    got = jaxllm.generate(model, ids, **beams, **QUANTIZED)
-    np.testing.assert_array_equal(got.sequences, wanted.sequences)
-    np.testing.assert_allclose(got.sequences_scores, wanted.sequences_scores, atol=0.05)
+    expected = jaxllm.generate(model, ids, **beams)
+    actual = jaxllm.generate(model, ids, **beams, **QUANTIZED)
+    np.testing.assert_array_equal(actual.sequences, expected.sequences)
+    np.testing.assert_allclose(actual.sequences_scores, expected.sequences_scores, atol=0.05)
     contrastive = {"penalty_alpha": 0.4, "top_k": 3, **settings}
-    wanted = jaxllm.generate(model, ids, **contrastive)
-    got = jaxllm.generate(model, ids, **contrastive, **QUANTIZED)
-    np.testing.assert_array_equal(got.sequences, wanted.sequences)
+    expected = jaxllm.generate(model, ids, **contrastive)
+    actual = jaxllm.generate(model, ids, **contrastive, **QUANTIZED)
+    np.testing.assert_array_equal(actual.sequences, expected.sequences)
 
 
 def test_quantization_error_is_at_most_half_a_step():
     x = np.random.default_rng(0).standard_normal((3, 5, 2, 8)).astype(np.float32)
     x[1, 2, 1] = 0
     kv = QuantizedKV.like(KV.zeros(3, 5, 2, 8, np.float32)).write(x, 2 * x, np.int32(0))
-    for got, wanted in ((kv.dequantized().k, x), (kv.dequantized().v, 2 * x)):
-        wanted = wanted.transpose(0, 2, 1, 3).reshape(6, 5, 8)
-        step = np.abs(wanted).max(-1, keepdims=True) / 127
-        assert (np.abs(got - wanted) <= step / 2 + 1e-6).all()
+    for actual, expected in ((kv.dequantized().k, x), (kv.dequantized().v, 2 * x)):
+        expected = expected.transpose(0, 2, 1, 3).reshape(6, 5, 8)
+        step = np.abs(expected).max(-1, keepdims=True) / 127
+        assert (np.abs(actual - expected) <= step / 2 + 1e-6).all()
     q = x[:, 0].reshape(6, 1, 8)
     np.testing.assert_allclose(kv.scores(q), kv.dequantized().scores(q), atol=1e-4)
     weights = np.random.default_rng(1).random((6, 1, 5)).astype(np.float32)
@@ -92,10 +92,10 @@ def test_a_window_is_a_band_of_the_mask(family, side, window):
     new = np.asarray(out.sequences)[:, -20:].tolist()
     for i, row in enumerate(rows):
         if family == "t5":
-            wanted = banded(model, [0, *new[i][:-1]], window, source=row)
+            expected = banded(model, [0, *new[i][:-1]], window, source=row)
         else:
-            wanted = banded(model, row + new[i][:-1], window)[len(row) - 1 :]
-        np.testing.assert_allclose(np.stack(out.scores)[:, i], wanted, atol=3e-4)
+            expected = banded(model, row + new[i][:-1], window)[len(row) - 1 :]
+        np.testing.assert_allclose(np.stack(out.scores)[:, i], expected, atol=3e-4)
 
 
 def test_a_window_of_everything_is_no_window_and_another_compiles_nothing():
@@ -121,12 +121,12 @@ def test_the_ring_holds_no_more_than_the_window():
 def test_static_dynamic_and_a_length():
     model, ids = tiny.cached("llama"), np.array(turns(0, 5))
     settings = {"max_new_tokens": 4, **NO_EOS}
-    wanted = jaxllm.generate(model, ids, **settings).sequences
+    expected = jaxllm.generate(model, ids, **settings).sequences
     for name in ("static", "dynamic"):
         out = jaxllm.generate(model, ids, cache_implementation=name, **settings)
-        np.testing.assert_array_equal(out.sequences, wanted)
+        np.testing.assert_array_equal(out.sequences, expected)
     out = jaxllm.generate(model, ids, max_cache_len=50, return_past_key_values=True, **settings)
-    np.testing.assert_array_equal(out.sequences, wanted)
+    np.testing.assert_array_equal(out.sequences, expected)
     assert out.past_key_values.cache.capacity == 50
     jaxllm.generate(model, ids, max_cache_len=9, **settings)
     with pytest.raises(InputError, match="max_cache_len: 8 slots, but this call needs 9"):

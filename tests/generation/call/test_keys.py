@@ -41,8 +41,8 @@ def test_a_rows_sample_depends_on_its_key_and_id_only(name):
     rows, ids, mask = prompts(name)
     batch = jaxllm.generate(net, ids, mask, key=7, **fields).sequences[:, -10:]
     for i, row in enumerate(rows):
-        alone = jaxllm.generate(net, row[None], key=7, row_ids=[i], **fields).sequences[0, -10:]
-        np.testing.assert_array_equal(alone, batch[i])
+        single = jaxllm.generate(net, row[None], key=7, row_ids=[i], **fields).sequences[0, -10:]
+        np.testing.assert_array_equal(single, batch[i])
     other = jaxllm.generate(net, ids, mask, key=8, **fields).sequences[:, -10:]
     assert (other != batch).any()
 

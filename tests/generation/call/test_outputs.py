@@ -18,14 +18,14 @@ BOTH = {"output_hidden_states": True, "output_attentions": True}
 def same(found, expected) -> None:
     """`expected` has shape, sum and abs_sum in place of every array."""
     assert len(found) == len(expected)
-    for part, wanted in zip(found, expected, strict=True):
-        if isinstance(wanted, list):
-            same(part, wanted)
+    for part, reference in zip(found, expected, strict=True):
+        if isinstance(reference, list):
+            same(part, reference)
             continue
         x = np.asarray(part, np.float64)
-        assert list(x.shape) == wanted["shape"]
-        np.testing.assert_allclose(x.sum(), wanted["sum"], atol=2e-3, rtol=1e-5)
-        np.testing.assert_allclose(np.abs(x).sum(), wanted["abs_sum"], atol=2e-3, rtol=1e-5)
+        assert list(x.shape) == reference["shape"]
+        np.testing.assert_allclose(x.sum(), reference["sum"], atol=2e-3, rtol=1e-5)
+        np.testing.assert_allclose(np.abs(x).sum(), reference["abs_sum"], atol=2e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["s-outputs-hidden-attn", "s-outputs-hidden-attn-t5"])
@@ -57,35 +57,35 @@ def test_equal_a_forward_pass_over_the_result(family):
     model, (ids, mask) = tiny.cached(family), ragged()
     out = jaxllm.generate(model, ids, mask, max_new_tokens=4, eos_token_id=None, **BOTH)
     if family == "t5":
-        whole = model(ids, mask, out.sequences[:, :-1], **BOTH)
+        full = model(ids, mask, out.sequences[:, :-1], **BOTH)
         assert out.hidden_states is None
         assert out.attentions is None
         pairs = [
-            (out.decoder_hidden_states, whole.decoder_hidden_states),
-            (out.decoder_attentions, whole.decoder_attentions),
-            (out.cross_attentions, whole.cross_attentions),
+            (out.decoder_hidden_states, full.decoder_hidden_states),
+            (out.decoder_attentions, full.decoder_attentions),
+            (out.cross_attentions, full.cross_attentions),
         ]
         for name in ("encoder_hidden_states", "encoder_attentions"):
-            for a, b in zip(getattr(out, name), getattr(whole, name), strict=True):
+            for a, b in zip(getattr(out, name), getattr(full, name), strict=True):
                 np.testing.assert_allclose(a[0], b[0], atol=2e-5)
         valid = np.ones((2, 1), bool)
     else:
         valid = mask.astype(bool)
         seen = np.concatenate([mask, np.ones((2, 3), int)], axis=1)
-        whole = model(out.sequences[:, :-1], seen, **BOTH)
+        full = model(out.sequences[:, :-1], seen, **BOTH)
         assert out.decoder_hidden_states is None
-        pairs = [(out.hidden_states, whole.hidden_states), (out.attentions, whole.attentions)]
+        pairs = [(out.hidden_states, full.hidden_states), (out.attentions, full.attentions)]
     for steps, layers in pairs:
         assert len(steps) == 4
         first = 0
         for step in steps:
             assert len(step) == len(layers)
-            for got, wanted in zip(step, layers, strict=True):
-                width = got.shape[-2]
-                wanted = np.asarray(wanted)[..., first : first + width, : got.shape[-1]]
+            for actual, expected in zip(step, layers, strict=True):
+                width = actual.shape[-2]
+                expected = np.asarray(expected)[..., first : first + width, : actual.shape[-1]]
                 real = valid if first == 0 else np.ones((2, 1), bool)
-                real = real[:, None, :, None] if got.ndim == 4 else real[..., None]
-                np.testing.assert_allclose(got * real, wanted * real, atol=2e-5)
+                real = real[:, None, :, None] if actual.ndim == 4 else real[..., None]
+                np.testing.assert_allclose(actual * real, expected * real, atol=2e-5)
             first += width
 
 

@@ -31,13 +31,13 @@ def test_three_ragged_turns_equal_generating_from_scratch(family, side):
         # An end token that row 0 reaches before the others.
         eos = int(plain.sequences[0, -3])
         settings["eos_token_id"] = eos
-        wanted = jaxllm.generate(model, ids, mask, **settings)
+        expected = jaxllm.generate(model, ids, mask, **settings)
         out = jaxllm.generate(
             model, ids, mask, past_key_values=past, return_past_key_values=True, **settings
         )
-        np.testing.assert_array_equal(out.sequences, wanted.sequences)
+        np.testing.assert_array_equal(out.sequences, expected.sequences)
         live = np.ones(3, bool)
-        for column, (a, b) in enumerate(zip(out.scores, wanted.scores, strict=True)):
+        for column, (a, b) in enumerate(zip(out.scores, expected.scores, strict=True)):
             np.testing.assert_allclose(a[live], b[live], atol=2e-4)
             live &= np.asarray(out.sequences)[:, ids.shape[1] + column] != eos
         ended += int((~live).sum())
@@ -56,7 +56,7 @@ def test_t5_continues_its_decoder_without_the_encoder():
     out = jaxllm.generate(model, ids, mask, return_past_key_values=True, **settings)
     for turn in range(2):
         sides = np.concatenate([out.sequences, turns(turn, 2, 2)], axis=1)
-        wanted = jaxllm.generate(model, ids, mask, decoder_input_ids=sides, **settings)
+        expected = jaxllm.generate(model, ids, mask, decoder_input_ids=sides, **settings)
         out = jaxllm.generate(
             model,
             decoder_input_ids=sides,
@@ -64,11 +64,11 @@ def test_t5_continues_its_decoder_without_the_encoder():
             return_past_key_values=True,
             **settings,
         )
-        np.testing.assert_array_equal(out.sequences, wanted.sequences)
+        np.testing.assert_array_equal(out.sequences, expected.sequences)
 
 
 @pytest.mark.slow
-def test_t5_of_ragged_decoder_sides():
+def test_t5_with_ragged_decoder_prompts():
     """Distances between columns give T5 its bias; the same whether rows have pads or not."""
     model, settings = tiny.cached("t5"), {"max_new_tokens": 4, "encoder_repetition_penalty": 1.5}
     settings.update(NO_EOS, output_scores=True)
@@ -77,10 +77,10 @@ def test_t5_of_ragged_decoder_sides():
     rows = [s + m for s, m in zip(first.sequences.tolist(), turns(9, 1, 4), strict=True)]
     sides, side_mask = padded(rows)
     inputs = {"decoder_input_ids": sides, "decoder_attention_mask": side_mask}
-    wanted = jaxllm.generate(model, ids, mask, **inputs, **settings)
+    expected = jaxllm.generate(model, ids, mask, **inputs, **settings)
     out = jaxllm.generate(model, past_key_values=first.past_key_values, **inputs, **settings)
-    np.testing.assert_array_equal(out.sequences, wanted.sequences)
-    for a, b in zip(out.scores, wanted.scores, strict=True):
+    np.testing.assert_array_equal(out.sequences, expected.sequences)
+    for a, b in zip(out.scores, expected.scores, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
@@ -106,11 +106,11 @@ def test_a_handle_serves_more_than_one_call():
     out = jaxllm.generate(model, ids, max_new_tokens=3, return_past_key_values=True, **NO_EOS)
     for seed in (1, 2):
         more = np.concatenate([out.sequences, turns(seed, 2, 2)], axis=1)
-        wanted = jaxllm.generate(model, more, max_new_tokens=3, **NO_EOS)
-        got = jaxllm.generate(
+        expected = jaxllm.generate(model, more, max_new_tokens=3, **NO_EOS)
+        actual = jaxllm.generate(
             model, more, max_new_tokens=3, past_key_values=out.past_key_values, **NO_EOS
         )
-        np.testing.assert_array_equal(got.sequences, wanted.sequences)
+        np.testing.assert_array_equal(actual.sequences, expected.sequences)
 
 
 def test_the_cache_grows():
@@ -119,7 +119,7 @@ def test_the_cache_grows():
     assert out.past_key_values.cache.capacity == 32
     more = np.concatenate([out.sequences, turns(1, 20)], axis=1)
     settings = {"max_new_tokens": 30, **NO_EOS}
-    wanted = jaxllm.generate(model, more, **settings)
+    expected = jaxllm.generate(model, more, **settings)
     out = jaxllm.generate(
         model,
         more,
@@ -127,7 +127,7 @@ def test_the_cache_grows():
         return_past_key_values=True,
         **settings,
     )
-    np.testing.assert_array_equal(out.sequences, wanted.sequences)
+    np.testing.assert_array_equal(out.sequences, expected.sequences)
     assert out.past_key_values.cache.capacity == 64
 
 
@@ -139,9 +139,9 @@ def test_samples_continue_each_on_its_own():
         model, ids, num_return_sequences=2, return_past_key_values=True, **settings
     )
     more = np.concatenate([out.sequences, turns(1, 2, 2, 2, 2)], axis=1)
-    wanted = jaxllm.generate(model, more, **settings)
-    got = jaxllm.generate(model, more, past_key_values=out.past_key_values, **settings)
-    np.testing.assert_array_equal(got.sequences, wanted.sequences)
+    expected = jaxllm.generate(model, more, **settings)
+    actual = jaxllm.generate(model, more, past_key_values=out.past_key_values, **settings)
+    np.testing.assert_array_equal(actual.sequences, expected.sequences)
 
 
 @pytest.mark.slow
@@ -152,12 +152,12 @@ def test_token_types_continue():
     out = jaxllm.generate(model, ids, token_type_ids=types, return_past_key_values=True, **settings)
     more = np.concatenate([out.sequences, turns(1, 2)], axis=1)
     types = np.array([[7] * 8 + [9] * 2])
-    wanted = jaxllm.generate(model, more, token_type_ids=types, **settings)
-    got = jaxllm.generate(
+    expected = jaxllm.generate(model, more, token_type_ids=types, **settings)
+    actual = jaxllm.generate(
         model, more, token_type_ids=types, past_key_values=out.past_key_values, **settings
     )
-    np.testing.assert_array_equal(got.sequences, wanted.sequences)
-    np.testing.assert_allclose(got.scores[2], wanted.scores[2], atol=2e-4)
+    np.testing.assert_array_equal(actual.sequences, expected.sequences)
+    np.testing.assert_allclose(actual.scores[2], expected.scores[2], atol=2e-4)
 
 
 def test_the_conversation_must_begin_with_what_is_held():
@@ -199,10 +199,10 @@ def test_stream_takes_a_handle_and_the_callers_jit_gives_one():
         lambda ids: jaxllm.generate(model, ids, return_past_key_values=True, **settings)
     )(ids)
     more = np.concatenate([inside.sequences, turns(1, 2)], axis=1)
-    wanted = jaxllm.generate(model, more, **settings).sequences[:, more.shape[1] :]
+    expected = jaxllm.generate(model, more, **settings).sequences[:, more.shape[1] :]
     past = inside.past_key_values
     chunks = list(jaxllm.stream(model, more, past_key_values=past, chunk_size=2, **settings))
-    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), wanted)
+    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), expected)
     # A clock has the host look at every token; the state it ends with is the last one.
     timed = jaxllm.generate(
         model,
@@ -212,11 +212,11 @@ def test_stream_takes_a_handle_and_the_callers_jit_gives_one():
         max_time=1e6,
         **settings,
     )
-    whole = np.asarray(timed.sequences[0])
-    np.testing.assert_array_equal(timed.past_key_values.tokens()[0], whole[:-1])
+    full = np.asarray(timed.sequences[0])
+    np.testing.assert_array_equal(timed.past_key_values.tokens()[0], full[:-1])
 
 
-def test_turns_within_the_buckets_compile_nothing():
+def test_turns_of_known_buckets_compile_nothing():
     model, ids = tiny.cached("llama"), np.array(turns(0, 17))
     settings = {"max_new_tokens": 3, "return_past_key_values": True, **NO_EOS}
     past, sizes = None, []

@@ -36,19 +36,19 @@ def conversation(family: str, strategies: list[dict], *, cache: dict | None = No
         if family == "t5":
             inputs = {"decoder_input_ids": ids, "decoder_attention_mask": mask}
             # Rows of beams that were returned have the encoder's input of their prompt.
-            whole = {k: np.repeat(v, returned, axis=0) for k, v in source.items()} | inputs
+            full = {k: np.repeat(v, returned, axis=0) for k, v in source.items()} | inputs
         else:
-            inputs = whole = {"input_ids": ids, "attention_mask": mask}
+            inputs = full = {"input_ids": ids, "attention_mask": mask}
         fields = {"max_new_tokens": 5, "pad_token_id": 0, **settings, **strategy}
-        wanted = jaxllm.generate(net, **whole, **fields, **cache or {})
-        given = whole | (cache or {}) if past is None else inputs
+        expected = jaxllm.generate(net, **full, **fields, **cache or {})
+        given = full | (cache or {}) if past is None else inputs
         out = jaxllm.generate(
             net, **given, past_key_values=past, return_past_key_values=True, **fields
         )
-        np.testing.assert_array_equal(out.sequences, wanted.sequences)
+        np.testing.assert_array_equal(out.sequences, expected.sequences)
         if out.sequences_scores is not None:
-            np.testing.assert_allclose(out.sequences_scores, wanted.sequences_scores, atol=2e-4)
-            np.testing.assert_array_equal(out.beam_indices, wanted.beam_indices)
+            np.testing.assert_allclose(out.sequences_scores, expected.sequences_scores, atol=2e-4)
+            np.testing.assert_array_equal(out.beam_indices, expected.beam_indices)
         past, returned = out.past_key_values, returned * strategy.get("num_return_sequences", 1)
         new = out.sequences[:, ids.shape[1] :].tolist()
         eos = settings["eos_token_id"]
@@ -94,7 +94,7 @@ def test_groups_and_constraints(beams):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_a_window_goes_on(family):
+def test_a_windowed_conversation_continues(family):
     """A token that left the window of one strategy is in sight of none."""
     start = {"decoder_start_token_id": 0} if family == "t5" else {}
     conversation(family, [{}, BEAMS, LOOKUP, {}], cache=WINDOW, **start, eos_token_id=31)
@@ -131,12 +131,12 @@ def test_a_negative_prompt_longer_than_the_conversation(window):
     new = first.sequences[:, ids.shape[1] :].tolist()
     more = [r + n + t for r, n, t in zip(rows, new, turns(4, 3, 1), strict=True)]
     ids, mask = padded(more)
-    wanted = jaxllm.generate(net, ids, mask, **kind, **settings)
+    expected = jaxllm.generate(net, ids, mask, **kind, **settings)
     past = first.past_key_values
     for draft in ({}, {"prompt_lookup_num_tokens": 3}):
         out = jaxllm.generate(net, ids, mask, past_key_values=past, **draft, **settings)
-        np.testing.assert_array_equal(out.sequences, wanted.sequences)
-        for a, b in zip(out.scores, wanted.scores, strict=True):
+        np.testing.assert_array_equal(out.sequences, expected.sequences)
+        for a, b in zip(out.scores, expected.scores, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-4)
 
 

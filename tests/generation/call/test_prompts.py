@@ -44,21 +44,21 @@ def test_t5_encoder_outputs_and_embeddings_stand_in_for_ids():
     net = model("s_t5_gated")
     _, ids, mask = prompts("s_t5_gated", side="right")
     fields = {"max_new_tokens": 8, "eos_token_id": None}
-    want = jaxllm.generate(net, ids, mask, **fields).sequences
+    expected = jaxllm.generate(net, ids, mask, **fields).sequences
     encoded = net(ids, mask, [[0]] * 3).encoder_last_hidden_state
-    got = jaxllm.generate(net, None, mask, encoder_outputs=encoded, **fields).sequences
-    np.testing.assert_array_equal(got, want)
+    actual = jaxllm.generate(net, None, mask, encoder_outputs=encoded, **fields).sequences
+    np.testing.assert_array_equal(actual, expected)
     embeds = net.shared(jnp.asarray(ids))
-    got = jaxllm.generate(net, None, mask, inputs_embeds=embeds, **fields).sequences
-    np.testing.assert_array_equal(got, want)
+    actual = jaxllm.generate(net, None, mask, inputs_embeds=embeds, **fields).sequences
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_decoder_prompts_of_t5_do_not_depend_on_their_padding():
     net = model("s_t5_gated")
     fields = {"max_new_tokens": 6, "eos_token_id": None}
     source = [[5, 6, 7]]
-    alone = jaxllm.generate(net, source, decoder_input_ids=[[9, 8]], **fields).sequences
-    assert alone[0, :3].tolist() == [0, 9, 8]
+    single = jaxllm.generate(net, source, decoder_input_ids=[[9, 8]], **fields).sequences
+    assert single[0, :3].tolist() == [0, 9, 8]
     padded = jaxllm.generate(
         net,
         source * 2,
@@ -66,7 +66,7 @@ def test_decoder_prompts_of_t5_do_not_depend_on_their_padding():
         decoder_attention_mask=[[0, 0, 1, 1], [1, 1, 1, 1]],
         **fields,
     ).sequences
-    np.testing.assert_array_equal(padded[0, 2:], alone[0])
+    np.testing.assert_array_equal(padded[0, 2:], single[0])
     states = np.zeros((1, 3, net.config.d_model), np.float32)
     with pytest.raises(InputError, match="inputs_embeds"):
         jaxllm.generate(net, inputs_embeds=states, encoder_outputs=states, **fields)

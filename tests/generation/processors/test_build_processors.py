@@ -77,9 +77,9 @@ def test_own_processors_come_before_the_warpers():
         return scores
 
     chain = build(GenerationConfig(**EVERYTHING), extra=[own])
-    at = chain.index(own)
-    assert names(chain[at - 1 : at]) == ["SuppressTokensAtBegin"]
-    assert names(chain[at + 1 : at + 2]) == ["Temperature"]
+    index = chain.index(own)
+    assert names(chain[index - 1 : index]) == ["SuppressTokensAtBegin"]
+    assert names(chain[index + 1 : index + 2]) == ["Temperature"]
     with pytest.raises(InputError, match="callables"):
         build(GenerationConfig(), extra=[3])
 
@@ -91,7 +91,7 @@ def test_an_own_processor_takes_the_place_of_a_built_in_one():
     assert chain[0] is own
 
 
-def test_nothing_is_built_for_nothing():
+def test_default_settings_build_no_processors():
     assert names(build(GenerationConfig())) == []
     assert names(build(GenerationConfig(do_sample=True))) == ["Temperature", "TopK", "TopP"]
     neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0}
@@ -157,11 +157,11 @@ def test_beams_keep_more_than_the_end_tokens():
 def test_the_prompt_stands_in_for_the_encoder():
     config = GenerationConfig(encoder_repetition_penalty=2.0)
     scores = jnp.ones((2, 23))
-    got = build(config)(PROMPT, scores, 3)
-    assert np.flatnonzero(got[0] == 2.0).tolist() == [5, 6]  # not the padding, token 0
+    actual = build(config)(PROMPT, scores, 3)
+    assert np.flatnonzero(actual[0] == 2.0).tolist() == [5, 6]  # not the padding, token 0
     encoder = np.array([[9, 8], [8, 8]])
-    got = build(config, encoder_input_ids=encoder)(PROMPT, scores, 3)
-    assert np.flatnonzero(got[0] == 2.0).tolist() == [8, 9]
+    actual = build(config, encoder_input_ids=encoder)(PROMPT, scores, 3)
+    assert np.flatnonzero(actual[0] == 2.0).tolist() == [8, 9]
     for field in ({"encoder_repetition_penalty": 2.0}, {"encoder_no_repeat_ngram_size": 2}):
         with pytest.raises(InputError, match=next(iter(field))):
             build(GenerationConfig(**field), prompt_ids=None)

@@ -27,8 +27,8 @@ def test_scores_are_lowered_by_what_was_generated():
         counts = np.zeros(50)
         for step, token in enumerate(new[row]):
             logits = np.asarray(out.logits[step][row])
-            want = logits + bias - 1.5 * (counts > 0) - 0.5 * counts
-            np.testing.assert_allclose(out.scores[step][row], want, atol=1e-5)
+            expected = logits + bias - 1.5 * (counts > 0) - 0.5 * counts
+            np.testing.assert_allclose(out.scores[step][row], expected, atol=1e-5)
             repeated |= counts.max() > 1
             counts[token] += 1
             if token == 2:

@@ -55,7 +55,7 @@ def with_garbage(ids, columns=5):
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_conforms_whatever_lies_beyond_cur_len(case):
+def test_columns_beyond_cur_len_do_not_count(case):
     ids, scores, call = arguments(case)
     check(run(build(case), with_garbage(ids), scores, ids.shape[1], call), case)
 
@@ -67,9 +67,9 @@ def test_padding_is_as_if_it_were_not_there(case, side):
     count, real = 3, np.ones_like(ids, bool)
     pads = np.random.default_rng(1).integers(0, 23, (ids.shape[0], count))
     # Right padding: between a prompt and what was generated after it.
-    at = 0 if side == "left" else ids.shape[1] // 2
-    padded = np.concatenate([ids[:, :at], pads, ids[:, at:]], axis=1)
-    mask = np.concatenate([real[:, :at], np.zeros_like(pads, bool), real[:, at:]], axis=1)
+    index = 0 if side == "left" else ids.shape[1] // 2
+    padded = np.concatenate([ids[:, :index], pads, ids[:, index:]], axis=1)
+    mask = np.concatenate([real[:, :index], np.zeros_like(pads, bool), real[:, index:]], axis=1)
     buffer = with_garbage(padded)
     mask = np.concatenate([mask, np.ones((ids.shape[0], 5), bool)], axis=1)
     kwargs = {**call, "mask": mask, "length": ids.shape[1]}
@@ -87,8 +87,8 @@ def test_rows_of_different_lengths_give_what_each_gives_alone(case):
     processor = build(case)
     together = run(processor, ids, scores, lengths, call)
     for row, length in enumerate(lengths):
-        alone = run(processor, ids, scores, np.full_like(lengths, length), call)
-        np.testing.assert_array_equal(together[row], alone[row])
+        single = run(processor, ids, scores, np.full_like(lengths, length), call)
+        np.testing.assert_array_equal(together[row], single[row])
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=CLASSES)
@@ -107,8 +107,8 @@ def test_works_in_a_while_loop_and_under_vmap(case):
         mapped = jax.vmap(lambda s: processor(buffer, s, ids.shape[1], **call))(stack)
         return looped, mapped[1]
 
-    for got in both(processor, ids.shape[1] - 1):
-        check(got, case)
+    for actual in both(processor, ids.shape[1] - 1):
+        check(actual, case)
 
 
 ENCODER = np.array([[3, 1, 2, 1], [0, 0, 1, 3]], np.int32)
@@ -291,28 +291,28 @@ def test_numbers_may_be_tracers():
         return chain(jnp.zeros((1, 4), jnp.int32), scores, 2)
 
     scores = jnp.array([[4.0, 3.0, 2.0, 1.0, 0.0]])
-    got = step(0.5, 2, 1.0, jnp.array([0]), scores)
-    assert got.tolist() == [[-INF, 6.0, 4.0, -INF, -INF]]
+    actual = step(0.5, 2, 1.0, jnp.array([0]), scores)
+    assert actual.tolist() == [[-INF, 6.0, 4.0, -INF, -INF]]
 
 
 def test_penalties_ignore_the_columns_they_are_told_to():
     ids, scores = jnp.array([[0, 1, 2], [0, 1, 2]]), jnp.full((2, 4), 2.0)
-    got = P.RepetitionPenaltyLogitsProcessor(2.0, np.array([1, 2]))(ids, scores, 3)
-    assert got.tolist() == [[2.0, 1.0, 1.0, 2.0], [2.0, 2.0, 1.0, 2.0]]
-    got = P.RepetitionPenaltyLogitsProcessor(2.0, 3)(ids, scores, 3)
-    assert got.tolist() == scores.tolist()
+    actual = P.RepetitionPenaltyLogitsProcessor(2.0, np.array([1, 2]))(ids, scores, 3)
+    assert actual.tolist() == [[2.0, 1.0, 1.0, 2.0], [2.0, 2.0, 1.0, 2.0]]
+    actual = P.RepetitionPenaltyLogitsProcessor(2.0, 3)(ids, scores, 3)
+    assert actual.tolist() == scores.tolist()
 
 
 def test_padding_of_the_encoder_does_not_count():
     ids = jnp.array([[5, 1]])
-    alone, mask = jnp.array([[5, 1, 2]]), jnp.array([[True, True, False, True]])
+    single, mask = jnp.array([[5, 1, 2]]), jnp.array([[True, True, False, True]])
     padded = jnp.array([[5, 1, 0, 2]])
     scores = jax.random.normal(jax.random.key(0), (1, 6))
     for make in (
         lambda *encoder: P.EncoderRepetitionPenaltyLogitsProcessor(3.0, *encoder),
         lambda *encoder: P.EncoderNoRepeatNGramLogitsProcessor(3, *encoder),
     ):
-        expected = make(alone)(ids, scores, 2)
+        expected = make(single)(ids, scores, 2)
         assert not np.array_equal(expected, scores)
         np.testing.assert_array_equal(make(padded, mask)(ids, scores, 2), expected)
 
@@ -320,8 +320,8 @@ def test_padding_of_the_encoder_does_not_count():
 def test_encoder_rows_are_repeated_for_beams():
     scores = jnp.full((4, 4), 1.0)
     ids = jnp.zeros((4, 1), int)
-    got = P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER[:, :1])(ids, scores, 1)
-    assert np.argwhere(np.isneginf(got)).tolist() == [[0, 3], [1, 3], [2, 0], [3, 0]]
+    actual = P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER[:, :1])(ids, scores, 1)
+    assert np.argwhere(np.isneginf(actual)).tolist() == [[0, 3], [1, 3], [2, 0], [3, 0]]
     with pytest.raises(InputError, match="3 rows"):
         P.EncoderNoRepeatNGramLogitsProcessor(1, ENCODER)(ids[:3], scores[:3], 1)
 
@@ -336,16 +336,16 @@ def test_tokens_outside_the_scores_are_left_alone():
 
 def test_a_forbidden_word_counts_once_and_stays_forbidden():
     words = P.NoBadWordsLogitsProcessor([[1], [0, 1], [2]], eos_token_id=2)
-    got = words(jnp.array([[0]]), jnp.zeros((1, 3)), 1)
-    assert got.tolist() == [[0.0, -INF, 0.0]]
+    actual = words(jnp.array([[0]]), jnp.zeros((1, 3)), 1)
+    assert actual.tolist() == [[0.0, -INF, 0.0]]
     only_eos = P.NoBadWordsLogitsProcessor([[2]], eos_token_id=2)
     assert only_eos(jnp.array([[0]]), jnp.zeros((1, 3)), 1).tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_an_end_token_that_is_forbidden_does_not_decay():
     penalty = P.ExponentialDecayLengthPenalty((0, 2.0), [0, 1], 1)
-    got = penalty(jnp.zeros((1, 3), jnp.int32), jnp.array([[-INF, 1.0, 1.0]]), 2)
-    assert got.tolist() == [[-INF, 2.0, 1.0]]
+    actual = penalty(jnp.zeros((1, 3), jnp.int32), jnp.array([[-INF, 1.0, 1.0]]), 2)
+    assert actual.tolist() == [[-INF, 2.0, 1.0]]
     long = penalty(jnp.zeros((1, 3), jnp.int32), jnp.array([[-INF, 1.0, 1.0]]), 2000)
     assert bool(jnp.all(long[0, 1:] < INF))
 

@@ -117,11 +117,11 @@ def test_threshold_outside_the_reachable_range():
 @given(rows(), st.sampled_from([0.0, 1e-6, 0.05, 0.3, 0.5, 0.9, 0.95, 0.999]), st.integers(1, 3))
 def test_top_p_keeps_what_a_stable_sort_keeps(x, p, least):
     keep = np.asarray(jit_top_p(x, np.float32(p), least))
-    for row, got in zip(x, keep, strict=True):
+    for row, actual in zip(x, keep, strict=True):
         if p == 0 or not near_edge(row, p):
             expected = reference_top_p(row, p, least) & np.isfinite(row)
-            np.testing.assert_array_equal(got & np.isfinite(row), expected)
-        assert got.sum() >= min(least, len(row))
+            np.testing.assert_array_equal(actual & np.isfinite(row), expected)
+        assert actual.sum() >= min(least, len(row))
 
 
 @pytest.mark.parametrize("least", [1, 3])
@@ -132,10 +132,10 @@ def test_top_p_beyond_the_candidates(p, least, rounding):
     x = np.random.default_rng(5).normal(size=(4, 3001)) * 0.7
     x = np.round(x, rounding).astype(np.float32)
     keep = np.asarray(jit_top_p(x, np.float32(p), least))
-    for row, got in zip(x, keep, strict=True):
+    for row, actual in zip(x, keep, strict=True):
         expected = reference_top_p(row, p, least)
         # One of about 3000 equally likely tokens may lie within rounding of the cut.
-        assert np.sum(got != expected) <= 1
+        assert np.sum(actual != expected) <= 1
 
 
 def test_top_p_is_reached_by_a_sum_that_only_rounding_keeps_below():
@@ -158,7 +158,7 @@ def test_nearest_keeps_what_a_sort_keeps(x, mass, least):
     distance = np.abs(np.where(np.isfinite(x), x, np.inf) - 0.5).astype(np.float32)
     target = np.float32(mass) * weights.sum(1)
     keep = np.asarray(jit_nearest(distance, weights, target, least))
-    for d, w, t, got in zip(distance, weights, target, keep, strict=True):
+    for d, w, t, actual in zip(distance, weights, target, keep, strict=True):
         order = np.argsort(d, kind="stable")
         reached = np.cumsum(w[order].astype(np.float64))
         if np.any(np.abs(reached - t) < 3e-6 * reached[-1]):
@@ -166,7 +166,7 @@ def test_nearest_keeps_what_a_sort_keeps(x, mass, least):
         last = min(np.sum(reached < t), len(d) - 1)
         expected = d <= d[order][last]
         expected[order[:least]] = True
-        np.testing.assert_array_equal(got, expected)
+        np.testing.assert_array_equal(actual, expected)
 
 
 @FAST
@@ -174,7 +174,7 @@ def test_nearest_keeps_what_a_sort_keeps(x, mass, least):
 def test_entropy_keeps_what_a_loop_keeps(x, fraction):
     x = x + 0.0  # lax.top_k puts 0 before -0, which is neither right nor wrong
     keep = np.asarray(jit_entropy(x, np.float32(fraction)))
-    for row, got in zip(x, keep, strict=True):
+    for row, actual in zip(x, keep, strict=True):
         order = np.argsort(-row, kind="stable")[:100]
         p = np.exp(row[order].astype(np.float64) - row.max())
         p = p[p > 0] / p.sum()
@@ -183,15 +183,15 @@ def test_entropy_keeps_what_a_loop_keeps(x, fraction):
         if np.any(np.abs(reached - fraction * terms.sum()) < 1e-5):
             continue
         count = max(1, int(np.sum(reached <= fraction * terms.sum())))
-        assert set(np.flatnonzero(got)) == set(order[:count])
+        assert set(np.flatnonzero(actual)) == set(order[:count])
 
 
 @FAST
 @given(rows(), st.integers(1, 6))
 def test_top_mask_keeps_ties(x, count):
     kth = np.sort(x, axis=1)[:, -min(count, x.shape[1])]
-    got = np.asarray(top_mask(jnp.asarray(x), count))
-    np.testing.assert_array_equal(got, x >= kth[:, None])
+    actual = np.asarray(top_mask(jnp.asarray(x), count))
+    np.testing.assert_array_equal(actual, x >= kth[:, None])
 
 
 def test_cuts_work_row_by_row_under_vmap():
@@ -210,9 +210,9 @@ def test_top_p_at_the_size_of_a_vocabulary():
     x = (rng.normal(size=(8, 49152)) * 3).astype(np.float32)
     for p in (0.1, 0.5, 0.9, 0.95, 0.99):
         keep = np.asarray(jit_top_p(x, np.float32(p), 1))
-        for row, got in zip(x, keep, strict=True):
+        for row, actual in zip(x, keep, strict=True):
             expected = reference_top_p(row, p, 1)
-            differing = np.exp(row[got != expected].astype(np.float64) - row.max())
+            differing = np.exp(row[actual != expected].astype(np.float64) - row.max())
             assert differing.sum() / np.exp(row.astype(np.float64) - row.max()).sum() < 2e-6
 
 

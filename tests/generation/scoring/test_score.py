@@ -29,8 +29,8 @@ def padded(rows: list[list[int]], side: str) -> tuple[np.ndarray, np.ndarray]:
     width = max(map(len, rows))
     ids, mask = np.zeros((len(rows), width), int), np.zeros((len(rows), width), int)
     for i, row in enumerate(rows):
-        at = slice(width - len(row), None) if side == "left" else slice(0, len(row))
-        ids[i, at], mask[i, at] = row, 1
+        index = slice(width - len(row), None) if side == "left" else slice(0, len(row))
+        ids[i, index], mask[i, index] = row, 1
     return ids, mask
 
 
@@ -45,14 +45,14 @@ def test_equals_a_forward_pass(family):
         sides, _ = padded([[0, *completion] for completion in completions], "right")
         logits = model(*padded(prompts, "right"), decoder_input_ids=sides).logits
     else:
-        whole = [p + c for p, c in zip(prompts, completions, strict=True)]
-        logits = model(*padded(whole, "right")).logits
+        full = [p + c for p, c in zip(prompts, completions, strict=True)]
+        logits = model(*padded(full, "right")).logits
     log_probs = np.asarray(jax.nn.log_softmax(logits))
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         first = 0 if family == "t5" else len(prompt) - 1
-        wanted = log_probs[i, first + np.arange(len(completion)), completion]
-        np.testing.assert_allclose(out.token_log_probs[i], wanted, atol=2e-5)
-        np.testing.assert_allclose(out.log_likelihoods[i], wanted.sum(), rtol=1e-5)
+        expected = log_probs[i, first + np.arange(len(completion)), completion]
+        np.testing.assert_allclose(out.token_log_probs[i], expected, atol=2e-5)
+        np.testing.assert_allclose(out.log_likelihoods[i], expected.sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -70,13 +70,13 @@ def test_greedy_is_what_generate_gives(family):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_arrays_equal_lists(family, side):
     model, (prompts, completions) = tiny.cached(family), pairs()
-    wanted = jaxllm.score(model, prompts, completions)
+    expected = jaxllm.score(model, prompts, completions)
 
     (ids, mask), (targets, target_mask) = padded(prompts, side), padded(completions, side)
     ids = jnp.asarray(ids)
     out = jaxllm.score(model, ids, targets, attention_mask=mask, completion_mask=target_mask)
-    np.testing.assert_array_equal(out.log_likelihoods, wanted.log_likelihoods)
-    np.testing.assert_array_equal(out.is_greedy, wanted.is_greedy)
+    np.testing.assert_array_equal(out.log_likelihoods, expected.log_likelihoods)
+    np.testing.assert_array_equal(out.is_greedy, expected.is_greedy)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
@@ -90,12 +90,12 @@ def test_results_do_not_depend_on_the_batch(family):
 def test_logits_in_blocks(monkeypatch):
     prompts, completions = pairs(1)
     model = tiny.make("llama", seed=1)
-    whole = jaxllm.score(model, prompts, completions, batch_size=3)
+    full = jaxllm.score(model, prompts, completions, batch_size=3)
     monkeypatch.setattr(module, "MOST_LOGIT_BYTES", 4 * 50 * 4 * 8)
     jax.clear_caches()
     blocks = jaxllm.score(model, prompts, completions, batch_size=3)
-    np.testing.assert_allclose(blocks.log_likelihoods, whole.log_likelihoods, atol=1e-5)
-    np.testing.assert_array_equal(blocks.is_greedy, whole.is_greedy)
+    np.testing.assert_allclose(blocks.log_likelihoods, full.log_likelihoods, atol=1e-5)
+    np.testing.assert_array_equal(blocks.is_greedy, full.is_greedy)
 
 
 def test_an_empty_prompt_is_bos():
@@ -116,14 +116,14 @@ def test_reference_logits(name):
         ids = data["input_ids"][row]
         if model.is_encoder_decoder:
             text, prompt = data["decoder_input_ids"][row], ids[mask[row]]
-            completion, at = text[1:], np.arange(len(text) - 1)
+            completion, index = text[1:], np.arange(len(text) - 1)
         else:
             real = np.flatnonzero(mask[row])
-            prompt, completion, at = ids[real[:2]], ids[real[2:]], real[1:-1]
+            prompt, completion, index = ids[real[:2]], ids[real[2:]], real[1:-1]
         out = jaxllm.score(model, [prompt], [completion])
-        wanted = log_probs[row, at, completion]
-        np.testing.assert_allclose(out.token_log_probs[0], wanted, atol=1e-4)
-        assert out.is_greedy[0] == (log_probs[row, at].argmax(-1) == completion).all()
+        expected = log_probs[row, index, completion]
+        np.testing.assert_allclose(out.token_log_probs[0], expected, atol=1e-4)
+        assert out.is_greedy[0] == (log_probs[row, index].argmax(-1) == completion).all()
 
 
 def test_errors_name_the_pair():

@@ -19,10 +19,10 @@ DATA = np.load(paths.DATA / "transition_scores" / "reference.npz")
 def test_equals_the_reference(case, kind):
     beams = DATA.get(f"{case}/beam_indices")
     scores = tuple(DATA[f"{case}/scores"])
-    got = jaxllm.compute_transition_scores(
+    actual = jaxllm.compute_transition_scores(
         DATA[f"{case}/sequences"], scores, beams, normalize_logits=kind == "normalized"
     )
-    np.testing.assert_allclose(got, DATA[f"{case}/{kind}"], atol=1e-5)
+    np.testing.assert_allclose(actual, DATA[f"{case}/{kind}"], atol=1e-5)
 
 
 def test_the_data_have_beams_that_end_early():
@@ -33,18 +33,18 @@ def test_the_data_have_beams_that_end_early():
 def test_cut_to_the_longest_beam():
     sequences, scores = np.array([[9, 1, 0], [9, 1, 1]]), np.arange(12.0).reshape(3, 2, 2)
     beams = np.array([[1, -1, -1], [0, 1, -1]])
-    got = jaxllm.compute_transition_scores(sequences, tuple(scores), beams)
-    np.testing.assert_array_equal(got, [[3.0, 0.0], [1.0, 7.0]])
+    actual = jaxllm.compute_transition_scores(sequences, tuple(scores), beams)
+    np.testing.assert_array_equal(actual, [[3.0, 0.0], [1.0, 7.0]])
 
 
-def test_of_generate():
+def test_scores_of_a_generate_call():
     """Greedy scores of generate() are the best of each step; the same inside jit."""
     out = jaxllm.generate(tiny.cached("llama"), tiny.ids(), max_new_tokens=4, output_scores=True)
     assert out.scores is not None
-    got = jaxllm.compute_transition_scores(out.sequences, out.scores)
-    np.testing.assert_array_equal(got, np.max(np.stack(out.scores, axis=1), axis=-1))
+    actual = jaxllm.compute_transition_scores(out.sequences, out.scores)
+    np.testing.assert_array_equal(actual, np.max(np.stack(out.scores, axis=1), axis=-1))
     inside = jax.jit(jaxllm.compute_transition_scores)(out.sequences, out.scores)
-    np.testing.assert_array_equal(inside, got)
+    np.testing.assert_array_equal(inside, actual)
 
 
 def test_errors():

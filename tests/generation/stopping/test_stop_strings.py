@@ -145,9 +145,9 @@ def test_the_newest_token_must_take_part():
     gpt2 = tokenizer("gpt2")
     row = gpt2.encode("a stop sign", add_special_tokens=False)
     criterion = StopStringCriteria(gpt2, "stop")
-    found = done(criterion, [row[: n + 1] for n in range(len(row))])
-    assert sum(found) == 1
-    assert "stop" in gpt2.decode(row[: found.index(True) + 1])
+    actual = done(criterion, [row[: n + 1] for n in range(len(row))])
+    assert sum(actual) == 1
+    assert "stop" in gpt2.decode(row[: actual.index(True) + 1])
     unknown = len(gpt2)
     parts = gpt2.encode("st", add_special_tokens=False), gpt2.encode("op", add_special_tokens=False)
     rows = [[*parts[0], *parts[1]], [*parts[0], unknown, *parts[1]], [*parts[0], -1, *parts[1]]]
@@ -170,8 +170,8 @@ def test_in_a_program_that_closes_over_it():
     row = gpt2.encode("stop", add_special_tokens=False)
     ids = jnp.array([row, row[::-1]])
     criterion = StopStringCriteria(gpt2, "stop")
-    found = jax.jit(lambda ids: criterion(ids, jnp.zeros((2, 3)), len(row)))(ids)
-    assert found.tolist() == [True, False]
+    actual = jax.jit(lambda ids: criterion(ids, jnp.zeros((2, 3)), len(row)))(ids)
+    assert actual.tolist() == [True, False]
 
 
 def test_a_table_stays_small_and_is_made_in_time():

@@ -74,8 +74,8 @@ def test_any_criterion_of_a_list_ends_a_row():
 
     criteria = StoppingCriteriaList([EosTokenCriteria(3), even, never, MaxLengthCriteria(4)])
     mask = jnp.ones_like(IDS, bool)
-    found = [run(criteria, IDS, length, {"mask": mask}).tolist() for length in (1, 2, 3, 4)]
-    assert found == [[True, True], [False, True], [False, True], [True, True]]
+    actual = [run(criteria, IDS, length, {"mask": mask}).tolist() for length in (1, 2, 3, 4)]
+    assert actual == [[True, True], [False, True], [False, True], [True, True]]
     assert run(StoppingCriteriaList(), IDS, 2, {}).tolist() == [False, False]
     leaves, tree = jax.tree.flatten(criteria)
     assert isinstance(jax.tree.unflatten(tree, leaves), StoppingCriteriaList)

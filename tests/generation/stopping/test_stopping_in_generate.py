@@ -89,7 +89,7 @@ def test_criteria_of_the_caller(name):
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_beams": 2}])
-def test_a_clock_ends_the_text_after_the_token_at_hand(fields):
+def test_max_time_ends_rows_after_the_current_token(fields):
     ids = [[5, 6, 7]]
     arguments = {"max_new_tokens": 64, "eos_token_id": None, "pad_token_id": 0, **fields}
     out = jaxllm.generate(model("s_llama"), ids, max_time=1e-6, **arguments)
@@ -167,16 +167,16 @@ def test_what_cannot_be_is_named():
         under_jit(jnp.array([[5]]))
 
 
-def test_a_clock_keeps_what_rows_that_are_ahead_have():
+def test_max_time_keeps_the_tokens_of_faster_rows():
     """Drafts are accepted row by row; the time is up before every row has as much."""
     net = model("s_llama")
     _, ids, mask = prompts("s_llama")
     fields = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0}
     fields |= {"assistant_model": net, "num_assistant_tokens": 4}
     out = jaxllm.generate(net, ids, mask, max_time=1e-6, **fields)
-    whole = jaxllm.generate(net, ids, mask, **fields)
+    full = jaxllm.generate(net, ids, mask, **fields)
     width = out.sequences.shape[1]
-    same = (out.sequences == whole.sequences[:, :width]) | (out.sequences == 0)
+    same = (out.sequences == full.sequences[:, :width]) | (out.sequences == 0)
     assert same.all()
     assert (out.sequences[:, -1] != 0).any()
 

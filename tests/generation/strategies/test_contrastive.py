@@ -38,9 +38,9 @@ def test_left_padded_equals_right_padded_equals_alone(name):
         out = generate(name, ids, mask, max_new_tokens=9)
         results.append(out.sequences[:, -9:])
     np.testing.assert_array_equal(*results)
-    for row, want in zip(rows, results[0], strict=True):
-        alone = generate(name, row[None], max_new_tokens=9)
-        np.testing.assert_array_equal(alone.sequences[0, -9:], want)
+    for row, expected in zip(rows, results[0], strict=True):
+        single = generate(name, row[None], max_new_tokens=9)
+        np.testing.assert_array_equal(single.sequences[0, -9:], expected)
 
 
 @jax.jit
@@ -75,8 +75,8 @@ def uncached(net, row, new: int, alpha: float, k: int) -> list[int]:
 def test_cached_equals_uncached(name, alpha, k):
     rows, ids, mask = prompts(name)
     out = generate(name, ids, mask, max_new_tokens=12, penalty_alpha=alpha, top_k=k)
-    for row, got in zip(rows, out.sequences, strict=True):
-        assert uncached(model(name), row, 12, alpha, k) == list(got[7 - len(row) :])
+    for row, actual in zip(rows, out.sequences, strict=True):
+        assert uncached(model(name), row, 12, alpha, k) == list(actual[7 - len(row) :])
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_low_memory_changes_nothing_but_what_is_kept(name, fields):
     _, ids, mask = prompts(name)
     fields = {**fields, "max_new_tokens": 9, "output_scores": True, "output_hidden_states": True}
     fields["output_attentions"] = True
-    want = generate(name, ids, mask, **fields)
-    got = generate(name, ids, mask, **fields, low_memory=True)
-    np.testing.assert_array_equal(got.sequences, want.sequences)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    expected = generate(name, ids, mask, **fields)
+    actual = generate(name, ids, mask, **fields, low_memory=True)
+    np.testing.assert_array_equal(actual.sequences, expected.sequences)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
@@ -141,20 +141,20 @@ def test_inside_the_callers_jit():
         fields = {"max_new_tokens": 8, "top_k": 4, "eos_token_id": 2}
         return jaxllm.generate(net, ids, mask, penalty_alpha=alpha, **fields).sequences
 
-    got = call(model("s_llama"), ids, mask, 0.6)
-    want = generate("s_llama", ids, mask, max_new_tokens=8, eos_token_id=2).sequences
-    np.testing.assert_array_equal(np.asarray(got)[:, : want.shape[1]], want)
+    actual = call(model("s_llama"), ids, mask, 0.6)
+    expected = generate("s_llama", ids, mask, max_new_tokens=8, eos_token_id=2).sequences
+    np.testing.assert_array_equal(np.asarray(actual)[:, : expected.shape[1]], expected)
 
 
 @pytest.mark.parametrize("name", ["s_t5_gated"])
 def test_stream_equals_generate_and_shares_its_programs(name):
     _, ids, mask = prompts(name)
     fields = {**SEARCH, "max_new_tokens": 11, "eos_token_id": None}
-    whole = jaxllm.generate(model(name), ids, mask, **fields).sequences
+    full = jaxllm.generate(model(name), ids, mask, **fields).sequences
     chunks = []
     stream = jaxllm.stream(model(name), ids, mask, chunk_size=4, **fields)
     assert compilations(lambda: chunks.extend(stream)) == []
-    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), whole[:, -11:])
+    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), full[:, -11:])
 
 
 def test_a_streamer_gets_the_prompt_and_every_token():
@@ -193,13 +193,13 @@ def test_scores_are_processed_and_logits_raw():
     fields = {"max_new_tokens": 6, "suppress_tokens": [9, 11]}
     out = generate("s_llama", ids, mask, **fields, output_scores=True, output_logits=True)
     assert len(out.scores) == len(out.logits) == 6
-    whole = np.concatenate([mask, np.ones((3, 6), int)], axis=1)
-    want = model("s_llama")(out.sequences, whole).logits[:, 6:-1]
-    np.testing.assert_allclose(np.stack(out.logits, axis=1), want, atol=1e-5)
+    full = np.concatenate([mask, np.ones((3, 6), int)], axis=1)
+    expected = model("s_llama")(out.sequences, full).logits[:, 6:-1]
+    np.testing.assert_allclose(np.stack(out.logits, axis=1), expected, atol=1e-5)
     scores = np.stack(out.scores, axis=1)
     assert np.isneginf(scores[:, :, [9, 11]]).all()
     others = np.delete(np.arange(scores.shape[-1]), [9, 11])
-    np.testing.assert_allclose(scores[..., others], want[..., others], atol=1e-5)
+    np.testing.assert_allclose(scores[..., others], expected[..., others], atol=1e-5)
 
 
 def test_a_forbidden_token_is_no_candidate():
@@ -217,9 +217,9 @@ def test_a_forbidden_token_is_no_candidate():
 def test_a_prompt_of_embeddings():
     _, ids, mask = prompts("s_llama")
     embeds = model("s_llama").backbone.embed(jnp.asarray(ids))
-    want = generate("s_llama", ids, mask, max_new_tokens=7).sequences[:, 7:]
-    got = generate("s_llama", None, mask, inputs_embeds=embeds, max_new_tokens=7).sequences
-    np.testing.assert_array_equal(got, want)
+    expected = generate("s_llama", ids, mask, max_new_tokens=7).sequences[:, 7:]
+    actual = generate("s_llama", None, mask, inputs_embeds=embeds, max_new_tokens=7).sequences
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_gpt2_reaches_its_last_position():

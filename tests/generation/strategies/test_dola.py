@@ -43,8 +43,8 @@ def test_left_padded_equals_right_padded_equals_uncached():
         results.append(out.sequences)
     np.testing.assert_array_equal(results[0][:, -9:], results[1][:, -9:])
     _, ids, mask = prompts(name)
-    whole = np.concatenate([mask, np.ones((3, 9), int)], axis=1)
-    read = net(results[0], whole, output_hidden_states=True)
+    full = np.concatenate([mask, np.ones((3, 9), int)], axis=1)
+    read = net(results[0], full, output_hidden_states=True)
     for column in range(6, 15):
         early = jnp.stack([net.logits(read.hidden_states[i][:, column]) for i in layers])
         final = read.logits[:, column]
@@ -55,9 +55,9 @@ def test_left_padded_equals_right_padded_equals_uncached():
 def test_with_one_layer_rows_do_not_depend_on_each_other():
     rows, ids, mask = prompts(DEEP)
     out = generate(DEEP, ids, mask, dola_layers=[3]).sequences[:, -9:]
-    for row, want in zip(rows, out, strict=True):
-        alone = generate(DEEP, row[None], dola_layers=[3]).sequences
-        np.testing.assert_array_equal(alone[0, -9:], want)
+    for row, expected in zip(rows, out, strict=True):
+        single = generate(DEEP, row[None], dola_layers=[3]).sequences
+        np.testing.assert_array_equal(single[0, -9:], expected)
 
 
 def test_the_farthest_layer_is_that_of_the_live_rows():
@@ -69,7 +69,7 @@ def test_the_farthest_layer_is_that_of_the_live_rows():
     np.testing.assert_array_equal(farthest(final, early, first), far)
 
 
-def test_ended_rows_have_no_say():
+def test_finished_rows_do_not_choose_the_layer():
     _, ids, mask = prompts(DEEP, (7, 5))
     layers = [0, 2, 4]
     free = generate(DEEP, ids, mask, dola_layers=layers).sequences
@@ -78,8 +78,8 @@ def test_ended_rows_have_no_say():
     out = generate(DEEP, ids, mask, dola_layers=layers, eos_token_id=stop).sequences
     # Row 1 goes on as if alone from the second token on.
     prompt = np.concatenate([ids[1:, 2:], out[1:, 7:8]], axis=1)
-    alone = generate(DEEP, prompt, dola_layers=layers, eos_token_id=stop, max_new_tokens=8)
-    np.testing.assert_array_equal(alone.sequences[0, 6 : out.shape[1] - 2], out[1, 8:])
+    single = generate(DEEP, prompt, dola_layers=layers, eos_token_id=stop, max_new_tokens=8)
+    np.testing.assert_array_equal(single.sequences[0, 6 : out.shape[1] - 2], out[1, 8:])
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ def test_sampling_by_key_and_several_results():
 def test_scores_are_differences_and_logits_those_of_the_last_layer():
     _, ids, mask = prompts(DEEP)
     out = generate(DEEP, ids, mask, max_new_tokens=3, output_scores=True, output_logits=True)
-    want = model(DEEP)(ids, mask).logits[:, -1]
-    np.testing.assert_allclose(out.logits[0], want, atol=1e-5)
+    expected = model(DEEP)(ids, mask).logits[:, -1]
+    np.testing.assert_allclose(out.logits[0], expected, atol=1e-5)
     assert np.isneginf(out.scores[0]).any()
     assert (np.asarray(out.scores[0]) > 0).any()
 
@@ -115,13 +115,13 @@ def test_numbers_and_lengths_compile_nothing():
 
 def test_inside_the_callers_jit_and_as_a_stream():
     _, ids, mask = prompts(DEEP)
-    want = generate(DEEP, ids, mask).sequences
+    expected = generate(DEEP, ids, mask).sequences
     net = model(DEEP)
     fields = {"dola_layers": "low", "eos_token_id": None, "max_new_tokens": 9}
     call = jax.jit(lambda net, ids, mask: jaxllm.generate(net, ids, mask, **fields).sequences)
-    np.testing.assert_array_equal(call(net, ids, mask), want)
+    np.testing.assert_array_equal(call(net, ids, mask), expected)
     chunks = list(jaxllm.stream(net, ids, mask, chunk_size=4, **fields))
-    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), want[:, 7:])
+    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), expected[:, 7:])
 
 
 @dataclasses.dataclass

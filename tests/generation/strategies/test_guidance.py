@@ -50,31 +50,31 @@ def test_cached_equals_uncached(name):
     others, negative = negatives(name)
     out = generate(name, ids, mask, **negative, output_scores=True)
     scores = np.stack(out.scores, axis=1)
-    for row, other, new, got in zip(rows, others, out.sequences[:, 7:], scores, strict=True):
+    for row, other, new, actual in zip(rows, others, out.sequences[:, 7:], scores, strict=True):
         c = log_probs(model(name), [*row, *new[:-1]])[len(row) - 1 :]
         u = log_probs(model(name), [*other, *new[:-1]])[len(other) - 1 :]
-        np.testing.assert_allclose(got, 2.5 * (c - u) + u, atol=1e-3, rtol=1e-4)
-        np.testing.assert_array_equal(np.argmax(got, axis=-1), new)
+        np.testing.assert_allclose(actual, 2.5 * (c - u) + u, atol=1e-3, rtol=1e-4)
+        np.testing.assert_array_equal(np.argmax(actual, axis=-1), new)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_left_padded_equals_right_padded_equals_alone(name):
     rows, ids, mask = prompts(name)
     others, left = negatives(name)
-    want = generate(name, ids, mask, **left).sequences[:, -9:]
+    expected = generate(name, ids, mask, **left).sequences[:, -9:]
     _, ids, mask = prompts(name, side="right")
     _, right = negatives(name, side="right")
-    np.testing.assert_array_equal(generate(name, ids, mask, **right).sequences[:, -9:], want)
-    for row, other, new in zip(rows, others, want, strict=True):
-        alone = generate(name, row[None], negative_prompt_ids=other[None]).sequences
-        np.testing.assert_array_equal(alone[0, -9:], new)
+    np.testing.assert_array_equal(generate(name, ids, mask, **right).sequences[:, -9:], expected)
+    for row, other, new in zip(rows, others, expected, strict=True):
+        single = generate(name, row[None], negative_prompt_ids=other[None]).sequences
+        np.testing.assert_array_equal(single[0, -9:], new)
 
 
 def test_without_a_negative_prompt_the_last_real_token_is_the_context():
     rows, ids, mask = prompts("s_llama", side="right")
-    want = generate("s_llama", ids, mask, negative_prompt_ids=[[row[-1]] for row in rows])
-    got = generate("s_llama", ids, mask)
-    np.testing.assert_array_equal(got.sequences, want.sequences)
+    expected = generate("s_llama", ids, mask, negative_prompt_ids=[[row[-1]] for row in rows])
+    actual = generate("s_llama", ids, mask)
+    np.testing.assert_array_equal(actual.sequences, expected.sequences)
 
 
 def test_a_scale_of_one_builds_nothing():
@@ -98,10 +98,12 @@ def test_inside_the_callers_jit():
         return out.sequences, jnp.stack(out.scores)
 
     for scale in (2.5, 1.0):  # 1 leaves the raw logits, though the program is the same
-        want = generate("s_llama", ids, mask, **negative, guidance_scale=scale, output_scores=True)
+        expected = generate(
+            "s_llama", ids, mask, **negative, guidance_scale=scale, output_scores=True
+        )
         sequences, scores = call(model("s_llama"), ids, mask, negative, scale)
-        np.testing.assert_array_equal(sequences, want.sequences)
-        np.testing.assert_allclose(scores, np.stack(want.scores), atol=1e-3)
+        np.testing.assert_array_equal(sequences, expected.sequences)
+        np.testing.assert_allclose(scores, np.stack(expected.scores), atol=1e-3)
 
 
 def test_numbers_and_lengths_compile_nothing():
@@ -161,8 +163,8 @@ def test_with_another_strategy(strategy):
     logits, scores = (np.stack(x, axis=1) for x in (out.logits, out.scores))
     for i, (row, other) in enumerate(zip(rows, others, strict=True)):
         new = out.sequences[i, 7:]
-        alone = generate("s_llama", row[None], negative_prompt_ids=other[None], **fields)
-        np.testing.assert_array_equal(alone.sequences[0, -9:], new)
+        single = generate("s_llama", row[None], negative_prompt_ids=other[None], **fields)
+        np.testing.assert_array_equal(single.sequences[0, -9:], new)
         c = log_probs(model("s_llama"), [*row, *new[:-1]])[len(row) - 1 :]
         u = log_probs(model("s_llama"), [*other, *new[:-1]])[len(other) - 1 :]
         np.testing.assert_allclose(jax.nn.log_softmax(logits[i]), c, atol=1e-4)
@@ -187,28 +189,28 @@ def test_with_beams(beams):
     fields = {"length_penalty": 0.0, "max_new_tokens": 7, "output_scores": True}
     out = generate("s_llama", ids, mask, **negative, **fields, **beams)
     each = len(out.sequences) // 2
-    for i, (text, got) in enumerate(zip(out.sequences, out.sequences_scores, strict=True)):
+    for i, (text, actual) in enumerate(zip(out.sequences, out.sequences_scores, strict=True)):
         new = text[7:]
         row, other = rows[i // each], others[i // each]
         c = log_probs(model("s_llama"), [*row, *new[:-1]])[len(row) - 1 :]
         u = log_probs(model("s_llama"), [*other, *new[:-1]])[len(other) - 1 :]
-        want = (2.5 * (c - u) + u)[np.arange(7), new].sum()
+        expected = (2.5 * (c - u) + u)[np.arange(7), new].sum()
         if "diversity_penalty" in beams:  # up to so much a token that another group took
-            assert want - 0.5 * 2 * 7 - 1e-3 <= got <= want + 1e-3
+            assert expected - 0.5 * 2 * 7 - 1e-3 <= actual <= expected + 1e-3
         else:
-            np.testing.assert_allclose(got, want, atol=2e-3)
+            np.testing.assert_allclose(actual, expected, atol=2e-3)
 
 
 def test_a_prompt_of_embeddings_and_a_stream():
     _, ids, mask = prompts("s_gpt2")
     _, negative = negatives("s_gpt2")
-    want = generate("s_gpt2", ids, mask, **negative).sequences[:, 7:]
+    expected = generate("s_gpt2", ids, mask, **negative).sequences[:, 7:]
     embeds = model("s_gpt2").backbone.embed(jnp.asarray(ids))
-    got = generate("s_gpt2", None, mask, inputs_embeds=embeds, **negative).sequences
-    np.testing.assert_array_equal(got, want)
+    actual = generate("s_gpt2", None, mask, inputs_embeds=embeds, **negative).sequences
+    np.testing.assert_array_equal(actual, expected)
     fields = {"guidance_scale": 2.5, "eos_token_id": None, "max_new_tokens": 9}
     chunks = list(jaxllm.stream(model("s_gpt2"), ids, mask, chunk_size=4, **negative, **fields))
-    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), want)
+    np.testing.assert_array_equal(np.concatenate(chunks, axis=1), expected)
 
 
 STATES = {"encoder_hidden_states": np.zeros((1, 3, 32), np.float32)}

@@ -25,7 +25,7 @@ def same(found, expected, where: str) -> int:
     if isinstance(expected, list):
         assert len(found) == len(expected), where
         pairs = enumerate(zip(found, expected, strict=True))
-        return sum(same(part, wanted, f"{where}[{i}]") for i, (part, wanted) in pairs)
+        return sum(same(part, reference, f"{where}[{i}]") for i, (part, reference) in pairs)
     x = np.asarray(found, np.float64)
     assert list(x.shape) == expected["shape"], where
     flat = x.reshape(-1)
@@ -47,7 +47,7 @@ def test_as_in_transformers(case):
     out = run(case, **BOTH)
     assert out.sequences.tolist() == case["expected"]["sequences"]
     fields = {k: v for k, v in case["expected"].items() if k != "sequences"}
-    assert sum(same(getattr(out, name), wanted, name) for name, wanted in fields.items()) >= 20
+    assert sum(same(getattr(out, name), expected, name) for name, expected in fields.items()) >= 20
 
 
 def ragged(rows: int = 2) -> tuple[np.ndarray, np.ndarray]:
@@ -75,20 +75,20 @@ def test_beams_with_guidance_equal_a_forward_pass():
         **BOTH,
     )
     seen = np.repeat(np.concatenate([mask, np.ones((2, 3), int)], axis=1), 2, axis=0)
-    whole = net(out.sequences[:, :-1], seen, **BOTH)
+    full = net(out.sequences[:, :-1], seen, **BOTH)
     for steps, layers in (
-        (out.hidden_states, whole.hidden_states),
-        (out.attentions, whole.attentions),
+        (out.hidden_states, full.hidden_states),
+        (out.attentions, full.attentions),
     ):
         assert len(steps) == 4
-        for step, found in enumerate(steps):
+        for step, actual in enumerate(steps):
             columns = slice(0, 5) if step == 0 else slice(4 + step, 5 + step)
             real = seen[:, columns]
-            for got, wanted in zip(found, layers, strict=True):
-                got = got[out.beam_indices[:, step]]
-                wanted = np.asarray(wanted)[..., columns, : got.shape[-1]]
-                weight = real[:, None, :, None] if got.ndim == 4 else real[..., None]
-                np.testing.assert_allclose(got * weight, wanted * weight, atol=2e-5)
+            for result, expected in zip(actual, layers, strict=True):
+                result = result[out.beam_indices[:, step]]
+                expected = np.asarray(expected)[..., columns, : result.shape[-1]]
+                weight = real[:, None, :, None] if result.ndim == 4 else real[..., None]
+                np.testing.assert_allclose(result * weight, expected * weight, atol=2e-5)
 
 
 def test_drafts_of_a_batch_leave_those_of_greedy_search():
@@ -100,12 +100,12 @@ def test_drafts_of_a_batch_leave_those_of_greedy_search():
     assert out.assisted is not None
     assert len(set(out.assisted.accepted.tolist())) > 1
     np.testing.assert_array_equal(out.sequences, plain.sequences)
-    for got, wanted in (
+    for actual, expected in (
         (out.hidden_states, plain.hidden_states),
         (out.attentions, plain.attentions),
     ):
-        assert len(got) == 9
-        for a, b in zip(got[1:], wanted[1:], strict=True):
+        assert len(actual) == 9
+        for a, b in zip(actual[1:], expected[1:], strict=True):
             for x, y in zip(a, b, strict=True):
                 np.testing.assert_allclose(x, y, atol=1e-4)
 
@@ -115,7 +115,7 @@ def real_parts(steps, held: np.ndarray, first: int) -> list[list[np.ndarray]]:
 
     `first` says where the queries of the first entry begin; later ones have one query.
     """
-    found = []
+    actual = []
     for step, layers in enumerate(steps):
         known = np.pad(held, ((0, 0), (0, step)), constant_values=True)
         rows = []
@@ -124,8 +124,8 @@ def real_parts(steps, held: np.ndarray, first: int) -> list[list[np.ndarray]]:
                 if step == 0:
                     row = row[..., first:, :] if row.ndim == 2 else row[:, first:]
                 rows.append(row if row.ndim == 2 else row[..., real])
-        found.append(rows)
-    return found
+        actual.append(rows)
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def real_parts(steps, held: np.ndarray, first: int) -> list[list[np.ndarray]]:
         pytest.param("llama", {"dola_layers": "low"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_conversation_has_those_of_what_it_reads(family, fields):
+def test_records_of_a_conversation_are_those_of_its_new_tokens(family, fields):
     """Records are those of the same call without `past_key_values`, from the new columns on.
 
     Rows have different lengths; their new parts are of one.
@@ -163,28 +163,30 @@ def test_a_conversation_has_those_of_what_it_reads(family, fields):
     new = first.sequences[:, -3:].tolist()
     inputs = sides([r + n + t for r, n, t in zip(rows, new, turns(5, 2, 2), strict=True)])
     settings |= {"max_new_tokens": 4, **fields, **BOTH}
-    whole = jaxllm.generate(net, **source, **inputs, **settings)
+    full = jaxllm.generate(net, **source, **inputs, **settings)
     out = jaxllm.generate(net, **inputs, past_key_values=first.past_key_values, **settings)
-    np.testing.assert_array_equal(out.sequences, whole.sequences)
+    np.testing.assert_array_equal(out.sequences, full.sequences)
     held = inputs[names[1]].astype(bool)
     read = 3  # the newest token of the first call was not read, and there are two more
     prefix = "decoder_" if family == "t5" else ""
     for name in ("hidden_states", "attentions"):
-        got, wanted = getattr(out, prefix + name), getattr(whole, prefix + name)
-        assert got[0][0].shape[-2] == read
+        actual, expected = getattr(out, prefix + name), getattr(full, prefix + name)
+        assert actual[0][0].shape[-2] == read
         assert all(
             a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-1]
-            for a, b in zip(got[0], wanted[0], strict=True)
+            for a, b in zip(actual[0], expected[0], strict=True)
         )
         pairs = zip(
-            real_parts(got, held, 0), real_parts(wanted, held, held.shape[1] - read), strict=True
+            real_parts(actual, held, 0),
+            real_parts(expected, held, held.shape[1] - read),
+            strict=True,
         )
         for a, b in pairs:
             for x, y in zip(a, b, strict=True):
                 np.testing.assert_allclose(x, y, atol=3e-5)
     if family == "t5":
         assert out.encoder_hidden_states is None
-        for a, b in zip(out.cross_attentions[1:], whole.cross_attentions[1:], strict=True):
+        for a, b in zip(out.cross_attentions[1:], full.cross_attentions[1:], strict=True):
             np.testing.assert_allclose(np.stack(a), np.stack(b), atol=3e-5)
 
 
@@ -197,13 +199,13 @@ def test_new_parts_of_different_lengths_stand_in_front():
     new = first.sequences[:, -2:].tolist()
     ids, mask = padded([r + n + t for r, n, t in zip(rows, new, turns(5, 1, 4), strict=True)])
     settings |= {"max_new_tokens": 2, **BOTH}
-    whole = jaxllm.generate(net, ids, mask, **settings)
+    full = jaxllm.generate(net, ids, mask, **settings)
     out = jaxllm.generate(net, ids, mask, past_key_values=first.past_key_values, **settings)
-    for x, y in zip(out.hidden_states[0], whole.hidden_states[0], strict=True):
+    for x, y in zip(out.hidden_states[0], full.hidden_states[0], strict=True):
         assert x.shape[1] == 5
         np.testing.assert_allclose(x[0, :2], y[0, -2:], atol=3e-5)
         np.testing.assert_allclose(x[1], y[1, -5:], atol=3e-5)
-    for x, y in zip(out.attentions[0], whole.attentions[0], strict=True):
+    for x, y in zip(out.attentions[0], full.attentions[0], strict=True):
         assert x.shape[2:] == (5, ids.shape[1])
         np.testing.assert_allclose(x[0, :, :2], y[0, :, -2:], atol=3e-5)
         np.testing.assert_allclose(x[1], y[1, :, -5:], atol=3e-5)

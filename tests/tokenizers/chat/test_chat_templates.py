@@ -108,8 +108,8 @@ def test_injections_work_without_the_guard(tokenizer, chat_templates):
         chat = [{"role": "user", "content": injection}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, chat_template=template)
         guarded = tokenizer.apply_chat_template(chat, chat_template=template)
-        whole = tokenizer.encode(text, add_special_tokens=False)
-        assert sum(count_special(tokenizer, whole).values()) > sum(
+        full = tokenizer.encode(text, add_special_tokens=False)
+        assert sum(count_special(tokenizer, full).values()) > sum(
             count_special(tokenizer, guarded).values()
         )
 

@@ -70,14 +70,14 @@ def documents(name: str, batch: dict) -> list[tuple]:
     """The examples of a batch, read back from its arrays alone."""
     numbers = batch["segment_ids"] if "packed" in name else batch["attention_mask"]
     sides = {"packed": numbers, "text": numbers, "packed pairs": batch.get("decoder_segment_ids")}
-    found = []
+    actual = []
     for row, column in enumerate(numbers):
         for number in range(1, column.max() + 1):
             labels = batch["labels"][row]
             if sides.get(name) is not None:
                 labels = labels[sides[name][row] == number]
-            found.append(document(batch["input_ids"][row][column == number], labels))
-    return found
+            actual.append(document(batch["input_ids"][row][column == number], labels))
+    return actual
 
 
 def document(tokens: np.ndarray, labels: np.ndarray) -> tuple:
@@ -102,7 +102,7 @@ def test_every_row_once_in_every_epoch(name):
         epochs[batches.epoch] += documents(name, batch)
     expected = expected_documents(batches.examples)
     assert len(set(expected)) == len(ROWS)
-    assert [sorted(found) for found in epochs] == [sorted(expected)] * 3
+    assert [sorted(actual) for actual in epochs] == [sorted(expected)] * 3
     assert epochs[0] != epochs[1]
     with pytest.raises(StopIteration):
         next(batches)
@@ -139,9 +139,9 @@ def test_arrays_are_what_models_take(name):
 @each_setup
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_order_does_not_depend_on_the_number_of_processes(name, count):
-    whole = batches_of(name, epochs=2)
+    full = batches_of(name, epochs=2)
     parts = [batches_of(name, epochs=2, process_index=n, process_count=count) for n in range(count)]
-    for batch in whole:
+    for batch in full:
         shards = [next(part) for part in parts]
         joined = {key: np.concatenate([shard[key] for shard in shards]) for key in batch}
         assert same(joined, batch)
@@ -223,7 +223,7 @@ def test_impossible_states_are_refused(change, message):
     assert batches.state() == batches_of("text").state()
 
 
-def test_a_far_position_is_found_at_once():
+def test_a_far_position_is_reached_at_once():
     """Epoch 10,000 of 20,000 examples, and its last batch: nothing before it is made."""
     one = CausalExample.of(np.arange(1, 6, dtype=np.int32))
     examples = Examples((one,) * 20_000, Counts(), "")
@@ -244,16 +244,16 @@ def test_evaluation_counts_every_row_once(name, count):
     """Also with several processes, some of which have rows of padding only in the last batch."""
     parts = [evaluation_of(name, 16, process_index=n, process_count=count) for n in range(count)]
     assert len({len(part) for part in parts}) == 1
-    found, learnt, rows = [], 0, 0
+    actual, learnt, rows = [], 0, 0
     for part in parts:
         for batch in part:
             assert len(batch["input_ids"]) == 16 // count
-            found += documents(name, batch)
+            actual += documents(name, batch)
             rows += len(batch["input_ids"])
             counted = batch["weights"] if name == "floats" else batch["labels"] != -100
             learnt += int(counted.sum())
     examples = parts[0].examples
-    assert sorted(found) == sorted(expected_documents(examples))
+    assert sorted(actual) == sorted(expected_documents(examples))
     assert learnt == examples.counts.learnt
     assert rows == 16 * len(parts[0])
 
@@ -269,9 +269,9 @@ def test_fewer_rows_than_a_batch():
     batches = make_batches(
         SETUPS["text"][0], BYTES, model=CAUSAL, batch_size=8, rows=ROWS[:3], epochs=2
     )
-    found = list(batches)
-    assert [len(documents("text", batch)) for batch in found] == [3, 3]
-    assert found[0]["input_ids"].shape[0] == 8
+    actual = list(batches)
+    assert [len(documents("text", batch)) for batch in actual] == [3, 3]
+    assert actual[0]["input_ids"].shape[0] == 8
 
 
 def test_wrong_arguments():

@@ -56,12 +56,12 @@ def test_packed_and_padded_losses_are_equal(name, highest_precision):
     config = DataConfig(**fields, max_length=32)
     expected = sums(model, dataclasses.replace(config, bucket=None), 14)
     for other in ({"packing": True}, {"bucket": 16}):
-        found = sums(model, dataclasses.replace(config, **other), 4)
-        np.testing.assert_allclose(found, expected, rtol=2e-5)
+        actual = sums(model, dataclasses.replace(config, **other), 4)
+        np.testing.assert_allclose(actual, expected, rtol=2e-5)
 
 
 def test_a_classifier_counts_every_row_once(highest_precision):
     model, _ = jaxllm.load(DATA / "parity" / "llama_cls_single")
     config = DataConfig(format="classification", text_field="a", max_length=32)
-    found, expected = sums(model, config, 8), sums(model, config, 14)
-    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    actual, expected = sums(model, config, 8), sums(model, config, 14)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5)

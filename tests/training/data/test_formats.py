@@ -59,13 +59,13 @@ def test_long_texts_are_encoded_in_parts(name, size):
     tokenizer = small_tokenizer(name)
     text = "The sea was calm.\nWe saw it, 見た, and then\nwent home.\n" * 3
     ids = encode_document(tokenizer, text, size)
-    whole = encode_document(tokenizer, text)
-    assert whole == encode_document(tokenizer, text, len(text))
+    full = encode_document(tokenizer, text)
+    assert full == encode_document(tokenizer, text, len(text))
     bos = tokenizer.encode("")[:1] if tokenizer.bos_token_id in tokenizer.encode("") else []
     assert ids[: len(bos)] == bos
-    assert ids.count(tokenizer.bos_token_id) == whole.count(tokenizer.bos_token_id)
+    assert ids.count(tokenizer.bos_token_id) == full.count(tokenizer.bos_token_id)
     if size == 40 and name != "t5.model":  # cut at line ends: the very same; T5 drops line ends
-        assert ids == whole
+        assert ids == full
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "smollm", "llama2", "llama.model"])

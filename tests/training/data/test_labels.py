@@ -29,9 +29,9 @@ SEVERAL = Labels("multi_label_classification", 3, ("no", "maybe", "yes"))
     ],
 )
 def test_labels(labels, value, expected, dtype):
-    found = labels(value)
-    assert found.dtype == dtype
-    assert found.tolist() == expected
+    actual = labels(value)
+    assert actual.dtype == dtype
+    assert actual.tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_wrong_labels(labels, value, message):
         labels(value)
 
 
-def test_what_the_model_wants():
+def test_problem_type_of_a_model():
     def of(count: int, problem: str | None, names: tuple[str, ...] = ()) -> Labels:
         info = ModelInfo(
             kind="classification", vocab_size=9, num_labels=count, problem_type=problem

@@ -40,8 +40,8 @@ def test_padding_is_little():
     assert planner.plan(lengths, 0).padding(lengths) < 0.02
     short = np.minimum(lengths, 12)
     assert planner.plan(short, 0).padding(short) < 0.05
-    alone = Planner(batch_size=8, limits=(512,), bucket=None)
-    assert alone.plan(lengths, 0).padding(lengths) > 0.6
+    single = Planner(batch_size=8, limits=(512,), bucket=None)
+    assert single.plan(lengths, 0).padding(lengths) > 0.6
     assert Planner(batch_size=8, limits=(512,)).plan(lengths, 0).padding(lengths) < 0.35
 
 
@@ -58,14 +58,14 @@ def test_plans_hold_every_example_once(lengths, batch_size, packing, shuffle, bu
     planner = Planner(batch_size, LIMITS, packing, bucket, shuffle, seed)
     plan = planner.plan(lengths, epoch=seed % 5)
     assert sorted(plan.members.tolist()) == list(range(len(lengths)))
-    found = []
+    actual = []
     for batch in range(len(plan)):
         for number in range(batch_size):
             row = plan.row(batch, number)
             assert len(row) <= 1 or packing
             assert (lengths[row].sum(axis=0) <= plan.shapes[batch]).all()
-            found += row.tolist()
-    assert found == plan.members.tolist()
+            actual += row.tolist()
+    assert actual == plan.members.tolist()
     assert plan.batch_size == batch_size
     assert 0 <= plan.padding(lengths) < 1
     if not packing:

@@ -52,8 +52,8 @@ IMPLICIT = {name: [user("2+2"), *EXPLICIT[name]] for name in ("chosen", "rejecte
     ids=["texts", "messages", "messages without a prompt"],
 )
 def test_only_the_answers_are_learnt(row: dict[str, Any], fields: dict[str, Any], begins: str):
-    made = examples(row, **fields)
-    (pair,) = made.items
+    results = examples(row, **fields)
+    (pair,) = results.items
     assert [learnt(sequence) for sequence in pair.sequences] == [
         "4<|endoftext|>",
         "five<|endoftext|>",
@@ -61,13 +61,13 @@ def test_only_the_answers_are_learnt(row: dict[str, Any], fields: dict[str, Any]
     texts = [byte_tokenizer().decode(sequence.input_ids.tolist()) for sequence in pair.sequences]
     assert texts == [begins + "4<|endoftext|>", begins + "five<|endoftext|>"]
     lengths = [len(sequence.input_ids) for sequence in pair.sequences]
-    assert (made.counts.tokens, made.counts.learnt) == (sum(lengths), 2 + 5)
+    assert (results.counts.tokens, results.counts.learnt) == (sum(lengths), 2 + 5)
     assert pair.lengths == (max(lengths),)
 
 
 def test_t5_reads_the_prompt_twice():
-    made = examples(TEXTS, model=ModelInfo(kind="seq2seq", vocab_size=258, context_length=16))
-    chosen, rejected = made.items[0].sequences
+    results = examples(TEXTS, model=ModelInfo(kind="seq2seq", vocab_size=258, context_length=16))
+    chosen, rejected = results.items[0].sequences
     assert chosen.input_ids.tolist() == rejected.input_ids.tolist() == [*b"2+2=", 256]
     assert (chosen.labels.tolist(), rejected.labels.tolist()) == ([52, 256], [*b"five", 256])
 
@@ -94,8 +94,8 @@ def test_the_arrays_of_a_batch():
 
 
 def test_equal_answers_are_left_out():
-    made = examples(TEXTS, {**TEXTS, "rejected": "4"})
-    assert (made.counts.examples, made.counts.empty) == (1, 1)
+    results = examples(TEXTS, {**TEXTS, "rejected": "4"})
+    assert (results.counts.examples, results.counts.empty) == (1, 1)
 
 
 @pytest.mark.parametrize(

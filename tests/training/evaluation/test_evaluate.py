@@ -47,15 +47,15 @@ def test_equal_for_any_batches() -> None:
     one_by_one = [evaluate(model, batched([row], (1,), 12), CausalLoss()) for row in rows()]
     count = sum(LENGTHS) - len(LENGTHS)
     assert sum(r.count for r in one_by_one) == count
-    wanted = sum(r.loss * r.count for r in one_by_one) / count
-    assert abs(np.mean([r.loss for r in one_by_one]) - wanted) > 1e-3, "a mean of means shows"
+    expected = sum(r.loss * r.count for r in one_by_one) / count
+    assert abs(np.mean([r.loss for r in one_by_one]) - expected) > 1e-3, "a mean of means shows"
     right = sum(r.accuracy * r.count for r in one_by_one)
     for sizes, width, pad in (((7,), 12, 0), ((3, 3, 3), 16, 7)):
-        found = evaluate(model, batched(rows(), sizes, width, pad), CausalLoss())
-        assert found.count == count
-        assert found.loss == pytest.approx(wanted, rel=1e-5)
-        assert found.accuracy == pytest.approx(right / count)
-        assert found.perplexity == pytest.approx(math.exp(wanted), rel=1e-5)
+        actual = evaluate(model, batched(rows(), sizes, width, pad), CausalLoss())
+        assert actual.count == count
+        assert actual.loss == pytest.approx(expected, rel=1e-5)
+        assert actual.accuracy == pytest.approx(right / count)
+        assert actual.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
 
 
 def test_against_the_models_own_loss() -> None:
@@ -73,10 +73,10 @@ def test_an_encoder_decoders_loss() -> None:
     mask[0, 5:] = 0
     batch = {"input_ids": source, "attention_mask": mask, "labels": labels}
     own = float(model(**batch).loss)
-    found = evaluate(
+    actual = evaluate(
         model, [{k: x[i : i + 1] for k, x in batch.items()} for i in range(3)], Seq2SeqLoss()
     )
-    assert (found.count, found.loss) == (6 + 2 + 4, pytest.approx(own, rel=1e-5))
+    assert (actual.count, actual.loss) == (6 + 2 + 4, pytest.approx(own, rel=1e-5))
 
 
 def test_the_best_model_is_always_right() -> None:
@@ -104,9 +104,9 @@ def test_sums_are_added_in_float64() -> None:
 
     first = {"loss": np.float32(2**24), "count": np.float32(2**24)}
     others = {"loss": np.float32(0.5), "count": np.float32(1)}
-    found = evaluate(tiny.cached("llama"), [first] + [others] * 64, constant)
-    assert found.count == 2**24 + 64
-    assert found.loss == (2**24 + 32) / (2**24 + 64)
+    actual = evaluate(tiny.cached("llama"), [first] + [others] * 64, constant)
+    assert actual.count == 2**24 + 64
+    assert actual.loss == (2**24 + 32) / (2**24 + 64)
 
 
 def test_regression_has_no_accuracy() -> None:
@@ -118,20 +118,20 @@ def test_regression_has_no_accuracy() -> None:
         {"input_ids": ids[part], "attention_mask": mask[part], "labels": labels[part]}
         for part in (slice(0, 3), slice(3, 4))
     ]
-    found = evaluate(model, batches, ClassificationLoss())
-    assert found.loss == pytest.approx(np.mean((logits - labels) ** 2), rel=1e-5)
-    assert found.metrics("values") == {"eval_loss": found.loss, "eval_mse": found.loss}
-    assert found.count == 4
+    actual = evaluate(model, batches, ClassificationLoss())
+    assert actual.loss == pytest.approx(np.mean((logits - labels) ** 2), rel=1e-5)
+    assert actual.metrics("values") == {"eval_loss": actual.loss, "eval_mse": actual.loss}
+    assert actual.count == 4
 
 
 def test_metrics_by_kind() -> None:
-    found = EvalResult(loss=1000.0, accuracy=0.25, count=8)
-    assert found.metrics() == {
+    actual = EvalResult(loss=1000.0, accuracy=0.25, count=8)
+    assert actual.metrics() == {
         "eval_loss": 1000.0,
         "eval_perplexity": math.inf,
         "eval_accuracy": 0.25,
     }
-    assert found.metrics("labels", "test_") == {"test_loss": 1000.0, "test_accuracy": 0.25}
+    assert actual.metrics("labels", "test_") == {"test_loss": 1000.0, "test_accuracy": 0.25}
 
 
 def test_nothing_to_count() -> None:
@@ -164,9 +164,9 @@ def alone(model, tokenizer, prompt: str, copies: int, **fields) -> str:
 @pytest.mark.parametrize("batch_size", [2, 8])
 def test_answers_are_those_of_each_prompt_alone(llama, batch_size: int) -> None:
     model, tokenizer = llama
-    wanted = [alone(model, tokenizer, prompt, 2, max_new_tokens=6) for prompt in PROMPTS]
-    assert len(set(wanted)) > 2
-    references = [wanted[0], [wanted[1], "other"], "no", "no", wanted[4]]
+    expected = [alone(model, tokenizer, prompt, 2, max_new_tokens=6) for prompt in PROMPTS]
+    assert len(set(expected)) > 2
+    references = [expected[0], [expected[1], "other"], "no", "no", expected[4]]
     result = generate_and_score(
         model,
         tokenizer,
@@ -176,12 +176,12 @@ def test_answers_are_those_of_each_prompt_alone(llama, batch_size: int) -> None:
         samples=2,
         max_new_tokens=6,
     )
-    assert result.predictions == wanted
+    assert result.predictions == expected
     assert result.scores["exact_match"] == 0.6
     assert set(result.scores) == {"exact_match", "bleu"}
     first, second = result.samples
-    assert (first.prompt, first.reference, first.prediction) == ("Hello", wanted[0], wanted[0])
-    assert (second.reference, second.prediction) == (wanted[1], wanted[1])
+    assert (first.prompt, first.reference, first.prediction) == ("Hello", expected[0], expected[0])
+    assert (second.reference, second.prediction) == (expected[1], expected[1])
 
 
 @pytest.mark.slow
@@ -199,11 +199,11 @@ def test_samples_do_not_depend_on_the_batch(llama) -> None:
 def test_an_encoder_decoder() -> None:
     tokenizer = small_tokenizer("t5.model")
     model = tiny.make("t5", vocab_size=len(tokenizer), eos_token_id=1, decoder_start_token_id=0)
-    wanted = [alone(model, tokenizer, prompt, 3, max_new_tokens=6) for prompt in PROMPTS]
-    assert len(set(wanted)) > 2
-    pairs = list(zip(PROMPTS, wanted, strict=True))
+    expected = [alone(model, tokenizer, prompt, 3, max_new_tokens=6) for prompt in PROMPTS]
+    assert len(set(expected)) > 2
+    pairs = list(zip(PROMPTS, expected, strict=True))
     result = generate_and_score(model, tokenizer, pairs, batch_size=3, max_new_tokens=6)
-    assert result.predictions == wanted
+    assert result.predictions == expected
     assert result.scores == {"exact_match": 1.0}
 
 

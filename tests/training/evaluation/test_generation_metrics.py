@@ -49,12 +49,12 @@ def test_rouge_by_hand() -> None:
 
 def test_rouge_is_the_librarys() -> None:
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
-    wanted = dict.fromkeys(gm.ROUGE_KINDS, 0.0)
+    expected = dict.fromkeys(gm.ROUGE_KINDS, 0.0)
     for text, references in PAIRS:
-        for kind in wanted:
+        for kind in expected:
             best = max(scorer.score(reference, text)[kind].fmeasure for reference in references)
-            wanted[kind] += best / len(PAIRS)
-    assert gm.rouge(PAIRS) == pytest.approx(wanted)
+            expected[kind] += best / len(PAIRS)
+    assert gm.rouge(PAIRS) == pytest.approx(expected)
     assert gm.rouge(PAIRS) != pytest.approx(gm.rouge(SINGLE))
 
 

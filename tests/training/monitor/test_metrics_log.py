@@ -40,12 +40,12 @@ def write(folder: Path, steps: range, resume_at: int | None = None) -> None:
 
 
 def steps(folder: Path) -> list[int]:
-    found = [row["step"] for row in strict(folder / "metrics.jsonl")]
-    assert [int(row["step"]) for row in table(folder)] == found
-    return found
+    actual = [row["step"] for row in strict(folder / "metrics.jsonl")]
+    assert [int(row["step"]) for row in table(folder)] == actual
+    return actual
 
 
-def test_a_line_a_step_at_once(tmp_path: Path) -> None:
+def test_each_step_writes_its_line_at_once(tmp_path: Path) -> None:
     with MetricsLog(tmp_path / "run") as log:
         log.log(1, {"loss": jnp.float32(2.5), "lr": np.float64(1e-4), "tokens": np.int32(7)})
         log.log(2, {"loss": jnp.bfloat16(0.5), "lr": 2e-4, "tokens": 8, "note": 'a, "b"\nc'})
@@ -141,11 +141,11 @@ def test_the_last_line_is_amended(tmp_path: Path) -> None:
             log.amend(2, {"eval_loss": 1.0})
         log.amend(3, {"eval_loss": math.inf})
         log.log(4, {"loss": 0.5})
-    found = read_metrics(tmp_path / "metrics.jsonl")
+    actual = read_metrics(tmp_path / "metrics.jsonl")
     assert (tmp_path / "metrics.jsonl").read_text().splitlines()[:2] == first
-    assert [row["step"] for row in found] == [1, 2, 3, 4]
-    assert found[2]["eval_loss"] == math.inf
-    assert "loss" in found[2]
+    assert [row["step"] for row in actual] == [1, 2, 3, 4]
+    assert actual[2]["eval_loss"] == math.inf
+    assert "loss" in actual[2]
     assert [row["eval_loss"] for row in table(tmp_path)] == ["", "", "inf", ""]
 
 
@@ -169,10 +169,10 @@ def test_every_tear_is_repaired(tmp_path: Path) -> None:
     """Whatever part of line 3 a kill left, a run resumed at step 2 goes on."""
     write(tmp_path, range(1, 4))
     path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    start = whole.rstrip(b"\n").rindex(b"\n") + 1
-    for end in range(start, len(whole) + 1):
-        path.write_bytes(whole[:end])
+    full = path.read_bytes()
+    start = full.rstrip(b"\n").rindex(b"\n") + 1
+    for end in range(start, len(full) + 1):
+        path.write_bytes(full[:end])
         write(tmp_path, range(3, 5), resume_at=2)
         assert steps(tmp_path) == [1, 2, 3, 4]
 

@@ -90,8 +90,8 @@ def page(tmp_path: Path) -> Page:
 
 def test_it_shows_the_run(page: Page) -> None:
     text = page.text()
-    for wanted in ("my <run>", "optimizer.lr", "20,000 (1.00%)", "unsinn", "sense", "60 steps"):
-        assert wanted in text
+    for expected in ("my <run>", "optimizer.lr", "20,000 (1.00%)", "unsinn", "sense", "60 steps"):
+        assert expected in text
     titles = [
         "Loss", "Learning rate", "Gradient norm", "Tokens a second", "Evaluation: rouge1",
     ]  # fmt: skip

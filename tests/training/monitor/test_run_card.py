@@ -57,10 +57,12 @@ def card(tmp_path: Path, resumed_at: int | None = None):
     )
 
 
-def test_what_it_says(tmp_path: Path) -> None:
+def test_contents_of_the_run_card(tmp_path: Path) -> None:
     write_run_card(tmp_path / "run", card(tmp_path))
-    found = json.loads((tmp_path / "run" / "run_card.json").read_text(), parse_constant=pytest.fail)
-    assert found["config"] == {
+    actual = json.loads(
+        (tmp_path / "run" / "run_card.json").read_text(), parse_constant=pytest.fail
+    )
+    assert actual["config"] == {
         "model": "models/x",
         "optimizer": {"name": "adamw", "learning_rate": 1e-4, "clip": "inf"},
         "layers": [1, 2],
@@ -71,9 +73,9 @@ def test_what_it_says(tmp_path: Path) -> None:
     }
     sha = hashlib.sha256(b'{"text": "a"}\n').hexdigest()
     path = str(tmp_path / "rows.jsonl")
-    assert found["data"] == {"train": {"path": path, "sha256": sha, "bytes": 14}}
-    assert found["parameters"] == {"total": 1000, "trainable": 10}
-    (start,) = found["starts"]
+    assert actual["data"] == {"train": {"path": path, "sha256": sha, "bytes": 14}}
+    assert actual["parameters"] == {"total": 1000, "trainable": 10}
+    (start,) = actual["starts"]
     assert start["time"].endswith("+00:00")
     assert start["versions"]["jax"] == jax.__version__
     assert start["versions"]["flax"] == flax.__version__
@@ -103,8 +105,8 @@ def test_a_resume_adds_its_start(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_run_card(folder, card(tmp_path))
     write_run_card(folder, card(tmp_path, resumed_at=6))
-    found = json.loads((folder / "run_card.json").read_text())
-    assert [start["resumed_at"] for start in found["starts"]] == [None, 6]
+    actual = json.loads((folder / "run_card.json").read_text())
+    assert [start["resumed_at"] for start in actual["starts"]] == [None, 6]
     assert "resumed at step 6" in (folder / "run_card.md").read_text()
     (folder / "run_card.json").write_text('{"starts": [{"when": 1}]}')
     with pytest.raises(RunError, match=r"run_card\.json: not a run card"):

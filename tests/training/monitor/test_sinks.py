@@ -20,7 +20,7 @@ from jaxllm.training.monitor.sinks import Sink, TensorBoardSink, WandbSink
 
 def events(folder: Path) -> list[Event]:
     """Events of all files in name order: length, checksum, event, checksum (TFRecord)."""
-    found = []
+    actual = []
     for file in sorted((folder / "tensorboard").iterdir()):
         data = file.read_bytes()
         while len(data) > 8:
@@ -29,9 +29,9 @@ def events(folder: Path) -> list[Event]:
                 break
             event = Event()
             event.ParseFromString(data[12 : 12 + size])
-            found.append(event)
+            actual.append(event)
             data = data[12 + size + 4 :]
-    return found
+    return actual
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -43,9 +43,9 @@ def run(folder: Path, operation: int) -> int:
     folder.mkdir(exist_ok=True)
     data = {"path": str(folder / "rows.jsonl"), "format": "text", "max_length": 32, "bucket": None}
     settings = {"checkpoints": {"every": 2, "keep": 2}, "evaluation": {"every": 3}}
-    made = recipe(folder, data=data, eval_data=dict(data), max_steps=STEPS, **settings)
+    spec = recipe(folder, data=data, eval_data=dict(data), max_steps=STEPS, **settings)
     with dying_at(operation) as count:
-        train(made, resume=True, quiet=True)
+        train(spec, resume=True, quiet=True)
     return count[0]
 
 
@@ -58,8 +58,8 @@ def result(folder: Path) -> Any:
 
 def check_resumed(folder: Path, expected: Path) -> None:
     run(folder, 0)
-    found, straight = result(folder / "run"), result(expected / "run")
-    for ours, theirs in zip(found, straight, strict=True):
+    actual, straight = result(folder / "run"), result(expected / "run")
+    for ours, theirs in zip(actual, straight, strict=True):
         assert ours == theirs, (ours, theirs)
 
 

@@ -79,8 +79,8 @@ def same(a, b) -> None:
 )
 def test_a_run_becomes_a_folder_that_loads(tmp_path, family):
     result = run(tmp_path, family)
-    found = export(tmp_path / "run", tmp_path / "out")
-    assert found.step == 3
+    actual = export(tmp_path / "run", tmp_path / "out")
+    assert actual.step == 3
     model, tokenizer = jaxllm.load(tmp_path / "out")
     same(model, result.model)
     assert tokenizer.encode("ab") == result.tokenizer.encode("ab")
@@ -90,19 +90,19 @@ def test_a_run_becomes_a_folder_that_loads(tmp_path, family):
 def test_lora_is_merged_or_goes_out_alone(tmp_path):
     result = run(tmp_path, lora={"rank": 2, "alpha": 8.0, "dora": True})
     ids = np.arange(8, dtype=np.int32)[None] + 97
-    wanted = result.model(ids).logits
+    expected = result.model(ids).logits
     export(tmp_path / "run", tmp_path / "merged")
     merged, _ = jaxllm.load(tmp_path / "merged")
-    np.testing.assert_allclose(merged(ids).logits, wanted, atol=1e-5)
+    np.testing.assert_allclose(merged(ids).logits, expected, atol=1e-5)
     assert not any("lora" in path for path in parameters(merged))
 
     export(tmp_path / "run", tmp_path / "adapter", adapter=True)
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
     recipe = dataclasses.replace(load_run(tmp_path / "run").recipe, lora=None)
     base, _ = initial_model(recipe)
-    assert np.abs(np.asarray(base(ids).logits - wanted)).max() > 1e-3
+    assert np.abs(np.asarray(base(ids).logits - expected)).max() > 1e-3
     adapted = load_adapter(base, tmp_path / "adapter")
-    np.testing.assert_allclose(adapted(ids).logits, wanted, atol=1e-5)
+    np.testing.assert_allclose(adapted(ids).logits, expected, atol=1e-5)
 
 
 def test_best_last_and_numbered_steps(tmp_path):

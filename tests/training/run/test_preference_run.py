@@ -68,12 +68,12 @@ def test_a_run_resumes_with_its_stored_reference(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_two_halves_are_the_whole(tmp_path: Path):
+def test_two_halves_equal_one_run(tmp_path: Path):
     (tmp_path / "half").mkdir()
-    whole = train(preferences(tmp_path), quiet=True)
+    full = train(preferences(tmp_path), quiet=True)
     half = preferences(tmp_path / "half", max_steps=3)
     train(half, quiet=True)
-    assert saved(go_on(half, max_steps=6).folder) == saved(whole.folder)
+    assert saved(go_on(half, max_steps=6).folder) == saved(full.folder)
 
 
 @pytest.mark.slow

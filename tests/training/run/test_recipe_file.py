@@ -25,16 +25,16 @@ def read(path: Path, text: str | bytes, **overrides: Any) -> Recipe:
 
 def test_a_file_is_the_recipe_that_it_says(tmp_path: Path):
     path = write_recipe(tmp_path, lora={"rank": 2, "targets": ["q_proj", "attn.v"]})
-    made = read_recipe(path)
-    assert made == recipe(tmp_path, lora={"rank": 2, "targets": ["q_proj", "attn.v"]})
-    assert made.lora == LoraConfig(rank=2, targets=("q_proj", "attn.v"))
-    assert made.optimizer.learning_rate == 1e-2
-    assert made.evaluation.every is None
+    spec = read_recipe(path)
+    assert spec == recipe(tmp_path, lora={"rank": 2, "targets": ["q_proj", "attn.v"]})
+    assert spec.lora == LoraConfig(rank=2, targets=("q_proj", "attn.v"))
+    assert spec.optimizer.learning_rate == 1e-2
+    assert spec.evaluation.every is None
 
 
 def test_a_recipe_survives_json(tmp_path: Path):
-    made = recipe(tmp_path, lora={"rank": 2}, trainable=[], evaluation={"samples": 5})
-    assert from_plain(Recipe, json.loads(json.dumps(to_plain(made)))) == made
+    spec = recipe(tmp_path, lora={"rank": 2}, trainable=[], evaluation={"samples": 5})
+    assert from_plain(Recipe, json.loads(json.dumps(to_plain(spec)))) == spec
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,15 @@ def test_a_recipe_survives_json(tmp_path: Path):
     ],
 )
 def test_overrides(tmp_path: Path, name: str, value: Any, field: str, expected: Any):
-    found: Any = read_recipe(write_recipe(tmp_path), {name: value})
+    actual: Any = read_recipe(write_recipe(tmp_path), {name: value})
     for part in field.split("."):
-        found = getattr(found, part)
+        actual = getattr(actual, part)
     if isinstance(expected, dict):
-        assert expected.items() <= found.items()
-        assert "hidden_size" in found  # the fields beside it stay
+        assert expected.items() <= actual.items()
+        assert "hidden_size" in actual  # the fields beside it stay
     else:
-        assert found == expected
-        assert type(found) is type(expected)
+        assert actual == expected
+        assert type(actual) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_overrides(tmp_path: Path, name: str, value: Any, field: str, expected: 
     ],
 )
 def test_values_of_the_command_line(text: str, value: Any):
-    found = parse_yaml(text)
-    assert found == value
-    assert type(found) is type(value)
+    actual = parse_yaml(text)
+    assert actual == value
+    assert type(actual) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_hostile_and_broken_files(
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_billion_laughs_take_no_time(tmp_path: Path):
+def test_nested_yaml_aliases_are_refused_at_once(tmp_path: Path):
     lines = ["l0: &l0 [ha, ha, ha, ha, ha, ha, ha, ha, ha, ha]"]
     lines += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 10)]
     started = time.process_time()

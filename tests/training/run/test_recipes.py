@@ -54,10 +54,10 @@ def test_there_are_six():
 def test_each_is_read_and_names_data_that_is_made(path: Path, maker: ModuleType):
     recipe = read_recipe(path)
     assert recipe.eval_data is not None
-    made = {
+    data_sets = {
         f"configs/data/{name}_{part}.jsonl" for name in maker.SETS for part in ("train", "eval")
     }
-    assert {recipe.data.path, recipe.eval_data.path} <= made
+    assert {recipe.data.path, recipe.eval_data.path} <= data_sets
     # A recipe ends where its schedule does.
     assert recipe.optimizer.schedule_steps == recipe.max_steps
 
@@ -68,13 +68,13 @@ def test_data_are_the_same_every_time_and_nothing_held_out_is_trained_on(maker: 
         assert (train, held_out) == make()
         asked = [{spelled(row) for row in rows} for rows in (train, held_out)]
         assert asked[0].isdisjoint(asked[1])
-        assert [len(found) for found in asked] == [len(train), len(held_out)]
+        assert [len(actual) for actual in asked] == [len(train), len(held_out)]
 
 
 def spelled(row: dict) -> str:
     """The question of a row, without the answer."""
-    alone = [row.get("source", row.get("text"))]
-    return json.dumps(row.get("messages", row.get("prompt", alone))[0])
+    single = [row.get("source", row.get("text"))]
+    return json.dumps(row.get("messages", row.get("prompt", single))[0])
 
 
 @pytest.mark.parametrize(

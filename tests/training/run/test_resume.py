@@ -50,8 +50,8 @@ def variant(name: str, folder: Path) -> Recipe:
         return recipe(folder, "gpt2", accumulation=2, data=text(folder, max_length=32))
     if name == "t5 lora":
         return recipe(folder, "t5", lora=LORA, data=pairs | {"max_length": 32})
-    made = recipe(folder, data=text(folder, max_length=32))
-    source = made.model
+    spec = recipe(folder, data=text(folder, max_length=32))
+    source = spec.model
     assert source.config is not None
     config = dict(source.config)
     if name == "bfloat16":
@@ -84,12 +84,12 @@ def stopped_at(made: Recipe, folder: Path, step: int) -> Recipe:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_six_steps_and_six_more_are_twelve(name: str, tmp_path: Path):
-    made = variant(name, tmp_path)
+    spec = variant(name, tmp_path)
     straight, halves = tmp_path / "straight", tmp_path / "halves"
-    train(stopped_at(made, straight, 12), quiet=True)
-    train(stopped_at(made, halves, 6), quiet=True)
+    train(stopped_at(spec, straight, 12), quiet=True)
+    train(stopped_at(spec, halves, 6), quiet=True)
     six = saved(halves)[0]
-    train(stopped_at(made, halves, 12), quiet=True, resume=True)
+    train(stopped_at(spec, halves, 12), quiet=True, resume=True)
     assert saved(halves) == saved(straight)
     assert measured(halves) == measured(straight)
     assert [line["step"] for line in measured(halves)] == list(range(1, 13))
@@ -104,9 +104,9 @@ def test_six_steps_and_six_more_are_twelve(name: str, tmp_path: Path):
 def halfway(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of twelve steps, and with one that stopped after six."""
     folder = tmp_path_factory.mktemp("halfway")
-    made = variant("llama", folder)
-    train(stopped_at(made, folder / "straight", 12), quiet=True)
-    train(stopped_at(made, folder / "six", 6), quiet=True)
+    spec = variant("llama", folder)
+    train(stopped_at(spec, folder / "straight", 12), quiet=True)
+    train(stopped_at(spec, folder / "six", 6), quiet=True)
     return folder
 
 
@@ -114,7 +114,7 @@ LEFT_OUT = ("step", "params", "opt_state", "key", "ema", "data")
 
 
 @pytest.mark.parametrize("left_out", [None, *LEFT_OUT])
-def test_whatever_a_checkpoint_left_out_would_show(
+def test_every_part_of_a_checkpoint_is_restored(
     left_out: str | None, halfway: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The test of exactness is not blind: a run that goes on with one piece as a fresh process has
@@ -133,12 +133,12 @@ def test_whatever_a_checkpoint_left_out_would_show(
 
     monkeypatch.setattr(run, "restore", forgetful)
     shutil.copytree(halfway / "six", tmp_path / "six")
-    made = variant("llama", halfway)
-    train(stopped_at(made, tmp_path / "six", 12), quiet=True, resume=True)
+    spec = variant("llama", halfway)
+    train(stopped_at(spec, tmp_path / "six", 12), quiet=True, resume=True)
     arrays, data = saved(tmp_path / "six")
-    wanted, position = saved(halfway / "straight")
+    expected, position = saved(halfway / "straight")
     if left_out is None:
-        assert (arrays, data) == (wanted, position)
+        assert (arrays, data) == (expected, position)
         return
-    differing = {name.split("/")[0] for name in wanted if arrays[name] != wanted[name]}
+    differing = {name.split("/")[0] for name in expected if arrays[name] != expected[name]}
     assert ("ema" if left_out == "ema" else "params") in differing

@@ -25,18 +25,18 @@ from jaxllm.training.run.run import train
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path]:
     """A recipe, and the folder of its run after four steps; saved at two and four."""
     folder = tmp_path_factory.mktemp("done")
-    made = tiny(folder)
-    result = train(made, quiet=True)
+    spec = tiny(folder)
+    result = train(spec, quiet=True)
     assert (result.step, result.stopped_by) == (4, None)
-    return made, result.folder
+    return spec, result.folder
 
 
 @pytest.fixture
 def copied(done: tuple[Recipe, Path], tmp_path: Path) -> Recipe:
     """The recipe with a run of its own that has gone four steps."""
-    made, folder = done
+    spec, folder = done
     shutil.copytree(folder, tmp_path / "run")
-    return replace(made, output_dir=str(tmp_path / "run"))
+    return replace(spec, output_dir=str(tmp_path / "run"))
 
 
 @pytest.mark.slow
@@ -55,9 +55,9 @@ def test_in_a_notebook(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
 
 
 def test_the_average_is_what_a_run_gives(done: tuple[Recipe, Path], tmp_path: Path):
-    made, _ = done
-    bare = train(replace(made, output_dir=str(tmp_path / "run"), ema_decay=None), quiet=True)
-    averaged = train(replace(made, output_dir=str(tmp_path / "run2")), quiet=True)
+    spec, _ = done
+    bare = train(replace(spec, output_dir=str(tmp_path / "run"), ema_decay=None), quiet=True)
+    averaged = train(replace(spec, output_dir=str(tmp_path / "run2")), quiet=True)
     weights = parameters(bare.model)
     assert any(not np.array_equal(x, weights[p]) for p, x in parameters(averaged.model).items())
 
@@ -82,20 +82,20 @@ def test_a_second_run_in_the_folder(copied: Recipe):
 
 
 def test_resume_begins_where_nothing_is(done: tuple[Recipe, Path], tmp_path: Path):
-    made, folder = done
-    made = replace(made, output_dir=str(tmp_path / "run"))
-    assert go_on(made).step == 4
-    assert saved(run_of(made)) == saved(folder)
+    spec, folder = done
+    spec = replace(spec, output_dir=str(tmp_path / "run"))
+    assert go_on(spec).step == 4
+    assert saved(run_of(spec)) == saved(folder)
 
 
 def test_lines_without_a_checkpoint_are_begun_anew(done: tuple[Recipe, Path], tmp_path: Path):
     """A run that was killed before its first checkpoint."""
-    made, folder = done
+    spec, folder = done
     (tmp_path / "run").mkdir()
     shutil.copy(folder / "metrics.jsonl", tmp_path / "run")
-    made = replace(made, output_dir=str(tmp_path / "run"))
-    go_on(made)
-    assert measured(run_of(made)) == measured(folder)
+    spec = replace(spec, output_dir=str(tmp_path / "run"))
+    go_on(spec)
+    assert measured(run_of(spec)) == measured(folder)
 
 
 def test_going_on_at_the_end_changes_nothing(copied: Recipe):
@@ -158,19 +158,19 @@ def test_a_changed_base_is_refused(tmp_path: Path):
         save_hf(base, result.model, result.tokenizer)
     folder = tmp_path / "base"
     shutil.copytree(bases[0], folder)
-    made = tiny(tmp_path, model={"path": str(folder)}, lora={"rank": 2}, max_steps=2)
-    train(made, quiet=True)
-    moved = replace(made.model, path=str(bases[0]))
-    assert go_on(made, model=moved, max_steps=3).step == 3
+    spec = tiny(tmp_path, model={"path": str(folder)}, lora={"rank": 2}, max_steps=2)
+    train(spec, quiet=True)
+    moved = replace(spec.model, path=str(bases[0]))
+    assert go_on(spec, model=moved, max_steps=3).step == 3
     config = (folder / "config.json").read_text()
     changed = config.replace('"attention_dropout": 0.1', '"attention_dropout": 0.2')
     (folder / "config.json").write_text(changed)
     with pytest.raises(RunError, match=r"base model .* \(attention_dropout: was 0\.1, is 0\.2\)"):
-        go_on(made, max_steps=4)
+        go_on(spec, max_steps=4)
     shutil.rmtree(folder)
     shutil.copytree(bases[1], folder)
     with pytest.raises(RunError, match=r"the base model is not the one .* tensors differ"):
-        go_on(made, max_steps=4)
+        go_on(spec, max_steps=4)
 
 
 def test_a_damaged_checkpoint_is_passed_over(
@@ -220,14 +220,14 @@ def test_one_writer(copied: Recipe):
 
 
 def test_a_stop_saves_and_going_on_is_exact(done: tuple[Recipe, Path], tmp_path: Path):
-    made, folder = done
-    made = replace(made, output_dir=str(tmp_path / "run"))
-    result = train(made, quiet=True, stop=stops(3))
+    spec, folder = done
+    spec = replace(spec, output_dir=str(tmp_path / "run"))
+    result = train(spec, quiet=True, stop=stops(3))
     assert (result.step, result.stopped_by) == (3, 15)
-    assert measured(run_of(made))[-1]["step"] == 3
-    assert go_on(made).step == 4
-    assert saved(run_of(made)) == saved(folder)
-    assert measured(run_of(made)) == measured(folder)
+    assert measured(run_of(spec))[-1]["step"] == 3
+    assert go_on(spec).step == 4
+    assert saved(run_of(spec)) == saved(folder)
+    assert measured(run_of(spec)) == measured(folder)
 
 
 def test_a_file_that_cannot_be_written(copied: Recipe):
@@ -279,9 +279,9 @@ def regression(folder: Path, labels: list[float], **changes: Any) -> Recipe:
 
 
 def test_a_batch_without_a_gradient_is_skipped_and_counted(tmp_path: Path):
-    made = regression(tmp_path, [1.0, 1e25, 0.5, 1e25, 1e25, 0.25], checkpoints={"every": 1})
-    made = replace(made, checkpoints=replace(made.checkpoints, keep=6))
-    result = train(made, quiet=True)
+    spec = regression(tmp_path, [1.0, 1e25, 0.5, 1e25, 1e25, 0.25], checkpoints={"every": 1})
+    spec = replace(spec, checkpoints=replace(spec.checkpoints, keep=6))
+    result = train(spec, quiet=True)
     assert result.step == 6
     lines = measured(result.folder)
     assert [line["skipped"] for line in lines] == [0, 1, 0, 1, 1, 0]
@@ -296,27 +296,27 @@ def test_a_batch_without_a_gradient_is_skipped_and_counted(tmp_path: Path):
 
 
 def test_one_output_is_a_regression(tmp_path: Path):
-    made = regression(tmp_path, [1.0, 0.5])
-    line = measured(train(replace(made, eval_data=made.data), quiet=True).folder)[-1]
+    spec = regression(tmp_path, [1.0, 0.5])
+    line = measured(train(replace(spec, eval_data=spec.data), quiet=True).folder)[-1]
     assert "accuracy" not in line
     assert "eval_accuracy" not in line
     assert line["eval_mse"] == line["eval_loss"]
 
 
 def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path):
-    made = regression(tmp_path, [1.0, 1e25, 1e25, 0.5, 1e25, 1e25, 1e25, 0.25])
+    spec = regression(tmp_path, [1.0, 1e25, 1e25, 0.5, 1e25, 1e25, 1e25, 0.25])
     with pytest.raises(RunError, match=r"step 7: 3 batches in a row gave no finite gradient"):
-        train(made, quiet=True)
-    assert saved_steps(run_of(made)) == [4, 6]
-    assert [line["skipped"] for line in measured(run_of(made))] == [0, 1, 1, 0, 1, 1, 1]
+        train(spec, quiet=True)
+    assert saved_steps(run_of(spec)) == [4, 6]
+    assert [line["skipped"] for line in measured(run_of(spec))] == [0, 1, 1, 0, 1, 1, 1]
     with pytest.raises(RunError, match="step 7: 3 batches"):
-        go_on(made)
+        go_on(spec)
 
 
 def test_weights_beyond_all_numbers_end_the_run(tmp_path: Path):
-    made = tiny(tmp_path, max_steps=20, skip_limit=4, optimizer={"learning_rate": 1e38})
+    spec = tiny(tmp_path, max_steps=20, skip_limit=4, optimizer={"learning_rate": 1e38})
     with pytest.raises(RunError, match="4 batches in a row gave no finite gradient; lower optimi"):
-        train(made, quiet=True)
+        train(spec, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_weights_beyond_all_numbers_end_the_run(tmp_path: Path):
 def test_what_cannot_work_ends_before_the_first_step(
     tmp_path: Path, changes: dict[str, Any], message: str
 ):
-    made = tiny(tmp_path, eval_data=plain(tmp_path)["data"], **changes)
+    spec = tiny(tmp_path, eval_data=plain(tmp_path)["data"], **changes)
     with pytest.raises(ConfigError, match=message):
-        train(made, quiet=True)
+        train(spec, quiet=True)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

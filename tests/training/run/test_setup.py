@@ -22,12 +22,12 @@ CAUSAL = ModelInfo(kind="causal", vocab_size=260, context_length=32)
 
 
 def test_the_section_of_a_wrong_field_is_named(tmp_path: Path):
-    made = recipe(tmp_path)
-    longer = replace(made.data, max_length=99)
+    spec = recipe(tmp_path)
+    longer = replace(spec.data, max_length=99)
     with pytest.raises(ConfigError, match=r"^data: max_length: 99 tokens, but .* context has 32"):
-        set_up(replace(made, data=longer), print)
+        set_up(replace(spec, data=longer), print)
     with pytest.raises(ConfigError, match=r"^eval_data: max_length: 99 tokens"):
-        set_up(replace(made, eval_data=longer), print)
+        set_up(replace(spec, eval_data=longer), print)
 
 
 @pytest.mark.parametrize(
@@ -42,19 +42,19 @@ def test_a_missing_package_is_told_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, fields: dict[str, Any]
 ):
     monkeypatch.setitem(sys.modules, module, None)  # what Python does for a missing one
-    made = recipe(tmp_path)
-    fields |= {"model": ModelSource(path="no/such/model"), "eval_data": made.data}
+    spec = recipe(tmp_path)
+    fields |= {"model": ModelSource(path="no/such/model"), "eval_data": spec.data}
     with pytest.raises(MissingExtraError, match=f"package {module}: pip install"):
-        set_up(replace(made, **fields), print)
+        set_up(replace(spec, **fields), print)
 
 
 def test_steps_beyond_the_schedule_are_told(tmp_path: Path):
     said: list[str] = []
-    made = recipe(tmp_path)
-    assert made.optimizer.schedule_steps == 20
-    set_up(replace(made, max_steps=20), said.append)
+    spec = recipe(tmp_path)
+    assert spec.optimizer.schedule_steps == 20
+    set_up(replace(spec, max_steps=20), said.append)
     assert not any("learning rate" in line for line in said)
-    set_up(replace(made, max_steps=21), said.append)
+    set_up(replace(spec, max_steps=21), said.append)
     assert "the learning rate is 0 from step 20 on (optimizer.schedule_steps)" in said[-1]
 
 
@@ -90,16 +90,16 @@ def test_answers_without_room_are_told_before_the_first_step(
     """Not when the first evaluation comes to them, after hours."""
     data = pairs(tmp_path, "a", "a" * 28)
     evaluation = {"metrics": ["exact_match"], "fields": fields}
-    made = recipe(tmp_path, family, data=data, eval_data=data, evaluation=evaluation)
+    spec = recipe(tmp_path, family, data=data, eval_data=data, evaluation=evaluation)
     with pytest.raises(DataError, match=rf"pairs\.jsonl:2: .*{message}"):
-        set_up(made, print)
+        set_up(spec, print)
 
 
 def test_rows_that_are_dropped_are_not_generated_for(tmp_path: Path):
     data = DataConfig(**pairs(tmp_path, "a", "c" * 40, "d"))
     dropping = replace(data, on_too_long="drop")
-    found = generation_rows(dropping, byte_tokenizer(), CAUSAL)
-    assert [list(row.prompt) for row in found] == [[97], [100]]
+    actual = generation_rows(dropping, byte_tokenizer(), CAUSAL)
+    assert [list(row.prompt) for row in actual] == [[97], [100]]
     assert len(generation_rows(dropping, byte_tokenizer(), CAUSAL, 1)) == 1
     assert len(generation_rows(data, byte_tokenizer(), CAUSAL)) == 3
 

@@ -161,15 +161,15 @@ def test_rows_in_any_order_and_again(tokenizers):
     processor = grammar.json_schema({"type": "array", "items": {"enum": [1, 22]}}, tokenizer)
     texts = ["[1,1", "[22", "[1,22]", "[", "[1,", "[22,1,1"]
     rows = [[9, 9, *tokenizer.encode_user(text)] for text in texts]
-    alone = {}
+    single = {}
     for text, row in zip(texts, rows, strict=True):
         fresh = grammar.json_schema({"type": "array", "items": {"enum": [1, 22]}}, tokenizer)
-        alone[text] = bits(fresh, [row + [0] * (10 - len(row))], len(row), len(tokenizer))[0]
+        single[text] = bits(fresh, [row + [0] * (10 - len(row))], len(row), len(tokenizer))[0]
     for order in ([5, 0, 3, 2, 1, 4], [0, 1, 2, 3, 4, 5], [2, 2, 0, 5, 0, 3]):
         padded = [rows[i] + [0] * (10 - len(rows[i])) for i in order]
         lengths = np.array([len(rows[i]) for i in order])
-        found = bits(processor, padded, lengths, len(tokenizer))
-        assert found == [alone[texts[i]] for i in order]
+        actual = bits(processor, padded, lengths, len(tokenizer))
+        assert actual == [single[texts[i]] for i in order]
 
 
 def test_the_cache_is_bounded_and_changes_nothing(tokenizers, monkeypatch):
@@ -184,8 +184,8 @@ def test_a_grammar_for_each_prompt(tokenizers):
     tokenizer = tokenizers["gguf"]
     x, y = one_token(tokenizer, "x"), one_token(tokenizer, "y")
     processor = grammar.regex(["x", "y"], tokenizer)
-    found = bits(processor, [[0, 0]] * 4, 2, len(tokenizer))  # two rows for each prompt
-    assert found == [[x], [x], [y], [y]]
+    actual = bits(processor, [[0, 0]] * 4, 2, len(tokenizer))  # two rows for each prompt
+    assert actual == [[x], [x], [y], [y]]
     with pytest.raises(InputError, match="2 grammars for 3 rows"), reraise_failures():
         bits(processor, [[0, 0]] * 3, 2, len(tokenizer))
 

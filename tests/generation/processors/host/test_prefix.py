@@ -61,11 +61,11 @@ def test_conformance(model):
     out = jaxllm.generate(model, **inputs, **settings, output_scores=True)
     scores = np.stack(out.scores, axis=1)
     new = out.sequences[:, -scores.shape[1] :]
-    got = {
+    actual = {
         "sequences": out.sequences.tolist(),
         "step_token_scores": np.take_along_axis(scores, new[..., None], 2)[..., 0].tolist(),
     }
-    assert compare.check(case, got, atol=1e-4) == []
+    assert compare.check(case, actual, atol=1e-4) == []
     pieces = np.concatenate(list(jaxllm.stream(model, **inputs, **settings)), axis=1)
     np.testing.assert_array_equal(pieces, new)
 
@@ -106,8 +106,8 @@ def test_another_function_compiles_nothing_and_is_forgotten_with_its_processor(r
     known = len(_RULES)
     for token in range(4):
         processor = PrefixConstrainedLogitsProcessor(lambda i, ids, token=token: [token], 1)
-        got = run(processor, IDS, np.zeros((2, 4), np.float32), 3, {})
-        assert (np.asarray(got) == 0).nonzero()[1].tolist() == [token, token]
+        actual = run(processor, IDS, np.zeros((2, 4), np.float32), 3, {})
+        assert (np.asarray(actual) == 0).nonzero()[1].tolist() == [token, token]
     assert program_count(run) == 1
     del processor
     gc.collect()
@@ -134,9 +134,9 @@ def test_what_the_function_sees(run):
     ids = np.array([[1, 2, 3, 4, 99], [0, 2, 3, 4, 99], [1, 0, 0, 4, 99], [1, 2, 3, 0, 99]])
     mask = np.array([[1, 1, 1, 1, 0], [0, 1, 1, 1, 0], [1, 0, 0, 1, 0], [1, 1, 1, 0, 0]], bool)
     scores = np.zeros((4, 2), np.float32)
-    got = run(processor, ids, scores, 4, {"mask": mask, "prompt_len": 3})
+    actual = run(processor, ids, scores, 4, {"mask": mask, "prompt_len": 3})
     assert seen == [(0, [1, 2, 3, 4]), (0, [0, 2, 3, 4]), (1, [0, 0, 1, 4])]
-    assert got.tolist() == [[-np.inf, 0]] * 3 + [[0, 0]]  # the last row has ended
+    assert actual.tolist() == [[-np.inf, 0]] * 3 + [[0, 0]]  # the last row has ended
     seen.clear()
     run(processor, ids, scores, np.array([1, 2, 3, 4]), {})
     assert seen == [(0, [1]), (0, [0, 2]), (1, [1, 0, 0]), (1, [1, 2, 3, 0])]
@@ -147,15 +147,15 @@ def test_the_function_wins_where_nothing_else_is_left(run):
     gone = -np.inf
     scores = np.array([[gone, 1], [2, 1], [gone, 1], [gone, gone]], np.float32)
     ids = np.zeros((4, 1), np.int32)
-    got = run(processor, ids, scores, 1, {})
-    assert got.tolist() == [[gone, gone], [2, gone], [0, gone], [0, gone]]
+    actual = run(processor, ids, scores, 1, {})
+    assert actual.tolist() == [[gone, gone], [2, gone], [0, gone], [0, gone]]
 
 
 def test_under_vmap():
     processor = PrefixConstrainedLogitsProcessor(lambda i, ids: [ids[-1]], 1)
     scores = jnp.zeros((2, 1, 12))
-    got = jax.vmap(lambda ids, s: processor(ids[None], s, 3))(IDS, scores)
-    assert (got[:, 0] == 0).nonzero()[1].tolist() == [7, 3]
+    actual = jax.vmap(lambda ids, s: processor(ids[None], s, 3))(IDS, scores)
+    assert (actual[:, 0] == 0).nonzero()[1].tolist() == [7, 3]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_under_vmap():
         ([0.5], "ids from 0 to 3"),
     ],
 )
-def test_what_is_wrong_with_an_answer(run, caplog, answer, message):
+def test_errors_of_an_answer(run, caplog, answer, message):
     processor = PrefixConstrainedLogitsProcessor(lambda i, ids: [1] if i == 0 else answer, 1)
     arguments = (processor, IDS, np.zeros((2, 4), np.float32), 3, {})
     with caplog.at_level(logging.ERROR):

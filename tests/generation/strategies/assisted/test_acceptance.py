@@ -33,9 +33,9 @@ def test_samples_of_a_lookup_are_those_of_plain_sampling():
     """Drafts without a distribution are held against the very draws of plain sampling."""
     ids, mask = repeating_prompts()
     fields = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "key": 3, "max_new_tokens": 28}
-    want = jaxllm.generate(model("s_llama_loop"), ids, mask, **fields).sequences
+    expected = jaxllm.generate(model("s_llama_loop"), ids, mask, **fields).sequences
     out = jaxllm.generate(model("s_llama_loop"), ids, mask, **fields, prompt_lookup_num_tokens=5)
-    np.testing.assert_array_equal(out.sequences, want)
+    np.testing.assert_array_equal(out.sequences, expected)
     assert out.assisted.accepted.sum() > 0
 
 
@@ -83,14 +83,14 @@ def test_the_rule_of_acceptance_keeps_the_distribution(weight):
     p, q = (np.asarray(jax.nn.softmax(jnp.asarray(s))) for s in (p_scores, q_scores))
     for i in range(most + 1):
         reached = kept >= i
-        wanted = p[i]
+        reference = p[i]
         if weight is not None:
             reached = (kept >= i) & (count > i if i < most else True)
-            wanted = weight * p[i] + (1 - weight) * q[i] if i < most else p[i]
+            reference = weight * p[i] + (1 - weight) * q[i] if i < most else p[i]
         observed = np.bincount(tokens[reached, i], minlength=size)
-        expected = reached.sum() * wanted
-        assert observed[wanted == 0].sum() == 0
-        z = (observed - expected) / np.sqrt(expected * (1 - wanted) + 1e-9)
+        expected = reached.sum() * reference
+        assert observed[reference == 0].sum() == 0
+        z = (observed - expected) / np.sqrt(expected * (1 - reference) + 1e-9)
         assert np.abs(z).max() < 4.5
     # The share of drafts that are kept is that of the papers, 1 - TV(p, q).
     tried = count >= 1
@@ -141,7 +141,7 @@ def test_samples_are_distributed_as_the_models(draft):
     counts = out.assisted
     assert 0.1 < counts.accepted.sum() / counts.drafted.sum() < 0.95
     for axes in ((), (2,), (1, 2), (0,), (0, 1)):  # marginals see small shifts best
-        expected, found = rows * exact.sum(axes), observed.sum(axes)
+        expected, actual = rows * exact.sum(axes), observed.sum(axes)
         cells = expected >= 5
-        z = (found - expected)[cells] / np.sqrt(expected * (1 - expected / rows) + 1e-9)[cells]
+        z = (actual - expected)[cells] / np.sqrt(expected * (1 - expected / rows) + 1e-9)[cells]
         assert np.abs(z).max() < 4.5

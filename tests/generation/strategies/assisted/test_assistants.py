@@ -59,9 +59,9 @@ def test_rope_that_depends_on_the_length_is_refused_beyond_its_limit():
     limit = net.config.rotary.original_positions
     fields = {"prompt_lookup_num_tokens": 3, "eos_token_id": None}
     ids = [[5, 6, 5, 6]]
-    want = jaxllm.generate(net, ids, max_length=limit, eos_token_id=None).sequences
-    got = jaxllm.generate(net, ids, max_length=limit, **fields).sequences
-    np.testing.assert_array_equal(got, want)
+    expected = jaxllm.generate(net, ids, max_length=limit, eos_token_id=None).sequences
+    actual = jaxllm.generate(net, ids, max_length=limit, **fields).sequences
+    np.testing.assert_array_equal(actual, expected)
     with pytest.raises(UnsupportedError, match="longrope"):
         jaxllm.generate(net, ids, max_length=limit + 1, **fields)
 
@@ -78,6 +78,6 @@ def test_gpt2_has_a_hard_end():
     """Drafts are never longer than the model has positions for."""
     net, ids = model("s_gpt2"), np.full((1, 90), 7)
     fields = {"max_new_tokens": 6, "eos_token_id": None}
-    want = jaxllm.generate(net, ids, **fields).sequences
-    got = jaxllm.generate(net, ids, **fields, **drafts("s_gpt2")["assistant"]).sequences
-    np.testing.assert_array_equal(got, want)
+    expected = jaxllm.generate(net, ids, **fields).sequences
+    actual = jaxllm.generate(net, ids, **fields, **drafts("s_gpt2")["assistant"]).sequences
+    np.testing.assert_array_equal(actual, expected)

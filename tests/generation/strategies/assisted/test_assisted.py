@@ -36,10 +36,10 @@ def greedy(name: str, seed: int, side="left"):
 
 
 def assert_greedy(name: str, draft: dict, seed: int, side="left"):
-    ids, mask, want, sure = greedy(name, seed, side)
-    assert (sure == want.shape[1]).sum() >= 9
+    ids, mask, reference, sure = greedy(name, seed, side)
+    assert (sure == reference.shape[1]).sum() >= 9
     out = jaxllm.generate(model(name), ids, mask, **RULES, **draft)
-    for row, expected, upto in zip(out.sequences, want, sure, strict=True):
+    for row, expected, upto in zip(out.sequences, reference, sure, strict=True):
         np.testing.assert_array_equal(row[:upto], expected[:upto])
     return out.assisted
 
@@ -112,7 +112,7 @@ def test_numbers_compile_nothing():
 def test_stream_equals_generate_and_shares_its_programs(kind):
     ids, mask = repeating_prompts()
     fields = {"max_new_tokens": 12, "eos_token_id": [31], **drafts("s_llama")[kind]}
-    whole = jaxllm.generate(model("s_llama"), ids, mask, **fields).sequences
+    full = jaxllm.generate(model("s_llama"), ids, mask, **fields).sequences
     for chunk_size in (1, 4):
         chunks = []
 
@@ -121,7 +121,7 @@ def test_stream_equals_generate_and_shares_its_programs(kind):
             chunks.extend(calls)
 
         assert compilations(run) == []
-        np.testing.assert_array_equal(np.concatenate(chunks, axis=1), whole[:, ids.shape[1] :])
+        np.testing.assert_array_equal(np.concatenate(chunks, axis=1), full[:, ids.shape[1] :])
         assert all(chunk.shape[1] <= chunk_size for chunk in chunks)
 
 
@@ -129,10 +129,12 @@ def test_scores_and_logits_are_those_of_greedy_search():
     ids, mask = repeating_prompts()
     fields = {"max_new_tokens": 12, "eos_token_id": None, "repetition_penalty": 1.2}
     fields |= {"output_scores": True, "output_logits": True}
-    want = jaxllm.generate(model("s_llama"), ids, mask, **fields)
-    got = jaxllm.generate(model("s_llama"), ids, mask, **fields, **drafts("s_llama")["assistant"])
+    expected = jaxllm.generate(model("s_llama"), ids, mask, **fields)
+    actual = jaxllm.generate(
+        model("s_llama"), ids, mask, **fields, **drafts("s_llama")["assistant"]
+    )
     for name in ("scores", "logits"):
-        ours, theirs = np.stack(getattr(got, name)), np.stack(getattr(want, name))
+        ours, theirs = np.stack(getattr(actual, name)), np.stack(getattr(expected, name))
         assert ours.shape == (12, 3, 131)
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
@@ -171,7 +173,7 @@ def test_caches_are_donated_and_never_copied(name, batch, kind):
 def test_inside_the_callers_jit():
     ids, mask = repeating_prompts()
     fields = {"max_new_tokens": 8, "eos_token_id": None}
-    want = jaxllm.generate(model("s_llama"), ids, mask, **fields).sequences
+    expected = jaxllm.generate(model("s_llama"), ids, mask, **fields).sequences
 
     @jax.jit
     def call(net, draft, ids, mask):
@@ -180,7 +182,7 @@ def test_inside_the_callers_jit():
         )
 
     out = call(model("s_llama"), model("s_llama_draft"), ids, mask)
-    np.testing.assert_array_equal(out.sequences, want)
+    np.testing.assert_array_equal(out.sequences, expected)
     assert out.assisted.target_calls.shape == (3,)
 
 
@@ -202,12 +204,12 @@ def test_stops_and_functions_of_the_prefix(kind):
     def plain(input_ids, scores, cur_len):
         return ends(input_ids, scores, jnp.full((input_ids.shape[0],), cur_len))
 
-    want = jaxllm.generate(
+    expected = jaxllm.generate(
         model("s_llama"), ids, mask, **{**fields, "stopping_criteria": [plain]}
     ).sequences
-    got = jaxllm.generate(model("s_llama"), ids, mask, **fields, **drafts("s_llama")[kind])
-    np.testing.assert_array_equal(got.sequences, want)
-    assert (want[:, -1] == 0).any()  # some row stopped early
+    actual = jaxllm.generate(model("s_llama"), ids, mask, **fields, **drafts("s_llama")[kind])
+    np.testing.assert_array_equal(actual.sequences, expected)
+    assert (expected[:, -1] == 0).any()  # some row stopped early
 
 
 def guided_functions(rows: set[int]) -> dict[str, Any]:
@@ -248,20 +250,20 @@ def test_guidance_and_functions_of_the_host(kind, how):
     """Both contexts read the drafts, and Python functions get each row by itself."""
     ids, mask = repeating_prompts()
     fields = {**guided_functions(rows := set()), **how}
-    got = jaxllm.generate(model("s_gpt2"), ids, mask, **fields, **drafts("s_gpt2")[kind])
-    assert got.assisted is not None
+    actual = jaxllm.generate(model("s_gpt2"), ids, mask, **fields, **drafts("s_gpt2")[kind])
+    assert actual.assisted is not None
     assert rows == {1}
     if "num_return_sequences" in how:  # other draws than without a draft
-        assert got.sequences.shape[0] == 6
-        new = np.asarray(got.sequences)[:, ids.shape[1] :]
+        assert actual.sequences.shape[0] == 6
+        new = np.asarray(actual.sequences)[:, ids.shape[1] :]
         for row in new:  # nothing follows a token at which a text ends
             ends = np.flatnonzero(row % 11 == 3)
             assert not ends.size or (row[ends[0] + 1 :] == 0).all()
         return
-    want = jaxllm.generate(model("s_gpt2"), ids, mask, **fields)
-    np.testing.assert_array_equal(got.sequences, want.sequences)
-    assert how or got.assisted.accepted.sum() > 0
-    ended = (np.asarray(want.sequences) % 11 == 3)[:, ids.shape[1] : -1]
+    expected = jaxllm.generate(model("s_gpt2"), ids, mask, **fields)
+    np.testing.assert_array_equal(actual.sequences, expected.sequences)
+    assert how or actual.assisted.accepted.sum() > 0
+    ended = (np.asarray(expected.sequences) % 11 == 3)[:, ids.shape[1] : -1]
     assert ended.any()  # some row stopped early
 
 
@@ -270,7 +272,7 @@ def test_guidance_and_functions_of_the_host(kind, how):
 def test_64_bit_mode(kind):
     ids, mask = repeating_prompts()
     fields = {"max_new_tokens": 9, "do_sample": True, "key": 1, **drafts("s_llama")[kind]}
-    want = jaxllm.generate(model("s_llama"), ids, mask, **fields).sequences
+    expected = jaxllm.generate(model("s_llama"), ids, mask, **fields).sequences
     with jax.enable_x64(True):
-        got = jaxllm.generate(model("s_llama"), ids, mask, **fields).sequences
-    np.testing.assert_array_equal(got, want)
+        actual = jaxllm.generate(model("s_llama"), ids, mask, **fields).sequences
+    np.testing.assert_array_equal(actual, expected)

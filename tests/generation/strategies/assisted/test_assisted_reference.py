@@ -43,11 +43,11 @@ def test_conformance(case):
     out = case_output(case["id"])
     scores = np.stack(out.scores, axis=1)
     new = out.sequences[:, -scores.shape[1] :]
-    got = {
+    actual = {
         "sequences": out.sequences.tolist(),
         "step_token_scores": np.take_along_axis(scores, new[..., None], 2)[..., 0].tolist(),
     }
-    assert compare.check(case, got, atol=1e-4) == []
+    assert compare.check(case, actual, atol=1e-4) == []
 
 
 def test_number_of_conformance_cases():
@@ -85,34 +85,34 @@ class Simulation:
     def draft(self, tokens: list[int], limit: int) -> list[int]:
         if "prompt_lookup_num_tokens" in self.fields:
             return self.lookup(tokens, limit)
-        found: list[int] = []
+        actual: list[int] = []
         threshold = self.fields.get("assistant_confidence_threshold", 0.4)
-        while len(found) < limit:
-            token, chance = self.network(tokens + found)
-            found.append(token)
+        while len(actual) < limit:
+            token, chance = self.network(tokens + actual)
+            actual.append(token)
             if token in self.eos or chance < threshold:
                 break
-        return found
+        return actual
 
     def run(self, *, first_token_is_the_prefills: bool) -> tuple[int, int, int]:
         """Forward passes of the model; tokens drafted, and accepted."""
-        at = compare.prompt_len(self.case)
-        end = at + self.fields["max_new_tokens"]
+        index = compare.prompt_len(self.case)
+        end = index + self.fields["max_new_tokens"]
         number = self.fields.get(
             "prompt_lookup_num_tokens", self.fields.get("num_assistant_tokens", 20)
         )
         calls = drafted = accepted = 0
         if first_token_is_the_prefills:
-            at, calls = at + 1, 1
-        while at < len(self.text):
-            draft = self.draft(self.text[:at], min(number, end - at - 1))
-            same = [a == b for a, b in zip(draft, self.text[at:], strict=False)]
+            index, calls = index + 1, 1
+        while index < len(self.text):
+            draft = self.draft(self.text[:index], min(number, end - index - 1))
+            same = [a == b for a, b in zip(draft, self.text[index:], strict=False)]
             kept = [*same, False].index(False)
             calls, drafted = calls + 1, drafted + len(draft)
-            accepted += min(kept, len(self.text) - at)
+            accepted += min(kept, len(self.text) - index)
             if "heuristic" in self.fields.get("num_assistant_tokens_schedule", ""):
                 number = number + 2 if kept == len(draft) else max(1, number - 1)
-            at += kept + 1
+            index += kept + 1
         return calls, drafted, accepted
 
 
@@ -131,8 +131,8 @@ def test_forward_calls(case):
     if "t5" not in case["model"]:
         assert theirs == (calls + drafted if case["mode"] == "early_exit" else calls)
     counts = case_output(case["id"]).assisted
-    got = (counts.target_calls[0], counts.drafted[0], counts.accepted[0])
-    assert got == simulation.run(first_token_is_the_prefills=True)
+    actual = (counts.target_calls[0], counts.drafted[0], counts.accepted[0])
+    assert actual == simulation.run(first_token_is_the_prefills=True)
 
 
 @pytest.mark.slow

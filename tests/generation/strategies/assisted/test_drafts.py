@@ -19,11 +19,11 @@ def test_a_draft_that_is_the_model_is_accepted_whole(name, kind):
     """So every round gives 5 tokens, and the assistant's cache has to catch up each time."""
     ids, mask = repeating_prompts()
     fields = {"max_new_tokens": 16, "eos_token_id": None}
-    want = jaxllm.generate(model(name), ids, mask, **fields).sequences
+    expected = jaxllm.generate(model(name), ids, mask, **fields).sequences
     fields |= {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
     draft = ({"assistant_model": model(name)}, {"assistant_early_exit": model(name).depth})[kind]
     out = jaxllm.generate(model(name), ids, mask, **fields, **draft)
-    np.testing.assert_array_equal(out.sequences, want)
+    np.testing.assert_array_equal(out.sequences, expected)
     assert out.assisted.target_calls.tolist() == [1 + 3] * 3
     assert out.assisted.drafted.tolist() == out.assisted.accepted.tolist() == [12] * 3
 
@@ -69,22 +69,22 @@ def test_lookup_finds_what_the_plain_search_finds():
         for n in range(min(longest, len(tokens) - 1), 0, -1):
             for i in range(len(tokens) - n):
                 if tokens[i : i + n] == tokens[-n:] and allowed[tokens[i + n]]:
-                    found = tokens[i + n : i + n + limit]
-                    return found[: found.index(4)] if 4 in found else found
+                    actual = tokens[i + n : i + n + limit]
+                    return actual[: actual.index(4)] if 4 in actual else actual
         return []
 
     @jax.jit
     def find(text, lengths, allowed, limit, longest):
-        at, found = earlier_match(text, lengths[:, None], allowed, longest)
-        limit = jnp.where(found, limit, 0)
-        return draft_from(text, lengths[:, None], at, limit, jnp.array([4, -1]), most)
+        index, actual = earlier_match(text, lengths[:, None], allowed, longest)
+        limit = jnp.where(actual, limit, 0)
+        return draft_from(text, lengths[:, None], index, limit, jnp.array([4, -1]), most)
 
     for longest in (1, 2, 4):
         drafted = find(text, lengths, allowed, limit, longest)
         for row in range(rows):
-            want = search(text[row, : lengths[row]].tolist(), longest, allowed[row], limit[row])
-            got = drafted.tokens[row, : drafted.size[row]].tolist()
-            assert got == want
+            expected = search(text[row, : lengths[row]].tolist(), longest, allowed[row], limit[row])
+            result = drafted.tokens[row, : drafted.size[row]].tolist()
+            assert result == expected
 
 
 def test_lookup_passes_over_places_that_the_processors_forbid():
@@ -108,10 +108,10 @@ def test_embedded_prompts():
     embeds = np.asarray(net.backbone.embed.weight[...])[rng.integers(3, 99, (2, 5))]
     mask = np.array([[1] * 5, [0, 0, 1, 1, 1]])
     fields = {"attention_mask": mask, "max_new_tokens": 12, "eos_token_id": None}
-    want = jaxllm.generate(net, inputs_embeds=embeds, **fields).sequences
+    expected = jaxllm.generate(net, inputs_embeds=embeds, **fields).sequences
     for kind in ("early exit", "lookup"):
-        got = jaxllm.generate(net, inputs_embeds=embeds, **fields, **drafts("s_llama")[kind])
-        np.testing.assert_array_equal(got.sequences, want)
+        actual = jaxllm.generate(net, inputs_embeds=embeds, **fields, **drafts("s_llama")[kind])
+        np.testing.assert_array_equal(actual.sequences, expected)
     with pytest.raises(UnsupportedError, match="assistant_model: needs a prompt of input_ids"):
         jaxllm.generate(net, inputs_embeds=embeds, **fields, **drafts("s_llama")["assistant"])
 

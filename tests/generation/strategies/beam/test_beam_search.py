@@ -42,9 +42,9 @@ def test_conformance_of_what_beam_sampling_keeps():
     rows = len(case["inputs"]["input_ids"])
     first = run(case, output_scores=True).scores[0]
     beams = case["generate_kwargs"]["num_beams"]
-    got = {"first_step_scores": first}
+    actual = {"first_step_scores": first}
     assert len(first) == rows * beams
-    assert compare.check(case, got, arrays(), atol=1e-4) == []
+    assert compare.check(case, actual, arrays(), atol=1e-4) == []
 
 
 # --- against a search that looks at everything
@@ -56,16 +56,16 @@ VOCABULARY = 3
 def log_probs_of_all_texts(net, prompt, eos):
     """Log-probability of every text of up to NEW tokens that ends or is full."""
     texts = np.array(list(itertools.product(range(VOCABULARY), repeat=NEW)))
-    whole = np.concatenate([np.repeat(prompt[None], len(texts), 0), texts], axis=1)
-    logits = np.asarray(net(whole).logits, np.float64)[:, len(prompt) - 1 : -1]
+    full = np.concatenate([np.repeat(prompt[None], len(texts), 0), texts], axis=1)
+    logits = np.asarray(net(full).logits, np.float64)[:, len(prompt) - 1 : -1]
     steps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     chosen = np.take_along_axis(steps, texts[..., None], 2)[..., 0]
-    found = {}
+    actual = {}
     for text, each in zip(texts.tolist(), chosen, strict=True):
         ends = [i for i, token in enumerate(text) if token in eos]
         length = ends[0] + 1 if ends else NEW
-        found[tuple(text[:length])] = each[:length].sum()
-    return found
+        actual[tuple(text[:length])] = each[:length].sum()
+    return actual
 
 
 @settings(deadline=None, max_examples=15)
@@ -76,9 +76,7 @@ def log_probs_of_all_texts(net, prompt, eos):
     length_penalty=st.sampled_from([0.0, 1.0, -1.5, 2.0]),
     early_stopping=st.sampled_from([True, False, "never"]),
 )
-def test_with_room_for_every_text_it_is_exhaustive(
-    seed, prompt, eos, length_penalty, early_stopping
-):
+def test_full_width_search_is_exhaustive(seed, prompt, eos, length_penalty, early_stopping):
     net = tiny.make("llama", vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, seed=seed)
     count = VOCABULARY**NEW
     out = jaxllm.generate(
@@ -156,11 +154,14 @@ def test_a_naive_search_finds_the_same(seed, eos, length_penalty, early_stopping
         length_penalty=length_penalty,
         early_stopping=early_stopping,
     )
-    want = naive_beams(net, prompt, beams, new, eos, length_penalty, early_stopping)
+    expected = naive_beams(net, prompt, beams, new, eos, length_penalty, early_stopping)
     np.testing.assert_allclose(
-        out.sequences_scores[: len(want)], [score for score, _ in want], atol=1e-4, rtol=1e-4
+        out.sequences_scores[: len(expected)],
+        [score for score, _ in expected],
+        atol=1e-4,
+        rtol=1e-4,
     )
-    for row, origin, (_, text) in zip(out.sequences, out.beam_indices, want, strict=False):
+    for row, origin, (_, text) in zip(out.sequences, out.beam_indices, expected, strict=False):
         assert tuple(row[len(prompt) :][origin >= 0]) == text
 
 
@@ -186,11 +187,13 @@ def test_left_padded_equals_right_padded_equals_alone(name, sampling):
     left, right = (out.sequences[:, -max(out.beam_indices.shape[1], 1) :] for out in outs)
     np.testing.assert_array_equal(left, right)
     for i, row in enumerate(rows):
-        alone = jaxllm.generate(model(name), row[None], row_ids=[i], **fields)
+        single = jaxllm.generate(model(name), row[None], row_ids=[i], **fields)
         two = slice(2 * i, 2 * i + 2)
-        np.testing.assert_allclose(alone.sequences_scores, outs[0].sequences_scores[two], atol=1e-4)
-        new = alone.beam_indices.shape[1]
-        np.testing.assert_array_equal(alone.sequences[:, -new:], left[two, :new])
+        np.testing.assert_allclose(
+            single.sequences_scores, outs[0].sequences_scores[two], atol=1e-4
+        )
+        new = single.beam_indices.shape[1]
+        np.testing.assert_array_equal(single.sequences[:, -new:], left[two, :new])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -203,8 +206,8 @@ def test_scores_are_those_of_the_texts(name):
     if net.is_encoder_decoder:
         logits, texts = net(ids, mask, out.sequences).logits[:, :-1], out.sequences[:, 1:]
     else:
-        whole = np.concatenate([mask, np.ones((len(ids), 10), int)], axis=1)
-        logits, texts = net(out.sequences, whole).logits[:, 6:-1], out.sequences[:, 7:]
+        full = np.concatenate([mask, np.ones((len(ids), 10), int)], axis=1)
+        logits, texts = net(out.sequences, full).logits[:, 6:-1], out.sequences[:, 7:]
     steps = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), texts[..., None], 2)
     np.testing.assert_allclose(out.sequences_scores, steps[..., 0].sum(1), atol=1e-3)
 
@@ -264,11 +267,11 @@ def test_inside_the_callers_jit():
     def call(net, ids, mask, length_penalty):
         return jaxllm.generate(net, ids, mask, **FIELDS, length_penalty=length_penalty)
 
-    got = call(net, ids, mask, 0.3)
-    want = jaxllm.generate(net, ids, mask, **FIELDS, length_penalty=0.3)
-    width = want.sequences.shape[1]
-    np.testing.assert_array_equal(got.sequences[:, :width], want.sequences)
-    np.testing.assert_allclose(got.sequences_scores, want.sequences_scores, rtol=1e-5)
+    actual = call(net, ids, mask, 0.3)
+    expected = jaxllm.generate(net, ids, mask, **FIELDS, length_penalty=0.3)
+    width = expected.sequences.shape[1]
+    np.testing.assert_array_equal(actual.sequences[:, :width], expected.sequences)
+    np.testing.assert_allclose(actual.sequences_scores, expected.sequences_scores, rtol=1e-5)
 
 
 def test_what_beams_cannot_do_is_named():
