@@ -94,6 +94,28 @@ def plain(folder: Path, family: str = "llama", **changes: Any) -> dict[str, Any]
     }
 
 
+def preference_fields(folder: Path, family: str = "llama") -> dict[str, Any]:
+    """Fields of a recipe: even numbers are to be answered by yes, odd ones by no."""
+    path = folder / "pairs.jsonl"
+    answers = ["yes", "no"]
+    rows = [
+        {"prompt": f"{n} ", "chosen": answers[n % 2], "rejected": answers[1 - n % 2]}
+        for n in range(20)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"format": "preference", "path": str(path), "max_length": 16}
+    off = {name: 0.0 for name in MODELS[family] if "drop" in name}
+    return {
+        "model": {"config": MODELS[family] | off, "tokenizer": "bytes"},
+        "lora": {"rank": 4, "alpha": 16},
+        "dpo": {"beta": 0.5},
+        "data": data,
+        "eval_data": data,
+        "ema_decay": None,
+        "max_steps": 6,
+    }
+
+
 def rows() -> list[dict[str, Any]]:
     """One set for every format: uneven texts, pairs and labels."""
     rng = np.random.default_rng(0)

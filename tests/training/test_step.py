@@ -43,7 +43,7 @@ def part(batch, rows):
 
 
 @pytest.mark.parametrize("family", tiny.mostly("t5"))
-def test_steps_on_all_meshes_of_eight_devices_are_equal(family):
+def test_accumulated_steps_equal_one_step(family):
     model = tiny.make(family, **NO_DROPOUT[family])
     batch, results = batch_for(model), []
     for accumulation in (1, 2, 8):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_runs import MODELS, go_on, measured, plain, saved
+from tiny_runs import go_on, measured, plain, preference_fields, saved
 
 from jaxllm.common.errors import ConfigError, DataError, RunError
 from jaxllm.common.validation import from_plain
@@ -21,26 +20,7 @@ NAMES = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accura
 
 
 def preferences(folder: Path, family: str = "llama", **changes: Any) -> Recipe:
-    """Even numbers are to be answered by yes, odd ones by no."""
-    path = folder / "pairs.jsonl"
-    answers = ["yes", "no"]
-    rows = [
-        {"prompt": f"{n} ", "chosen": answers[n % 2], "rejected": answers[1 - n % 2]}
-        for n in range(20)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"format": "preference", "path": str(path), "max_length": 16}
-    off = {name: 0.0 for name in MODELS[family] if "drop" in name}
-    changes = {
-        "model": {"config": MODELS[family] | off, "tokenizer": "bytes"},
-        "lora": {"rank": 4, "alpha": 16},
-        "dpo": {"beta": 0.5},
-        "eval_data": data,
-        "ema_decay": None,
-        "max_steps": 6,
-        **changes,
-    }
-    return from_plain(Recipe, plain(folder, family, data=data, **changes))
+    return from_plain(Recipe, plain(folder, family, **preference_fields(folder, family) | changes))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from devices import on_devices
-from tiny_runs import measured, saved, write_recipe
+from tiny_runs import measured, preference_fields, saved, write_recipe
 
 MESHES = {
     "data": {"data": 8},
@@ -86,6 +86,20 @@ def test_meshes(tmp_path: Path, programs: Path):
     for name in MESHES:
         assert_close(tmp_path / name, one)
         assert_same_place(tmp_path / name, one)
+
+
+@pytest.mark.slow
+def test_dpo(tmp_path: Path, programs: Path):
+    """Its references and its steps; LoRA's factors are replicated, the other weights sharded."""
+    fields = preference_fields(tmp_path) | {"batch_size": 8}
+    recipe, one = write_recipe(tmp_path, **fields), tmp_path / "one"
+    run(recipe, programs, to(one, 4, {"data": 1}), devices=1)
+    meshes = [to(tmp_path / name, 4, mesh) for name, mesh in MESHES.items()]
+    run(recipe, programs, *meshes, devices=8)
+    for name in MESHES:
+        for line, expected in zip(measured(tmp_path / name), measured(one), strict=True):
+            for metric, value in expected.items():
+                assert line[metric] == pytest.approx(value, rel=1e-4, abs=1e-4), (name, metric)
 
 
 def assert_same_place(folder: Path, other: Path) -> None:
