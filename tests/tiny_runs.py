@@ -110,7 +110,7 @@ def preference_fields(folder: Path, family: str = "llama") -> dict[str, Any]:
         "lora": {"rank": 4, "alpha": 16},
         "dpo": {"beta": 0.5},
         "data": data,
-        "eval_data": data,
+        "eval_data": dict(data),
         "ema_decay": None,
         "max_steps": 6,
     }
