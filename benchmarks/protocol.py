@@ -96,10 +96,21 @@ def serve(info: dict, run: Callable[[Any], object], kind: type[Any] = Workload) 
 class Peer:
     """The other end of `serve`."""
 
-    def __init__(self, name: str, python: str, script: str, model: str, **environment: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        python: str,
+        script: str,
+        model: str,
+        *,
+        alone: bool = False,
+        **environment: str,
+    ) -> None:
         self.name = name
-        # Idle OpenMP threads that spin would take the core of whoever's turn it is.
-        quiet = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+        quiet = {"TOKENIZERS_PARALLELISM": "false"}
+        if not alone:
+            # Idle OpenMP threads that spin would take the core of whoever's turn it is.
+            quiet["OMP_WAIT_POLICY"] = "passive"
         env = os.environ | quiet | environment
         self.process = subprocess.Popen(
             [python, script, model],

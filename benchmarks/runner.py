@@ -11,15 +11,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from protocol import Peer, Workload
 from rich.console import Console
 from rich.table import Table
-
-import jaxllm
-from jaxllm.checkpoint.bundled import smollm2
-from jaxllm.models.t5.config import T5Config
-from jaxllm.models.t5.model import T5ForConditionalGeneration
 
 WORKERS = Path(__file__).parent / "workers"
 
@@ -35,17 +29,6 @@ def bandwidth() -> float:
         total(x).block_until_ready()
         best = min(best, time.perf_counter() - start)
     return x.nbytes / best / 1e9
-
-
-def make_model(name: str, folder: Path) -> Path:
-    """The model as a Hugging Face folder, the same float32 weights for every peer."""
-    if name == "smollm2":
-        model, tokenizer = jaxllm.load(smollm2())
-    else:
-        config = T5Config(decoder_start_token_id=0)
-        model, tokenizer = T5ForConditionalGeneration(config, rngs=nnx.Rngs(0)), None
-    jaxllm.save_hf(folder, model, tokenizer)
-    return folder
 
 
 def parse(description: str) -> argparse.ArgumentParser:

@@ -9,6 +9,8 @@ import sys
 
 # Before jax is imported: on a machine with a GPU the tests still compare float32 on the CPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Programs of XLA's own code; tests/nn/test_cpu_kernels.py uses the kernels.
+os.environ.setdefault("JAXLLM_CPU_KERNELS", "0")
 
 from collections.abc import Iterator
 from importlib.metadata import version

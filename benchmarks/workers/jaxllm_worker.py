@@ -1,5 +1,6 @@
-"""jaxllm as a peer: `python jaxllm_worker.py MODEL`."""
+"""jaxllm as a peer: `python jaxllm_worker.py MODEL`; QUANTIZE in the environment names a format."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import jaxllm
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from protocol import Workload, serve
 
-model, _ = jaxllm.load(sys.argv[1])
+model, _ = jaxllm.load(sys.argv[1], quantize=os.environ.get("QUANTIZE"))
 
 
 def run(workload: Workload) -> object:

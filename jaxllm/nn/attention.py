@@ -17,7 +17,7 @@ from jaxllm.common.errors import UnsupportedError
 from jaxllm.nn.blockwise import BY_PARTS, QUERY_BLOCK, ColumnBias, attend_blocks
 from jaxllm.nn.dropout import dropout, split_key
 from jaxllm.nn.linear import Linear
-from jaxllm.nn.platform import attend_used_slots, splits_cache, with_query_tile
+from jaxllm.nn.platform import attend_cache, with_query_tile
 from jaxllm.nn.rope import rotate
 from jaxllm.parallel.sharding import constrain
 
@@ -243,6 +243,4 @@ class Attention(nnx.Module):
         def run(q: Array, kv: KV, visible: Array, bias: Array | None):
             return attend(q, kv, visible=visible, bias=bias, scale=self.scale)[0]
 
-        if used_slots is not None and splits_cache(kv.capacity, q.shape[1]):
-            return attend_used_slots(run, q, kv, used_slots, visible=visible, bias=bias)
-        return run(q, kv, visible, bias)
+        return attend_cache(run, q, kv, used_slots, visible=visible, bias=bias, scale=self.scale)

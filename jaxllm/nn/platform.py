@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int4, Int8, Integer, UInt16
 
 from jaxllm.cache.kv_cache import KV
+from jaxllm.nn import cpu_kernels
 
 QUERY_TILE = 8
 """Rows of a tile of a TPU's matrix unit."""
@@ -31,8 +32,30 @@ def times_transposed(x: Float[Array, "*rest I"], w: Float[Array, "O I"]) -> Floa
     """Matrix product ``x W^T``."""
     # PERF(cpu): x is flattened to a matrix; with a 3-axis x gradients take 1.5 times as long;
     # benchmarks/train.py.
-    y = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), w, _TRANSPOSED)
+    rows = x.reshape(-1, x.shape[-1])
+    few = len(rows) <= cpu_kernels.MAX_ROWS and cpu_kernels.usable(x, w)
+    y = few_times_transposed(rows, w) if few else jax.lax.dot_general(rows, w, _TRANSPOSED)
     return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+@jax.custom_jvp
+def few_times_transposed(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Float[Array, "B O"]:
+    """`times_transposed` of a few rows, with a kernel on a CPU."""
+
+    def in_xla(x: Array, w: Array) -> Array:
+        return jax.lax.dot_general(x, w, _TRANSPOSED)
+
+    # PERF(cpu): XLA's product takes 1.2 to 1.6 times as long; docs/performance.md.
+    return jax.lax.platform_dependent(x, w, cpu=cpu_kernels.product, default=in_xla)
+
+
+@few_times_transposed.defjvp
+def _few_times_transposed_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    (x, w), (dx, dw) = primals, tangents
+    change = jax.lax.dot_general(dx, w, _TRANSPOSED) + jax.lax.dot_general(x, dw, _TRANSPOSED)
+    return few_times_transposed(x, w), change
 
 
 def times_int8_transposed(
@@ -43,8 +66,10 @@ def times_int8_transposed(
     # float32 copy of the values takes longer than the product saves. TPU and GPU convert int8
     # within the product, so that int8 is what they read; docs/quantization.md.
     rows = x.reshape(-1, x.shape[-1])
-    few = times_as_int8 if len(rows) <= MAX_INT8_ROWS else times_converted
-    y = jax.lax.platform_dependent(rows, values, scale, cpu=few, default=times_converted)
+    on_cpu = times_converted
+    if len(rows) <= MAX_INT8_ROWS:
+        on_cpu = times_int8_in_kernel if cpu_kernels.usable(rows, scale) else times_as_int8
+    y = jax.lax.platform_dependent(rows, values, scale, cpu=on_cpu, default=times_converted)
     return y.reshape(*x.shape[:-1], len(values))
 
 
@@ -76,14 +101,29 @@ def times_as_int8(
     return ((256 * upper + lower) * unit * scale).astype(x.dtype)
 
 
-# Rounding has no gradient: that of the product with the values is taken. Integers have none.
+@jax.custom_vjp
+def times_int8_in_kernel(
+    x: Float[Array, "B I"], values: Int8[Array, "O I"], scale: Float[Array, " O"]
+) -> Float[Array, "B O"]:
+    """`times_int8_transposed` with a kernel, which converts the values as it reads them."""
+    return cpu_kernels.int8_product(x, values, scale)
+
+
+def _int8_gradients(
+    kept: tuple[Array, Array], gradient: Float[Array, "B O"]
+) -> tuple[Float[Array, "B I"], None, Float[Array, " O"]]:
+    # Rounding has no gradient: that of the product with the values is taken. Integers have none.
+    values, scale = kept
+    of_x = (gradient * scale) @ values.astype(gradient.dtype)
+    return of_x.astype(gradient.dtype), None, jnp.zeros_like(scale)
+
+
 times_as_int8.defvjp(
-    lambda x, values, scale: (times_as_int8(x, values, scale), (values, scale)),
-    lambda kept, gradient: (
-        ((gradient * kept[1]) @ kept[0].astype(gradient.dtype)).astype(gradient.dtype),
-        None,
-        jnp.zeros_like(kept[1]),
-    ),
+    lambda x, values, scale: (times_as_int8(x, values, scale), (values, scale)), _int8_gradients
+)
+times_int8_in_kernel.defvjp(
+    lambda x, values, scale: (times_int8_in_kernel(x, values, scale), (values, scale)),
+    _int8_gradients,
 )
 
 _TRANSPOSED = (((1,), (1,)), ((), ()))
@@ -268,17 +308,60 @@ def after_gradient(x: Array, gradient: Array) -> Array:
     )
 
 
-def splits_cache(slots: int, queries: int) -> bool:
-    """True if `attend_used_slots` is worth its branch for this many slots and queries."""
-    return slots >= MIN_SPLIT_SLOTS and queries <= MAX_SPLIT_QUERIES
+def attend_cache(
+    attend: Callable[..., Array],
+    q: Float[Array, "B T N H"],
+    kv: KV,
+    used_slots: Int[Array, ""] | None,
+    *,
+    visible: Bool[Array, "B 1 #T S"],
+    bias: Float[Array, "#B N T S"] | None,
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """``attend(q, kv, visible, bias)``, eager attention with a `scale`, for a few queries or many.
+
+    Args:
+        used_slots: number of the cache's first slots that hold tokens; None: any slot may.
+    """
+
+    def everything(q: Array, kv: KV, visible: Array, bias: Array | None) -> Array:
+        return attend(q, kv, visible, bias)
+
+    if q.shape[1] > MAX_SPLIT_QUERIES:
+        return everything(q, kv, visible, bias)
+    if attends_in_kernel(q, kv, bias):
+        # PERF(cpu): both cores, and the visible slots only; docs/performance.md.
+        on_cpu = attend_in_kernel(everything, scale)
+    elif used_slots is not None and kv.capacity >= MIN_SPLIT_SLOTS:
+        on_cpu = functools.partial(attend_used_slots, attend, used_slots)
+    else:
+        return everything(q, kv, visible, bias)
+    return jax.lax.platform_dependent(q, kv, visible, bias, cpu=on_cpu, default=everything)
+
+
+def attends_in_kernel(q: Float[Array, "B T N H"], kv: KV, bias: Array | None) -> bool:
+    """True if the CPU's kernel of attention has this form of cache."""
+    arrays = (q, kv.k, kv.v, *(() if bias is None else (bias,)))
+    plain = type(kv) is KV and len(kv.leading_shape) == 1
+    return plain and q.shape[3] % 16 == 0 and cpu_kernels.usable(*arrays)
+
+
+def attend_in_kernel(attend: Callable[..., Array], scale: float) -> Callable[..., Array]:
+    """`attend` with the CPU's kernel; it has the derivatives of `attend`."""
+
+    @jax.custom_jvp
+    def run(q: Array, kv: KV, visible: Array, bias: Array | None) -> Array:
+        return cpu_kernels.attention(q, kv.k, kv.v, visible, bias, scale)
+
+    run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(attend, primals, tangents)[1]))
+    return run
 
 
 def attend_used_slots(
     attend: Callable[..., Array],
+    used_slots: Int[Array, ""],
     q: Float[Array, "B T N H"],
     kv: KV,
-    used_slots: Int[Array, ""],
-    *,
     visible: Bool[Array, "B 1 #T S"],
     bias: Float[Array, "#B N T S"] | None,
 ) -> Float[Array, "B T N H"]:
@@ -293,11 +376,8 @@ def attend_used_slots(
 
         return run
 
-    def shortest(q: Array, kv: KV, visible: Array, bias: Array | None) -> Array:
-        which = jnp.searchsorted(jnp.asarray(prefixes), used_slots)
-        return jax.lax.switch(which, [over(p) for p in prefixes], q, kv, visible, bias)
-
     # PERF(cpu): reads only the shortest of four prefixes that covers the used slots, since reading
     # the cache is a large part of a decode step; on other backends the branch costs more than it
     # saves; benchmarks/decode.py.
-    return jax.lax.platform_dependent(q, kv, visible, bias, cpu=shortest, default=over(size))
+    which = jnp.searchsorted(jnp.asarray(prefixes), used_slots)
+    return jax.lax.switch(which, [over(p) for p in prefixes], q, kv, visible, bias)

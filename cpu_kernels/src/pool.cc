@@ -1,0 +1,73 @@
+#include "pool.h"
+
+#include <chrono>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace jaxllm {
+namespace {
+
+constexpr auto kSpin = std::chrono::microseconds(200);
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+}  // namespace
+
+Pool& Pool::instance() {
+  // Never destroyed: its threads run until the process ends.
+  static Pool* pool = new Pool(static_cast<int>(std::thread::hardware_concurrency()) - 1);
+  return *pool;
+}
+
+Pool::Pool(int workers) {
+  for (int i = 0; i < workers; ++i) std::thread([this] { serve(); }).detach();
+}
+
+void Pool::run(Work& work) {
+  std::unique_lock<std::mutex> in_use(in_use_, std::try_to_lock);
+  if (!in_use.owns_lock()) return work.run_all();
+  work_.store(&work);
+  calls_.fetch_add(1);
+  if (asleep_.load() > 0) {
+    std::lock_guard<std::mutex> lock(sleep_);
+    wake_.notify_all();
+  }
+  work.run_all();
+  work_.store(nullptr);
+  // A worker that counts itself as busy from here on sees no work.
+  while (busy_.load() > 0) pause();
+}
+
+void Pool::serve() {
+  for (long seen = 0;;) {
+    wait_for_work(seen);
+    seen = calls_.load();
+    busy_.fetch_add(1);
+    if (Work* work = work_.load()) work->run_all();
+    busy_.fetch_sub(1);
+  }
+}
+
+void Pool::wait_for_work(long seen) {
+  const auto end = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 64; ++i) {
+      if (calls_.load() != seen) return;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  std::unique_lock<std::mutex> lock(sleep_);
+  asleep_.fetch_add(1);
+  wake_.wait(lock, [&] { return calls_.load() != seen; });
+  asleep_.fetch_sub(1);
+}
+
+}  // namespace jaxllm

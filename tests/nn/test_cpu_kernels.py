@@ -1,0 +1,143 @@
+"""The kernels of cpu_kernels/ compute what XLA does, in products, attention and whole models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxllm
+from jaxllm.cache.kv_cache import KV
+from jaxllm.models.lora import LoraConfig, add_lora, merge_lora
+from jaxllm.models.quantize import quantize_model
+from jaxllm.nn import cpu_kernels
+from jaxllm.nn.attention import attend
+from jaxllm.nn.platform import attend_cache, times_transposed
+from jaxllm.nn.quantized import Int8Matrix
+from jaxllm.parallel.sharding import make_mesh, use_mesh
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels, which other tests leave out (conftest.py)."""
+    monkeypatch.setenv("JAXLLM_CPU_KERNELS", os.environ.get("CPU_KERNELS_UNDER_TEST", "best"))
+    cpu_kernels.registered.cache_clear()
+    jax.clear_caches()
+    assert cpu_kernels.registered(), "not installed: make kernels"
+    yield
+    cpu_kernels.registered.cache_clear()
+    jax.clear_caches()
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def close(out: jax.Array, expected: np.ndarray | jax.Array, tolerance: float = 1e-5) -> None:
+    expected = np.asarray(expected)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance * expected.std())
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [(1, 48, 33), (2, 1, 5), (3, 2061, 130), (7, 48, 5), (64, 2061, 33)],
+)
+def test_products(rows, inputs, outputs):
+    x, w = draw(rows, inputs), draw(outputs, inputs, seed=1)
+    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    close(cpu_kernels.product(x, w), expected)
+    matrix = Int8Matrix.quantize(w)
+    expected = np.asarray(x, np.float64) @ np.asarray(matrix.dequantized(), np.float64).T
+    close(cpu_kernels.int8_product(x, matrix.values[...], matrix.scale[...]), expected)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_derivatives_and_maps_of_products():
+    x, w = draw(2, 5, 48), draw(20, 48, seed=1)
+
+    def loss(product, x, w):
+        return jnp.sum(jnp.sin(product(x, w)))
+
+    def plain(x, w):
+        return x @ w.T
+
+    for of in (0, 1):
+        gradient = jax.grad(loss, of + 1)(times_transposed, x, w)
+        close(gradient, jax.grad(loss, of + 1)(plain, x, w))
+    close(jax.jvp(times_transposed, (x, w), (x, w))[1], 2 * plain(x, w))
+    close(jax.vmap(times_transposed, (0, None))(x, w), plain(x, w))
+    text = jax.jit(times_transposed).lower(x, w).as_text()
+    assert "jaxllm_linear" in text
+    many = draw(cpu_kernels.MAX_ROWS + 1, 48)
+    assert "jaxllm_linear" not in jax.jit(times_transposed).lower(many, w).as_text()
+    with use_mesh(make_mesh(data=1, devices=jax.devices()[:1])):
+        assert "jaxllm_linear" not in jax.jit(times_transposed).lower(x, w).as_text()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("queries", "heads", "biased"),
+    [(1, (6, 2, 64), False), (3, (4, 4, 16), True), (2, (5, 1, 80), False)],
+)
+def test_attention(queries, heads, biased):
+    (n, k, size), rows, slots = heads, 3, 37
+    q = draw(rows, queries, n, size)
+    kv = KV.from_sequence(*(draw(rows, slots, k, size, seed=seed) for seed in (1, 2)))
+    visible = np.random.default_rng(3).random((rows, 1, queries, slots)) < 0.6
+    visible[0, :, :, 20:] = visible[1, :, 0, :] = False  # free slots; a query that sees nothing
+    visible = jnp.asarray(visible if queries > 1 else visible[:, :, :1])
+    bias = draw(1, n, queries, slots, seed=4) if biased else None
+
+    def eager(q, kv, visible, bias):
+        return attend(q, kv, visible=visible, bias=bias, scale=0.3)[0]
+
+    def run(q, kv):
+        return attend_cache(eager, q, kv, None, visible=visible, bias=bias, scale=0.3)
+
+    assert "jaxllm_attention" in jax.jit(run).lower(q, kv).as_text()
+    expected = eager(q, kv, visible, bias)
+    close(run(q, kv), expected)
+    assert not np.asarray(run(q, kv))[1, 0].any()
+    gradient = jax.grad(lambda kv: jnp.sum(run(q, kv) ** 2))(kv)
+    close(gradient.k, jax.grad(lambda kv: jnp.sum(eager(q, kv, visible, bias) ** 2))(kv).k, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_models_generate_the_same(family, request):
+    sizes = {"llama": {"head_dim": 16}, "gpt2": {"n_embd": 64}, "t5": {"d_kv": 16}}
+    model = tiny.make(family, **sizes[family])
+    lora = add_lora(model, LoraConfig(rank=4), key=1)
+    models = (model, merge_lora(lora), quantize_model(model, "int8"))
+    ids, mask = tiny.ids(3), np.ones((3, 9), int)
+    ids[1, :4], mask[1, :4] = 0, 0
+
+    def outputs():
+        for i, candidate in enumerate(models):
+            for beams in (1, 3)[: 2 - i]:
+                yield jaxllm.generate(
+                    candidate, ids, mask, max_new_tokens=12, num_beams=beams, output_scores=True
+                )
+
+    expected = list(outputs())
+    request.getfixturevalue("kernels")
+    for i, (out, other) in enumerate(zip(outputs(), expected, strict=True)):
+        np.testing.assert_array_equal(out.sequences, other.sequences)
+        # Roundings of 12 steps; without the kernel int8 weights are multiplied by x in 16 bits.
+        close(out.scores[-1], other.scores[-1], 3e-5 if i < 3 else 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instructions", ["plain", "avx2"])
+def test_other_instruction_sets(instructions):
+    run = f"import pytest; raise SystemExit(pytest.main(['-q', {__file__!r}, '-k', 'not other']))"
+    environment = os.environ | {"CPU_KERNELS_UNDER_TEST": instructions}
+    subprocess.run([sys.executable, "-c", run], env=environment, check=True)
