@@ -24,6 +24,9 @@ MODEL := $(VENV)/.stamp-model
 TRAIN := $(VENV)/.stamp-train
 DOCS := $(VENV)/.stamp-docs
 KERNELS := $(VENV)/.stamp-kernels
+# Without the compiler that Python extensions are built with, the tests of the kernels are skipped.
+TEST_KERNELS := $(shell $(PYTHON) -c "import shutil, sysconfig; \
+	print('$(KERNELS)' * (shutil.which(sysconfig.get_config_var('CXX').split()[0]) is not None))")
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -31,13 +34,13 @@ help: ## List the targets
 demo: $(PACKAGE) $(MODEL) ## Install everything and let SmolLM2-135M answer a question
 	$(BIN)/python generate.py --chat "What is the capital of France?"
 
-test: $(DEV) $(MODEL) $(KERNELS) ## Run the tests
+test: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run the tests
 	$(PYTEST) $(PYTEST_ARGS)
 
-test-ci: $(DEV) $(MODEL) $(KERNELS) ## Run what CI adds: the code of README and docs, longer cases
+test-ci: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run what CI adds: the code of README and docs, longer cases
 	$(PYTEST) -m ci $(PYTEST_ARGS)
 
-test-all: $(DEV) $(MODEL) $(KERNELS) ## Run all tests, the slow ones too
+test-all: $(DEV) $(MODEL) $(TEST_KERNELS) ## Run all tests, the slow ones too
 	$(PYTEST) -m "" $(PYTEST_ARGS)
 
 fuzz: $(FUZZ) $(MODEL) ## Fuzz each format, guided by coverage (FUZZ_SECONDS=60 each)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 
 import jax
@@ -30,7 +32,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("JAXLLM_CPU_KERNELS", os.environ.get("CPU_KERNELS_UNDER_TEST", "best"))
     cpu_kernels.registered.cache_clear()
     jax.clear_caches()
-    assert cpu_kernels.registered(), "not installed: make kernels"
+    if not cpu_kernels.registered():
+        compiler = sysconfig.get_config_var("CXX").split()[0]
+        assert shutil.which(compiler) is None, "not installed: make kernels"
+        pytest.skip("no C++ compiler to build the kernels with")
     yield
     cpu_kernels.registered.cache_clear()
     jax.clear_caches()
