@@ -7,7 +7,7 @@ Cache slots are columns of the sequence: slot ``j`` has the keys of column ``j``
 and finished rows need no special case elsewhere. Keys of one layer are stored as ``[B*K, S, H]``:
 with batch and heads merged, XLA updates them in place inside a while loop at every batch size. With
 tensor parallelism they are ``[B, K, S, H]``, since a merged axis cannot be sharded by rows and by
-heads. ``*BK`` stands for either.
+heads; `head_axis` asks for it elsewhere (`nn/head_products.py`). ``*BK`` stands for either.
 """
 
 from __future__ import annotations
@@ -37,14 +37,25 @@ class KV:
     v: Float[Array, "*BK S H"] = dataclasses.field(metadata=KV_AXES)
 
     @staticmethod
-    def from_sequence(k: Float[Array, "B S K H"], v: Float[Array, "B S K H"]) -> KV:
+    def from_sequence(
+        k: Float[Array, "B S K H"], v: Float[Array, "B S K H"], *, head_axis: bool = False
+    ) -> KV:
         """Keys and values of a whole sequence, as the projections return them."""
-        return KV(heads_first(k), heads_first(v))
+        return KV(heads_first(k, head_axis=head_axis), heads_first(v, head_axis=head_axis))
 
     @staticmethod
-    def zeros(batch: int, capacity: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> KV:
+    def zeros(
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        *,
+        head_axis: bool = False,
+    ) -> KV:
         # Not `jnp.empty`: masked slots are multiplied by weight 0, and 0 * NaN is NaN.
-        heads = (batch, kv_heads) if heads_are_sharded() else (batch * kv_heads,)
+        apart = head_axis or heads_are_sharded()
+        heads = (batch, kv_heads) if apart else (batch * kv_heads,)
         shape = (*heads, capacity, head_dim)
         k, v = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
         return KV(*constrain((k, v), *("rows", "heads")[: len(heads)], batch=batch))
@@ -124,12 +135,12 @@ class Cache:
         dtype: DTypeLike,
         *,
         windows: bool = False,
+        head_axis: bool = False,
     ) -> Cache:
         """A cache without tokens. `windows`: some layers use sliding-window attention."""
+        sizes = (batch, capacity, kv_heads, head_dim)
         return Cache(
-            layers=tuple(
-                KV.zeros(batch, capacity, kv_heads, head_dim, dtype) for _ in range(layers)
-            ),
+            layers=tuple(KV.zeros(*sizes, dtype, head_axis=head_axis) for _ in range(layers)),
             mask=constrain(jnp.zeros((batch, capacity), bool), "rows"),
             length=jnp.zeros((), jnp.int32),
             next_position=constrain(jnp.zeros((batch,), jnp.int32), "rows"),

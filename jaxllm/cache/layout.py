@@ -1,7 +1,7 @@
 """Layout of keys and values in a cache, and writes of new columns.
 
 Shapes: B rows, K key/value heads, S cache slots, H head size. ``*BK`` is ``B*K``, or ``B, K`` where
-a mesh shards heads; see `kv_cache`.
+heads have an axis of their own (`head_axis`, or a mesh that shards heads); see `kv_cache`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from jaxllm.cache.attention_view import SlotIndices
 from jaxllm.parallel.sharding import constrain, heads_are_sharded
 
 
-def heads_first(x: Float[Array, "B S K H"]) -> Float[Array, "*BK S H"]:
+def heads_first(x: Float[Array, "B S K H"], *, head_axis: bool = False) -> Float[Array, "*BK S H"]:
     """Keys or values of a whole sequence in the layout of the cache."""
     B, S, K, H = x.shape
     x = x.transpose(0, 2, 1, 3)
-    return constrain(x, "rows", "heads") if heads_are_sharded() else x.reshape(B * K, S, H)
+    if head_axis or heads_are_sharded():
+        return constrain(x, "rows", "heads")
+    return x.reshape(B * K, S, H)
 
 
 def per_head(

@@ -84,6 +84,7 @@ class LanguageModel(Generates, Model[C]):
             attn.head_dim,
             attn.k.dtype,
             windows=stack.has_windows,
+            head_axis=attn.cache_head_axis,
         )
 
     def decode(

@@ -16,8 +16,9 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.nn.blockwise import BY_PARTS, QUERY_BLOCK, ColumnBias, attend_blocks
 from jaxllm.nn.dropout import dropout, split_key
+from jaxllm.nn.head_products import cache_has_head_axis, scores_of_keys, sums_of_values
 from jaxllm.nn.linear import Linear
-from jaxllm.nn.platform import attend_cache, with_query_tile
+from jaxllm.nn.platform import attend_cache
 from jaxllm.nn.rope import rotate
 from jaxllm.parallel.sharding import constrain
 
@@ -63,7 +64,7 @@ def attend(
     K, S = math.prod(kv.leading_shape) // B, kv.capacity
     G = N // K
     grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(*kv.leading_shape, G * T, H)
-    scores = with_query_tile(kv.scores, grouped).reshape(B, N, T, S) * scale
+    scores = scores_of_keys(kv, grouped).reshape(B, N, T, S) * scale
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
     scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
@@ -71,14 +72,16 @@ def attend(
     # (Dao et al. 2022, arXiv:2205.14135): fewer passes over [T, S], gradients in half the time;
     # benchmarks/train.py.
     exps = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
-    sums = jnp.where(visible.any(axis=-1, keepdims=True), exps.sum(axis=-1, keepdims=True), jnp.inf)
+    sums = exps.sum(axis=-1, keepdims=True)
     exps = dropout(exps, dropout_rate, key)
     if head_mask is not None:
         exps = exps * head_mask[:, None, None].astype(jnp.float32)
-    summed = with_query_tile(kv.weighted_values, exps.reshape(*kv.leading_shape, G * T, S))
-    out = summed.reshape(B, N, T, H) / sums
+    summed = sums_of_values(kv, exps.reshape(*kv.leading_shape, G * T, S))
+    # Queries without a visible key are masked last, where a TPU fuses it with the division.
+    sees_any = visible.any(axis=-1, keepdims=True)
+    out = jnp.where(sees_any, summed.reshape(B, N, T, H) / sums, 0)
     out = out.astype(q.dtype).transpose(0, 2, 1, 3)
-    return out, (exps / sums).astype(q.dtype)
+    return out, jnp.where(sees_any, exps / sums, 0).astype(q.dtype)
 
 
 def attend_fused(
@@ -139,6 +142,12 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm, self.window = q_norm, k_norm, window
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.scale, self.dropout_rate, self.implementation = scale, dropout_rate, implementation
+
+    @property
+    def cache_head_axis(self) -> bool:
+        """True if heads have an axis of their own in its cache (`KV`)."""
+        # Splash attention is what a model on a TPU has.
+        return self.implementation == "splash" and cache_has_head_axis(self.head_dim)
 
     def keys_values(
         self,

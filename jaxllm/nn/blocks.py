@@ -260,7 +260,9 @@ class Stack(nnx.Module):
         """Computes the cross-attention keys and values of every block, once per generation."""
         crosses = [block.cross for block in self.blocks if block.cross is not None]
         return tuple(
-            KV.from_sequence(*cross.keys_values(encoder_states, key=k))
+            KV.from_sequence(
+                *cross.keys_values(encoder_states, key=k), head_axis=cross.cache_head_axis
+            )
             for cross, k in zip(crosses, split_key(key, len(crosses)), strict=True)
         )
 

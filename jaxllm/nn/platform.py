@@ -6,7 +6,6 @@ Each function computes the same result on every backend. Code written for one of
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -16,9 +15,6 @@ from jaxtyping import Array, Bool, Float, Int, Int4, Int8, Integer, UInt16
 
 from jaxllm.cache.kv_cache import KV
 from jaxllm.nn import cpu_kernels
-
-QUERY_TILE = 8
-"""Rows of a tile of a TPU's matrix unit."""
 
 PREFIXES = 4
 MIN_SPLIT_SLOTS = 64
@@ -229,29 +225,6 @@ def as_int8(groups: Int4[Array, "G O S"], multipliers: Int8[Array, "G O"]) -> In
     """The matrix of ``multipliers * groups``, which are at most 120."""
     products = groups.astype(jnp.int8) * multipliers[..., None]
     return products.transpose(1, 0, 2).reshape(groups.shape[1], -1)
-
-
-def with_query_tile(
-    product: Callable[[Array], Array], queries: Float[Array, "*BK Q X"]
-) -> Float[Array, "*BK Q Y"]:
-    """``product(queries)``, a matrix product of each key/value head's queries."""
-    # PERF(tpu): XLA computes the product of a single query, as in a decode step of GPT-2 or T5, in
-    # float32 on the vector unit, in a layout that copies the whole cache before and after the loop.
-    if queries.shape[-2] > 1:
-        return product(queries)
-    tiled = functools.partial(padded_product, product)
-    return jax.lax.platform_dependent(queries, tpu=tiled, default=product)
-
-
-def padded_product(
-    product: Callable[[Array], Array], queries: Float[Array, "*BK Q X"]
-) -> Float[Array, "*BK Q Y"]:
-    """``product(queries)`` with zeros for further queries, up to a tile of the matrix unit."""
-    count = queries.shape[-2]
-    widths = [(0, 0)] * (queries.ndim - 2) + [(0, QUERY_TILE - count), (0, 0)]
-    # The barrier keeps XLA from dropping the padding.
-    out = jax.lax.optimization_barrier(product(jnp.pad(queries, widths)))
-    return out[..., :count, :]
 
 
 def writes_one_slot(platform: str) -> bool:

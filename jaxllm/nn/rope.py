@@ -10,9 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from jaxllm.parallel.sharding import heads_are_sharded
+
+MAX_PRODUCT_WIDTH = 1024
+"""Most elements of a position's queries, or keys, that `rotate_by_product` takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +149,34 @@ def rotate(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 H"], sin: Float[Array, "B T 1 H"]
 ) -> Float[Array, "B T N H"]:
     """Applies RoPE: rotates each pair (x[i], x[i + H/2]) by its angle, in float32."""
+    # PERF(tpu): slices and negations of heads are small copies, a sixth of a decode step of
+    # SmolLM2; docs/plan.md. A matrix for larger heads would cost more than the copies do.
+    if x.shape[1] > 1 or math.prod(x.shape[2:]) > MAX_PRODUCT_WIDTH or heads_are_sharded():
+        return rotate_halves(x, cos, sin)
+    return jax.lax.platform_dependent(x, cos, sin, tpu=rotate_by_product, default=rotate_halves)
+
+
+def rotate_halves(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 H"], sin: Float[Array, "B T 1 H"]
+) -> Float[Array, "B T N H"]:
+    """`rotate` by slices of the last axis."""
     half = x.shape[-1] // 2
     y = x.astype(jnp.float32)
     rotated_half = jnp.concatenate([-y[..., half:], y[..., :half]], axis=-1)
     return (y * cos + rotated_half * sin).astype(x.dtype)
+
+
+def rotate_by_product(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 H"], sin: Float[Array, "B T 1 H"]
+) -> Float[Array, "B T N H"]:
+    """`rotate` with the halves of all heads exchanged by one product with a matrix of 0 and ±1."""
+    B, T, N, H = x.shape
+    exchange = np.kron([[0, 1], [-1, 0]], np.eye(H // 2))
+    matrix = jnp.asarray(np.kron(np.eye(N), exchange), x.dtype)
+    y = x.reshape(B * T, N * H)
+    # Every sum has one term, so it is exact if the products are.
+    exact = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    rotated_half = jnp.matmul(y, matrix, precision=exact, preferred_element_type=jnp.float32)
+    cos, sin = (jnp.tile(z.reshape(-1, H), (1, N)) for z in (cos, sin))
+    out = y.astype(jnp.float32) * cos + rotated_half * sin
+    return out.astype(x.dtype).reshape(x.shape)

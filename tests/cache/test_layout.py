@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from jaxllm.cache.layout import write_columns, write_heads
+from jaxllm.models.build_options import Options
 
 B, K, S, H = 3, 2, 7, 4
 SLOTS = {
@@ -60,3 +62,16 @@ def test_a_tpu_can_write_all_rows_at_once(name, shape):
 def test_a_mask_is_written_like_keys():
     mask = write_columns(jnp.zeros((B, S), bool), jnp.ones((B, 1), bool), jnp.array([0, 3, 6]))
     np.testing.assert_array_equal(np.argwhere(mask), [[0, 0], [1, 3], [2, 6]])
+
+
+@pytest.mark.parametrize("family", tiny.mostly("t5"))
+def test_a_model_for_tpus_has_a_cache_with_an_axis_of_heads(family):
+    """Scores and sums are then products across heads, and the sequences are the same."""
+    depth = {"num_layers": 1, "num_decoder_layers": 1} if family == "t5" else {}
+    merged = tiny.make(family, **depth)
+    model = tiny.make(family, options=Options(attn_implementation="splash"), **depth)
+    cache, plain = (x.decoder_stack.blocks[0].attn.cache_head_axis for x in (model, merged))
+    assert (cache, plain) == (True, False)
+    ids, settings = tiny.ids(), {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
+    actual, expected = (x.generate(ids, **settings).sequences for x in (model, merged))
+    np.testing.assert_array_equal(actual, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from parity_data import cases, load_case
 from parity_runs import model_of
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
-from jaxllm.nn.rope import Rope, rotate
+from jaxllm.nn.rope import Rope, rotate, rotate_by_product, rotate_halves
 from jaxllm.nn.rope_config import ROPE_TYPES, rope_from_config
 
 TABLES = [
@@ -135,3 +136,22 @@ def test_settings_without_effect_are_accepted():
         {"rope_scaling": {"type": "default", "rope_type": "default"}},
     ):
         assert rope_from_config(raw, head_dim=16, max_positions=64) == plain
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rotation_by_a_product_is_exact(dtype):
+    x = jax.random.normal(jax.random.key(0), (2, 1, 3, 8), dtype)
+    angles = Rope(head_dim=8).angles(jnp.array([[3], [11]]), jnp.int32(12))
+    actual, expected = (jax.jit(f)(x, *angles) for f in (rotate_by_product, rotate_halves))
+    np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("platform", "columns", "heads", "products"),
+    [("tpu", 1, 3, 1), ("tpu", 2, 3, 0), ("tpu", 1, 129, 0), ("cpu", 1, 3, 0)],
+)
+def test_only_decode_steps_of_a_tpu_rotate_by_a_product(platform, columns, heads, products):
+    x, angles = jnp.zeros((2, columns, heads, 8)), jnp.zeros((2, columns, 1, 8))
+    traced = jax.jit(rotate).trace(x, angles, angles)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("stablehlo.dot_general") == products

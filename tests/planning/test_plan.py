@@ -236,6 +236,20 @@ def test_a_tpu_compiles_the_decode_loop() -> None:
 
 
 @needs_tpu
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_a_tpu_copies_no_short_cache(family: str) -> None:
+    """Short caches, and rows times heads that fill the lanes, are the case that it copied."""
+    wide = {
+        "t5": {"d_kv": 64, "num_heads": 16, "d_model": 64},
+        "gpt2": {"n_embd": 1024, "n_head": 16, "n_positions": 256},
+    }
+    config = tiny.CONFIGS[family] | wide[family]
+    sizes = {"batch": 8, "prompt": 64, "new": 64, "program": "decode"}
+    (program,) = jaxllm.plan(config, "v5e:2x2", **sizes).programs
+    assert (program.cache_copies, program.inner_loops) == (0, 0)
+
+
+@needs_tpu
 def test_a_tpu_mesh_of_two_processes() -> None:
     actual = jaxllm.plan(
         tiny.CONFIGS["llama"],
