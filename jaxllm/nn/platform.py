@@ -6,6 +6,7 @@ Each function computes the same result on every backend. Code written for one of
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
