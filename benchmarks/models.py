@@ -70,7 +70,7 @@ def write_tokenizer(folder: Path, size: int, *, unigram: bool) -> None:
         tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        config = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+        config = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
     tokenizer.save(str(folder / "tokenizer.json"))
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

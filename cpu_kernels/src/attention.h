@@ -1,7 +1,9 @@
-// Attention over a cache: a task is the queries of one row that share a key/value head.
+// Attention: a task is some queries of one row that share a key/value head. Scores of a few queries
+// stay in the first-level cache; slots that none of them sees are not read.
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -14,17 +16,21 @@ namespace {
 
 constexpr int kSlots = 4;    // whose products with a query are summed together
 constexpr int kQueries = 4;  // that share what is read of the cache
+constexpr long kBlockQueries = 64;  // of one task
 
 class AttentionWork : public Work {
  public:
-  explicit AttentionWork(const Attention& call) : Work(call.B * call.K), c(call) {}
+  explicit AttentionWork(const Attention& call)
+      : Work(call.B * call.K * blocks_of(call)), c(call), blocks_(blocks_of(call)) {}
 
   void run(long task) override {
-    const long row = task / c.K, head = task % c.K;
+    const long place = task / blocks_, block = task % blocks_;
+    const long row = place / c.K, head = place % c.K;
+    const float *k = c.k + place * c.S * c.H, *v = c.v + place * c.S * c.H;
     thread_local std::vector<float> weights;
     weights.resize(kQueries * (c.S + kWidth));
-    const long queries = c.T * c.G;
-    for (long first = 0; first < queries; first += kQueries) {
+    const long queries = std::min(c.T * c.G, (block + 1) * kBlockQueries);
+    for (long first = block * kBlockQueries; first < queries; first += kQueries) {
       const int count = static_cast<int>(std::min<long>(kQueries, queries - first));
       const float* q[kQueries];
       float* y[kQueries];
@@ -32,14 +38,13 @@ class AttentionWork : public Work {
       const float* bias[kQueries];
       for (int j = 0; j < count; ++j) {
         const long t = (first + j) / c.G, n = head * c.G + (first + j) % c.G;
-        const long place = ((row * c.T + t) * c.K * c.G + n) * c.H;
-        q[j] = c.q + place;
-        y[j] = c.y + place;
+        const long query = ((row * c.T + t) * c.K * c.G + n) * c.H;
+        q[j] = c.q + query;
+        y[j] = c.y + query;
         visible[j] = c.visible + (row * c.visible_queries + (c.visible_queries > 1 ? t : 0)) * c.S;
         const long bias_row = c.bias_rows > 1 ? row : 0;
         bias[j] = c.bias ? c.bias + ((bias_row * c.K * c.G + n) * c.T + t) * c.S : nullptr;
       }
-      const float *k = c.k + task * c.S * c.H, *v = c.v + task * c.S * c.H;
       switch (count) {
         case 1: queries_of<1>(q, y, visible, bias, k, v, weights.data()); break;
         case 2: queries_of<2>(q, y, visible, bias, k, v, weights.data()); break;
@@ -50,17 +55,22 @@ class AttentionWork : public Work {
   }
 
  private:
+  static long blocks_of(const Attention& call) {
+    return (call.T * call.G + kBlockQueries - 1) / kBlockQueries;
+  }
+
   template <int Q>
   void queries_of(const float* const* q, float* const* y, const bool* const* visible,
                   const float* const* bias, const float* k, const float* v, float* weights) {
     const long stride = c.S + kWidth;
     long begin = c.S, end = 0;  // slots that some query sees
     for (int j = 0; j < Q; ++j) {
-      const bool* first = std::find(visible[j], visible[j] + c.S, true);
-      if (first == visible[j] + c.S) continue;
+      if (j > 0 && visible[j] == visible[j - 1]) continue;
+      const void* first = std::memchr(visible[j], true, c.S);
+      if (!first) continue;
       long last = c.S;
       while (!visible[j][last - 1]) --last;
-      begin = std::min<long>(begin, first - visible[j]);
+      begin = std::min<long>(begin, static_cast<const bool*>(first) - visible[j]);
       end = std::max(end, last);
     }
     begin = std::min(begin, end);  // no query sees any
@@ -95,29 +105,31 @@ class AttentionWork : public Work {
 
   // Replaces scores by exponentials; returns their sum, infinity if nothing is visible.
   float softmax(float* w, const bool* visible, const float* bias, long begin, long end) {
-    float largest = -std::numeric_limits<float>::infinity();
-    for (long s = begin; s < end; ++s) {
-      w[s] = visible[s] ? w[s] * c.scale + (bias ? bias[s] : 0.0f)
-                        : -std::numeric_limits<float>::infinity();
-      largest = std::max(largest, w[s]);
+    const float none = -std::numeric_limits<float>::infinity();
+    const auto* sees = reinterpret_cast<const int8_t*>(visible);
+    Vector largest = zero() + none;
+    for (long s = begin; s < end; s += kWidth) {
+      const long count = std::min<long>(kWidth, end - s);  // w has place for a whole vector
+      const auto of = [=](auto* p) { return count == kWidth ? load(p) : load_first(p, count); };
+      Vector score = load(w + s) * c.scale;
+      if (bias) score += of(bias + s);
+      score = of(sees + s) > 0.0f ? score : zero() + none;
+      store(w + s, score);
+      largest = score > largest || score != score ? score : largest;
     }
-    if (largest == -std::numeric_limits<float>::infinity()) {
+    float top = none;
+    for (int i = 0; i < kWidth; ++i) top = largest[i] > top || largest[i] != largest[i] ? largest[i] : top;
+    if (top == none) {
       std::fill(w + begin, w + end, 0.0f);
       return std::numeric_limits<float>::infinity();
     }
-    float total = 0.0f;
-    Vector totals = zero();
-    long s = begin;
-    for (; s + kWidth <= end; s += kWidth) {
-      Vector e = exp(load(w + s) - largest);
+    Vector total = zero();
+    for (long s = begin; s < end; s += kWidth) {
+      const Vector e = exp(load(w + s) - top);
       store(w + s, e);
-      totals += e;
+      total += e;
     }
-    if (s < end) {
-      Vector e = exp(load_first(w + s, end - s) - largest);
-      for (int i = 0; s < end; ++s, ++i) total += w[s] = e[i];
-    }
-    return total + sum(totals);
+    return sum(total);
   }
 
   // Weighted sums of N vectors of each value.
@@ -140,6 +152,7 @@ class AttentionWork : public Work {
   }
 
   const Attention& c;
+  const long blocks_;
 };
 
 void attention(const Attention& call) {

@@ -10,6 +10,7 @@ namespace jaxllm {
 namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(200);
+constexpr int kPatience = 2000;
 
 void pause() {
 #if defined(__x86_64__)
@@ -43,7 +44,12 @@ void Pool::run(Work& work) {
   work.run_all();
   work_.store(nullptr);
   // A worker that counts itself as busy from here on sees no work.
-  while (busy_.load() > 0) pause();
+  for (int i = 0; busy_.load() > 0; ++i) {
+    if (i < kPatience)
+      pause();
+    else
+      std::this_thread::yield();  // the system may have given a worker's core to another program
+  }
 }
 
 void Pool::serve() {

@@ -50,9 +50,7 @@ def few_times_transposed(x: Float[Array, "B I"], w: Float[Array, "O I"]) -> Floa
 def _few_times_transposed_jvp(
     primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    (x, w), (dx, dw) = primals, tangents
-    change = jax.lax.dot_general(dx, w, _TRANSPOSED) + jax.lax.dot_general(x, dw, _TRANSPOSED)
-    return few_times_transposed(x, w), change
+    return jax.jvp(lambda x, w: jax.lax.dot_general(x, w, _TRANSPOSED), primals, tangents)
 
 
 def times_int8_transposed(
@@ -292,7 +290,7 @@ def attend_cache(
     bias: Float[Array, "#B N T S"] | None,
     scale: float,
 ) -> Float[Array, "B T N H"]:
-    """``attend(q, kv, visible, bias)``, eager attention with a `scale`, for a few queries or many.
+    """``attend(q, kv, visible, bias)``: eager attention with a `scale`.
 
     Args:
         used_slots: number of the cache's first slots that hold tokens; None: any slot may.
@@ -301,12 +299,11 @@ def attend_cache(
     def everything(q: Array, kv: KV, visible: Array, bias: Array | None) -> Array:
         return attend(q, kv, visible, bias)
 
-    if q.shape[1] > MAX_SPLIT_QUERIES:
-        return everything(q, kv, visible, bias)
+    splits = kv.capacity >= MIN_SPLIT_SLOTS and q.shape[1] <= MAX_SPLIT_QUERIES
     if attends_in_kernel(q, kv, bias):
-        # PERF(cpu): both cores, and the visible slots only; docs/performance.md.
+        # PERF(cpu): all cores, and the visible slots only; docs/performance.md.
         on_cpu = attend_in_kernel(everything, scale)
-    elif used_slots is not None and kv.capacity >= MIN_SPLIT_SLOTS:
+    elif used_slots is not None and splits:
         on_cpu = functools.partial(attend_used_slots, attend, used_slots)
     else:
         return everything(q, kv, visible, bias)
@@ -321,13 +318,13 @@ def attends_in_kernel(q: Float[Array, "B T N H"], kv: KV, bias: Array | None) ->
 
 
 def attend_in_kernel(attend: Callable[..., Array], scale: float) -> Callable[..., Array]:
-    """`attend` with the CPU's kernel; it has the derivatives of `attend`."""
+    """`attend` with the CPU's kernel; where it is differentiated, `attend` itself."""
 
     @jax.custom_jvp
     def run(q: Array, kv: KV, visible: Array, bias: Array | None) -> Array:
         return cpu_kernels.attention(q, kv.k, kv.v, visible, bias, scale)
 
-    run.defjvp(lambda primals, tangents: (run(*primals), jax.jvp(attend, primals, tangents)[1]))
+    run.defjvp(functools.partial(jax.jvp, attend))
     return run
 
 

@@ -90,7 +90,7 @@ def test_derivatives_and_maps_of_products():
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("queries", "heads", "biased"),
-    [(1, (6, 2, 64), False), (3, (4, 4, 16), True), (2, (5, 1, 80), False)],
+    [(1, (6, 2, 64), False), (3, (4, 4, 16), True), (70, (5, 1, 80), False)],
 )
 def test_attention(queries, heads, biased):
     (n, k, size), rows, slots = heads, 3, 37
