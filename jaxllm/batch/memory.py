@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 from collections.abc import Callable
 
 import jax
-import numpy as np
 
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import is_integer
+from jaxllm.parallel.device_memory import format_bytes, host_memory, own_memory
 
 SHARE_OF_DEVICE = 0.9
 SHARE_OF_HOST = 0.5
@@ -51,18 +49,6 @@ class Prediction:
         )
 
 
-def format_bytes(count: int) -> str:
-    """Formats a number of bytes.
-
-    >>> format_bytes(512), format_bytes(2_500_000), format_bytes(1_250_000_000)
-    ('512 B', '2.5 MB', '1.2 GB')
-    """
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} B"
-
-
 def memory_budget(memory: int | str | None, devices: int = 1) -> int:
     """Bytes that a batch may use on each device, weights included.
 
@@ -72,11 +58,10 @@ def memory_budget(memory: int | str | None, devices: int = 1) -> int:
         devices: number of devices that share this machine's memory in that case.
     """
     if memory is None:
-        stats = jax.local_devices()[0].memory_stats() or {}
-        if "bytes_limit" in stats:
-            return int(SHARE_OF_DEVICE * stats["bytes_limit"])
-        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(SHARE_OF_HOST * host) // devices
+        own = own_memory(jax.local_devices()[0])
+        if own is not None:
+            return int(SHARE_OF_DEVICE * own)
+        return int(SHARE_OF_HOST * host_memory()) // devices
     if isinstance(memory, str):
         number = memory.strip().upper().removesuffix("B").removesuffix("I")
         unit = number[-1:] if number[-1:] in _UNITS else ""
@@ -87,17 +72,6 @@ def memory_budget(memory: int | str | None, devices: int = 1) -> int:
     if not is_integer(memory) or memory < 1:
         raise InputError('memory: expected a number of bytes or a string such as "12GB"')
     return int(memory)
-
-
-def nbytes(tree: object) -> int:
-    """Bytes per device of a pytree of arrays or shapes; sharded arrays count as their shard."""
-
-    def leaf_bytes(x: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> int:
-        sharding = getattr(x, "sharding", None)  # numpy arrays have none
-        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-        return math.prod(shape) * np.dtype(x.dtype).itemsize
-
-    return sum(map(leaf_bytes, jax.tree.leaves(tree)))
 
 
 def fitting_slots(predict: Callable[[int], Prediction], slots: int, shards: int) -> Prediction:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxllm.batch.memory import Prediction, fitting_slots, format_bytes, nbytes, working_memory
+from jaxllm.batch.memory import Prediction, fitting_slots, working_memory
 from jaxllm.batch.programs import decode_slots_program, prefill_slots_program
 from jaxllm.batch.queue import Task
 from jaxllm.batch.row_groups import Group, prefill_batch
@@ -25,6 +25,7 @@ from jaxllm.batch.slots import PrefillBatch, Slots
 from jaxllm.common.errors import InputError
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
+from jaxllm.parallel.device_memory import format_bytes, nbytes
 from jaxllm.parallel.sharding import row_shards, use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.call.keys import RandomKey
+from jaxllm.generation.call.memory import check_memory, is_large
 from jaxllm.generation.call.output import (
     GenerateOutput,
     fetch_progress,
@@ -287,9 +288,14 @@ def run_prefill(model: Decoder, request: Request, program: Callable[..., Prefill
         "new_token_bucket": layout.new_token_bucket,
         "chunk_size": layout.chunk_size,
     }
-    if settings.keep_hidden_states or settings.keep_attentions:
+    has_records = settings.keep_hidden_states or settings.keep_attentions
+    predicts_memory = not request.traced and is_large(layout, model.config.vocab_size)
+    if has_records or predicts_memory:
         # This traces the program; the call below reuses the trace.
-        check_record_size(prefill_program.eval_shape(*arguments, **sizes).records)
+        state = prefill_program.eval_shape(*arguments, **sizes)
+        check_record_size(state.records)
+        if predicts_memory:
+            check_memory(model, layout, request.mesh, state)
     return program(*arguments, **sizes)
 
 

@@ -19,8 +19,8 @@ from generation_tools import sorted_sizes
 import jaxllm
 from jaxllm import BatchGenerator
 from jaxllm.batch import slot_pool as pools
-from jaxllm.batch.memory import nbytes
 from jaxllm.common.compile_clock import CompileClock
+from jaxllm.parallel.device_memory import nbytes
 
 SMALL = {
     "llama": {"num_hidden_layers": 1},

@@ -10,12 +10,13 @@ from compiling import compiled_as_users
 
 from jaxllm import BatchGenerator
 from jaxllm.batch import slot_pool as pools
-from jaxllm.batch.memory import Prediction, memory_budget, nbytes
+from jaxllm.batch.memory import Prediction, memory_budget
 from jaxllm.batch.plan import PoolPlan, too_large_error
 from jaxllm.batch.queue import Task
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.batch.sizes import Sizes
 from jaxllm.common.errors import InputError
+from jaxllm.parallel.device_memory import nbytes
 
 MODEL = tiny.make("llama", num_hidden_layers=1, max_position_embeddings=4096)
 ROWS = [{"input_ids": [5, 6, 7], "max_new_tokens": 20 + i} for i in range(12)]

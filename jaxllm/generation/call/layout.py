@@ -238,4 +238,6 @@ def cache_capacity(config: GenerationConfig, kind: CacheKind, slots: int, needed
             f"max_cache_len: {limit} slots, but this call needs {needed}; raise it, or lower "
             "max_new_tokens"
         )
+    if limit > MAX_COLUMNS:
+        raise InputError(f"max_cache_len: {limit} slots, and a cache has at most {MAX_COLUMNS}")
     return max(slots, limit)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation.call.keys import RandomKey, row_keys, shared_key
 from jaxllm.generation.call.layout import Layout, build_layout
+from jaxllm.generation.call.memory import check_sequences
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.call.past_key_values import PastKeyValues, checked_past, continued_inputs
 from jaxllm.generation.call.prompts import (
@@ -133,6 +134,7 @@ def prepare_call(
     inputs = checked_inputs(model, split.inputs, arguments, config, eos, past)
     prompt = inputs.prompt
     config, max_length = checked_lengths(model, config, prompt)
+    check_sequences(config, prompt.rows)
     call = Call(model, config, eos, prompt.rows, prompt.start_len, max_length, arguments)
     settings, time_limits = decode_settings(call, inputs)
     strategy = select_strategy(call)

@@ -50,7 +50,10 @@ def integer(least: int) -> Callable[[int | np.integer | Array | None], int]:
         if is_traced(value):
             return value
         value = to_scalar(value)
-        if not is_integer(value) or not least <= value <= np.iinfo(np.int32).max:
+        largest = np.iinfo(np.int32).max
+        if is_integer(value) and value > largest:
+            raise BadValueError(f"an integer of at most {largest}")
+        if not is_integer(value) or value < least:
             raise BadValueError(f"an integer of at least {least}")
         return int(value)
 
