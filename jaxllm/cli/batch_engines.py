@@ -110,7 +110,7 @@ def load_engine(
         **generation_fields(arguments),
     }
     if isinstance(source, OpenAIRequests):
-        name = Path(path).resolve().stem
+        name = Path(path).absolute().stem
         return BatchRequests(
             model, tokenizer, model_name=name, context=arguments.context, **options
         )

@@ -178,7 +178,7 @@ def _load(
     options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}
     if arguments.assistant_model is not None:
         name = arguments.assistant_model
-        with reporter.phase(f"loading {Path(name).resolve().name}") as update:
+        with reporter.phase(f"loading {Path(name).absolute().name}") as update:
             assistant, _ = load(name, **options, progress=update)
     return model, tokenizer, assistant
 

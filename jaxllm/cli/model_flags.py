@@ -63,7 +63,7 @@ def load_named(
         JaxLLMError: as `jaxllm.load`.
     """
     path = model_path(arguments)
-    with reporter.phase(f"loading {Path(path).resolve().name}") as update:
+    with reporter.phase(f"loading {Path(path).absolute().name}") as update:
         return load(
             path,
             dtype=arguments.dtype,

@@ -194,7 +194,7 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
     return ServerState(
         engine=engine,
         tokenizer=tokenizer,
-        model_name=arguments.served_model_name or Path(arguments.model).resolve().stem,
+        model_name=arguments.served_model_name or Path(arguments.model).absolute().stem,
         limits=Limits(body_bytes=arguments.max_body, request_seconds=arguments.request_seconds),
         api_keys=keys,
         embedder=embedder,

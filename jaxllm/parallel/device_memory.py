@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 
-def own_memory(device: jax.Device) -> int | None:
+def own_memory(device: Any) -> int | None:
     """Bytes of a device's own memory; None if it shares the host's, or the backend does not say."""
     stats = device.memory_stats() or {}
     return stats.get("bytes_limit")
@@ -21,7 +22,7 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def total_memory(devices: Sequence[jax.Device]) -> int:
+def total_memory(devices: Sequence[Any]) -> int:
     """Bytes of memory of all devices; those of a CPU share the host's."""
     sizes = [own_memory(device) for device in devices]
     shares_host = None in sizes

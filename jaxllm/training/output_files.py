@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ def replacing_folder(folder: Path) -> Generator[Path]:
     Raises:
         RunError: it cannot be written, or `folder` is not empty.
     """
-    folder = folder.resolve()
+    folder = Path(os.path.realpath(folder))  # unlike resolve(), also of a link to itself
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     try:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from recorded_job import RecordedEngine, run
 
-from jaxllm.batch.job.inputs import ColumnChoice, Source, read_source
+from jaxllm.batch.job.inputs import ColumnChoice, Source, content, json_lines, read_source, tables
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.outputs import output_writer
 from jaxllm.common.compile_clock import CompileClock
@@ -137,6 +137,54 @@ def test_what_is_refused(tmp_path, name):
     with pytest.raises(DataError, match=why) as failure:
         read_source(tmp_path / name)
     assert str(failure.value).startswith(str(tmp_path / name))
+
+
+MIB = 2**20
+BOMBS = {
+    "a.jsonl.gz": (lambda: gzip.compress(b"\n" * 3 * MIB), "decompresses to more than 2097152"),
+    "b.jsonl": (lambda: b" " * 3 * MIB, "has more than 2097152 bytes"),
+    "-": (lambda: b"a" * 3 * MIB, "stdin: has more than 2097152 bytes"),
+    "c.jsonl": (lambda: b'{"prompt": "' + b"a" * MIB, "line 1: has 1048588 bytes, and a row"),
+    "d.jsonl": (lambda: b"{}\n" * 70, "has more than 64 rows"),
+    "e.csv": (
+        lambda: b'prompt\n"' + (b"a" * 99 + b"\n") * 999,
+        "line 2: a row of more than 65536 bytes",
+    ),
+    "f.csv": (lambda: b"prompt\n" + b"\n" * MIB, "has more than 1024 lines"),
+    "g.csv": (lambda: b"prompt\n" + b"a\n" * 70, "has more than 64 rows"),
+    "h.parquet": (
+        lambda: parquet([{"prompt": "x" * MIB}] * 40),
+        "values take more than 2097152 bytes",
+    ),
+    "i.parquet": (lambda: parquet([{"prompt": "x"}] * 70), "has more than 64 rows"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_would_fill_the_memory_is_refused(tmp_path, monkeypatch, name):
+    """With limits a thousandth of the real ones."""
+    monkeypatch.setattr(content, "MAX_INPUT_BYTES", 2 * MIB)
+    monkeypatch.setattr(content, "MAX_ROWS", 64)
+    monkeypatch.setattr(tables, "MAX_INPUT_BYTES", 2 * MIB)
+    monkeypatch.setattr(tables, "_MAX_LINES", 1024)
+    for module in (json_lines, tables):
+        monkeypatch.setattr(module, "MAX_ROW_BYTES", 2**16)
+    make, message = BOMBS[name]
+    path = tmp_path / name
+    if name == "-":
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(make())))
+    else:
+        path.write_bytes(make())
+    with pytest.raises(DataError, match=message):
+        read_source(name if name == "-" else path).check_rows()
+
+
+def test_blank_lines_of_any_length_do_not_count(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n \r\n" * 1000 + b' {"prompt": "a"}\n' + b" " * MIB + b'\n{"prompt": 3}')
+    source = read_source(path)
+    assert [source.number(index) for index in range(len(source))] == [2001, 2003]
+    assert source.read(0) == {"prompt": "a"}
 
 
 def test_a_named_column_must_be_there(tmp_path):

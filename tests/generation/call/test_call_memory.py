@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from compiling import program_count
 from conformance_runs import model
 
 import jaxllm

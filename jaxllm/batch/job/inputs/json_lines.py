@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 from array import array
 from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.batch.job.inputs.columns import ColumnChoice
+from jaxllm.batch.job.inputs.content import MAX_ROW_BYTES, check_row_count
 from jaxllm.batch.job.inputs.source import Source
 from jaxllm.common.errors import DataError, JaxLLMError
 from jaxllm.common.strict_json import parse_json
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 
 
 class JsonLines(Source):
@@ -25,17 +25,18 @@ class JsonLines(Source):
         self._data = data
         # Positions, since a file may have millions of short lines.
         self._numbers, self._starts, self._stops = array("Q"), array("Q"), array("Q")
-        start = len(_BOM) if data.startswith(_BOM) else 0
-        for number in itertools.count(1):
+        start = len(BOM) if data.startswith(BOM) else 0
+        number = 1
+        while (first := first_nonblank(data, start)) is not None:
+            number += data.count(b"\n", start, first)
+            start = max(start, data.rfind(b"\n", start, first) + 1)
             stop = data.find(b"\n", start)
             stop = len(data) if stop < 0 else stop
-            if data[start:stop].strip():
-                self._numbers.append(number)
-                self._starts.append(start)
-                self._stops.append(stop)
-            start = stop + 1
-            if start > len(data):
-                break
+            self._numbers.append(number)
+            self._starts.append(start)
+            self._stops.append(stop)
+            check_row_count(name, len(self._numbers))
+            number, start = number + 1, stop + 1
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -53,8 +54,12 @@ class JsonLines(Source):
             raise DataError(f"line {self.number(index)}: {error}") from None
 
     def _parsed(self, index: int) -> Mapping[str, Any]:
-        number, line = self.number(index), self._data[self._starts[index] : self._stops[index]]
-        raw = parse_json(line, source=f"line {number}", error=DataError)
+        number, start, stop = self.number(index), self._starts[index], self._stops[index]
+        if stop - start > MAX_ROW_BYTES:
+            raise DataError(
+                f"line {number}: has {stop - start} bytes, and a row at most {MAX_ROW_BYTES}"
+            )
+        raw = parse_json(self._data[start:stop], source=f"line {number}", error=DataError)
         if not isinstance(raw, Mapping):
             raise DataError(f"line {number}: is {type(raw).__name__}, not an object")
         return raw
@@ -75,3 +80,20 @@ class JsonLines(Source):
                 raw = self._parsed(index)
                 keys.update(dict.fromkeys(name for name in raw if not self.choice.reads(name)))
         return list(keys)
+
+
+def first_nonblank(data: bytes, start: int = 0) -> int | None:
+    """Position of the first byte from `start` on that is no white space; None if there is none.
+
+    Looks at blocks, since blank lines may take any number of bytes.
+
+    >>> first_nonblank(b" \\n a"), first_nonblank(b"a ", 1)
+    (3, None)
+    """
+    size = 64
+    while block := data[start : start + size]:
+        rest = block.lstrip()
+        if rest:
+            return start + len(block) - len(rest)
+        start, size = start + size, min(16 * size, 2**20)
+    return None

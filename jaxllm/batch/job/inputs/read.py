@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import sys
-import zlib
 from os import PathLike
 from pathlib import Path
 
 from jaxllm.batch.job.inputs.columns import ColumnChoice
-from jaxllm.batch.job.inputs.json_lines import JsonLines
+from jaxllm.batch.job.inputs.content import DATASET_PREFIX, GZIP, STDIN, read_content
+from jaxllm.batch.job.inputs.json_lines import BOM, JsonLines, first_nonblank
 from jaxllm.batch.job.inputs.openai_requests import OpenAIRequests
 from jaxllm.batch.job.inputs.source import EXAMPLE, Source
 from jaxllm.batch.job.inputs.tables import CsvRows, DatasetRows, ParquetRows
-from jaxllm.common.errors import DataError, InputError, MissingFileError, naming_file
+from jaxllm.common.errors import DataError, InputError
 from jaxllm.common.hf_datasets import load_dataset
 
-STDIN = "-"
-DATASET_PREFIX = "datasets:"
 KINDS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "JSONL"),
     ".csv": "CSV",
@@ -31,10 +27,9 @@ OTHER_FORMATS = {
     **dict.fromkeys((".safetensors", ".gguf", ".bin", ".pt", ".npy", ".npz"), "a file of arrays"),
 }
 """Suffixes of files that are not read."""
-_GZIP = b"\x1f\x8b"
 _MAGIC = {
     b"PAR1": "Parquet",
-    _GZIP: "gzip",
+    GZIP: "gzip",
     b"PK\x03\x04": "a zip archive or an Excel sheet",
     b"ARROW1": "an Arrow file",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -70,15 +65,15 @@ def read_source(
     path = Path(name).expanduser()
     if name.startswith(DATASET_PREFIX) or path.is_dir():
         dataset = name.removeprefix(DATASET_PREFIX)
+        if not dataset:
+            raise InputError(f"--input: {name} names no data set; write {DATASET_PREFIX}NAME")
         loaded = load_dataset(dataset, dataset_name, split, field="--input")
         return DatasetRows(f"{dataset}/{split}", loaded, choice)
     if dataset_name is not None or split != "train":
         raise InputError(f"--split, --dataset-name: {name} is no data set, but a file")
-    if name == STDIN:
-        name, kind, data = "stdin", "JSONL", sys.stdin.buffer.read()
-    else:
-        kind, data = _kind_of(path), _bytes_of(path)
-    data = _decompressed(name, data, says_gzip=path.suffix.lower() == ".gz")
+    kind = "JSONL" if name == STDIN else _kind_of(path)
+    data = read_content(name)
+    name = "stdin" if name == STDIN else name
     _check_content(name, data, kind)
     if kind == "Parquet":
         return ParquetRows(name, data, choice)
@@ -103,37 +98,13 @@ def _kind_of(path: Path) -> str:
     return KINDS.get(suffixes[-1], "JSONL") if suffixes else "JSONL"
 
 
-def _bytes_of(path: Path) -> bytes:
-    try:
-        with naming_file(path, DataError, "read"):
-            return path.read_bytes()
-    except DataError as failure:
-        if isinstance(failure.__cause__, FileNotFoundError):
-            raise MissingFileError(
-                f"{path}: no such file (a data set of the Hub is {DATASET_PREFIX}NAME)"
-            ) from None
-        raise
-
-
-def _decompressed(name: str, data: bytes, *, says_gzip: bool) -> bytes:
-    if not data.startswith(_GZIP):
-        if says_gzip and data:
-            raise DataError(f"{name}: its name says gzip, but it is not compressed; rename it")
-        return data
-    if not says_gzip and name != "stdin":
-        raise DataError(f"{name}: is compressed by gzip; rename it to {name}.gz")
-    try:
-        return gzip.decompress(data)
-    except (EOFError, OSError, zlib.error) as failure:
-        raise DataError(f"{name}: damaged gzip data ({failure}); fetch it again") from None
-
-
 def _check_content(name: str, data: bytes, kind: str) -> None:
     """Raises DataError if the content is of another kind than the name says."""
     content = next((label for magic, label in _MAGIC.items() if data.startswith(magic)), None)
     if content is None and b"\0" in data[:4096]:
         content = "binary data"
-    start = data.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    first = first_nonblank(data, len(BOM) if data.startswith(BOM) else 0)
+    start = b"" if first is None else data[first : first + 1]
     if content is None and start == b"{" and kind not in ("JSONL", "Parquet"):
         content = "JSONL"
     if content is None and start == b"[" and kind == "JSONL":

@@ -6,12 +6,16 @@ import csv
 import hashlib
 import io
 import json
+import re
 from abc import abstractmethod
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxllm.batch.job.inputs.columns import ColumnChoice
+from jaxllm.batch.job.inputs.content import MAX_INPUT_BYTES, MAX_ROW_BYTES, check_row_count
+from jaxllm.batch.job.inputs.json_lines import BOM
 from jaxllm.batch.job.inputs.source import Source
 from jaxllm.common.errors import DataError
 from jaxllm.common.messages import shortened
@@ -19,8 +23,9 @@ from jaxllm.common.optional_deps import require
 
 _TEXT_COLUMNS = frozenset({"id", "prompt", "completion", "regex", "grammar"})
 """Columns of a CSV file whose cells are texts, even where they look like numbers."""
-_MAX_CELL = 2**27
-"""Characters of a cell of a CSV file at most; Python's own limit is 128 KiB."""
+_LINE = re.compile(rb"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n")
+"""A line with its end; the last one may have none."""
+_MAX_LINES = 2**24
 
 
 class Table(Source):
@@ -56,42 +61,69 @@ class CsvRows(Table):
     """A CSV file with a header. Cells of fields are JSON, or else text; an empty cell is none."""
 
     def __init__(self, name: str, data: bytes, choice: ColumnChoice, delimiter: str = ",") -> None:
-        try:
-            text = data.decode("utf-8-sig")
-        except UnicodeDecodeError as failure:
-            raise DataError(f"{name}: not UTF-8 (byte {failure.start}); save it as UTF-8") from None
-        csv.field_size_limit(_MAX_CELL)
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        self._rows: list[tuple[int, list[str]]] = []
-        line = 1
-        try:
-            for cells in reader:
-                if cells:
-                    self._rows.append((line, cells))
-                line = reader.line_num + 1
-        except csv.Error as failure:
-            raise DataError(
-                f"{name}: line {line}: {failure}; a cell with quotes needs them doubled"
-            ) from None
-        if not self._rows:
-            raise DataError(f"{name}: is empty; the first line names the columns")
-        _, self._header = self._rows.pop(0)
-        twice = {column for column, count in Counter(self._header).items() if count > 1}
+        csv.field_size_limit(MAX_ROW_BYTES)
+        self._data, self._delimiter = data, delimiter
+        # Positions of rows, since their cells would take many times the bytes of the file.
+        self._numbers, self._starts, self._stops = array("Q"), array("Q"), array("Q")
+        self._header = self._find_rows(name)
         super().__init__(name, hashlib.sha256(data).hexdigest(), choice, self._header)
-        if twice.intersection(self.columns):
+        counts = Counter(self._header)
+        twice = [column for column in self.columns if counts[column] > 1]
+        if twice:
             raise DataError(f"{name}: the column {min(twice)!r} is there twice; rename one")
 
+    def _find_rows(self, name: str) -> list[str]:
+        """Finds where the rows stand, and returns the header."""
+        header: list[str] | None = None
+        number, start, position = 1, len(BOM) if self._data.startswith(BOM) else 0, 0
+
+        def lines() -> Iterator[str]:
+            nonlocal position
+            for count, match in enumerate(_LINE.finditer(self._data, start)):
+                position = match.end()
+                if position - start > MAX_ROW_BYTES:
+                    raise DataError(
+                        f"{name}: line {number}: a row of more than {MAX_ROW_BYTES} bytes; "
+                        "perhaps a quote is not closed"
+                    )
+                if count >= _MAX_LINES:
+                    raise DataError(f"{name}: has more than {_MAX_LINES} lines; split it")
+                yield match.group().decode("utf-8")
+
+        reader = csv.reader(lines(), delimiter=self._delimiter, strict=True)
+        try:
+            for cells in reader:
+                if cells and header is None:
+                    header = cells
+                elif cells:
+                    self._numbers.append(number)
+                    self._starts.append(start)
+                    self._stops.append(position)
+                    check_row_count(name, len(self._numbers))
+                number, start = reader.line_num + 1, position
+        except UnicodeDecodeError:
+            raise DataError(f"{name}: line {number}: not UTF-8; save it as UTF-8") from None
+        except csv.Error as failure:
+            raise DataError(
+                f"{name}: line {number}: {failure}; a cell with quotes needs them doubled"
+            ) from None
+        if header is None:
+            raise DataError(f"{name}: is empty; the first line names the columns")
+        return header
+
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._numbers)
 
     def number(self, index: int) -> int:
-        return self._rows[index][0]
+        return self._numbers[index]
 
     def cells(self, index: int) -> Mapping[str, Any]:
-        number, cells = self._rows[index]
+        text = self._data[self._starts[index] : self._stops[index]].decode("utf-8")
+        cells = next(csv.reader(io.StringIO(text, newline=""), delimiter=self._delimiter))
         if len(cells) != len(self._header):
             raise DataError(
-                f"line {number}: has {len(cells)} cells, but the header {len(self._header)}"
+                f"line {self.number(index)}: has {len(cells)} cells, but the header "
+                f"{len(self._header)}"
             )
         row = dict(zip(self._header, cells, strict=True))
         return {name: self._value(name, row[name]) for name in self.columns}
@@ -114,7 +146,7 @@ class ParquetRows(Table):
             file = parquet.ParquetFile(io.BytesIO(data))
             names = file.schema_arrow.names
             super().__init__(name, hashlib.sha256(data).hexdigest(), choice, names)
-            self._table = file.read(columns=self.columns)
+            self._table = _read_within_limits(name, file, self.columns)
         except (ValueError, OSError) as failure:  # pyarrow's errors
             if isinstance(failure, DataError):
                 raise
@@ -159,6 +191,24 @@ class DatasetRows(Table):
 
     def cells(self, index: int) -> Mapping[str, Any]:
         return without_nulls(self._dataset[index])
+
+
+def _read_within_limits(name: str, file: Any, columns: Sequence[str]) -> Any:
+    """The columns of a `ParquetFile`; a few bytes of it can stand for many values.
+
+    Raises:
+        DataError: they have more than `MAX_ROWS` rows or `MAX_INPUT_BYTES` bytes.
+    """
+    arrow = require("pyarrow", extra="parquet", purpose="Parquet files")
+    check_row_count(name, file.metadata.num_rows)
+    batches, size = [], 0
+    for batch in file.iter_batches(batch_size=1024, columns=list(columns)):
+        batches.append(batch)
+        size += batch.nbytes
+        if size > MAX_INPUT_BYTES:
+            raise DataError(f"{name}: its values take more than {MAX_INPUT_BYTES} bytes; split it")
+    schema = arrow.schema([file.schema_arrow.field(column) for column in columns])
+    return arrow.Table.from_batches(batches, schema)
 
 
 def without_nulls(value: Any) -> Any:
