@@ -21,9 +21,12 @@ from jaxllm.cli.model_flags import load_named, model_path
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.progress import Reporter
 from jaxllm.common.strict_json import parse_json
+from jaxllm.common.text_file import read_text
 from jaxllm.generation.processors.host.grammar import llguidance
 from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
 from jaxllm.serve.http.batch_requests import BatchRequests
+
+_MAX_CONSTRAINT_BYTES = 2**20
 
 
 def column_choice(arguments: argparse.Namespace) -> ColumnChoice:
@@ -51,14 +54,24 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"{' and '.join(f'--{key}' for key in constraints)}: give one of them")
     llguidance()  # before loading
     ((key, text),) = constraints.items()
-    if key != "regex" and not text.lstrip().startswith("{") and Path(text).is_file():
-        text = Path(text).read_text(encoding="utf-8")
+    if key != "regex" and names_file(text):
+        text = read_text(Path(text), max_bytes=_MAX_CONSTRAINT_BYTES, error=InputError)
     if key != "schema":
         return {key: text}
     schema = parse_json(text.encode(), source="--schema", error=InputError)
     if not isinstance(schema, dict):
         raise InputError("--schema: expected a JSON object, or the name of a file that has one")
     return {key: schema}
+
+
+def names_file(text: str) -> bool:
+    """True if a schema or a grammar is the name of a file, not the text itself."""
+    if text.lstrip().startswith("{") or "\n" in text:
+        return False
+    try:
+        return Path(text).exists()
+    except OSError:  # a text that is too long for a name
+        return False
 
 
 def check_task(arguments: argparse.Namespace, source: Source) -> None:

@@ -22,9 +22,11 @@ from jaxllm.cli.model_flags import (
 from jaxllm.common.atomic_file import write_whole
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.progress import Reporter
+from jaxllm.common.text_file import read_text
 from jaxllm.evaluate import perplexity
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
+_MAX_TEXT_BYTES = 2**28
 _EXAMPLES = """\
 examples:
   jaxllm eval path/to/model --perplexity book.txt --context 1024 --stride 512
@@ -119,10 +121,9 @@ def _run(arguments: argparse.Namespace) -> int:
         # The harness logs warnings and shows bars of its own.
         with Path(os.devnull).open("w") as sink, contextlib.redirect_stderr(sink):
             return _run_tasks(arguments, reporter)
-    try:
-        text = arguments.perplexity.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        raise InputError(f"{arguments.perplexity}: cannot be read ({failure})") from None
+    text = read_text(arguments.perplexity, max_bytes=_MAX_TEXT_BYTES, error=InputError)
+    if not text.strip():
+        raise InputError(f"{arguments.perplexity}: has no text")
     model, tokenizer = _load(arguments, reporter)
     start = time.perf_counter()
     output = perplexity(

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import jaxllm
 from jaxllm.cli import signals
-from jaxllm.cli.exits import USAGE_ERROR, one_line
+from jaxllm.cli.exits import USAGE_ERROR, one_line, run_command
 
 # Each command's module has `main(argv, program) -> int`, and is imported on use.
 COMMANDS = {
@@ -28,21 +28,26 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``jaxllm`` command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: jaxllm COMMAND ...\n")
-        for name, (_, summary) in COMMANDS.items():
-            print(f"  {name:10} {summary}")
-        print("\n`jaxllm COMMAND --help` lists a command's options; `jaxllm --version`.")
-        return 0
-    if arguments[0] == "--version":
-        print(f"jaxllm {jaxllm.__version__}")
-        return 0
+    if not arguments or arguments[0] in ("-h", "--help", "--version"):
+        return run_command(_about, "jaxllm", arguments)
     name, *rest = arguments
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
         print(f"jaxllm: error: no command {one_line(name)!r}: use {known}", file=sys.stderr)
         return USAGE_ERROR
     return run_named(name, f"jaxllm {name}", rest)
+
+
+def _about(arguments: list[str]) -> int:
+    """Prints the version, or the list of commands."""
+    if arguments[:1] == ["--version"]:
+        print(f"jaxllm {jaxllm.__version__}")
+        return 0
+    print("usage: jaxllm COMMAND ...\n")
+    for name, (_, summary) in COMMANDS.items():
+        print(f"  {name:10} {summary}")
+    print("\n`jaxllm COMMAND --help` lists a command's options; `jaxllm --version`.")
+    return 0
 
 
 def run_named(name: str, program: str, argv: Sequence[str] | None = None) -> int:

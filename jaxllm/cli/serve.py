@@ -21,6 +21,7 @@ from jaxllm.cli.model_flags import (
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.common.optional_deps import require
 from jaxllm.common.progress import Reporter
+from jaxllm.common.text_file import read_text
 from jaxllm.serve.async_engine import DEFAULT_QUEUE_SIZE, AsyncEngine
 
 if TYPE_CHECKING:
@@ -117,10 +118,7 @@ def api_keys(path: Path | None) -> tuple[bytes, ...] | None:
     """
     if path is None:
         return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        raise MissingFileError(f"{path}: cannot be read ({failure})") from None
+    text = read_text(path, max_bytes=2**20, error=MissingFileError)
     lines = (line.strip() for line in text.splitlines())
     keys = tuple(line.encode() for line in lines if line and not line.startswith("#"))
     if not keys:

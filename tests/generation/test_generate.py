@@ -122,6 +122,23 @@ def test_finished_rows_get_pads_and_length_is_the_longest_row():
     assert out.shape[1] == 7 + max((e[0] + 1) if e.size else 12 for e in ends)
 
 
+def test_logits_of_a_row_beside_one_that_has_ended():
+    """Raw logits are those of an uncached pass over the row alone, up to its own end."""
+    net = model("s_llama")
+    rows, ids, mask = prompts("s_llama")
+    fields = {"max_new_tokens": 9, "repetition_penalty": 1.3, "output_logits": True}
+    free = jaxllm.generate(net, ids, mask, eos_token_id=None, **fields).sequences[:, 7:]
+    stop = next(int(token) for token in free[0, 2:] if token not in free[1:])
+    out = jaxllm.generate(net, ids, mask, eos_token_id=stop, pad_token_id=77, **fields)
+    lengths = [np.flatnonzero([*(row == stop), True])[0] + 1 for row in free]
+    assert lengths[0] < 10 == lengths[1]
+    logits = np.stack(out.logits, axis=1)
+    for prompt, tokens, length, raw in zip(rows, free, lengths, logits, strict=True):
+        own = tokens[: length - 1]
+        alone = net(np.concatenate([prompt, own])[None]).logits[0, len(prompt) - 1 : -1]
+        np.testing.assert_allclose(raw[: len(own)], alone, atol=2e-4)
+
+
 def test_processors_of_the_caller():
     """A callable and a pytree, in HF's Flax calling convention."""
     _, ids, mask = prompts("s_llama")

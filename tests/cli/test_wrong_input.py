@@ -1,0 +1,87 @@
+"""What a person can get wrong: one line, exit code 2 and no traceback, from every command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from jaxllm.cli.main import main
+
+MODEL = str(ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok")
+ROWS = ("generate", "--quiet", "--model", MODEL, "--output", "o.jsonl", "--input")
+CASES = {
+    "model: a link to itself": (("generate", "--model", "loop", "a"), "no such file"),
+    "model: a text": (("chat", "text"), "not a weight file"),
+    "model: a folder without a config": (("serve", "folder"), "config.json: no such file"),
+    "model: a name with a newline": (("generate", "--model", "a\nb", "x"), r"'a\nb'"),
+    "model: folder as config": (("generate", "--model", "model", "a"), "config.json"),
+    "rows: a folder without data": ((*ROWS, "datasets:"), "names no data set"),
+    "rows: a link to itself": ((*ROWS, "loop"), "loop: cannot be read"),
+    "rows: cannot be read": ((*ROWS, "/proc/self/mem"), "cannot be read (Input/output error)"),
+    "rows: binary": ((*ROWS, "binary"), "found binary data"),
+    "rows: none": ((*ROWS, "/dev/null"), "has no rows"),
+    "grammar: cannot be read": ((*ROWS, "rows.jsonl", "--grammar", "folder"), "folder: cannot"),
+    "grammar: a long text": ((*ROWS, "rows.jsonl", "--grammar", "start: " + "x" * 5000), "lark"),
+    "schema: a binary file": ((*ROWS, "rows.jsonl", "--schema", "binary"), "not UTF-8 (byte"),
+    "text: missing": (("eval", MODEL, "--perplexity", "nowhere"), "No such file or directory"),
+    "text: a folder": (("eval", MODEL, "--perplexity", "folder"), "Is a directory"),
+    "text: empty": (("eval", MODEL, "--perplexity", "/dev/null"), "/dev/null: has no text"),
+    "text: endless": (("eval", MODEL, "--perplexity", "/dev/zero"), "more than 268435456 bytes"),
+    "text: binary": (("eval", MODEL, "--perplexity", "binary"), "not UTF-8 (byte"),
+    "keys: a folder": (("serve", MODEL, "--api-keys", "folder"), "Is a directory"),
+    "run: a link to itself": (("export", "loop", "out"), "not the folder of a run"),
+    "recipe: a folder": (("train", "folder"), "Is a directory"),
+    "recipe: binary": (("train", "binary"), "binary: cannot be read"),
+    "tolerance: nan": (("verify", MODEL, "--tolerance", "nan"), "above 0, but is nan"),
+    "topology": (("plan", MODEL, "--topology", "abacus"), "topology: unknown 'abacus'"),
+    "a command": (("x\ny",), "no command 'x y'"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "model" / "config.json").mkdir(parents=True)
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "binary").write_bytes(b"\x82\0" * 99)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize(("words", "message"), CASES.values(), ids=CASES)
+def test_one_line_and_exit_code_2(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    try:
+        code = main(words)
+    except SystemExit as left:  # of argparse
+        code = left.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert message in line
+    assert line.startswith("jaxllm")
+    assert len(line) < 600
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"]])
+def test_help_to_a_full_disk(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxllm", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+    assert done.returncode == 2
+    assert done.stderr == "jaxllm: error: nothing more can be written (No space left on device)\n"
