@@ -65,7 +65,7 @@ def test_a_mask_is_written_like_keys():
 
 
 @pytest.mark.parametrize("family", tiny.mostly("t5"))
-def test_a_model_for_tpus_has_a_cache_with_an_axis_of_heads(family):
+def test_a_model_for_tpus_has_a_cache_with_an_axis_of_heads(family: str) -> None:
     """Scores and sums are then products across heads, and the sequences are the same."""
     depth = {"num_layers": 1, "num_decoder_layers": 1} if family == "t5" else {}
     merged = tiny.make(family, **depth)

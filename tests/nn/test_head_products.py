@@ -22,7 +22,7 @@ def cache(*, head_axis: bool, kv_heads: int = K, head_dim: int = H) -> KV:
 
 
 @pytest.mark.parametrize("queries", [1, 6])
-def test_products_across_heads_equal_those_of_each_head(queries):
+def test_products_across_heads_equal_those_of_each_head(queries: int) -> None:
     kv, merged = cache(head_axis=True), cache(head_axis=False)
     q = jax.random.normal(jax.random.key(1), (B, K, queries, H))
     weights = jax.random.uniform(jax.random.key(2), (B, K, queries, S))
@@ -41,7 +41,9 @@ def test_products_across_heads_equal_those_of_each_head(queries):
         (False, H, 1, 2),
     ],
 )
-def test_few_queries_of_narrow_heads_are_one_matrix_per_row(head_axis, head_dim, columns, rows):
+def test_few_queries_of_narrow_heads_are_one_matrix_per_row(
+    head_axis: bool, head_dim: int, columns: int, rows: int
+) -> None:
     kv = cache(head_axis=head_axis, head_dim=head_dim)
     q = jnp.zeros((B, columns, 2 * K, head_dim))
     visible = jnp.ones((B, 1, 1, S), bool)

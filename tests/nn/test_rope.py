@@ -139,7 +139,7 @@ def test_settings_without_effect_are_accepted():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rotation_by_a_product_is_exact(dtype):
+def test_rotation_by_a_product_is_exact(dtype: str) -> None:
     x = jax.random.normal(jax.random.key(0), (2, 1, 3, 8), dtype)
     angles = Rope(head_dim=8).angles(jnp.array([[3], [11]]), jnp.int32(12))
     actual, expected = (jax.jit(f)(x, *angles) for f in (rotate_by_product, rotate_halves))
@@ -150,7 +150,9 @@ def test_rotation_by_a_product_is_exact(dtype):
     ("platform", "columns", "heads", "products"),
     [("tpu", 1, 3, 1), ("tpu", 2, 3, 0), ("tpu", 1, 129, 0), ("cpu", 1, 3, 0)],
 )
-def test_only_decode_steps_of_a_tpu_rotate_by_a_product(platform, columns, heads, products):
+def test_only_decode_steps_of_a_tpu_rotate_by_a_product(
+    platform: str, columns: int, heads: int, products: int
+) -> None:
     x, angles = jnp.zeros((2, columns, heads, 8)), jnp.zeros((2, columns, 1, 8))
     traced = jax.jit(rotate).trace(x, angles, angles)
     text = traced.lower(lowering_platforms=(platform,)).as_text()

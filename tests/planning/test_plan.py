@@ -244,8 +244,9 @@ def test_a_tpu_copies_no_short_cache(family: str) -> None:
         "gpt2": {"n_embd": 1024, "n_head": 16, "n_positions": 256},
     }
     config = tiny.CONFIGS[family] | wide[family]
-    sizes = {"batch": 8, "prompt": 64, "new": 64, "program": "decode"}
-    (program,) = jaxllm.plan(config, "v5e:2x2", **sizes).programs
+    (program,) = jaxllm.plan(
+        config, "v5e:2x2", batch=8, prompt=64, new=64, program="decode"
+    ).programs
     assert (program.cache_copies, program.inner_loops) == (0, 0)
 
 
