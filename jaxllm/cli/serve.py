@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,15 +130,21 @@ def api_keys(path: Path | None) -> tuple[bytes, ...] | None:
 def _run(arguments: argparse.Namespace) -> int:
     for module in ("starlette", "uvicorn", "prometheus_client"):
         require(module, extra="serve", purpose="servers")
-    # Only now, since they import these packages.
-    from jaxllm.serve.http.logs import log_to_stderr
-    from jaxllm.serve.http.server import HttpServer, bound_socket
+    from jaxllm.serve.http.server import bound_socket  # only now, since it imports these packages
 
     if not 0 <= arguments.port < 2**16:  # the system would take its last 16 bits
         raise InputError(f"--port: expected 0 to {2**16 - 1}, found {arguments.port}")
     keys = api_keys(arguments.api_keys)
-    bound = bound_socket(arguments.host, arguments.port)  # before loading, which takes minutes
-    state = _state(arguments, keys)
+    # Before loading, which takes minutes.
+    with bound_socket(arguments.host, arguments.port) as bound:
+        return _serve(arguments, _state(arguments, keys), bound)
+
+
+def _serve(arguments: argparse.Namespace, state: ServerState, bound: socket.socket) -> int:
+    """Serves until a signal comes."""
+    from jaxllm.serve.http.logs import log_to_stderr
+    from jaxllm.serve.http.server import HttpServer
+
     server = HttpServer(
         state,
         bound,
