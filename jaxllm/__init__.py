@@ -111,9 +111,23 @@ def __getattr__(name: str) -> Any:
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
         value = import_module(f"{__name__}.{name}")  # jaxllm.generation, after `import jaxllm`
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_successor(name)}")
     globals()[name] = value
     return value
+
+
+def _successor(name: str) -> str:
+    """What to write instead of a name of transformers; empty for another name.
+
+    >>> _successor("GPT2Tokenizer"), _successor("FlaxT5Model")
+    (': use jaxllm.AutoTokenizer', ': use jaxllm.models.T5Model')
+    """
+    if name.endswith(("Tokenizer", "TokenizerFast")):
+        return ": use jaxllm.AutoTokenizer"
+    model = name.removeprefix("Flax")
+    if model == name or not model:
+        return ""
+    return f": use jaxllm.{model}" if model.startswith("Auto") else f": use jaxllm.models.{model}"
 
 
 def __dir__() -> list[str]:

@@ -60,3 +60,16 @@ def test_public_packages(package: str) -> None:
     assert actual.__doc__
     assert actual.__all__
     assert [name for name in actual.__all__ if not hasattr(actual, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "successor"),
+    [
+        ("GPT2TokenizerFast", "jaxllm.AutoTokenizer"),
+        ("FlaxT5ForConditionalGeneration", "jaxllm.models.T5ForConditionalGeneration"),
+        ("FlaxAutoModelForCausalLM", "jaxllm.AutoModelForCausalLM"),
+    ],
+)
+def test_names_of_transformers_say_what_to_write(name: str, successor: str) -> None:
+    with pytest.raises(AttributeError, match=f"{name}': use {successor}$"):
+        getattr(importlib.import_module("jaxllm"), name)

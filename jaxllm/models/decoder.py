@@ -97,7 +97,7 @@ class EncoderDecoder(Decoder, Protocol):
     def encode(
         self,
         input_ids: Int[Array, "B E"] | None,
-        mask: Bool[Array, "B E"],
+        attention_mask: Bool[Array, "B E"] | None = None,
         *,
         inputs_embeds: Float[Array, "B E D"] | None = None,
     ) -> StackOutput:

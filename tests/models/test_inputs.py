@@ -170,3 +170,12 @@ def test_classifier(inputs, message):
     model = tiny.make("llama", architecture="LlamaForSequenceClassification", num_labels=3)
     with pytest.raises(InputError, match=message):
         model(**{"input_ids": IDS, "attention_mask": ONES, **inputs})
+
+
+def test_the_encoder_of_t5_takes_the_names_of_a_tokenizers_output():
+    model = tiny.cached("t5")
+    mask = np.arange(9) < np.array([[9], [4]])
+    own = model(IDS, mask, decoder_input_ids=IDS[:, :1]).encoder_last_hidden_state
+    states = model.encode(input_ids=IDS, attention_mask=mask.astype(int)).x
+    np.testing.assert_array_equal(states[mask], own[mask])
+    np.testing.assert_array_equal(model.encode(IDS).x[0], states[0])

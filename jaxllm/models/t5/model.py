@@ -52,14 +52,17 @@ class T5Encoder(Model[T5Config]):
     def encode(
         self,
         input_ids: Int[Array, "B E"] | None,
-        mask: Bool[Array, "B E"],
+        attention_mask: Bool[Array, "B E"] | Int[Array, "B E"] | None = None,
         *,
         inputs_embeds: Float[Array, "B E D"] | None = None,
         segments: Int[Array, "B E"] | None = None,
         **options: Any,
     ) -> StackOutput:
-        """Runs the encoder on checked arrays."""
+        """Runs the encoder on arrays, whose values are not checked; without a mask all columns are
+        real tokens."""
         x = self.shared.from_ids_or_embeds(input_ids, inputs_embeds)
+        ones = jnp.ones(x.shape[:2], bool)
+        mask = ones if attention_mask is None else jnp.asarray(attention_mask).astype(bool)
         view = make_view(mask, causal=False, segments=segments)
         return self.encoder(x, Context(view=view), **options)
 
