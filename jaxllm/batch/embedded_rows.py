@@ -63,7 +63,7 @@ class RowEmbedder(RowTask[np.ndarray, np.ndarray]):
         return len(item)
 
     def run(self, items: list[np.ndarray]) -> Sequence[np.ndarray]:
-        return self._embedder.embed(items)
+        return self._embedder.embed_batch(items)
 
     def output(
         self, row: RawRow, item: Int[np.ndarray, " T"], result: Float[np.ndarray, " D"]

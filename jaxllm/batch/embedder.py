@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
-from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
+from jaxllm.generation.inputs.batching import run_in_batches
+from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of
@@ -20,6 +21,8 @@ from jaxllm.parallel.sharding import row_shards, use_mesh
 
 BATCH_ROWS = 8
 """Texts of one call of the program."""
+FILLER = np.zeros(1, np.int32)
+"""Token ids of the texts that fill up a batch."""
 Pooling = Literal["mean", "last"]
 
 
@@ -61,24 +64,30 @@ class Embedder:
     def embed(self, texts: Sequence[Any]) -> list[Float[np.ndarray, " D"]]:
         """The embeddings of texts, given as token ids; each has the length 1.
 
+        Batches are filled up to `rows` texts, so that `warm_up` has compiled every program, and
+        halved if device memory runs out.
+
         Raises:
             InputError: a text is empty or too long.
         """
         for number, ids in enumerate(texts):
             self.check_length(f"input[{number}]", ids)
-        results = []
-        for start in range(0, len(texts), self.rows):
-            part = texts[start : start + self.rows]
-            width = bucket(max(map(len, part)), SMALLEST_BUCKET)
-            tokens = np.zeros((self.rows, width), np.int32)
-            mask = np.zeros((self.rows, width), bool)
-            mask[:, 0] = True  # rows that fill up the batch
-            for row, ids in enumerate(part):
-                tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
-            with use_mesh(self._mesh):
-                pooled = _pooled(self._model, tokens, mask, pooling=self._pooling)
-            results += list(np.asarray(pooled)[: len(part)])
-        return results
+        full = [*texts, *[FILLER] * (-len(texts) % self.rows)]
+        results = dict(run_in_batches(self.embed_batch, full, self.rows, length=len))
+        return [results[i] for i in range(len(texts))]
+
+    def embed_batch(self, texts: Sequence[Any]) -> list[Float[np.ndarray, " D"]]:
+        """The embeddings of texts that run at once, in a program for this number of texts.
+
+        The number is rounded up to whole shards of the rows.
+        """
+        fillers = [FILLER] * (-len(texts) % row_shards(self._mesh))
+        tokens, mask = padded_rows(
+            [*texts, *fillers], bucket(max(map(len, texts)), SMALLEST_BUCKET)
+        )
+        with use_mesh(self._mesh):
+            pooled = _pooled(self._model, tokens, mask, pooling=self._pooling)
+        return list(np.asarray(pooled)[: len(texts)])
 
 
 @partial(jax.jit, static_argnames=("pooling",))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 import tiny
 from serving_tools import chat_tokenizer
 
 import jaxllm
+from jaxllm.batch import embedder
 from jaxllm.batch.embedded_rows import RowEmbedder
 from jaxllm.batch.rows import RawRow
 from jaxllm.batch.scored_rows import RowScorer
@@ -83,3 +85,28 @@ def test_embeddings_are_pooled_states_of_length_1():
         np.testing.assert_allclose(output.embedding, expected, atol=1e-5)
     assert outputs[1].to_dict().keys() == {"id", "embedding"}
     assert "expected a list of token ids" in outputs[2].error
+
+
+def test_smaller_batches_are_embedded_when_memory_runs_out(monkeypatch):
+    """Both by the engine of rows and by the embedder of a server."""
+    model = tiny.make("llama", vocab_size=len(TOKENIZER))
+    rows = ["Hello", "you", "Hi", "Bye", "there"]
+    expected = [x.embedding for x in answers(RowEmbedder(model, TOKENIZER, batch_size=4), rows)]
+    program, sizes = embedder._pooled, []
+
+    def refuse(model, tokens, mask, **options):
+        sizes.append(len(tokens))
+        if len(tokens) > 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+        return program(model, tokens, mask, **options)
+
+    monkeypatch.setattr(embedder, "_pooled", refuse)
+    engine = RowEmbedder(model, TOKENIZER, batch_size=4)
+    outputs = answers(engine, rows)
+    np.testing.assert_allclose([x.embedding for x in outputs], expected, atol=1e-5)
+    assert sizes == [4, 2, 2, 2]
+    assert engine.counts.halvings == 1
+    texts = [TOKENIZER.encode(row) for row in rows]
+    server = embedder.Embedder(model, model.config.context_length, rows=4)
+    np.testing.assert_allclose(server.embed(texts), expected, atol=1e-5)
+    assert sizes == [4, 2, 2, 2, 4, 2, 2, 2, 2]
