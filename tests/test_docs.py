@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pytest
 from paths import ROOT
 from test_public_names import PACKAGES
 
 import jaxllm
+from jaxllm.models import qwen2, registry
 
 DOCS = ROOT / "docs"
 
@@ -55,3 +57,18 @@ def test_every_page_is_in_the_index() -> None:
     notebooks = {f"notebooks/{path.stem}" for path in (DOCS / "notebooks").glob("*.ipynb")}
     listed = set(re.findall(r"^([\w/-]+)$", index, re.MULTILINE))
     assert listed == pages | notebooks | {"api/index"}
+
+
+def test_adding_a_family_shows_qwen2_as_it_is() -> None:
+    """Its config's fields, and its entry in the registry."""
+    text = (DOCS / "adding-a-family.md").read_text(encoding="utf-8")
+    config, _wiring, entry = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    shown = re.findall(r"^    (\w+): .* = (\S+)", config, re.MULTILINE)
+    inherited = {field.name: field.default for field in fields(qwen2.RotaryConfig)}
+    own = {f.name: f.default for f in fields(qwen2.Qwen2Config)}
+    changed = {name: repr(own[name]) for name in own if own[name] != inherited.get(name, ...)}
+    assert dict(shown) == changed
+    family = eval(f"{{{entry}}}", vars(registry))["qwen2"]
+    used = registry.FAMILIES["qwen2"]
+    for name in ("config", "classes", "structure", "aliases", "parts"):
+        assert getattr(family, name) == getattr(used, name)

@@ -9,7 +9,9 @@ from typing import Any
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.models import gpt2, llama, mistral, qwen2, qwen3
+from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
+from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.model import Model
 from jaxllm.models.rotary_decoder import ROTARY_TABLE
 from jaxllm.models.t5.config import T5Config
@@ -43,22 +45,24 @@ def _decoder_only(
     config: type[ModelConfig],
     table: Table,
     structure: tuple[str, ...],
-    *classes: type[Any],
+    *,
+    language_model: type[CausalLM],
+    classifier: type[SequenceClassifier],
+    headless: type[DecoderOnlyModel],
     old_names: Sequence[str] = (),
 ) -> Family:
-    """A decoder-only family. Classes have Hugging Face's names: the language model first, last the
-    model without a head.
+    """A decoder-only family, whose classes have Hugging Face's names.
 
-    A checkpoint whose file names the model without a head is read as a language model.
+    A checkpoint whose file names the class without a head is read as a language model.
     """
-    language_model, base = classes[0].__name__, classes[-1].__name__
+    classes = (language_model, classifier, headless)
     return Family(
         config=config,
         classes={cls.__name__: cls for cls in classes},
         table=lambda config: table,
         structure=(*structure, "tie_word_embeddings"),
-        aliases=dict.fromkeys((base, *old_names), language_model),
-        parts={base: ("lm_head.", "score.")},
+        aliases=dict.fromkeys((headless.__name__, *old_names), language_model.__name__),
+        parts={headless.__name__: ("lm_head.", "score.")},
     )
 
 
@@ -84,42 +88,42 @@ FAMILIES: Mapping[str, Family] = {
         llama.LlamaConfig,
         ROTARY_TABLE,
         ("num_hidden_layers", "attention_bias", "mlp_bias"),
-        llama.LlamaForCausalLM,
-        llama.LlamaForSequenceClassification,
-        llama.LlamaModel,
+        language_model=llama.LlamaForCausalLM,
+        classifier=llama.LlamaForSequenceClassification,
+        headless=llama.LlamaModel,
         old_names=["LLaMAForCausalLM"],
     ),
     "mistral": _decoder_only(
         mistral.MistralConfig,
         ROTARY_TABLE,
         ("num_hidden_layers",),
-        mistral.MistralForCausalLM,
-        mistral.MistralForSequenceClassification,
-        mistral.MistralModel,
+        language_model=mistral.MistralForCausalLM,
+        classifier=mistral.MistralForSequenceClassification,
+        headless=mistral.MistralModel,
     ),
     "qwen2": _decoder_only(
         qwen2.Qwen2Config,
         ROTARY_TABLE,
         ("num_hidden_layers",),
-        qwen2.Qwen2ForCausalLM,
-        qwen2.Qwen2ForSequenceClassification,
-        qwen2.Qwen2Model,
+        language_model=qwen2.Qwen2ForCausalLM,
+        classifier=qwen2.Qwen2ForSequenceClassification,
+        headless=qwen2.Qwen2Model,
     ),
     "qwen3": _decoder_only(
         qwen3.Qwen3Config,
         qwen3.QWEN3_TABLE,
         ("num_hidden_layers", "attention_bias"),
-        qwen3.Qwen3ForCausalLM,
-        qwen3.Qwen3ForSequenceClassification,
-        qwen3.Qwen3Model,
+        language_model=qwen3.Qwen3ForCausalLM,
+        classifier=qwen3.Qwen3ForSequenceClassification,
+        headless=qwen3.Qwen3Model,
     ),
     "gpt2": _decoder_only(
         gpt2.GPT2Config,
         gpt2.GPT2_TABLE,
         ("n_layer", "add_cross_attention"),
-        gpt2.GPT2LMHeadModel,
-        gpt2.GPT2ForSequenceClassification,
-        gpt2.GPT2Model,
+        language_model=gpt2.GPT2LMHeadModel,
+        classifier=gpt2.GPT2ForSequenceClassification,
+        headless=gpt2.GPT2Model,
     ),
     "t5": _t5("T5"),
     "mt5": _t5("MT5"),
