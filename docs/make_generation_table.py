@@ -19,7 +19,7 @@ def table() -> str:
         else:
             raises = "all but " + ", ".join(f"`{value!r}`" for value in field.supported)
             raises += " (in a file: no effect)" if field.execution else ""
-        needs = f" (needs {field.needs})" if field.needs else ""
+        needs = f" (needs {field.needs_text})" if field.needs else ""
         rows.append(f"| `{name}` | `{field.default!r}` | {field.doc}{needs} | {raises} |")
     return "\n".join(rows) + "\n"
 

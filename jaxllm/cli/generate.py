@@ -44,7 +44,7 @@ from jaxllm.common.progress import Reporter
 from jaxllm.contrib.token_healing import heal
 from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.call.merging import merged_config
-from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import UnusedFieldWarning, check_for_use
 from jaxllm.generation.settings.lengths import with_default_length
 from jaxllm.models.decoder import GenerativeModel
@@ -253,5 +253,5 @@ def _effective(
             warnings.simplefilter("error", UnusedFieldWarning)
             return merged_config(model, fields, {}, assistant)
     except UnusedFieldWarning as warning:
-        flag = "; add --do-sample" if warning.needs.startswith("do_sample") else ""
+        flag = "; add --do-sample" if FIELDS[warning.field].only_sampling else ""
         raise InputError(f"{warning}{flag}") from None

@@ -19,7 +19,7 @@ from jaxllm.generation.processors.base import History, store
 from jaxllm.generation.processors.build import REGISTERED, Builder, ProcessorInputs
 from jaxllm.generation.settings.config import FIELDS, declare_field
 from jaxllm.generation.settings.field_checks import boolean, integer, number
-from jaxllm.generation.settings.fields import Field
+from jaxllm.generation.settings.fields import Condition, Field
 from jaxllm.generation.strategies.sample import Sample, SampleState
 from jaxllm.generation.strategies.select_strategy import (
     REGISTERED_STRATEGIES,
@@ -37,6 +37,7 @@ from jaxllm.generation.strategies.token_choice import choose_greedy, choose_samp
 
 __all__ = [
     "Call",
+    "Condition",
     "DecodeSettings",
     "Field",
     "History",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation import GenerationConfig
 from jaxllm.generation.processors.build import REGISTERED
 from jaxllm.generation.registration import (
+    Condition,
     Field,
     Sample,
     declare_field,
@@ -24,6 +26,7 @@ from jaxllm.generation.registration import (
     register_strategy,
 )
 from jaxllm.generation.settings import FIELDS, UnusedFieldWarning
+from jaxllm.generation.settings.consistency import check_consistent
 from jaxllm.generation.strategies.select_strategy import REGISTERED_STRATEGIES
 
 DOC = ROOT / "docs" / "extending.md"
@@ -74,6 +77,14 @@ def test_settings_that_do_not_go_with_an_extension(unregistered) -> None:
     with pytest.warns(UnusedFieldWarning, match="`second`=1.0 has no effect without `first`"):
         jaxllm.generate(model, ids, second=1.0, max_new_tokens=1)
     jaxllm.generate(model, ids, first=1.0, second=1.0, max_new_tokens=1)
+    with pytest.raises(ValueError, match="'third' needs 'a watch', which is no field"):
+        declare_field("third", Field(None, positive, "an option", needs="a watch"))
+    watch = Condition("a watch", lambda config, assistant: config.max_time is not None)
+    declare_field("third", Field(None, positive, "an option", needs=watch))
+    with pytest.warns(UnusedFieldWarning, match="`third`=1.0 has no effect without `a watch`"):
+        check_consistent(GenerationConfig(third=1.0))
+    with warnings.catch_warnings(action="error"):
+        check_consistent(GenerationConfig(third=1.0, max_time=1.0))
 
 
 def test_registration_names_what_is_wrong() -> None:

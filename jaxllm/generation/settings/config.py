@@ -22,8 +22,16 @@ from jaxllm.generation.settings.field_checks import (
     words,
 )
 from jaxllm.generation.settings.fields import UNSET, Field, Settings, setting, with_fields
+from jaxllm.generation.settings.mode import (
+    ASSISTANT,
+    CONTRASTIVE,
+    CONTRASTIVE_OR_BEAMS,
+    DRAFT,
+    GREEDY_OR_SAMPLING,
+    OTHER_VOCABULARY,
+    SAMPLING_OR_CONTRASTIVE,
+)
 
-_ASSISTANT = "an assistant"
 _OTHER_VOCABULARY = "assistants of another vocabulary"
 
 
@@ -76,10 +84,10 @@ class GenerationConfig(Settings):
         doc="penalty on tokens that earlier beam groups chose", off=0.0, needs="num_beam_groups")
     penalty_alpha: float | None = setting(default=None, converter=number("[0, 1]"),
         doc="weight of the penalty on repetition in contrastive search", off=0.0,
-        needs="top_k > 1 and greedy search")
+        needs=CONTRASTIVE)
     dola_layers: Literal["low", "high"] | tuple[int, ...] | None = setting(default=None,
         converter=layers, doc='layers that DoLa contrasts with the last: "low", "high" or a list',
-        needs="greedy search or sampling", static=True, slots=False)
+        needs=GREEDY_OR_SAMPLING, static=True, slots=False)
     constraints: Any = setting(default=None, converter=anything,
         doc="list of constraints for constrained beam search", slots=False)
     force_words_ids: Any = setting(default=None, converter=anything,
@@ -105,7 +113,7 @@ class GenerationConfig(Settings):
         doc="returns the cache as tuples", execution=True, supported=(None, False))
     low_memory: bool | None = setting(default=None, converter=boolean,
         doc="contrastive search: decodes candidates one after the other", off=False,
-        needs="penalty_alpha")
+        needs=CONTRASTIVE_OR_BEAMS)
     prefill_chunk_size: int | None = setting(default=None, converter=integer(1),
         doc="prefills the prompt in chunks of this size", execution=True, static=True, slots=False)
     compile_config: Any = setting(default=None, converter=anything, doc="options of torch.compile",
@@ -121,7 +129,7 @@ class GenerationConfig(Settings):
         doc="divides the logits; below 1 sharpens the distribution", off=1.0, needs="do_sample",
         per_row=1.0, always=True)
     top_k: int = setting(default=50, converter=integer(0),
-        doc="keeps the k most probable tokens; 0 is off", off=0, needs="do_sample or penalty_alpha",
+        doc="keeps the k most probable tokens; 0 is off", off=0, needs=SAMPLING_OR_CONTRASTIVE,
         per_row=0, always=True)
     top_p: float = setting(default=1.0, converter=number("[0, 1]"),
         doc="keeps the most probable tokens up to this total probability; 1 is off", off=1.0,
@@ -215,17 +223,17 @@ class GenerationConfig(Settings):
     is_assistant: Any = setting(default=None, converter=anything,
         doc="written by transformers; no effect", metadata=True)
     num_assistant_tokens: int = setting(default=20, converter=integer(1),
-        doc="number of tokens of a draft", off=UNSET, needs=_ASSISTANT, static=True)
+        doc="number of tokens of a draft", off=UNSET, needs=ASSISTANT, static=True)
     num_assistant_tokens_schedule: str = setting(default="constant",
         converter=choice("constant", "heuristic", "heuristic_transient"),
         doc="heuristic: 2 tokens more after a draft accepted whole, else 1 less", off=UNSET,
-        needs=_ASSISTANT)
+        needs=ASSISTANT)
     assistant_confidence_threshold: float = setting(default=0.4, converter=number("[0, 1]"),
-        doc="ends a draft at a token of lower probability", off=0.0, needs=_ASSISTANT)
+        doc="ends a draft at a token of lower probability", off=0.0, needs=ASSISTANT)
     assistant_lookbehind: int = setting(default=10, converter=integer(0), doc=_OTHER_VOCABULARY,
-        off=UNSET, needs="assistant_tokenizer")
+        off=UNSET, needs=OTHER_VOCABULARY)
     target_lookbehind: int = setting(default=10, converter=integer(0), doc=_OTHER_VOCABULARY,
-        off=UNSET, needs="assistant_tokenizer")
+        off=UNSET, needs=OTHER_VOCABULARY)
     max_matching_ngram_size: int | None = setting(default=None, converter=integer(1),
         doc="longest n-gram of prompt lookup; if unset, 2", needs="prompt_lookup_num_tokens")
     prompt_lookup_num_tokens: int | None = setting(default=None, converter=integer(1),
@@ -234,7 +242,7 @@ class GenerationConfig(Settings):
     assistant_early_exit: int | None = setting(default=None, converter=integer(1),
         doc="number of the model's layers that write drafts", static=True, slots=False)
     assistant_ensemble_weight: float | None = setting(default=None, converter=number("(0, 1)"),
-        doc="w: drafts are accepted by w * model + (1 - w) * draft", needs="a draft", slots=False)
+        doc="w: drafts are accepted by w * model + (1 - w) * draft", needs=DRAFT, slots=False)
     speculation_type: Any = setting(default=None, converter=anything,
         doc="kind of assisted generation", execution=True, supported=(None,))
 
@@ -260,10 +268,16 @@ def declare_field(name: str, field: Field) -> None:
     Declaring an added field again replaces it.
 
     Raises:
-        ValueError: a built-in field or an argument of generate() has this name.
+        ValueError: a built-in field or an argument of generate() has this name, or the field needs
+            one that does not exist.
     """
     if name in _BUILT_IN or name in GENERATE_ARGUMENTS or hasattr(Settings, name):
         raise ValueError(f"declare_field: {name!r} is taken; choose another name")
+    if isinstance(field.needs, str) and field.needs not in FIELDS:
+        raise ValueError(
+            f"declare_field: {name!r} needs {field.needs!r}, which is no field; declare that field "
+            "first, or give needs=Condition(text, holds)"
+        )
     field.name = name
     setattr(GenerationConfig, name, field)
     FIELDS[name] = field

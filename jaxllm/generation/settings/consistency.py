@@ -7,8 +7,8 @@ import warnings
 from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
-from jaxllm.generation.settings.fields import checked_value
-from jaxllm.generation.settings.mode import draft_options, generation_mode, is_contrastive
+from jaxllm.generation.settings.fields import Condition, checked_value
+from jaxllm.generation.settings.mode import is_contrastive
 from jaxllm.generation.settings.special_tokens import token_tuple
 from jaxllm.models.decoder import GenerativeModel
 
@@ -97,28 +97,16 @@ def check_consistent(
                 "which leaves no token to choose"
             )
 
-    mode = generation_mode(config)
-    active = {
-        "do_sample": config.do_sample,
-        "penalty_alpha": mode == "contrastive_search" or beams > 1,  # with beams it raises
-        "do_sample or penalty_alpha": config.do_sample or is_contrastive(config),
-        "top_k > 1 and greedy search": mode == "contrastive_search",
-        "greedy search or sampling": mode in ("dola_generation", "assisted_generation"),
-        "num_beams": beams > 1,
-        "num_beam_groups": config.num_beam_groups > 1,
-        "an assistant": assistant_model is not None or config.assistant_early_exit is not None,
-        "a draft": bool(draft_options(config, assistant_model)),
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
-        "assistant_tokenizer": False,
-    }
-
-    def has_effect(name: str) -> bool:
-        return FIELDS[name].has_effect(getattr(config, name))
-
     for name in sorted(config.explicit):
-        needs = FIELDS[name].needs
-        if needs is None or not has_effect(name):
-            continue
-        if not (active[needs] if needs in active else has_effect(needs)):
-            message = f"`{name}`={getattr(config, name)!r} has no effect without `{needs}`"
-            warnings.warn(UnusedFieldWarning(message, name, needs), stacklevel=2)
+        field, value = FIELDS[name], getattr(config, name)
+        if field.has_effect(value) and not _is_met(field.needs, config, assistant_model):
+            message = f"`{name}`={value!r} has no effect without `{field.needs_text}`"
+            warnings.warn(UnusedFieldWarning(message, name, field.needs_text), stacklevel=2)
+
+
+def _is_met(
+    needs: str | Condition | None, config: GenerationConfig, assistant_model: GenerativeModel | None
+) -> bool:
+    if isinstance(needs, Condition):
+        return needs.holds(config, assistant_model)
+    return needs is None or FIELDS[needs].has_effect(getattr(config, needs))

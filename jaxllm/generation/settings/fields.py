@@ -40,6 +40,21 @@ UNSET = _Unset()
 """Value of ``Field.off`` for fields that None leaves unset."""
 
 
+@dataclass(frozen=True)
+class Condition:
+    """Settings without which a field has no effect, where they are more than one other field.
+
+    Attributes:
+        text: description, for warnings and the documentation.
+        holds: ``(config, assistant_model) -> bool``.
+        met_by_sampling: True if ``do_sample`` alone meets it.
+    """
+
+    text: str
+    holds: Callable[[Any, Any], bool]
+    met_by_sampling: bool = False
+
+
 @dataclass(eq=False)
 class Field:
     """One field of a generation config: a descriptor that reads the value of an instance.
@@ -49,7 +64,8 @@ class Field:
         check: returns the value as stored (lists as tuples), or raises BadValueError.
         doc: description, for the documentation and the command line.
         off: value that None in a call stands for: a neutral value, None itself, or UNSET.
-        needs: option without which the field has no effect (``check_consistent``).
+        needs: name of the field, or condition, without which the field has no effect
+            (``check_consistent``).
         supported: values that are implemented; None: all.
         execution: True if the field chooses how results are computed, but not the results: a value
             from a file that is not implemented has no effect.
@@ -72,7 +88,7 @@ class Field:
     check: Callable[[Any], Any]
     doc: str
     off: Any = None
-    needs: str | None = None
+    needs: str | Condition | None = None
     supported: tuple[Any, ...] | None = None
     execution: bool = False
     static: bool = False
@@ -94,7 +110,14 @@ class Field:
     @property
     def only_sampling(self) -> bool:
         """True if the field has no effect on greedy search."""
-        return self.needs is not None and self.needs.startswith("do_sample")
+        if isinstance(self.needs, Condition):
+            return self.needs.met_by_sampling
+        return self.needs == "do_sample"
+
+    @property
+    def needs_text(self) -> str:
+        """``needs`` for warnings and the documentation; empty if the field needs nothing."""
+        return self.needs.text if isinstance(self.needs, Condition) else self.needs or ""
 
     def has_effect(self, value: object) -> bool:
         """True if a value is neither neutral nor the default."""

@@ -1,10 +1,15 @@
-"""Generation mode: the name of the strategy that the settings select."""
+"""Generation mode: the name of the strategy that the settings select, and conditions on it."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from jaxllm.generation.inputs.values import is_traced
-from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.fields import Condition
 from jaxllm.models.decoder import GenerativeModel
+
+if TYPE_CHECKING:
+    from jaxllm.generation.settings.config import GenerationConfig
 
 SLOT_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 """Modes that the slots of the batch engine have; rows of other modes run in static batches."""
@@ -17,6 +22,7 @@ def generation_mode(
 ) -> str:
     """Name of the strategy that the settings select, by transformers' rule.
 
+    >>> from jaxllm.generation.settings.config import GenerationConfig
     >>> generation_mode(GenerationConfig(num_beams=4))
     'beam_search'
     """
@@ -51,3 +57,30 @@ def draft_options(config: GenerationConfig, assistant_model: GenerativeModel | N
         "assistant_model": assistant_model,
     }
     return [name for name, value in options.items() if value is not None]
+
+
+SAMPLING_OR_CONTRASTIVE = Condition(
+    "do_sample or penalty_alpha",
+    lambda config, assistant: config.do_sample or is_contrastive(config),
+    met_by_sampling=True,
+)
+CONTRASTIVE = Condition(
+    "top_k > 1 and greedy search",
+    lambda config, assistant: generation_mode(config) == "contrastive_search",
+)
+CONTRASTIVE_OR_BEAMS = Condition(  # beams raise: no warning comes before
+    "penalty_alpha",
+    lambda config, assistant: (
+        generation_mode(config) == "contrastive_search" or config.num_beams > 1
+    ),
+)
+GREEDY_OR_SAMPLING = Condition(
+    "greedy search or sampling",
+    lambda config, assistant: generation_mode(config) in ("dola_generation", "assisted_generation"),
+)
+ASSISTANT = Condition(
+    "an assistant",
+    lambda config, assistant: assistant is not None or config.assistant_early_exit is not None,
+)
+DRAFT = Condition("a draft", lambda config, assistant: bool(draft_options(config, assistant)))
+OTHER_VOCABULARY = Condition("assistant_tokenizer", lambda config, assistant: False)
