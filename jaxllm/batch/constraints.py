@@ -1,4 +1,4 @@
-"""What the new text of a row must match: a JSON schema, a regular expression or a grammar."""
+"""Constraints of rows: a JSON schema, a regular expression or a grammar for the new text."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ConstraintCompiler:
 
     def __init__(self, tokenizer: Tokenizer | None, job: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
-        self._job = _only_one(job)
+        self._job = only_one(job)
         self._compiled: dict[tuple[str, str, tuple[int, ...]], GrammarLogitsProcessor] = {}
 
     def check_job(self, eos: tuple[int, ...]) -> None:
@@ -100,7 +100,7 @@ class ConstraintCompiler:
         Raises:
             InputError: it is wrong.
         """
-        chosen = _only_one(own) or self._job
+        chosen = only_one(own) or self._job
         if chosen is None:
             return None
         grammar, failures = self._grammar(*chosen, eos), list[JaxLLMError]()
@@ -117,10 +117,13 @@ class ConstraintCompiler:
         return self._compiled[cache_key]
 
 
-def _only_one(constraints: dict[str, Any]) -> tuple[str, Any] | None:
-    """The constraint that is set.
+def only_one(constraints: dict[str, Any]) -> tuple[str, Any] | None:
+    """Key and source of the constraint that is set; None if none is.
 
-    >>> _only_one({"schema": None, "regex": "a+"})
+    Raises:
+        InputError: several are set.
+
+    >>> only_one({"schema": None, "regex": "a+"})
     ('regex', 'a+')
     """
     pairs = [(key, source) for key, source in constraints.items() if source is not None]

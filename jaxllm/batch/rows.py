@@ -21,7 +21,7 @@ from jaxllm.generation.inputs.padded_batch import PaddedBatch
 from jaxllm.generation.inputs.values import is_integer, to_scalar
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import UnusedFieldWarning
-from jaxllm.generation.settings.lengths import checked_lengths
+from jaxllm.generation.settings.lengths import checked_lengths, with_default_length
 from jaxllm.generation.settings.mode import generation_mode
 from jaxllm.generation.settings.special_tokens import checked_pad
 from jaxllm.generation.stopping import StopStringCriteria
@@ -189,7 +189,7 @@ def error_output(row: BatchRow | RawRow, error: JaxLLMError) -> BatchOutput:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Settings:
+class SharedSettings:
     """Settings that rows with the same generation fields share."""
 
     config: GenerationConfig
@@ -225,7 +225,7 @@ class RowReader:
         self._fields, self._seed = dict(fields), checked_seed(seed)
         self._default_new_tokens = default_new_tokens
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
-        self._settings: dict[str, _Settings] = {}
+        self._settings: dict[str, SharedSettings] = {}
         self._with_default_length: dict[tuple[GenerationConfig, int], GenerationConfig] = {}
         if constraint:
             self._constraints.check_job(self._read_settings({}).eos)
@@ -272,20 +272,17 @@ class RowReader:
         self, config: GenerationConfig, decoder_prompt: Int[np.ndarray, " C"]
     ) -> tuple[GenerationConfig, int]:
         """The settings with a `max_new_tokens` if no length is set, and the maximum length."""
-        if self._default_new_tokens is not None and not (
-            {"max_length", "max_new_tokens"} & config.to_dict().keys()
-        ):
-            limit, context = self._default_new_tokens, self._model.config.context_length
-            if not self._model.is_encoder_decoder and context is not None:
-                limit = max(1, min(limit, context - len(decoder_prompt)))
-            # Rows that share their settings share one object.
-            config = self._with_default_length.setdefault(
-                (config, limit), config.replace(max_new_tokens=limit)
+        if self._default_new_tokens is not None:
+            limited = with_default_length(
+                config, self._model, len(decoder_prompt), self._default_new_tokens
             )
+            # Rows that share their settings share one object.
+            key = (config, limited.max_new_tokens)
+            config = self._with_default_length.setdefault(key, limited)
         columns = PaddedBatch(decoder_prompt[None], np.ones((1, len(decoder_prompt)), bool))
         return checked_lengths(self._model, config, columns)
 
-    def _read_settings(self, fields: Mapping[str, Any]) -> _Settings:
+    def _read_settings(self, fields: Mapping[str, Any]) -> SharedSettings:
         """The settings of a row with these fields; rows with equal fields share them."""
         try:
             key = json.dumps(fields, sort_keys=True)
@@ -300,7 +297,7 @@ class RowReader:
             self._settings[key] = settings
         return settings
 
-    def _checked_settings(self, fields: Mapping[str, Any]) -> _Settings:
+    def _checked_settings(self, fields: Mapping[str, Any]) -> SharedSettings:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UnusedFieldWarning)
             config, eos = merged_config(self._model, None, {**self._fields, **fields})
@@ -321,7 +318,7 @@ class RowReader:
                 raise InputError("stop_strings: needs a tokenizer, which this model does not have")
             StopStringCriteria(self._tokenizer, list(config.stop_strings))
         checked_pad(self._model, config, eos)
-        return _Settings(config, eos)
+        return SharedSettings(config, eos)
 
 
 def checked_seed(seed: Any) -> int:

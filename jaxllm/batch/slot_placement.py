@@ -19,26 +19,26 @@ from jaxllm.batch.slots import PrefillBatch, RotatedCache, RowSettings, SlotCach
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
 from jaxllm.nn.platform import writes_one_slot
-from jaxllm.parallel.field_axes import Axes, map_with_axes
+from jaxllm.parallel.field_axes import Axes, field_shardings, map_with_axes
 from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import ROWS, context_mesh, partition_spec, use_mesh
 
 T = TypeVar("T")
 
 
-def with_shardings(shapes: T, mesh: Mesh | None) -> T:
-    """Shapes of slots with their shardings."""
+def with_shardings(shapes: T, mesh: Mesh | None, count: int) -> T:
+    """Shapes of `count` slots with their shardings."""
     if mesh is None:
         # Not weakly typed: programs are compiled for the arrays that `empty_slots` makes of these.
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+    replicated = NamedSharding(mesh, PartitionSpec())
 
-    def with_sharding(axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = partition_spec(x.shape, axes if x.ndim >= len(axes) else axes[:1], mesh)
+    def with_sharding(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         if 0 in x.shape:  # programs return empty arrays replicated
-            spec = PartitionSpec()
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+            sharding = replicated
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return map_with_axes(with_sharding, shapes)
+    return jax.tree.map(with_sharding, shapes, field_shardings(shapes, mesh, batch=count))
 
 
 def place(x: np.ndarray, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
@@ -152,7 +152,7 @@ def slot_shapes(
 
     with use_mesh(mesh):
         shapes = jax.eval_shape(initial_slots, model, batch)
-    return with_shardings(shapes, mesh)
+    return with_shardings(shapes, mesh, count)
 
 
 def empty_slots(shapes: Slots, settings: RowSettings) -> Slots:

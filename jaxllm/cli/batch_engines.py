@@ -1,4 +1,4 @@
-"""What answers the rows of a batch job, as its input and the options say."""
+"""Chooses and loads the engine of a batch job, from its input and the options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxllm.batch import BatchGenerator
-from jaxllm.batch.constraints import CONSTRAINT_KEYS
+from jaxllm.batch.constraints import CONSTRAINT_KEYS, only_one
 from jaxllm.batch.embedded_rows import EMBED_KEYS, RowEmbedder
 from jaxllm.batch.job.inputs import ColumnChoice, Source
 from jaxllm.batch.job.inputs.columns import generation_keys
@@ -46,14 +46,11 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
         InputError: there are several, or a schema is no JSON object.
         UnsupportedError: llguidance is not installed.
     """
-    options = {key: getattr(arguments, key) for key in CONSTRAINT_KEYS}
-    constraints = {key: text for key, text in options.items() if text is not None}
-    if not constraints:
+    chosen = only_one({f"--{key}": getattr(arguments, key) for key in CONSTRAINT_KEYS})
+    if chosen is None:
         return {}
-    if len(constraints) > 1:
-        raise InputError(f"{' and '.join(f'--{key}' for key in constraints)}: give one of them")
     llguidance()  # before loading
-    ((key, text),) = constraints.items()
+    key, text = chosen[0].removeprefix("--"), chosen[1]
     if key != "regex" and names_file(text):
         text = read_text(Path(text), max_bytes=_MAX_CONSTRAINT_BYTES, error=InputError)
     if key != "schema":

@@ -17,6 +17,7 @@ from jaxllm.models.mistral import (
     MistralForSequenceClassification,
     MistralModel,
 )
+from jaxllm.models.quantize import quantize_model
 from jaxllm.models.qwen2 import (
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -60,4 +61,5 @@ __all__ = [
     "T5EncoderModel",
     "T5ForConditionalGeneration",
     "model_spec",
+    "quantize_model",
 ]

@@ -107,6 +107,7 @@ def quantize_model(model: M, name: str, *, embeddings: bool = True) -> M:
     """A copy of a float model with quantized weights, for inference; the rest is shared.
 
     Args:
+        model: a float model without LoRA.
         name: "int8": a scale for each row of a matrix; "int4": also for each group of 32 entries,
             with int8 for embeddings.
         embeddings: also quantize the token embedding and the LM head.

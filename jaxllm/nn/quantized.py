@@ -88,7 +88,18 @@ class Int8Matrix(nnx.Module):
         return self.values[...] * self.scale[...][:, None]
 
 
-class Int4Matrix(nnx.Module):
+class GroupedMatrix(nnx.Module):
+    """Base of matrices whose rows are split into groups: ``groups`` is [G, O, S]."""
+
+    groups: nnx.Param[Integer[Array, "G O S"]]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        count, rows, size = self.groups.shape
+        return rows, count * size
+
+
+class Int4Matrix(GroupedMatrix):
     """A matrix of int4, with an integer multiplier for each group of a row and a float32 scale for
     each row: ``W[o, g * size + j] = scale[o] * multipliers[g, o] * groups[g, o, j]``.
 
@@ -136,11 +147,6 @@ class Int4Matrix(nnx.Module):
         _, multipliers, values = best
         return cls(values.astype(jnp.int4), multipliers[..., 0].astype(jnp.int8), scale)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        count, rows, size = self.groups.shape
-        return rows, count * size
-
     def times(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         return times_int4_transposed(x, self.groups[...], self.multipliers[...], self.scale[...])
 
@@ -158,7 +164,7 @@ class Int4Matrix(nnx.Module):
         return values * self.scale[...][:, None]
 
 
-class BlockMatrix(nnx.Module):
+class BlockMatrix(GroupedMatrix):
     """A matrix in groups with float scales and offsets, as in GGUF files:
     ``W[o, g * size + j] = scales[g, o] * groups[g, o, j] + offsets[g, o]``."""
 
@@ -172,11 +178,6 @@ class BlockMatrix(nnx.Module):
         self.format = name
         self.groups, self.scales = nnx.Param(groups), nnx.Param(scales)
         self.offsets = None if offsets is None else nnx.Param(offsets)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        count, rows, size = self.groups.shape
-        return rows, count * size
 
     def times(self, x: Float[Array, "... I"]) -> Float[Array, "... O"]:
         offsets = None if self.offsets is None else self.offsets[...]

@@ -216,6 +216,15 @@ def test_mean_scores_by_hand():
     np.testing.assert_allclose(weighted_mean_score(bits, mask), [(10 / 11 + 1) / 2], rtol=1e-6)
 
 
+def test_expected_mean_of_synthid_by_enumeration():
+    """A round keeps the better of two tokens, each with a random bit."""
+    size = 3
+    bits = np.stack(np.meshgrid(*[[0, 1]] * size), -1).reshape(-1, size)
+    expected = np.maximum(bits[:, :, None], bits[:, None]).mean()
+    processor = SynthIDTextWatermarkLogitsProcessor(ngram_len=5, keys=[1, 2])
+    assert processor.expected_mean_g_value(size) == pytest.approx(expected)
+
+
 def test_numbers_of_synthid_compile_nothing():
     run.clear_cache()
     scores = np.random.default_rng(0).normal(size=(1, 30)).astype(np.float32)

@@ -10,7 +10,6 @@ from jaxllm.common.errors import TemplateError
 from jaxllm.tokenizers import Tokenizer
 
 Messages = Sequence[Mapping[str, str]]
-_END = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def render_chat(
@@ -26,35 +25,21 @@ def render_chat(
     Raises:
         TemplateError: there is no template, or it fails, and not only because of a system message.
     """
+    options = {
+        "tokenize": False,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": not add_generation_prompt,
+        **variables,
+    }
     try:
-        return _render(tokenizer, messages, add_generation_prompt, variables)
+        return tokenizer.apply_chat_template(messages, **options)
     except TemplateError as failure:
         others = [message for message in messages if message["role"] != "system"]
         if tokenizer.chat_template is None or len(others) == len(messages):
             raise
-        text = _render(tokenizer, others, add_generation_prompt, variables)
+        text = tokenizer.apply_chat_template(others, **options)
         warnings.warn(
             f"the chat template takes no system message, which is left out ({failure})",
             stacklevel=2,
         )
         return text
-
-
-def _render(
-    tokenizer: Tokenizer,
-    messages: Messages,
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any],
-) -> str:
-    if add_generation_prompt:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **variables)
-    *earlier, last = messages
-    tagged = [*earlier, {**last, "content": last["content"] + _END}]
-    text = tokenizer.apply_chat_template(
-        tagged, tokenize=False, add_generation_prompt=False, **variables
-    )
-    end = text.rfind(_END.strip())
-    if end < 0:
-        raise TemplateError("the chat template leaves out the last message, which is to continue")
-    # A template that trims the tag's space also trims the end of the message.
-    return text[:end] if text.startswith(_END, end) else text[:end].rstrip()

@@ -119,16 +119,19 @@ def host_int(name: str, value: int | Int[Array, ""]) -> int:
 
 
 def with_default_length(
-    fields: GenerationConfig, model: GenerativeModel, prompt_length: int
+    fields: GenerationConfig,
+    model: GenerativeModel,
+    prompt_length: int,
+    new_tokens: int = DEFAULT_NEW_TOKENS,
 ) -> GenerationConfig:
-    """Sets max_new_tokens to 256 (less if the context is shorter) unless a length is set.
+    """Sets max_new_tokens to `new_tokens` (less if the context is shorter) unless a length is set.
 
-    The default of commands and pipelines; that of ``generate`` is transformers' 20.
+    The default of commands, batches and pipelines; that of ``generate`` is transformers' 20.
     """
     model_defaults = model.generation_config or GenerationConfig()
     if {"max_length", "max_new_tokens"} & model_defaults.merge(fields).to_dict().keys():
         return fields
-    limit = DEFAULT_NEW_TOKENS
+    limit = new_tokens
     if not model.is_encoder_decoder and model.config.context_length is not None:
         limit = max(1, min(limit, model.config.context_length - prompt_length))
     return fields.replace(max_new_tokens=limit)

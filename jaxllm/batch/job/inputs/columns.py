@@ -1,4 +1,4 @@
-"""Which keys of a row are read, where a file has others too."""
+"""Selection of row keys and columns, from files that have others too."""
 
 from __future__ import annotations
 
@@ -49,11 +49,8 @@ class ColumnChoice:
             DataError: a named column is missing, or none has prompts.
         """
         names = list(names)
-        for flag, name in (
-            ("--prompt-column", self.prompt),
-            ("--completion-column", self.completion),
-        ):
-            if name is not None and name not in names:
+        for flag, name in self.named.items():
+            if name not in names:
                 raise DataError(f"{flag}: no column {name!r}; there are {listed(names)}")
         if self.prompt is None and not set(PROMPT_KEYS).intersection(names):
             raise DataError(
