@@ -22,7 +22,7 @@ import jaxtyping
 import numpy as np
 
 ENTRY_POINT = re.compile(
-    r"jaxllm\.models\..*(__call__|given_encoding)"
+    r"jaxllm\.models\..*__call__"
     r"|jaxllm\.(generation|contrib)\..*\.(generate|stream|score|heal_tokens|EncoderTokens\.of"
     r"|LogitsProcessor\.__call__|WatermarkDetector\.__call__)"
 )

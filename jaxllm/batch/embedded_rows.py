@@ -13,6 +13,7 @@ from jaxllm.batch.embedder import Embedder, Pooling
 from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
 from jaxllm.batch.row_task import RowTask
 from jaxllm.batch.rows import BatchOutput, RawRow
+from jaxllm.models.model import Model
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 EMBED_KEYS = frozenset(field.name for field in dataclasses.fields(RowPrompt))
@@ -42,7 +43,7 @@ class RowEmbedder(RowTask[np.ndarray, np.ndarray]):
 
     def __init__(
         self,
-        model: Any,
+        model: Model[Any],
         tokenizer: Tokenizer | None,
         *,
         pooling: Pooling = "mean",

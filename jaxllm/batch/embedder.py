@@ -15,7 +15,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import bucket
-from jaxllm.models.model import without_metadata
+from jaxllm.models.model import Model, without_metadata
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards, use_mesh
 
@@ -37,7 +37,7 @@ class Embedder:
 
     def __init__(
         self,
-        model: Any,
+        model: Model[Any],
         context: int | None,
         pooling: Pooling = "mean",
         *,

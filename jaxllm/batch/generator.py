@@ -20,7 +20,7 @@ from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of
 from jaxllm.parallel.sharding import row_shards
@@ -215,9 +215,7 @@ def check_model(model: GenerativeModel) -> Mesh | None:
     Raises:
         UnsupportedError: it has no language-model head, or lies on devices of several processes.
     """
-    if not hasattr(model, "decode"):
-        raise UnsupportedError(f"{type(model).__name__} has no language-model head")
-    mesh = mesh_of(model)
+    mesh = mesh_of(checked_generative(model, "model"))
     if mesh is not None and mesh.is_multi_process:
         raise UnsupportedError(
             "model: lies on devices of several processes, but each process answers rows of its "

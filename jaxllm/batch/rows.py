@@ -226,7 +226,7 @@ class RowReader:
         self._default_new_tokens = default_new_tokens
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
         self._settings: dict[str, SharedSettings] = {}
-        self._with_default_length: dict[tuple[GenerationConfig, int], GenerationConfig] = {}
+        self._with_default_length: dict[tuple[GenerationConfig, int | None], GenerationConfig] = {}
         if constraint:
             self._constraints.check_job(self._read_settings({}).eos)
 

@@ -12,10 +12,10 @@ from jaxtyping import Int
 from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
 from jaxllm.batch.row_task import RowTask
 from jaxllm.batch.rows import BatchOutput, RawRow, error_output
-from jaxllm.common.errors import InputError, NonFiniteError, UnsupportedError
+from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.generation.inputs.padded_batch import checked_ids
 from jaxllm.generation.scoring.score import Pair, batch_scorer, make_pair
-from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_ROWS = 32
@@ -69,9 +69,7 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
         chat: bool = False,
         system: str | None = None,
     ) -> None:
-        if not hasattr(model, "decode"):
-            raise UnsupportedError(f"score: {type(model).__name__} has no language-model head")
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer = checked_generative(model, "score"), tokenizer
         super().__init__(batch_size or DEFAULT_ROWS)
         self._score = batch_scorer(model)
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)

@@ -18,12 +18,13 @@ from jaxllm.batch.job.job import RowEngine
 from jaxllm.batch.scored_rows import SCORE_KEYS, RowScorer
 from jaxllm.cli.field_flags import generation_fields
 from jaxllm.cli.model_flags import load_named, model_path
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter
 from jaxllm.common.strict_json import parse_json
 from jaxllm.common.text_file import read_text
 from jaxllm.generation.processors.host.grammar import llguidance
 from jaxllm.generation.settings.lengths import DEFAULT_NEW_TOKENS
+from jaxllm.models.decoder import checked_generative
 from jaxllm.serve.http.batch_requests import BatchRequests
 
 _MAX_CONSTRAINT_BYTES = 2**20
@@ -110,8 +111,7 @@ def load_engine(
         return RowEmbedder(model, tokenizer, pooling=arguments.embed, **rows)
     if arguments.score:
         return RowScorer(model, tokenizer, **rows)
-    if not hasattr(model, "decode"):
-        raise UnsupportedError(f"{path}: a {type(model).__name__} generates no text")
+    model = checked_generative(model, str(path))
     options: dict[str, Any] = {
         "slots": arguments.slots,
         "memory": arguments.memory,

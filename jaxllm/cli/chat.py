@@ -26,6 +26,7 @@ from jaxllm.cli.model_flags import (
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.progress import Reporter, set_progress
 from jaxllm.generation.settings.consistency import check_for_use
+from jaxllm.models.decoder import checked_generative
 
 HELP = """\
 /reset            begin anew; the system message stays
@@ -73,7 +74,8 @@ def _run(arguments: argparse.Namespace) -> int:
     keep_programs(arguments, reporter)
     path = model_path(arguments)
     model, tokenizer = load_named(arguments, None, reporter)
-    if not hasattr(model, "decode") or model.is_encoder_decoder:
+    model = checked_generative(model, str(path))
+    if model.is_encoder_decoder:
         raise UnsupportedError(f"{path}: a {type(model).__name__} cannot chat")
     if tokenizer is None or tokenizer.chat_template is None:
         raise InputError(f"{path} has no chat template: use jaxllm generate")

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxllm.cli.devices import local_mesh, mesh_sizes
 from jaxllm.cli.exits import Parser, run_command
@@ -24,6 +23,7 @@ from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.progress import Reporter
 from jaxllm.common.text_file import read_text
 from jaxllm.evaluate import perplexity
+from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _MAX_TEXT_BYTES = 2**28
@@ -184,9 +184,9 @@ def _run_tasks(arguments: argparse.Namespace, reporter: Reporter) -> int:
     return 0
 
 
-def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[Any, Tokenizer]:
+def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[GenerativeModel, Tokenizer]:
     keep_programs(arguments, reporter)
     model, tokenizer = load_named(arguments, local_mesh(arguments), reporter)
-    if tokenizer is None or not hasattr(model, "decode"):
-        raise UnsupportedError(f"{arguments.model}: needs a tokenizer and a language-model head")
-    return model, tokenizer
+    if tokenizer is None:
+        raise UnsupportedError(f"{arguments.model}: has no tokenizer, which a text needs")
+    return checked_generative(model, str(arguments.model)), tokenizer

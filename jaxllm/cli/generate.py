@@ -39,7 +39,7 @@ from jaxllm.cli.model_flags import (
 )
 from jaxllm.cli.request import IdDecoder, PromptRequest, TextDecoder, print_streamed, print_whole
 from jaxllm.common.compile_clock import CompileClock
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter
 from jaxllm.contrib.token_healing import heal
 from jaxllm.generation.call.keys import shared_key
@@ -47,7 +47,7 @@ from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.consistency import UnusedFieldWarning, check_for_use
 from jaxllm.generation.settings.lengths import with_default_length
-from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.tokenizers.tokenizer import MAX_TEXT_BYTES, Tokenizer
 
 _EXAMPLES = """\
@@ -171,9 +171,7 @@ def _load(
 ) -> tuple[GenerativeModel, Tokenizer | None, GenerativeModel | None]:
     """Loads model, tokenizer and assistant model."""
     model, tokenizer = load_named(arguments, mesh, reporter)
-    if not hasattr(model, "decode"):
-        path = model_path(arguments)
-        raise UnsupportedError(f"{path}: a {type(model).__name__} cannot generate text")
+    model = checked_generative(model, str(model_path(arguments)))
     assistant = None
     options = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype, "mesh": mesh}
     if arguments.assistant_model is not None:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import Branches
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.common.errors import UnsupportedError
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.nn.blocks import StackOutput
@@ -110,3 +111,17 @@ class GenerativeModel(Decoder, Protocol):
 
     generation_config: Any
     extra_eos_token_ids: tuple[int, ...]
+
+
+def checked_generative(model: Any, name: str) -> GenerativeModel:
+    """Returns the model, which must have a language-model head.
+
+    Args:
+        name: of the function that needs it, or of the model, for the message.
+
+    Raises:
+        UnsupportedError: it has none.
+    """
+    if not hasattr(model, "decode"):
+        raise UnsupportedError(f"{name}: {type(model).__name__} has no language-model head")
+    return model

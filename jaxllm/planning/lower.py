@@ -22,7 +22,7 @@ from jaxllm.generation.call.prepare import Request, prepare_call
 from jaxllm.generation.generate import program_model, run_prefill
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import decode_program, prefill_program
-from jaxllm.models.model import without_metadata
+from jaxllm.models.model import Model, without_metadata
 from jaxllm.parallel.field_axes import field_shardings
 from jaxllm.parallel.placement import mesh_of, put, put_everywhere, put_tree
 from jaxllm.parallel.sharding import batch_sharding, row_shards, use_mesh
@@ -69,7 +69,7 @@ class LoweredProgram:
 
 
 def lower(
-    model: Any,
+    model: Model[Any],
     program: str = "decode",
     *,
     batch: int = 8,
@@ -119,7 +119,7 @@ class Target:
     """The device, or the mesh's first one."""
 
     @staticmethod
-    def of(model: Any) -> Target:
+    def of(model: Model[Any]) -> Target:
         mesh, leaf = mesh_of(model), jax.tree.leaves(model)[0]
         device = min(leaf.sharding.device_set, key=lambda device: device.id)
         placed = jax.tree.map(

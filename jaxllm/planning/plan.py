@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.models.model import Model
 from jaxllm.parallel.sharding import make_mesh, use_mesh
 from jaxllm.planning import hlo
 from jaxllm.planning.abstract import abstract_model
@@ -156,7 +157,7 @@ def plan(
     )
 
 
-def _lower(model: Any, program: str, sizes: Mapping[str, int]) -> Sequence[LoweredProgram]:
+def _lower(model: Model[Any], program: str, sizes: Mapping[str, int]) -> Sequence[LoweredProgram]:
     """`lower`, with a clear error where only the device's own library compiles a kernel."""
     try:
         return lower(model, program, **sizes)

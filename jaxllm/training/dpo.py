@@ -19,6 +19,7 @@ from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.language_model import head_logits
 from jaxllm.models.losses import token_losses
+from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.training.chunked_loss import chunked_row_losses, columns_within
 from jaxllm.training.losses import MAX_LOGITS, Batch, LossSums, causal_inputs, seq2seq_inputs
@@ -76,7 +77,7 @@ def pair_losses(
 
 
 def pair_logps(
-    model: Any, batch: Batch, key: Array | None = None, max_logits: int = MAX_LOGITS
+    model: Model[Any], batch: Batch, key: Array | None = None, max_logits: int = MAX_LOGITS
 ) -> tuple[Float[Array, "B 2"], Float[Array, "B 2"]]:
     """Log-probabilities of the answers of each pair, and their numbers of tokens.
 
@@ -121,7 +122,7 @@ class DPOLoss:
     config: DPOConfig = dataclasses.field(default_factory=DPOConfig)
     max_logits: int = MAX_LOGITS
 
-    def __call__(self, model: Any, batch: Batch, key: Array | None = None) -> LossSums:
+    def __call__(self, model: Model[Any], batch: Batch, key: Array | None = None) -> LossSums:
         if REFERENCE not in batch:
             raise InputError(
                 f"{REFERENCE}: missing in the batch; `training.data.add_reference` computes it"

@@ -84,7 +84,11 @@ class TokenLoss:
             raise InputError(f"z_loss: expected 0 or more, found {self.z_loss}")
 
     def of_model(
-        self, model: Any, inputs: dict[str, Any], labels: Any, key: Array | None
+        self,
+        model: CausalLM | T5ForConditionalGeneration,
+        inputs: dict[str, Any],
+        labels: Any,
+        key: Array | None,
     ) -> LossSums:
         """Loss sums of a language model for labels [B, T] that its logits predict."""
         x, head_key = model.head_inputs(**inputs, dropout_key=key)

@@ -212,9 +212,12 @@ ERRORS = {
     "no tokenizer": (("--model", T5, "hi"), "--input-ids"),
     "a classifier": (
         ("--model", PARITY / "gpt2_cls_single", "--input-ids", "1"),
-        "cannot generate text",
+        "no language-model head",
     ),
-    "an encoder": (("--model", PARITY / "t5_encoder", "--input-ids", "1"), "cannot generate text"),
+    "an encoder": (
+        ("--model", PARITY / "t5_encoder", "--input-ids", "1"),
+        "no language-model head",
+    ),
     "no template": (("--model", LLAMA, "--chat", "hi"), "chat template"),
     "ids beyond the vocabulary": (("--model", T5, "--input-ids", "5,100000"), "100000"),
     "not ids": (("--model", T5, "--input-ids", "a,b"), "comma separated integers, found 'a,b'"),

@@ -45,7 +45,7 @@ from jaxllm.generation.strategies.strategy import (
     DecodeSettings,
     PrefillInputs,
 )
-from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.parallel.placement import mesh_of, put_everywhere, put_rows
 
 
@@ -125,8 +125,7 @@ def prepare_call(
     Raises:
         InputError, UnsupportedError: as `generate`.
     """
-    if not hasattr(model, "decode"):
-        raise UnsupportedError(f"generate: {type(model).__name__} has no language-model head")
+    model = checked_generative(model, "generate")
     split = split_keywords({**keywords, "input_ids": input_ids, "attention_mask": attention_mask})
     arguments, mesh = split.arguments, mesh_of(model)
     past = checked_past(arguments.past_key_values)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.common.errors import InputError, NonFiniteError, UnsupportedError
+from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.generation.call.prompts import decoder_prompt
 from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.inputs.batching import run_in_batches
@@ -20,7 +20,7 @@ from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import any_traced, bucket, is_integer, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.token_choice import choose_greedy
-from jaxllm.models.decoder import Decoder, GenerativeModel
+from jaxllm.models.decoder import Decoder, GenerativeModel, checked_generative
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.placement import mesh_of, put_rows
 from jaxllm.parallel.sharding import constrain, use_mesh
@@ -167,8 +167,7 @@ def read_pairs(
     completion_mask: TokenRows | None,
 ) -> list[Pair]:
     """Checks the arguments of `score` and builds the pairs."""
-    if not hasattr(model, "decode"):
-        raise UnsupportedError(f"score: {type(model).__name__} has no language-model head")
+    model = checked_generative(model, "score")
     # Inside the caller's jit even a constant is traced.
     if is_traced(jnp.zeros(())) or any_traced(prompts, completions, model):
         raise InputError("score: sorts its pairs on the host; call it outside jax.jit")

@@ -17,7 +17,7 @@ from jaxllm.generation.strategies.assisted.drafts import (
     EarlyExit,
 )
 from jaxllm.generation.strategies.assisted.lookup import PromptLookup
-from jaxllm.models.decoder import GenerativeModel
+from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.model import without_metadata
 
 SMALLEST_DRAFT = 8
@@ -123,11 +123,7 @@ def assistant_settings(
 
 def check_assistant(model: GenerativeModel, assistant: GenerativeModel) -> None:
     """Raises UnsupportedError if the assistant's vocabulary or inputs differ from the model's."""
-    if not hasattr(assistant, "decode"):
-        raise UnsupportedError(
-            f"assistant_model: {type(assistant).__name__} is not a model that generates; load it "
-            "with jaxllm.load"
-        )
+    assistant = checked_generative(assistant, "assistant_model")
     if assistant.is_encoder_decoder != model.is_encoder_decoder:
         raise UnsupportedError(
             f"assistant_model: {type(assistant).__name__} does not read what "
