@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -27,16 +27,17 @@ from jaxllm.generation.settings.mode import SLOT_MODES
 from jaxllm.generation.stopping import StoppingCriteriaList, StopStringCriteria
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
-NEUTRAL: Mapping[str, Any] = {
-    name: field.per_row for name, field in FIELDS.items() if field.per_row is not None
-}
-"""Per-row fields and their neutral values. If one row of a program uses such a field, the program
-applies it to all rows, with the neutral value for the others."""
-_WARPERS = frozenset(name for name in NEUTRAL if FIELDS[name].only_sampling)
-_ALWAYS_SAMPLED = frozenset(name for name in NEUTRAL if FIELDS[name].always)
-_CACHES = (None, "static", "dynamic")
 MAX_STOP_LISTS = 8
 """Lists of stop strings in one program: each is looked for in every row."""
+
+
+def per_row_fields() -> frozenset[str]:
+    """Names of the fields in which rows of a program may differ, registered ones included.
+
+    If one row of a program uses such a field, the program applies it to all rows, with the neutral
+    value (`Field.per_row`) for the others.
+    """
+    return frozenset(name for name, field in FIELDS.items() if field.per_row is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Group:
     rows: tuple[BatchRow, ...]
     strategy: SlotStrategy
     shared_fields: tuple[str, ...]
-    """Fields of `NEUTRAL` that the program applies."""
+    """Per-row fields that the program applies."""
     stop_lists: tuple[tuple[str, ...], ...]
     eos_width: int
 
@@ -93,19 +94,14 @@ def fits_slots(row: BatchRow) -> bool:
     field that needs a static batch (`Field.slots`)."""
     if row.mode not in SLOT_MODES or (row.config.num_beams > 1 and not _beams_fit(row)):
         return False
-    values = row.config.to_dict()
-    if values.pop("cache_implementation", None) not in _CACHES:
-        return False
-    return not any(
-        FIELDS[name].has_effect(value) for name, value in values.items() if not FIELDS[name].slots
-    )
+    return all(FIELDS[name].fits_slots(value) for name, value in row.config.to_dict().items())
 
 
 def check_processors(row: BatchRow, vocab_size: int) -> None:
     """Raises the errors of `generate` for invalid processor settings, such as token ids outside the
     vocabulary."""
     if fits_slots(row):
-        processors_of(row, tuple(NEUTRAL), vocab_size)
+        processors_of(row, tuple(per_row_fields()), vocab_size)
 
 
 def _beams_fit(row: BatchRow) -> bool:
@@ -184,18 +180,19 @@ def _by_stop_lists(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
 
 
 def _shared_fields(rows: Sequence[BatchRow]) -> tuple[str, ...]:
-    """The fields of `NEUTRAL` that any row uses."""
-    fields = set(_ALWAYS_SAMPLED) if any(row.config.do_sample for row in rows) else set()
+    """The per-row fields that any row uses."""
+    names, sampling = per_row_fields(), any(row.config.do_sample for row in rows)
+    fields = {name for name in names if sampling and FIELDS[name].always}
     for config in {row.config for row in rows}:
-        values = _per_row_values(config, NEUTRAL, 0)
-        fields |= {name for name, value in values.items() if value != NEUTRAL[name]}
+        values = _per_row_values(config, names, 0)
+        fields |= {name for name, value in values.items() if value != FIELDS[name].per_row}
     return tuple(sorted(fields))
 
 
 def _per_row_values(
     config: GenerationConfig, names: Iterable[str], prompt_length: int
 ) -> dict[str, Any]:
-    """A row's values of fields of `NEUTRAL`.
+    """A row's values of per-row fields.
 
     Args:
         prompt_length: length of its decoder prompt; `min_length` minus this counts as
@@ -206,8 +203,9 @@ def _per_row_values(
         value = getattr(config, name)
         if name == "min_new_tokens" and value is None:
             value = max(config.min_length - prompt_length, 0)
-        unused = value is None or (name in _WARPERS and not config.do_sample)
-        values[name] = NEUTRAL[name] if unused else value
+        field = FIELDS[name]
+        unused = value is None or (field.only_sampling and not config.do_sample)
+        values[name] = field.per_row if unused else value
     return values
 
 
@@ -224,16 +222,16 @@ def processors_of(
     """
     if row.constraint is not None:
         extra = [*extra, row.constraint.processor]
-    # Read here, not when the module is imported: fields may be registered later.
-    no_slots = {name for name, field in FIELDS.items() if not field.slots}
-    unused = {name: FIELDS[name].neutral for name in {*NEUTRAL, *no_slots} - set(shared_fields)}
+    no_slots = {name for name, field in FIELDS.items() if field.slots is False}
+    unused_names = (per_row_fields() | no_slots) - set(shared_fields)
+    unused = {name: FIELDS[name].neutral for name in unused_names}
     neutral = {name: value for name, value in unused.items() if value is not None}
     # `from_dict`: values read from a file, unlike arguments, do not add a processor by being set.
     config = row.config.merge(GenerationConfig.from_dict({**neutral, "min_length": 0}))
     config = config.replace(
         **dict.fromkeys(unused.keys() - neutral.keys()),
         **_per_row_values(row.config, shared_fields, len(row.decoder_prompt)),
-        do_sample=any(name in _WARPERS for name in shared_fields),
+        do_sample=any(FIELDS[name].only_sampling for name in shared_fields),
     )
     return build_processors(
         config,

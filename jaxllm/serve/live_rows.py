@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxllm.batch.queue import Task
-from jaxllm.batch.row_groups import NEUTRAL, Group, fits_slots, processors_of
+from jaxllm.batch.row_groups import Group, fits_slots, per_row_fields, processors_of
 from jaxllm.batch.rows import BatchRow, RawRow, RowReader
 from jaxllm.batch.streamed_slots import StreamedSettings, StreamedSlots
 from jaxllm.common.errors import InputError, UnsupportedError
@@ -111,7 +111,7 @@ def live_group(steps_per_call: int, vocab_size: int) -> LiveGroup:
         number=0,
         rows=(),
         strategy=strategy,
-        shared_fields=tuple(sorted(NEUTRAL)),
+        shared_fields=tuple(sorted(per_row_fields())),
         stop_lists=(),
         eos_width=MAX_EOS_TOKENS,
     )
@@ -180,7 +180,7 @@ class LiveRowReader:
 
     def _unsupported(self, row: BatchRow, raw: Any) -> UnsupportedError:
         fields = raw if isinstance(raw, Mapping) else row.config.to_dict()
-        names = [name for name in fields if name in row.config.fields and name not in NEUTRAL]
+        names = (fields.keys() & row.config.fields.keys()) - set(self._group.shared_fields)
         return UnsupportedError(
             f"a server runs greedy search and sampling only, but these settings need another "
             f"program ({', '.join(sorted(names)) or row.mode}); use jaxllm.BatchGenerator"

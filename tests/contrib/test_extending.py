@@ -12,9 +12,12 @@ from paths import ROOT
 
 import jaxllm
 from jaxllm.batch import BatchGenerator  # before the examples register their fields
+from jaxllm.batch.row_groups import groups
+from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.common.errors import UnsupportedError
 from jaxllm.generation import GenerationConfig
 from jaxllm.generation.processors.build import REGISTERED
+from jaxllm.generation.processors.penalties import RepetitionPenaltyLogitsProcessor
 from jaxllm.generation.registration import (
     Condition,
     Field,
@@ -62,6 +65,20 @@ def test_examples_run(unregistered) -> None:
     outputs = sorted(generator.generate(rows), key=lambda output: output.index)
     greedy = jaxllm.generate(tiny.cached("llama"), np.array([[3, 4, 5]]), max_new_tokens=3)
     assert outputs[1].output_ids == outputs[2].output_ids == (greedy.sequences[0, 3:].tolist(),)
+
+
+def test_rows_of_one_program_may_differ_in_a_registered_field(unregistered) -> None:
+    register_processor(
+        "my_penalty",
+        lambda value, inputs: RepetitionPenaltyLogitsProcessor(value),
+        field=Field(None, number("(0, inf)"), "divides the scores of tokens so far", per_row=1.0),
+    )
+    model = tiny.cached("llama")
+    reader = RowReader(model, None, {"max_new_tokens": 3}, seed=0)
+    rows = [{"input_ids": [3, 4], "my_penalty": 2.0}, {"input_ids": [5], "my_penalty": 0.5}, [6]]
+    checked = [reader.read(RawRow(i, i, row)) for i, row in enumerate(rows)]
+    [group] = groups(checked, model.config.vocab_size)
+    assert group.shared_fields == ("my_penalty",)
 
 
 def test_settings_that_do_not_go_with_an_extension(unregistered) -> None:

@@ -268,24 +268,11 @@ def _merged(
 
 
 def _check_ids(config: GenerationConfig, eos: tuple[int, ...], vocab_size: int) -> None:
-    ids_by_field: dict[str, Any] = {
-        "eos_token_id": eos,
-        "bad_words_ids": [i for word in config.bad_words_ids or () for i in word],
-        "sequence_bias": [i for word, _ in config.sequence_bias or () for i in word],
-        "logit_bias": [token for token, _ in config.logit_bias],
-    }
-    for name in (
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-    ):
-        value = getattr(config, name)
-        ids_by_field[name] = (
-            () if value is None else (value,) if not isinstance(value, tuple) else value
-        )
-    for name, ids in ids_by_field.items():
-        for token in ids:
+    for name, value in {**config.to_dict(), "eos_token_id": eos}.items():
+        find_ids = FIELDS[name].token_ids
+        if find_ids is None or value is None:
+            continue
+        for token in find_ids(value):
             if not is_traced(token) and not 0 <= token < vocab_size:
                 raise InputError(
                     f"`{name}` names token {token}, but the vocabulary has {vocab_size} tokens"

@@ -7,10 +7,12 @@ from typing import Any, Literal
 from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
 from jaxllm.generation.settings.field_checks import (
     anything,
+    biased_ids,
     biases,
     boolean,
     choice,
     decay,
+    ids_in,
     integer,
     layers,
     number,
@@ -102,7 +104,7 @@ class GenerationConfig(Settings):
         doc="uses the KV cache; jaxllm always does", off=UNSET, execution=True, supported=(True,))
     cache_implementation: str | None = setting(default=None, converter=anything,
         doc='kind of KV cache; "dynamic" has a fixed size too',
-        execution=True, slots=False,
+        execution=True, slots=(None, "static", "dynamic"),
         supported=(None, "static", "dynamic", "quantized", "sliding_window"))
     cache_config: dict[str, Any] | None = setting(default=None, converter=options,
         doc='options of the KV cache: {"nbits": 8} or {"sliding_window": W}', static=True,
@@ -164,19 +166,21 @@ class GenerationConfig(Settings):
         doc="size n of n-grams of the encoder's input that must not occur; 0 is off", off=0,
         slots=False)
     bad_words_ids: tuple[tuple[int, ...], ...] | None = setting(default=None, converter=words,
-        doc="token sequences that must not occur", static=True)
+        doc="token sequences that must not occur", static=True, token_ids=ids_in)
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] | None = setting(default=None,
         converter=biases, doc="bias added to the score of the token that completes a sequence",
-        static=True)
+        static=True, token_ids=biased_ids)
     logit_bias: tuple[tuple[int, float], ...] = setting(default=(), converter=token_biases,
         doc="map from tokens to biases that are added to their scores", off=(), per_row=(),
-        static=True)
+        static=True, token_ids=biased_ids)
     renormalize_logits: bool = setting(default=False, converter=boolean,
         doc="normalizes the scores (log-softmax) after all processors", off=False)
     forced_bos_token_id: int | None = setting(default=None, converter=integer(0),
-        doc="first new token after a prompt of one token", static=True, alone=True)
+        doc="first new token after a prompt of one token", static=True, alone=True,
+        token_ids=ids_in)
     forced_eos_token_id: int | tuple[int, ...] | None = setting(default=None,
-        converter=token_id_or_ids, doc="last token of a row that reaches max_length", static=True)
+        converter=token_id_or_ids, doc="last token of a row that reaches max_length", static=True,
+        token_ids=ids_in)
     forced_decoder_ids: Any = setting(default=None, converter=anything,
         doc="pairs (position, token); removed in transformers 4.47", supported=(None,))
     remove_invalid_values: bool = setting(default=False, converter=boolean,
@@ -185,9 +189,9 @@ class GenerationConfig(Settings):
         converter=decay,
         doc="(start, factor): raises the scores of end tokens after start new tokens")
     suppress_tokens: tuple[int, ...] | None = setting(default=None, converter=token_ids,
-        doc="tokens that must not occur", static=True)
+        doc="tokens that must not occur", static=True, token_ids=ids_in)
     begin_suppress_tokens: tuple[int, ...] | None = setting(default=None, converter=token_ids,
-        doc="tokens that must not be the first new one", static=True)
+        doc="tokens that must not be the first new one", static=True, token_ids=ids_in)
     token_healing: bool = setting(default=False, converter=boolean,
         doc="replaces the prompt's last token by one that begins with its text; needs tokenizer=",
         off=False, per_call=True, provider="jaxllm.contrib.token_healing")
@@ -198,13 +202,13 @@ class GenerationConfig(Settings):
 
     # Outputs
     output_attentions: bool = setting(default=False, converter=boolean,
-        doc="returns the attentions of each step", off=False, per_call=True)
+        doc="returns the attentions of each step", off=False, per_call=True, record=True)
     output_hidden_states: bool = setting(default=False, converter=boolean,
-        doc="returns the hidden states of each step", off=False, per_call=True)
+        doc="returns the hidden states of each step", off=False, per_call=True, record=True)
     output_scores: bool = setting(default=False, converter=boolean,
-        doc="returns the processed scores of each step", off=False, per_call=True)
+        doc="returns the processed scores of each step", off=False, per_call=True, record=True)
     output_logits: bool | None = setting(default=None, converter=boolean,
-        doc="returns the raw logits of each step", per_call=True)
+        doc="returns the raw logits of each step", per_call=True, record=True)
     return_dict_in_generate: bool = setting(default=False, converter=boolean,
         doc="accepted; the result always has this form", off=UNSET)
 
@@ -214,7 +218,8 @@ class GenerationConfig(Settings):
     bos_token_id: int | None = setting(default=None, converter=integer(0),
         doc="token that starts an empty prompt", static=True, unset=-1)
     eos_token_id: int | tuple[int, ...] | None = setting(default=None, converter=token_id_or_ids,
-        doc="end token, or several; None in a call: none", static=True, unset=-1)
+        doc="end token, or several; None in a call: none", static=True, unset=-1,
+        token_ids=ids_in)
     decoder_start_token_id: int | tuple[int, ...] | None = setting(default=None,
         converter=token_id_or_ids, doc="token that starts the decoder; if unset, bos_token_id",
         static=True)

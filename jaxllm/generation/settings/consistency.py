@@ -12,8 +12,6 @@ from jaxllm.generation.settings.mode import is_contrastive
 from jaxllm.generation.settings.special_tokens import token_tuple
 from jaxllm.models.decoder import GenerativeModel
 
-_RECORDS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
-
 
 class UnusedFieldWarning(UserWarning):
     """A generation field that has no effect beside the other settings.
@@ -42,7 +40,9 @@ def check_for_use(config: GenerationConfig) -> GenerationConfig:
             values.
         ConfigError: a sampling field of a file has an effect, but an invalid value.
     """
-    ineffective = set() if config.return_dict_in_generate else {*_RECORDS} - config.explicit
+    ineffective: set[str] = set()
+    if not config.return_dict_in_generate:
+        ineffective = {name for name, field in FIELDS.items() if field.record} - config.explicit
     for name, value in config.to_dict().items():
         field = FIELDS[name]
         in_use = config.do_sample or (name == "top_k" and is_contrastive(config))

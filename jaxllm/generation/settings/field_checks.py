@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -155,6 +155,29 @@ def token_biases(value: Any) -> tuple[tuple[int, float], ...]:
     if len(biases) > MAX_BIASED_TOKENS:
         raise BadValueError(f"a map of at most {MAX_BIASED_TOKENS} token ids")
     return tuple(biases.items())
+
+
+def ids_in(value: Any) -> Iterator[Any]:
+    """The token ids in a stored value: one, or tuples of them.
+
+    >>> list(ids_in(((4, 5), (6,))))
+    [4, 5, 6]
+    """
+    if isinstance(value, tuple):
+        for item in value:
+            yield from ids_in(item)
+    else:
+        yield value
+
+
+def biased_ids(value: Any) -> Iterator[Any]:
+    """The token ids in stored pairs of ids and biases.
+
+    >>> list(biased_ids((((4, 5), -1.0), (6, 2.0))))
+    [4, 5, 6]
+    """
+    for ids, _ in value:
+        yield from ids_in(ids)
 
 
 def decay(value: Any) -> tuple[int, float]:

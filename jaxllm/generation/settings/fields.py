@@ -74,12 +74,15 @@ class Field:
             since its processor has the same shape for all values. None: all rows of a program
             share the value.
         always: True if every program that samples contains the field's processor.
-        slots: True if rows that set the field can run in the batch engine's slots; otherwise they
-            run in static batches.
+        slots: True if rows that set the field can run in the batch engine's slots, or the values
+            with which they can; other rows run in static batches.
         alone: True if a row that sets the field has a static batch of its own.
         per_call: True if only a whole call can set the field, not a row of a batch.
         unset: value that means unset in a file, as null does.
         provider: module that registers what the field enables; imported by a call that sets it.
+        record: True if the field asks for a record of each step.
+        token_ids: function that returns the token ids in a value other than None; they must be in
+            the vocabulary.
         metadata: True if the field only describes the origin of a file and has no effect.
         name: the field's name.
     """
@@ -94,11 +97,13 @@ class Field:
     static: bool = False
     per_row: float | tuple[()] | None = None
     always: bool = False
-    slots: bool = True
+    slots: bool | tuple[Any, ...] = True
     alone: bool = False
     per_call: bool = False
     unset: Any = None
     provider: str | None = None
+    record: bool = False
+    token_ids: Callable[[Any], Iterable[Any]] | None = None
     metadata: bool = False
     name: str = ""
 
@@ -122,6 +127,12 @@ class Field:
     def has_effect(self, value: object) -> bool:
         """True if a value is neither neutral nor the default."""
         return is_traced(value) or value not in (self.neutral, self.default)
+
+    def fits_slots(self, value: object) -> bool:
+        """True if a row with this value can run in a slot of the batch engine."""
+        if isinstance(self.slots, tuple):
+            return value in self.slots
+        return self.slots or not self.has_effect(value)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
