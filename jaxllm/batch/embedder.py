@@ -72,11 +72,11 @@ class Embedder:
         """
         for number, ids in enumerate(texts):
             self.check_length(f"input[{number}]", ids)
-        full = [*texts, *[FILLER] * (-len(texts) % self.rows)]
+        full = [*map(np.asarray, texts), *[FILLER] * (-len(texts) % self.rows)]
         results = dict(run_in_batches(self.embed_batch, full, self.rows, length=len))
         return [results[i] for i in range(len(texts))]
 
-    def embed_batch(self, texts: Sequence[Any]) -> list[Float[np.ndarray, " D"]]:
+    def embed_batch(self, texts: Sequence[Int[np.ndarray, " _"]]) -> list[Float[np.ndarray, " D"]]:
         """The embeddings of texts that run at once, in a program for this number of texts.
 
         The number is rounded up to whole shards of the rows.
