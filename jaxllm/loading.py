@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxllm.checkpoint.host_arrays import HostArray, with_host_arrays
+from jaxllm.checkpoint.host_arrays import LazyHostArray, with_host_arrays
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import LoadProgress
@@ -191,7 +191,7 @@ def save_hf(
     """
     folder = Path(folder).expanduser()
 
-    def write(arrays: dict[str, HostArray]) -> None:
+    def write(arrays: dict[str, LazyHostArray]) -> None:
         if not overwrite:
             check_no_model(folder)
         save_model(folder, model, arrays, dtype=dtype, max_shard_bytes=max_shard_bytes)

@@ -23,7 +23,7 @@ class DecodeProgress(NamedTuple):
     """Results of some decode steps, for the host."""
 
     outputs: Any
-    """What the strategy's `outputs` returns, such as `SlotOutputs`."""
+    """Output of `SlotStrategy.outputs`, such as `SlotOutputs`."""
     unfinished: Bool[Array, " B"]
     """True while the slot's row is not finished."""
     steps: Int[Array, ""]

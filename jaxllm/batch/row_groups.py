@@ -14,7 +14,7 @@ from jaxllm.batch.queue import Task
 from jaxllm.batch.rows import BatchRow
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import place
-from jaxllm.batch.slot_strategies import BeamSlots, SampleSlots, SlotStrategy
+from jaxllm.batch.slot_strategies import BeamSlotStrategy, SampleSlotStrategy, SlotStrategy
 from jaxllm.batch.slots import PrefillBatch, RowSettings
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import NO_TOKEN, bucket
@@ -82,7 +82,7 @@ class Group:
         arrays = {
             "eos": eos,
             "max_length": np.array([row.max_length for row in rows], np.int32),
-            "sampled": np.array([bool(row.config.do_sample) for row in rows]),
+            "sampled_rows": np.array([bool(row.config.do_sample) for row in rows]),
             "uses_stop_list": uses_stop_list,
             "length_penalty": np.array([row.config.length_penalty for row in rows], np.float32),
         }
@@ -133,8 +133,8 @@ def _strategy(row: BatchRow) -> SlotStrategy:
     search and beam sampling do not."""
     config, allow_nonfinite = row.config, bool(row.config.remove_invalid_values)
     if config.num_beams == 1:
-        return SampleSlots(sampling=False, allow_nonfinite=allow_nonfinite)
-    return BeamSlots(
+        return SampleSlotStrategy(sampling=False, allow_nonfinite=allow_nonfinite)
+    return BeamSlotStrategy(
         beams=config.num_beams,
         early_stopping=config.early_stopping,
         sampling=bool(config.do_sample),

@@ -53,7 +53,7 @@ class SlotStrategy:
         raise NotImplementedError
 
     def outputs(self, slots: Slots) -> Any:
-        """What the host reads of all slots after a decode call: a pytree of arrays, such as
+        """Arrays that the host reads of all slots after a decode call: a pytree, such as
         `SlotOutputs`, which has all sequences."""
         raise NotImplementedError
 
@@ -130,11 +130,11 @@ class SlotStrategy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleSlots(SlotStrategy):
+class SampleSlotStrategy(SlotStrategy):
     """Greedy search and sampling: one sequence per slot."""
 
     def strategy(self, settings: RowSettings) -> Sample:
-        return Sample(sampling=self.sampling, sampled=settings.sampled)
+        return Sample(sampling=self.sampling, sampled_rows=settings.sampled_rows)
 
     def outputs(self, slots: Slots) -> SlotOutputs:
         state: SampleState = slots.state
@@ -148,7 +148,7 @@ class SampleSlots(SlotStrategy):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BeamSlots(SlotStrategy):
+class BeamSlotStrategy(SlotStrategy):
     """Beam search and beam sampling: all beams of a row in one slot.
 
     The KV cache of a slot holds the prompt once, then one position for each beam and step

@@ -32,7 +32,7 @@ class RowSettings:
     """EOS token ids, padded with -1."""
     max_length: Int[Array, " B"]
     """Maximum sequence length, prompt included."""
-    sampled: Bool[Array, " B"]
+    sampled_rows: Bool[Array, " B"]
     """True for rows that sample; the others take the best token."""
     uses_stop_list: Bool[Array, "B M"]
     """True for the lists of stop strings, among the M of the program, that the row uses."""
@@ -100,7 +100,7 @@ class RotatedCache(SlotCache):
     def for_prompts(
         self, init_cache: Callable[[int], Cache], width: int, prompt_length: Int[Array, " R"]
     ) -> SlotCache:
-        """As `SlotCache.for_prompts`. Each prompt takes the slots before this cache's next one."""
+        """Empty cache for prompts that end before this cache's next slot."""
         offset = (self.next_slot - prompt_length) % self.capacity
         return self.of(init_cache(self.capacity)).replace(offset=offset, next_slot=self.next_slot)
 

@@ -39,11 +39,11 @@ class Logprobs:
     """
 
     chosen: Float[Array, "B W"]
-    """Of the chosen token."""
+    """Log-probability of the chosen token."""
     top_tokens: Int[Array, "B W K"]
     """The K most probable tokens, the most probable first."""
     top: Float[Array, "B W K"]
-    """Of `top_tokens`."""
+    """Log-probabilities of `top_tokens`."""
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +114,7 @@ class StreamedSample(Sample):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamedSlots(SlotStrategy):
+class StreamedSlotStrategy(SlotStrategy):
     """Greedy search and sampling, one sequence per slot, whose newest tokens are read."""
 
     window: int
@@ -127,7 +127,7 @@ class StreamedSlots(SlotStrategy):
         assert isinstance(settings, StreamedSettings)
         return StreamedSample(
             sampling=self.sampling,
-            sampled=settings.sampled,
+            sampled_rows=settings.sampled_rows,
             window=self.window,
             top_logprobs=self.top_logprobs,
             reports_logprobs=settings.logprobs,

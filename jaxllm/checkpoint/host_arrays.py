@@ -17,7 +17,7 @@ STOP = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class HostArray:
+class LazyHostArray:
     """Device array that is copied to the host at each access and not cached there."""
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class HostArray:
 
 
 def with_host_arrays(
-    arrays: Mapping[str, jax.Array], act: Callable[[dict[str, HostArray]], None]
+    arrays: Mapping[str, jax.Array], act: Callable[[dict[str, LazyHostArray]], None]
 ) -> None:
     """Calls ``act`` with the arrays, readable in any order and repeatedly.
 
@@ -41,7 +41,7 @@ def with_host_arrays(
         CheckpointError: ``act`` failed in process 0, where its own error is raised.
     """
     if all(x.is_fully_addressable for x in arrays.values()):
-        act({n: HostArray(x.shape, x.dtype, lambda x=x: local(x)) for n, x in arrays.items()})
+        act({n: LazyHostArray(x.shape, x.dtype, lambda x=x: local(x)) for n, x in arrays.items()})
         return
     ordered = list(arrays.values())
 
@@ -53,7 +53,7 @@ def with_host_arrays(
         try:
             act(
                 {
-                    name: HostArray(x.shape, x.dtype, lambda i=i: gather(i))
+                    name: LazyHostArray(x.shape, x.dtype, lambda i=i: gather(i))
                     for i, (name, x) in enumerate(arrays.items())
                 }
             )

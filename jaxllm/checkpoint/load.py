@@ -174,7 +174,7 @@ def load_model(
         copies=copies,
         stripped=stripped,
         file=str(checkpoint.path),
-        quantised=checkpoint.gguf is not None,
+        quantized=checkpoint.gguf is not None,
     )
     return model
 
@@ -186,7 +186,7 @@ def matrix_readers(
     quantize: str | None,
     embeddings: bool,
 ) -> dict[str, ReadMatrix]:
-    """How the weight of each layer is read that shall be quantized, by the layer's path.
+    """Readers of the weights of layers that are quantized, by the layer's path.
 
     Args:
         entries: entry of the weight table for each tensor of the file.
@@ -204,7 +204,7 @@ def matrix_readers(
 def kept_blocks(
     checkpoint: Checkpoint, entries: Mapping[str, Entry], layers: Collection[str]
 ) -> dict[str, ReadMatrix]:
-    """How the layers are read whose tensors are quantized in the GGUF file.
+    """Readers of the layers whose tensors are quantized in the GGUF file, by the layer's path.
 
     Raises:
         UnsupportedError: the checkpoint is no GGUF file.
@@ -218,7 +218,7 @@ def kept_blocks(
     paths = {
         path.removesuffix(".weight")
         for name, entry in entries.items()
-        if view.quantisation(name) in BLOCK_FORMATS
+        if view.quantization(name) in BLOCK_FORMATS
         for path in entry.parameters
     }
     return {path: keeping_blocks(view) for path in layers if path in paths}

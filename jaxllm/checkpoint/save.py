@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm.checkpoint.host_arrays import HostArray
+from jaxllm.checkpoint.host_arrays import LazyHostArray
 from jaxllm.checkpoint.load_parameters import check_range
 from jaxllm.checkpoint.safetensors.reader import INDEX
 from jaxllm.checkpoint.safetensors.writer import write_sharded
@@ -31,7 +31,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 def save_model(
     folder: Path,
     model: Model[Any],
-    arrays: Mapping[str, HostArray],
+    arrays: Mapping[str, LazyHostArray],
     *,
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -52,7 +52,7 @@ def save_model(
         target = jnp.dtype(dtype or original.get(name, x.dtype))
         if target == np.float16 != x.dtype:
             check_range(name, x.read(), target)
-        cast[name] = HostArray(x.shape, target, lambda x=x, to=target: np.asarray(x.read(), to))
+        cast[name] = LazyHostArray(x.shape, target, lambda x=x, to=target: np.asarray(x.read(), to))
     write_sharded(folder, cast, max_shard_bytes)
     dtypes = {name: str(x.dtype) for name, x in cast.items()}
     write_json(folder / "config.json", saved_config(model, dtypes))
@@ -70,8 +70,8 @@ def check_no_model(folder: Path) -> None:
 
 
 def hf_tensors(
-    model: Model[Any], arrays: Mapping[str, HostArray]
-) -> Iterator[tuple[str, HostArray]]:
+    model: Model[Any], arrays: Mapping[str, LazyHostArray]
+) -> Iterator[tuple[str, LazyHostArray]]:
     """The model's parameters as Hugging Face tensors, in their own dtype."""
     model_type, _ = architecture_of(model)
     table = FAMILIES[model_type].table(model.config)
@@ -92,7 +92,7 @@ def hf_tensors(
         shape = (rows * len(parts), *rest)
         yield (
             name,
-            HostArray(
+            LazyHostArray(
                 shape[::-1] if entry.transposed else shape,
                 parts[0].dtype,
                 lambda entry=entry, parts=parts: entry.join([part.read() for part in parts]),
@@ -103,14 +103,14 @@ def hf_tensors(
             yield name, arrays[ours]
 
 
-def original_dtypes(model: Model[Any], tensors: Mapping[str, HostArray]) -> dict[str, np.dtype]:
+def original_dtypes(model: Model[Any], tensors: Mapping[str, LazyHostArray]) -> dict[str, np.dtype]:
     """Dtypes of the file that the model was loaded from, if casting back is lossless; else empty.
 
     So a half-precision checkpoint that was loaded as float32 is saved with its original bytes; if
     it was trained further in float32 it is saved in float32.
     """
     origin: Origin | None = model.origin
-    if origin is None or origin.quantised:
+    if origin is None or origin.quantized:
         return {}
     dtypes = {name: jnp.dtype(dtype) for name, dtype in origin.dtypes}
     same_names = dtypes.keys() == tensors.keys()

@@ -17,20 +17,22 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm export") -> i
 
 
 def _parser(program: str) -> Parser:
-    made = Parser(prog=program, description=__doc__)
-    made.add_argument("run", type=Path, help="the output_dir of a run")
-    made.add_argument("out", type=Path, help="the new folder")
-    made.add_argument(
+    parser = Parser(prog=program, description=__doc__)
+    parser.add_argument("run", type=Path, help="the output_dir of a run")
+    parser.add_argument("out", type=Path, help="the new folder")
+    parser.add_argument(
         "--step",
         help="a step, best or last (default: best, or last)",
     )
-    made.add_argument("--adapter", action="store_true", help="write only the LoRA, as PEFT's files")
-    made.add_argument("--dtype", help="dtype of the weights: float32, bfloat16 or float16")
-    made.add_argument(
+    parser.add_argument(
+        "--adapter", action="store_true", help="write only the LoRA, as PEFT's files"
+    )
+    parser.add_argument("--dtype", help="dtype of the weights: float32, bfloat16 or float16")
+    parser.add_argument(
         "--no-average", action="store_true", help="the last weights rather than their average"
     )
-    made.add_argument("--model", help="path of the model that the run started from, if it moved")
-    return made
+    parser.add_argument("--model", help="path of the model that the run started from, if it moved")
+    return parser
 
 
 def _run(argv: list[str], program: str) -> int:

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm train") -> in
 
 
 def _parser(program: str) -> Parser:
-    made = Parser(
+    parser = Parser(
         prog=program,
         description="Trains a model by a recipe.",
         epilog=(
@@ -43,12 +43,14 @@ def _parser(program: str) -> Parser:
             "docs/finetuning.md lists the fields."
         ),
     )
-    made.add_argument("recipe", help="a YAML file, such as those in configs/")
-    made.add_argument("--resume", action="store_true", help="resume the run in output_dir")
-    made.add_argument("--quiet", action="store_true", help="show nothing")
-    made.add_argument("--no-compile-cache", action="store_true", help="cache no compiled programs")
-    add_process_flags(made)
-    return made
+    parser.add_argument("recipe", help="a YAML file, such as those in configs/")
+    parser.add_argument("--resume", action="store_true", help="resume the run in output_dir")
+    parser.add_argument("--quiet", action="store_true", help="show nothing")
+    parser.add_argument(
+        "--no-compile-cache", action="store_true", help="cache no compiled programs"
+    )
+    add_process_flags(parser)
+    return parser
 
 
 def _run(argv: list[str], program: str) -> int:

@@ -47,7 +47,7 @@ FROM_PRETRAINED = {
     "token": "run `hf auth login`, or set HF_TOKEN",
     "subfolder": "give the path of that folder",
     "use_fast": "leave it out; the files decide",
-    "quantization_config": "leave it out; quantised weights are read from GGUF files",
+    "quantization_config": "leave it out; quantized weights are read from GGUF files",
     "output_loading_info": "leave it out; a tensor that does not fit raises",
     "ignore_mismatched_sizes": "leave it out; a tensor that does not fit raises",
 }

@@ -112,7 +112,7 @@ def read_config(
 
     Raises:
         ConfigError: a value is missing, ill-typed or contradictory.
-        UnsupportedError: an unknown key, or a quantised checkpoint.
+        UnsupportedError: an unknown key, or a quantized checkpoint.
     """
     aliases = aliases or {}
     hints = typing.get_type_hints(cls)
@@ -141,11 +141,11 @@ def read_config(
 
 
 def check_keys(raw: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises UnsupportedError for a quantised checkpoint, and for unknown keys, naming them all."""
+    """Raises UnsupportedError for a quantized checkpoint, and for unknown keys, naming them all."""
     for key in ("quantization_config", "quantization"):  # the second is MLX's
         if raw.get(key):
             raise UnsupportedError(
-                f"{key}: quantised checkpoints are read from GGUF files only; load the unquantised "
+                f"{key}: quantized checkpoints are read from GGUF files only; load the unquantized "
                 "checkpoint, or a .gguf file of this model"
             )
     unknown = unknown_keys(raw, known)

@@ -42,7 +42,7 @@ class Origin:
     """True if tensor names lack the base model's prefix."""
     file: str = ""
     """Path of the checkpoint."""
-    quantised: bool = False
+    quantized: bool = False
 
 
 class Model(Pretrained, nnx.Module, Generic[C]):

@@ -56,7 +56,7 @@ class Pretrained:
         param_dtype: DTypeLike = "float32",
         attn_implementation: str = "eager",
         remat: bool = False,
-        **gone: Any,
+        **unknown: Any,
     ) -> Self:
         """Makes a model with random weights.
 
@@ -70,9 +70,9 @@ class Pretrained:
             InputError: no config, or another argument.
         """
         where = f"{cls.__name__}.from_config()"
-        check_arguments(where, gone, "seed")
-        if gone:
-            raise InputError(f"{where} does not take {', '.join(sorted(gone))}")
+        check_arguments(where, unknown, "seed")
+        if unknown:
+            raise InputError(f"{where} does not take {', '.join(sorted(unknown))}")
         if not isinstance(config, ModelConfig):
             raise InputError(f"config: expected a model's config, found {type(config).__name__}")
         options = Options(jnp.dtype(dtype), jnp.dtype(param_dtype), attn_implementation, remat)
@@ -143,6 +143,6 @@ def pretrained(model_class: type, path_or_hub_id: str | PathLike[str], **options
     return load(path_or_hub_id, architecture=model_class, **options)[0]
 
 
-def check_arguments(where: str, names: Mapping[str, Any], *but: str) -> None:
-    """Raises InputError for renamed arguments of `from_pretrained`, except those in `but`."""
-    check_renamed(where, names, {k: v for k, v in FROM_PRETRAINED.items() if k not in but})
+def check_arguments(where: str, names: Mapping[str, Any], *except_: str) -> None:
+    """Raises InputError for renamed arguments of `from_pretrained`, except those in `except_`."""
+    check_renamed(where, names, {k: v for k, v in FROM_PRETRAINED.items() if k not in except_})

@@ -63,7 +63,7 @@ BLOCK_FORMATS: Mapping[str, BlockFormat] = {
 """Types of GGUF files whose blocks are loaded as they are."""
 
 KEEP = "keep"
-"""As `quantize=` of `load`: the blocks of a GGUF file as they are."""
+"""`quantize=` value of `load` that keeps the blocks of a GGUF file as they are."""
 
 FLOAT_LAYERS = ("score", "positions", "table")
 """Layers that stay float, by their names: a classifier's head, GPT-2's learned positions, and the

@@ -24,7 +24,7 @@ from jaxllm.parallel.sharding import constrain
 
 IMPLEMENTATIONS = ("eager", "xla", "cudnn", *BY_PARTS)
 PLATFORM_IMPLEMENTATIONS = {"tpu": "splash", "gpu": "blockwise", "cuda": "blockwise"}
-"""What "auto" stands for; eager on other platforms."""
+"""Implementation that "auto" selects; eager on other platforms."""
 
 
 def implementation_for(name: str, platform: str) -> str:

@@ -238,7 +238,7 @@ def array_copies(module: Module, arrays: Iterable[tuple[str, int]]) -> int:
     Args:
         arrays: dtype and number of elements of each array.
     """
-    wanted = set(arrays)
+    counted = set(arrays)
     count = 0
     for instructions in module.computations.values():
         types = {x.name: x.type for x in instructions}
@@ -246,7 +246,7 @@ def array_copies(module: Module, arrays: Iterable[tuple[str, int]]) -> int:
             if x.opcode not in RELAYOUTS or not x.operands:
                 continue
             result, source = array_types(x.type)[:1], array_types(types.get(x.operands[0], ""))[:1]
-            if result and source and (result[0].dtype, result[0].size) in wanted:
+            if result and source and (result[0].dtype, result[0].size) in counted:
                 moved = result[0].space != source[0].space
                 count += not (moved and result[0].layout == source[0].layout)
     return count

@@ -129,12 +129,12 @@ def plan(
         program = [name for name in PROGRAMS if quantize is None or name != "train"]
     sizes = {"batch": batch, "prompt": prompt, "new": new, "slots": slots}
     workload = Workload(**sizes)
-    found = find_topology(topology)
-    device_mesh = None if mesh is None else topology_mesh(found, mesh)
+    target_topology = find_topology(topology)
+    device_mesh = None if mesh is None else topology_mesh(target_topology, mesh)
     abstract = abstract_model(
         model,
         mesh=device_mesh,
-        device=found.devices[0],
+        device=target_topology.devices[0],
         dtype=dtype,
         attn_implementation=attn_implementation,
         remat=remat,
@@ -145,10 +145,10 @@ def plan(
         for lowered in _lower(abstract, name, sizes):
             if progress is not None:
                 progress(lowered.name)
-            plans.append(plan_program(lowered, found.chip, device_mesh))
+            plans.append(plan_program(lowered, target_topology.chip, device_mesh))
     return Plan(
         topology=topology,
-        device=found.chip.name,
+        device=target_topology.chip.name,
         devices=1 if device_mesh is None else device_mesh.size,
         mesh=None if device_mesh is None else dict(device_mesh.shape),
         dtype=dtype,

@@ -150,7 +150,7 @@ class AsyncEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine; None while it runs."""
+        """Error that ended the engine; None while it runs."""
         return self._thread.failure
 
     async def start(self) -> None:

@@ -56,7 +56,7 @@ class EngineThread:
         self._finish_times: deque[float] = deque(maxlen=_RATE_SEQUENCES)
         self._thread = threading.Thread(target=self._main, name="jaxllm-engine", daemon=True)
         self.failure: BaseException | None = None
-        """What ended the thread before it was closed."""
+        """Error that ended the thread before it was closed."""
         self.running = 0
         """Tasks in slots after the last step."""
 

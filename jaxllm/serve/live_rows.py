@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxllm.batch.queue import Task
 from jaxllm.batch.row_groups import Group, fits_slots, per_row_fields, processors_of
 from jaxllm.batch.rows import BatchRow, RawRow, RowReader
-from jaxllm.batch.streamed_slots import StreamedSettings, StreamedSlots
+from jaxllm.batch.streamed_slots import StreamedSettings, StreamedSlotStrategy
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.base import (
@@ -78,7 +78,7 @@ class LiveTask(Task):
 
     row: LiveRow
     request: Any = None
-    """What the caller recognises its request by."""
+    """Caller's handle of the request."""
     stops: StopStringMatcher | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     """New tokens so far."""
@@ -101,7 +101,7 @@ class LiveGroup(Group):
 
 def live_group(steps_per_call: int, vocab_size: int) -> LiveGroup:
     """The group of requests whose slots are read after every `steps_per_call` steps."""
-    strategy = StreamedSlots(
+    strategy = StreamedSlotStrategy(
         sampling=True,
         allow_nonfinite=False,
         window=steps_per_call,

@@ -22,7 +22,13 @@ from jaxllm.models.losses import token_losses
 from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.training.chunked_loss import chunked_row_losses, columns_within
-from jaxllm.training.losses import MAX_LOGITS, Batch, LossSums, causal_inputs, seq2seq_inputs
+from jaxllm.training.losses import (
+    MAX_LOGITS,
+    Batch,
+    LossSums,
+    causal_inputs_and_labels,
+    seq2seq_inputs_and_labels,
+)
 
 REFERENCE = "reference_logps"
 """Name of the reference's log-probabilities in a batch."""
@@ -94,9 +100,9 @@ def pair_logps(
     arrays = {name: jnp.asarray(x) for name, x in batch.items() if name != REFERENCE}
     flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in arrays.items()}
     if isinstance(model, T5ForConditionalGeneration):
-        inputs, labels = seq2seq_inputs(model, flat)
+        inputs, labels = seq2seq_inputs_and_labels(model, flat)
     elif isinstance(model, CausalLM):
-        inputs, labels = causal_inputs(flat)
+        inputs, labels = causal_inputs_and_labels(flat)
     else:
         raise InputError(f"{type(model).__name__}: DPO needs a language model")
     x, head_key = model.head_inputs(**inputs, dropout_key=key)

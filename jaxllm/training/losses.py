@@ -127,13 +127,15 @@ def inputs_and_labels(batch: Batch) -> tuple[dict[str, Any], Any]:
     return {name: x for name, x in batch.items() if name != "labels"}, batch["labels"]
 
 
-def causal_inputs(batch: Batch) -> tuple[dict[str, Any], Array]:
+def causal_inputs_and_labels(batch: Batch) -> tuple[dict[str, Any], Array]:
     """Inputs of a causal language model, and the labels [B, T] that its logits predict."""
     inputs, labels = inputs_and_labels(batch)
     return inputs, next_labels(labels, batch.get("segment_ids"))
 
 
-def seq2seq_inputs(model: T5ForConditionalGeneration, batch: Batch) -> tuple[dict[str, Any], Array]:
+def seq2seq_inputs_and_labels(
+    model: T5ForConditionalGeneration, batch: Batch
+) -> tuple[dict[str, Any], Array]:
     """Inputs of an encoder-decoder, and the labels [B, T] that its logits predict.
 
     Unless the batch has other decoder inputs, the decoder reads the labels shifted right.
@@ -154,7 +156,7 @@ class CausalLoss(TokenLoss):
     """
 
     def __call__(self, model: CausalLM, batch: Batch, key: Array | None = None) -> LossSums:
-        return self.of_model(model, *causal_inputs(batch), key)
+        return self.of_model(model, *causal_inputs_and_labels(batch), key)
 
 
 class Seq2SeqLoss(TokenLoss):
@@ -163,7 +165,7 @@ class Seq2SeqLoss(TokenLoss):
     def __call__(
         self, model: T5ForConditionalGeneration, batch: Batch, key: Array | None = None
     ) -> LossSums:
-        return self.of_model(model, *seq2seq_inputs(model, batch), key)
+        return self.of_model(model, *seq2seq_inputs_and_labels(model, batch), key)
 
 
 @dataclasses.dataclass(frozen=True)

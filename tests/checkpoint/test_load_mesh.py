@@ -49,19 +49,19 @@ def test_slices_of_tensors(name, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_K], ids=lambda kind: kind.name)
-def test_slices_of_quantised_tensors(kind, tmp_path):
+def test_slices_of_quantized_tensors(kind, tmp_path):
     tensors = {"w": (random_blocks(kind, 6, 512), kind), "b": (np.ones(3, np.float32), None)}
     with write_gguf(tmp_path / "a.gguf", tensors) as file:
         check_slices(file)
 
 
-def test_only_requested_rows_are_dequantised(tmp_path, monkeypatch):
+def test_only_requested_rows_are_dequantized(tmp_path, monkeypatch):
     from jaxllm.checkpoint.gguf import reader as gguf
 
     seen = []
-    dequantise = gguf._dequantise
+    dequantize = gguf._dequantize
     monkeypatch.setattr(
-        gguf, "_dequantise", lambda data, *args: seen.append(data.size) or dequantise(data, *args)
+        gguf, "_dequantize", lambda data, *args: seen.append(data.size) or dequantize(data, *args)
     )
     with write_gguf(tmp_path / "a.gguf", {"w": (random_blocks(Q.Q8_0, 6, 512), Q.Q8_0)}) as file:
         file.read("w", (slice(2, 4), slice(0, 100)))

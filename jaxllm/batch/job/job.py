@@ -25,7 +25,7 @@ from jaxllm.parallel.processes import in_all_processes
 
 
 class RowEngine(Protocol):
-    """What answers the rows of a job: `BatchGenerator`, or one that scores, embeds, and so on.
+    """Engine of a job: `BatchGenerator`, or one that scores, embeds, and so on.
 
     Attributes:
         counts: counters of the current run.

@@ -127,7 +127,7 @@ class Report:
 
 
 def row_facts(output: BatchOutput) -> dict[str, Any]:
-    """What a report counts of a row, as JSON."""
+    """Statistics of one row for the report, as JSON."""
     return {
         "prompt_tokens": output.prompt_tokens,
         "new_lengths": list(output.new_lengths),

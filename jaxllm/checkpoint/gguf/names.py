@@ -209,9 +209,9 @@ class HFView(WeightSource):
         part = self.file.read(tensor.gguf_name, index)
         return unpermute(part, (stop - first) // size)
 
-    def quantisation(self, name: str) -> str:
+    def quantization(self, name: str) -> str:
         """Name of a tensor's ggml type."""
-        return self.file.quantisation(find_tensor(self._tensors, name, self.file.path).gguf_name)
+        return self.file.quantization(find_tensor(self._tensors, name, self.file.path).gguf_name)
 
     def blocks(self, name: str) -> Blocks | None:
         """The blocks of a quantized matrix [out, in], transposed or not; None for other tensors."""

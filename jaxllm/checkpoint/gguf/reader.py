@@ -51,7 +51,7 @@ _CHUNK = 1 << 18
 class GGUFFile(WeightSource):
     """One ``.gguf`` file.
 
-    ``read`` returns float32 for the quantised types Q8_0, Q4_0, Q4_1, Q4_K and Q6_K; F32, F16 and
+    ``read`` returns float32 for the quantized types Q8_0, Q4_0, Q4_1, Q4_K and Q6_K; F32, F16 and
     BF16 are returned without conversion or copy. Shapes are in numpy's order, ``[out, in]`` for a
     linear layer; GGUF stores the dimensions in reverse.
 
@@ -80,19 +80,19 @@ class GGUFFile(WeightSource):
         dtype = _STORED.get(entry.type, _FLOAT32)
         return TensorInfo(entry.shape, dtype, entry.end - entry.begin, self.path)
 
-    def quantisation(self, name: str) -> str:
+    def quantization(self, name: str) -> str:
         """Name of a tensor's ggml type, such as ``"Q4_K"``."""
         return find_tensor(self._entries, name, self.path).type.name
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """Reads a tensor or a slice of it; see the class for its dtype.
 
-        For a quantised matrix only the rows in `index` are dequantised: a row is a whole number of
+        For a quantized matrix only the rows in `index` are dequantized: a row is a whole number of
         blocks.
 
         Raises:
             CheckpointError: no tensor has this name, or the file is closed.
-            UnsupportedError: the tensor has another quantised type.
+            UnsupportedError: the tensor has another quantized type.
         """
         entry = find_tensor(self._entries, name, self.path)
         size = entry.end - entry.begin
@@ -107,12 +107,12 @@ class GGUFFile(WeightSource):
             )
         data = self._file.view(np.dtype(np.uint8), entry.begin, size)
         if not index or len(entry.shape) < 2:
-            whole = _dequantise(data, entry.shape, entry.type)
+            whole = _dequantize(data, entry.shape, entry.type)
             return whole[index] if index else whole
         first, stop, _ = index[0].indices(entry.shape[0])
         per_row, rows = size // entry.shape[0], max(stop - first, 0)
         data = data[first * per_row : (first + rows) * per_row]
-        part = _dequantise(data, (rows, *entry.shape[1:]), entry.type)
+        part = _dequantize(data, (rows, *entry.shape[1:]), entry.type)
         return part[(slice(None), *index[1:])]
 
     def blocks(self, name: str) -> Blocks | None:
@@ -131,10 +131,10 @@ class GGUFFile(WeightSource):
         self._file.close()
 
 
-def _dequantise(
+def _dequantize(
     data: np.ndarray, shape: tuple[int, ...], ggml_type: GGMLQuantizationType
 ) -> np.ndarray:
-    """Dequantises blocks into a float32 array of this shape, a megabyte at a time."""
+    """Dequantizes blocks into a float32 array of this shape, a megabyte at a time."""
     block, block_bytes = GGML_QUANT_SIZES[ggml_type]
     result = np.empty(shape, np.float32)
     flat = result.reshape(-1)

@@ -114,5 +114,8 @@ def compute_dtype(record: Record, quantized: Mapping[str, Any] | None) -> np.dty
 
 
 def origin_of(fields: dict[str, Any]) -> Origin:
+    if "quantised" in fields:  # its name in folders of older versions
+        fields = {**fields, "quantized": fields["quantised"]}
+        del fields["quantised"]
     dtypes, copies = (tuple(map(tuple, fields[name])) for name in ("dtypes", "copies"))
     return Origin(**{**fields, "dtypes": dtypes, "copies": copies})

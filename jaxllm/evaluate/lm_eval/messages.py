@@ -1,4 +1,4 @@
-"""What a user sees while requests are answered: their number, and those that were cut."""
+"""Progress of requests, and warnings of those that were truncated."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ class JaxLM(TemplateLM):
         return len(ids), GenerationRequest(ids[-limit:], settings)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes about the model into its results."""
+        """Facts of the model for the harness's results."""
         model = cast(Model[Any], self.model)
         return {
             "model_name": self._name,

@@ -44,10 +44,10 @@ class ModelInputs:
     encoder_attention_mask: Any = None
     """bool or 0/1 [B, E]."""
 
-    def present(self, *but: str) -> dict[str, Any]:
-        """Inputs that are not None, by name, except those named in `but`."""
+    def present(self, *except_: str) -> dict[str, Any]:
+        """Inputs that are not None, by name, except those named in `except_`."""
         names = (field.name for field in dataclasses.fields(self))
-        values = {name: getattr(self, name) for name in names if name not in but}
+        values = {name: getattr(self, name) for name in names if name not in except_}
         return {name: value for name, value in values.items() if value is not None}
 
 

@@ -19,7 +19,7 @@ from jaxllm.generation.processors.base import (
 )
 
 
-def _penalised(scores: Scores, tokens: Bool[Array, "B V"], penalty: Float[Array, ""]) -> Scores:
+def _penalized(scores: Scores, tokens: Bool[Array, "B V"], penalty: Float[Array, ""]) -> Scores:
     """Applies CTRL's penalty (Keskar et al. 2019): multiplies negative scores, divides others."""
     return jnp.where(tokens, jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
 
@@ -29,7 +29,7 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
     """Penalises every token of the sequence so far, prompt included, once each.
 
     Padding never counts. (transformers 5.23 ignores columns before the first real token; earlier
-    versions penalised the padding token of left-padded rows.) The first ``prompt_ignore_length``
+    versions penalized the padding token of left-padded rows.) The first ``prompt_ignore_length``
     columns, one number or one per row, do not count either.
 
     >>> import jax.numpy as jnp
@@ -59,7 +59,7 @@ class RepetitionPenaltyLogitsProcessor(LogitsProcessor):
         if self.prompt_ignore_length is not None:
             first = jnp.reshape(self.prompt_ignore_length, (-1, 1))
             counted &= jnp.arange(counted.shape[1]) >= first
-        return _penalised(scores, token_set(history.ids, counted, scores.shape[1]), self.penalty)
+        return _penalized(scores, token_set(history.ids, counted, scores.shape[1]), self.penalty)
 
 
 @logits_processor()
@@ -86,7 +86,7 @@ class EncoderRepetitionPenaltyLogitsProcessor(LogitsProcessor):
 
     def process(self, history: History, scores: Scores) -> Scores:
         ids, real = self.encoder.rows(scores.shape[0])
-        return _penalised(scores, token_set(ids, real, scores.shape[1]), 1 / self.penalty)
+        return _penalized(scores, token_set(ids, real, scores.shape[1]), 1 / self.penalty)
 
 
 @logits_processor(static=("num_beams", "num_beam_groups"))

@@ -96,7 +96,7 @@ class Sample(Strategy[SampleState]):
     """True if some rows sample; False: greedy search."""
     num_return_sequences: int = dataclasses.field(default=1, metadata={"static": True})
     """Results per prompt, which is prefilled once for all of them."""
-    sampled: Bool[Array, " B"] | None = None
+    sampled_rows: Bool[Array, " B"] | None = None
     """Rows that sample, if `sampling`; None: all."""
     allows_ring_cache = True
 
@@ -170,9 +170,9 @@ class Sample(Strategy[SampleState]):
             return choose_greedy(scores)
         step = jnp.broadcast_to(state.step, state.keys.shape)
         token = choose_sample(jax.vmap(jax.random.fold_in)(state.keys, step), scores)
-        if self.sampled is None:
+        if self.sampled_rows is None:
             return token
-        return jnp.where(self.sampled, token, choose_greedy(scores))
+        return jnp.where(self.sampled_rows, token, choose_greedy(scores))
 
     def finish(self, state: SampleState, settings: DecodeSettings) -> Result:
         return sample_result(state)

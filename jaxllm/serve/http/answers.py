@@ -160,5 +160,5 @@ class Answer:
         return []
 
     def piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
-        """What one piece adds to its choice, in one event or several."""
+        """Choices of the events of one piece, for one event or several."""
         raise NotImplementedError

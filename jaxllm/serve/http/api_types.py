@@ -55,7 +55,7 @@ class JsonSchema:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResponseFormat:
-    """What the answer must be."""
+    """Requested format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

@@ -76,7 +76,7 @@ class ChatAnswer(Answer):
         return [{"delta": delta, "logprobs": logprobs, "finish_reason": reason}]
 
     def _delta(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
-        """What a piece adds to the message, and its finish reason.
+        """Delta of a piece, and its finish reason.
 
         Text that may be a tool call is held back to the end of the choice.
         """
@@ -96,7 +96,7 @@ class ChatAnswer(Answer):
 
 
 def _possible_call(text: str) -> int:
-    """Where a tool call begins or may begin; the length of the text if nowhere.
+    """Start of a tool call or of a possible one; the length of the text if there is none.
 
     >>> _possible_call("Well, <tool_c"), _possible_call(' {"name"'), _possible_call("no")
     (6, 0, 2)

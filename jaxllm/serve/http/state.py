@@ -1,4 +1,4 @@
-"""What the endpoints of a server share."""
+"""State that the endpoints of a server share."""
 
 from __future__ import annotations
 

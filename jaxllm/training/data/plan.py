@@ -106,14 +106,16 @@ class Planner:
         """
         sizes = self._bucket_sizes(lengths)
         buckets, bucket_of = np.unique(sizes, axis=0, return_inverse=True)
-        full, left = [], []
+        full, remainders = [], []
         for bucket in range(len(buckets)):
             mine = order[bucket_of[order] == bucket]
             whole = len(mine) // self.batch_size * self.batch_size
             full += list(mine[:whole].reshape(-1, self.batch_size))
-            left.append(mine[whole:])
-        rest = np.concatenate(left)
-        full += [rest[n : n + self.batch_size] for n in range(0, len(rest), self.batch_size)]
+            remainders.append(mine[whole:])
+        remainder = np.concatenate(remainders)
+        full += [
+            remainder[n : n + self.batch_size] for n in range(0, len(remainder), self.batch_size)
+        ]
         return full, np.stack([sizes[batch].max(axis=0) for batch in full])
 
     def _bucket_sizes(self, lengths: Int[np.ndarray, "N K"]) -> Int64[np.ndarray, "N K"]:

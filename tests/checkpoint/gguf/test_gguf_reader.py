@@ -87,13 +87,13 @@ LOOPS = {Q.Q8_0: q8_0, Q.Q4_0: q4_0, Q.Q4_1: q4_1, Q.Q4_K: q4_k, Q.Q6_K: q6_k}
 
 class TestTypes:
     @pytest.mark.parametrize("kind", LOOPS, ids=lambda kind: kind.name)
-    def test_quantised_types(self, kind, tmp_path):
+    def test_quantized_types(self, kind, tmp_path):
         blocks = random_blocks(kind, 5, 512)
         with write_gguf(tmp_path / "a.gguf", {"w": (blocks, kind)}) as file:
             assert file.info("w").shape == (5, 512)
             assert file.info("w").dtype == np.float32
             assert file.info("w").nbytes == blocks.size
-            assert file.quantisation("w") == kind.name
+            assert file.quantization("w") == kind.name
             actual = file.read("w")
         assert actual.dtype == np.float32
         np.testing.assert_array_equal(actual, gguf.quants.dequantize(blocks, kind))
@@ -102,7 +102,7 @@ class TestTypes:
         by_loop = np.array([LOOPS[kind](block.tobytes()) for block in full]).reshape(5, 512)
         np.testing.assert_allclose(actual, by_loop, rtol=1e-6, atol=1e-6 * np.abs(by_loop).max())
 
-    def test_large_tensors_are_dequantised_in_parts(self, tmp_path):
+    def test_large_tensors_are_dequantized_in_parts(self, tmp_path):
         blocks = random_blocks(Q.Q4_0, 300, 1024)  # more values than go through at once
         file = write_gguf(tmp_path / "a.gguf", {"w": (blocks, Q.Q4_0)})
         expected = gguf.quants.dequantize(blocks, Q.Q4_0)
@@ -259,7 +259,7 @@ class TestMalformed:
 
     def test_an_unknown_name_is_named(self, tmp_path):
         file = GGUFFile(written(tmp_path / "a.gguf", with_tensors(VALID)))
-        for call in (file.read, file.info, file.quantisation):
+        for call in (file.read, file.info, file.quantization):
             with pytest.raises(CheckpointError, match="no tensor is named 'v'"):
                 call("v")
 

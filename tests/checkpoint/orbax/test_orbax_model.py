@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -13,8 +14,10 @@ from parity_data import ROOT, cases
 from paths import DATA
 
 import jaxllm
+from jaxllm.checkpoint.orbax.model import origin_of
 from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError
 from jaxllm.models.build_options import Options
+from jaxllm.models.model import Origin
 from jaxllm.models.weights import parameters
 
 # One for each class and each way to tie, scale and name; the others are slow by their number.
@@ -91,6 +94,13 @@ def test_model_without_checkpoint(family, tmp_path):
     assert jax.tree.structure(again) == jax.tree.structure(model)
     for path, x in parameters(model).items():
         np.testing.assert_array_equal(parameters(again)[path], x)
+
+
+def test_origin_of_an_older_folder():
+    origin = Origin("{}", dtypes=(("a", "F32"),), quantized=True)
+    fields = dataclasses.asdict(origin)
+    fields["quantised"] = fields.pop("quantized")
+    assert origin_of(fields) == origin
 
 
 def test_saving_again_replaces_the_model(tmp_path):

@@ -74,7 +74,7 @@ class Source(ABC):
         return []
 
     def remarks(self) -> list[str]:
-        """What a user should know of the rows, a line each."""
+        """Remarks on the input for the user, one per line."""
         unread = self.unread_keys()
         return [f"{self.name}: these columns are not read: {listed(unread)}"] if unread else []
 

@@ -28,7 +28,7 @@ _LINE = re.compile(rb"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n")
 _MAX_LINES = 2**24
 
 
-class Table(Source):
+class TableSource(Source):
     """Rows of named columns; a cell without a value is as if the row had no such key."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Table(Source):
         return self._unread
 
 
-class CsvRows(Table):
+class CsvRows(TableSource):
     """A CSV file with a header. Cells of fields are JSON, or else text; an empty cell is none."""
 
     def __init__(self, name: str, data: bytes, choice: ColumnChoice, delimiter: str = ",") -> None:
@@ -135,7 +135,7 @@ class CsvRows(Table):
         return cell if is_text else _json_or_text(cell)
 
 
-class ParquetRows(Table):
+class ParquetRows(TableSource):
     """A Parquet file."""
 
     unit = "row"
@@ -166,7 +166,7 @@ class ParquetRows(Table):
         }
 
 
-class DatasetRows(Table):
+class DatasetRows(TableSource):
     """A Hugging Face data set. Its digest is that of the columns that are read.
 
     Args:

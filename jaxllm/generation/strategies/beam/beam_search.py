@@ -22,7 +22,12 @@ from jaxllm.generation.strategies.beam.beam_state import (
     extended_mask,
 )
 from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
-from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised, take_per_row
+from jaxllm.generation.strategies.beam.hypotheses import (
+    WORST,
+    Hypotheses,
+    length_normalized,
+    take_per_row,
+)
 from jaxllm.generation.strategies.sample import record_step
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 
@@ -113,7 +118,7 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
             for x in (candidates.value, candidates.beam, candidates.token, candidates.finishes)
         )
         length = (state.cur_len + 1 - state.start_len)[..., None]
-        score = penalised(value, length, self.length_penalty[..., None])
+        score = length_normalized(value, length, self.length_penalty[..., None])
         row_is_finished = state.is_finished[:, None]
         score = score + jnp.where(row_is_finished, WORST, 0.0) + jnp.where(finishes, 0.0, WORST)
         new = state.running.extend(beam, token, score, state.cur_len, state.step)
@@ -133,7 +138,7 @@ class BeamSearch(BeamStrategy[BeamSearchState]):
         if self.early_stopping == "never":
             max_new_tokens = settings.max_length - state.start_len
             length = jnp.where(self.length_penalty > 0, max_new_tokens, length)
-        best = penalised(state.running.scores[:, 0], length, self.length_penalty)
+        best = length_normalized(state.running.scores[:, 0], length, self.length_penalty)
         is_full = state.is_sent_finished.all(axis=1)
         worst = jnp.where(is_full, jnp.min(state.finished.scores, axis=1), WORST)
         can_enter = best > worst

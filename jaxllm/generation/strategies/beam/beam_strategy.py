@@ -17,7 +17,7 @@ from jaxllm.generation.strategies.beam.hypotheses import (
     Hypotheses,
     full_pool_is_final,
     global_indices,
-    penalised,
+    length_normalized,
     read_column,
     result_length,
 )
@@ -154,7 +154,7 @@ class BeamStrategy(Strategy[S]):
             The pool, and the rows in which it is full and can take no further beam.
         """
         length, size = state.cur_len + 1 - state.start_len, enters.shape[1]
-        scores = penalised(candidates.value[:, :size], length, self.length_penalty)
+        scores = length_normalized(candidates.value[:, :size], length, self.length_penalty)
         new = running.extend(
             candidates.beam[:, :size],
             candidates.token[:, :size],

@@ -27,7 +27,12 @@ from jaxllm.generation.strategies.beam.beam_state import (
 )
 from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
 from jaxllm.generation.strategies.beam.constraints import ConstraintProgress, Tries
-from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised, take_per_row
+from jaxllm.generation.strategies.beam.hypotheses import (
+    WORST,
+    Hypotheses,
+    length_normalized,
+    take_per_row,
+)
 from jaxllm.generation.strategies.sample import record_step
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 
@@ -200,7 +205,7 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         too_few = jnp.sum(complete, axis=1, keepdims=True) < self.num_return_sequences
         is_returned = (complete | too_few) & ~state.is_finished[:, None]
         length = state.cur_len - state.start_len
-        scores = penalised(state.running.scores, length, self.length_penalty)
+        scores = length_normalized(state.running.scores, length, self.length_penalty)
         unfinished = dataclasses.replace(
             state.running, scores=jnp.where(is_returned, scores, WORST)
         )

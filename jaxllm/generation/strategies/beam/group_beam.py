@@ -22,7 +22,7 @@ from jaxllm.generation.strategies.beam.beam_state import (
     best_candidates,
 )
 from jaxllm.generation.strategies.beam.beam_strategy import BeamStrategy
-from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, penalised
+from jaxllm.generation.strategies.beam.hypotheses import WORST, Hypotheses, length_normalized
 from jaxllm.generation.strategies.sample import record_step
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 
@@ -151,7 +151,7 @@ class GroupBeamSearch(BeamStrategy[GroupBeamState]):
     def ranked(self, state: GroupBeamState) -> Hypotheses:
         """Sequences of all groups, best first, with the beams of unfinished groups."""
         length = state.cur_len - state.start_len
-        scores = penalised(state.running.scores, length, self.length_penalty)
+        scores = length_normalized(state.running.scores, length, self.length_penalty)
         is_finished = jnp.repeat(state.group_is_finished, self.group_size, axis=1)
         unfinished = dataclasses.replace(
             state.running, scores=jnp.where(is_finished, WORST, scores)

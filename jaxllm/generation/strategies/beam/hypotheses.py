@@ -124,7 +124,7 @@ def read_column(x: Int[Array, "B M L"], position: Count) -> Int[Array, "B M"]:
     return jnp.take_along_axis(x, position[:, None, None], axis=2)[..., 0]
 
 
-def penalised(
+def length_normalized(
     scores: Float[Array, " *any"],
     new_tokens: Int[Array, "*#any"],
     length_penalty: Float[Array, "*#any"],
@@ -154,7 +154,7 @@ def full_pool_is_final(
         return full
     if early_stopping == "never":
         length = jnp.where(length_penalty > 0, max_new_tokens, length)
-    return full & (worst >= penalised(best, length, length_penalty))
+    return full & (worst >= length_normalized(best, length, length_penalty))
 
 
 def result_length(beam_indices: Int[Array, "B N T"], start_len: Int[Array, ""]) -> Int[Array, ""]:
