@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.generate import generate
+from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.lengths import with_default_length
 from jaxllm.loading import load
@@ -123,7 +124,9 @@ def _generate(
 ) -> Iterator[list[list[int]]]:
     """Token ids of each prompt's results: prompt and answer, or an encoder-decoder's answer."""
     settings = GenerationConfig(**fields)
-    for first, rows in _batches(pipe, prompts):
+    # In the order of the prompts: max_length counts the padding of a batch.
+    for first in range(0, len(prompts), pipe.batch_size):
+        rows = prompts[first : first + pipe.batch_size]
         batch = pipe.tokenizer.pad(rows, padding_side="left")
         width = batch.input_ids.shape[1]
         config = with_default_length(settings, pipe.model, width)
@@ -134,12 +137,6 @@ def _generate(
         for prompt, sequences in zip(rows, results, strict=True):
             start = 0 if pipe.model.is_encoder_decoder else width - len(prompt)
             yield sequences[:, start:].tolist()
-
-
-def _batches(pipe: Pipeline, rows: list[T]) -> Iterator[tuple[int, list[T]]]:
-    """Yields the index of the first row, and the rows, of each batch."""
-    for first in range(0, len(rows), pipe.batch_size):
-        yield first, rows[first : first + pipe.batch_size]
 
 
 def _text_generation(
@@ -192,21 +189,32 @@ def _forward(model: Any, batch: Mapping[str, Array]) -> Any:
     return model(**batch)
 
 
-def _outputs(pipe: Pipeline, inputs: list[str]) -> Iterator[tuple[np.ndarray, Any]]:
-    """Yields the padding mask and the model's output of each batch."""
+def _outputs(
+    pipe: Pipeline, inputs: list[str], rows_of: Callable[[np.ndarray, Any], Sequence[T]]
+) -> list[T]:
+    """Runs the model on texts.
+
+    Args:
+        rows_of: computes the result of each row, from a batch's padding mask and model output.
+    """
     model = without_metadata(pipe.model)
-    for _, texts in _batches(pipe, inputs):
+
+    def run(texts: list[str]) -> Sequence[T]:
         batch = pipe.tokenizer(texts, bucket="power_of_two")
-        yield np.asarray(batch.attention_mask), _forward(model, dict(batch))
+        return rows_of(np.asarray(batch.attention_mask), _forward(model, dict(batch)))
+
+    results = dict(run_in_batches(run, inputs, pipe.batch_size, length=len))
+    return [results[i] for i in range(len(inputs))]
 
 
 def _classification(pipe: Pipeline, inputs: list[str], *, top_k: int | None = 1) -> Iterator[Any]:
-    names = label_names(pipe.model)
-    for _, out in _outputs(pipe, inputs):
-        for row in np.asarray(_probabilities(out.logits, pipe.model.config)):
-            best = np.argsort(-row, stable=True)[:top_k]
-            labels = [{"label": names[i], "score": float(row[i])} for i in best]
-            yield labels[0] if top_k == 1 else labels
+    names, config = label_names(pipe.model), pipe.model.config
+    for row in _outputs(
+        pipe, inputs, lambda _, out: list(np.asarray(_probabilities(out.logits, config)))
+    ):
+        best = np.argsort(-row, stable=True)[:top_k]
+        labels = [{"label": names[i], "score": float(row[i])} for i in best]
+        yield labels[0] if top_k == 1 else labels
 
 
 def _probabilities(logits: Float[Array, "B C"], config: ModelConfig) -> Float[Array, "B C"]:
@@ -230,11 +238,13 @@ def _features(
 ) -> Iterator[np.ndarray]:
     if pooling not in ("mean", None):
         raise InputError(f"pooling is {pooling!r}: give 'mean', or None for a vector per token")
-    for masks, out in _outputs(pipe, inputs):
+
+    def vectors_of(masks: np.ndarray, out: Any) -> list[np.ndarray]:
         states = np.asarray(out.last_hidden_state, np.float32)
-        for x, mask in zip(states, masks, strict=True):
-            vectors = x[mask == 1]
-            yield vectors if pooling is None else vectors.mean(0)
+        return [x[mask == 1] for x, mask in zip(states, masks, strict=True)]
+
+    for vectors in _outputs(pipe, inputs, vectors_of):
+        yield vectors if pooling is None else vectors.mean(0)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ import pytest
 PACKAGES = ["models", "nn", "cache", "parallel", "checkpoint", "tokenizers", "generation", "batch"]
 PACKAGES += [
     "batch.job",
+    "generation.processors",
     "generation.processors.host",
     "generation.settings",
+    "generation.stopping",
     "generation.strategies",
     "generation.strategies.assisted",
     "generation.strategies.beam",

@@ -20,7 +20,6 @@ from jaxllm.checkpoint.tensor_checks import tensor_name
 from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
 from jaxllm.common.messages import listed
-from jaxllm.models.config_export import config_to_json
 from jaxllm.models.model import Model, Origin
 from jaxllm.models.registry import FAMILIES, architecture_of
 from jaxllm.models.weights import is_quantized
@@ -132,12 +131,12 @@ def saved_config(model: Model[Any], dtypes: dict[str, str]) -> dict[str, Any]:
     """The checkpoint's config.json with the caller's changes; `dtypes` are those being saved."""
     origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)
-    current = config_to_json(model.config, model_type, architecture)
+    current = model.config.to_json(model_type, architecture)
     if origin is None:
         config = current
     else:
         config = json.loads(origin.config)
-        loaded = config_to_json(type(model.config).from_dict(config), model_type, architecture)
+        loaded = type(model.config).from_dict(config).to_json(model_type, architecture)
         from_tensors = ("tie_word_embeddings", "scale_decoder_outputs")  # set by the loader
         config |= {k: v for k, v in current.items() if k not in from_tensors and v != loaded.get(k)}
     if origin is None or dtypes != dict(origin.dtypes):

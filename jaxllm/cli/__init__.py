@@ -1,1 +1,4 @@
-"""Command-line interface."""
+"""Command-line interface.
+
+Internal: the commands are the interface (docs/cli.md).
+"""

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from jaxllm.batch.constraints import CONSTRAINT_KEYS
+from jaxllm.batch.job.file_digests import checkpoint_digests
 from jaxllm.batch.job.inputs import Source, read_source
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import check_output, read_json_file, report_file
 from jaxllm.batch.job.outputs import output_writer
 from jaxllm.batch.job.streamed_job import StreamedJob
-from jaxllm.checkpoint.file_digests import checkpoint_digests
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli import signals
 from jaxllm.cli.batch_engines import check_task, column_choice, constraint, load_engine

@@ -83,6 +83,26 @@ class ModelConfig:
         """Numbers of attention heads by config.json field."""
         return {}
 
+    def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
+        """A config.json object from which `from_dict` restores an equal config.
+
+        Both transformers 4 and 5 read it. Families extend it for fields that are not written under
+        their own names.
+
+        Args:
+            architecture: Hugging Face's name of the model's class.
+        """
+        raw: dict[str, Any] = {"architectures": [architecture], "model_type": model_type}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("num_labels", "problem_type"):
+                raw[field.name] = list(value) if isinstance(value, tuple) else value
+        if self.num_labels != 2:
+            raw["id2label"] = {str(i): f"LABEL_{i}" for i in range(self.num_labels)}
+        if self.problem_type is not None:
+            raw["problem_type"] = self.problem_type
+        return raw
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderOnlyConfig(ModelConfig):

@@ -25,7 +25,7 @@ from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.mlp import GatedMLP
 from jaxllm.nn.norm import RMSNorm
 from jaxllm.nn.rope import Rope
-from jaxllm.nn.rope_config import rope_from_config
+from jaxllm.nn.rope_config import rope_from_config, rope_to_config
 
 ROPE_KEYS = frozenset(
     {
@@ -107,6 +107,13 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
             raw, head_dim=config.size_per_head, max_positions=config.max_position_embeddings
         )
         return dataclasses.replace(config, rope=rope)
+
+    def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
+        raw = super().to_json(model_type, architecture)
+        del raw["rope"]
+        if raw["head_dim"] is None:  # transformers takes null for a value
+            del raw["head_dim"]
+        return raw | rope_to_config(self.rotary)
 
     def check(self) -> None:
         """Raises ConfigError for a value out of range; families extend it for their fields."""

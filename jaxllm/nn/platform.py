@@ -172,7 +172,8 @@ def times_blocks_transposed(
     def as_one_matrix(rows: Array, groups: Array, scales: Array, offsets: Array | None) -> Array:
         return times_transposed(rows, dequantized_blocks(groups, scales, offsets).astype(x.dtype))
 
-    # PERF(cpu): products of single groups are many times slower than a float32 copy.
+    # PERF(cpu): products of single groups are many times slower than a float32 copy;
+    # docs/quantization.md.
     in_groups = sum_of_blocks if len(rows) <= size // 2 else as_one_matrix
     y = jax.lax.platform_dependent(
         rows, groups, scales, offsets, cpu=as_one_matrix, default=in_groups
@@ -256,7 +257,8 @@ def argmax_of_rows(x: Float[Array, "B V"]) -> Int[Array, " B"]:
     def in_one_step(x: Float[Array, "B V"]) -> Int[Array, " B"]:
         return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
-    # PERF(cpu): a block, then an entry, in a third of the time of one argmax over a vocabulary.
+    # PERF(cpu): a block, then an entry, in a third of the time of one argmax over a vocabulary;
+    # benchmarks/decode.py.
     # Elsewhere one argmax is a single pass, which XLA fuses with the LM head's output.
     return jax.lax.platform_dependent(x, cpu=in_two_steps, default=in_one_step)
 

@@ -130,8 +130,9 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """`optax.clip_by_global_norm` that can reuse a norm computed by the caller.
 
-    PERF(cpu): recomputing it costs three passes over all gradients. `measured` is a pytree and its
-    norm, used only if the updates are the same arrays, unchanged by earlier transformations.
+    PERF(cpu): recomputing it costs three passes over all gradients; benchmarks/train.py.
+    `measured` is a pytree and its norm, used only if the updates are the same arrays, unchanged by
+    earlier transformations.
     """
 
     def update(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hub_configs import CONFIGS
 
-from jaxllm.models.config_export import config_to_json
 from jaxllm.models.registry import FAMILIES, model_spec
 
 
@@ -14,7 +13,7 @@ def test_is_understood_and_written_back(name):
     raw = CONFIGS[name]
     spec = model_spec(raw)
     assert spec.architecture == raw["architectures"][0]
-    written = config_to_json(spec.config, raw["model_type"], spec.architecture)
+    written = spec.config.to_json(raw["model_type"], spec.architecture)
     assert FAMILIES[raw["model_type"]].config.from_dict(written) == spec.config
 
 

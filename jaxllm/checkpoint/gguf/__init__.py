@@ -1,1 +1,4 @@
-"""Reads checkpoints in the GGUF format."""
+"""Reads checkpoints in the GGUF format.
+
+Internal: `jaxllm.load` reads such a file.
+"""

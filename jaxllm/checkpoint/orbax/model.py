@@ -20,7 +20,6 @@ from jaxllm.checkpoint.orbax.steps import Record
 from jaxllm.checkpoint.source import FLOATS, default_dtype, float_dtype
 from jaxllm.common.errors import CheckpointError
 from jaxllm.models.build_options import Options
-from jaxllm.models.config_export import config_to_json
 from jaxllm.models.model import Model, Origin
 from jaxllm.models.quantize import formats_of, quantized_shapes
 from jaxllm.models.registry import architecture_of, model_spec
@@ -42,7 +41,7 @@ def model_meta(model: Model[Any]) -> dict[str, Any]:
     """Config, origin, and formats of quantized layers, as JSON."""
     origin: Origin | None = model.origin
     model_type, architecture = architecture_of(model)
-    config = config_to_json(model.config, model_type, architecture)
+    config = model.config.to_json(model_type, architecture)
     if "scale_decoder_outputs" in config:  # exported as a bool; here None is kept
         config["scale_decoder_outputs"] = model.config.scale_decoder_outputs
     formats = formats_of(model)

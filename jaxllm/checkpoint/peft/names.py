@@ -10,7 +10,6 @@ from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.lora import base_entries, table_of
 from jaxllm.models.model import Model
-from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.models.weights import Entry
 
 CONFIG = "adapter_config.json"
@@ -39,8 +38,7 @@ def task_of(model: Model[Any]) -> str:
         return "SEQ_CLS"
     if isinstance(model, CausalLM):
         return "CAUSAL_LM"
-    seq2seq = isinstance(model, T5ForConditionalGeneration)
-    return "SEQ_2_SEQ_LM" if seq2seq else "FEATURE_EXTRACTION"
+    return "SEQ_2_SEQ_LM" if model.is_encoder_decoder else "FEATURE_EXTRACTION"
 
 
 def check_tied(model: Model[Any], paths: Container[str]) -> None:

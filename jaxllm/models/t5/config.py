@@ -93,6 +93,18 @@ class T5Config(cfg.ModelConfig):
     def head_counts(self) -> dict[str, int]:
         return {"num_heads": self.num_heads}
 
+    def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
+        if self.bias_per_layer:
+            model_type, architecture = "umt5", architecture.replace("T5", "UMT5", 1)
+        raw = super().to_json(model_type, architecture)
+        del raw["bias_per_layer"]
+        for name in ("is_gated_act", "dense_act_fn"):
+            if raw[name] is None:  # transformers takes null for a value
+                del raw[name]
+        raw["scale_decoder_outputs"] = self.scaled
+        raw["is_encoder_decoder"] = "Encoder" not in architecture
+        return raw
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> T5Config:
         """Reads and checks a config.json object.

@@ -1,1 +1,4 @@
-"""Chat templates, rendered by Jinja in a sandbox."""
+"""Chat templates, rendered by Jinja in a sandbox.
+
+Internal: `Tokenizer.apply_chat_template` renders them.
+"""

@@ -1,1 +1,4 @@
-"""Tokenizers from sentencepiece models."""
+"""Tokenizers from sentencepiece models.
+
+Internal: `jaxllm.tokenizers.load_tokenizer` makes them.
+"""

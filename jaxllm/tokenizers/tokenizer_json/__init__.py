@@ -1,1 +1,4 @@
-"""Tokenizers from tokenizer.json files."""
+"""Tokenizers from tokenizer.json files.
+
+Internal: `jaxllm.tokenizers.load_tokenizer` makes them.
+"""

@@ -12,7 +12,6 @@ from jaxllm.common.validation import check_types
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.model import Model
-from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.tokenizers.batch import Bucket
 from jaxllm.training.data.rows import FileType
@@ -202,7 +201,7 @@ class ModelInfo:
             kind = "classification"
         elif isinstance(model, CausalLM):
             kind = "causal"
-        elif isinstance(model, T5ForConditionalGeneration):
+        elif model.is_encoder_decoder:
             kind = "seq2seq"
         else:
             raise UnsupportedError(f"{type(model).__name__}: has no labels to predict")

@@ -13,7 +13,6 @@ from jaxllm.checkpoint.orbax.digest import digests
 from jaxllm.checkpoint.orbax.steps import numbered
 from jaxllm.common.errors import ConfigError, RunError
 from jaxllm.common.validation import to_plain
-from jaxllm.models.config_export import config_to_json
 from jaxllm.models.model import Model
 from jaxllm.models.registry import architecture_of
 from jaxllm.training.monitor.run_card import flat
@@ -104,7 +103,7 @@ def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def base_of(model: Model[Any], frozen: Params) -> dict[str, Any]:
     """Config, and digests of the frozen parameters, which checkpoints omit."""
-    config = flat(config_to_json(model.config, *architecture_of(model)))
+    config = flat(model.config.to_json(*architecture_of(model)))
     return {"config": config, "tensors": dict(sorted(digests(frozen).items()))}
 
 
