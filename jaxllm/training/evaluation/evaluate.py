@@ -40,8 +40,8 @@ class EvalResult:
         except OverflowError:
             return math.inf
 
-    def metrics(self, kind: Predicted = "tokens", prefix: str = "eval_") -> dict[str, float]:
-        """Fields for the metrics log; `kind` says what the model predicts.
+    def metrics(self, predicted: Predicted = "tokens", prefix: str = "eval_") -> dict[str, float]:
+        """Fields for the metrics log; `predicted` says what the model predicts.
 
         >>> EvalResult(loss=0.0, accuracy=1.0, count=3).metrics()
         {'eval_loss': 0.0, 'eval_perplexity': 1.0, 'eval_accuracy': 1.0}
@@ -49,11 +49,11 @@ class EvalResult:
         {'eval_loss': 0.5, 'eval_mse': 0.5}
         """
         metrics = {"loss": self.loss}
-        if kind == "tokens":
+        if predicted == "tokens":
             metrics["perplexity"] = self.perplexity
-        if kind == "values":
+        if predicted == "values":
             metrics["mse"] = self.loss
-        elif kind != "preferences":
+        elif predicted != "preferences":
             metrics["accuracy"] = self.accuracy
         metrics |= self.extra
         return {prefix + name: value for name, value in metrics.items()}
