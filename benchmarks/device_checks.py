@@ -1,0 +1,104 @@
+"""Numbers of a device beside the CPU's: logits, greedy tokens, batch engine, training step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from device_models import SMALL, random_model
+
+import jaxllm
+from jaxllm.training import (
+    OptimizerConfig,
+    TrainState,
+    loss_for,
+    make_optimizer,
+    make_train_step,
+)
+
+ROWS, TOKENS, NEW = 2, 300, 16
+"""More tokens than a block of attention has queries (256), and no multiple of one."""
+FLOAT32_TOLERANCE = 1e-3
+BFLOAT16_TOLERANCE = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A comparison with the CPU, which computes in float32."""
+
+    name: str
+    difference: float
+    """Logits: root mean square of the difference / standard deviation of the CPU's. Tokens: share
+    that differs. Training step: largest relative difference of loss and norm of the gradients."""
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.tolerance  # False for NaN
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "passed": self.passed}
+
+
+def checks(family: str, device: Any, attn_implementation: str = "auto") -> Iterator[Check]:
+    """Compares a small model of a family on the device with the same on the CPU."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    reference = random_model(SMALL[family], cpu, "float32")
+    model = random_model(SMALL[family], device, "float32", attn_implementation)
+    half = random_model(SMALL[family], device, "bfloat16", attn_implementation)
+    ids = np.random.default_rng(0).integers(3, 1000, (ROWS, TOKENS)).astype(np.int32)
+    # Accelerators multiply float32 in fewer bits by default.
+    with jax.default_matmul_precision("highest"):
+        expected = logits(reference, ids)
+        difference = distance(logits(model, ids), expected)
+        yield Check(f"{family}: logits in float32", difference, FLOAT32_TOLERANCE)
+        tokens = greedy(reference, ids)
+        difference = float(np.mean(greedy(model, ids) != tokens))
+        yield Check(f"{family}: greedy tokens", difference, 0.0)
+        difference = float(np.mean(engine_tokens(model, ids) != tokens))
+        yield Check(f"{family}: tokens of the batch engine", difference, 0.0)
+        found, wanted = train_metrics(model, ids), train_metrics(reference, ids)
+        difference = float(np.max(np.abs(found - wanted) / np.abs(wanted)))
+        yield Check(f"{family}: training step", difference, FLOAT32_TOLERANCE)
+    difference = distance(logits(half, ids), expected)
+    yield Check(f"{family}: logits in bfloat16", difference, BFLOAT16_TOLERANCE)
+
+
+def logits(model: Any, ids: np.ndarray) -> np.ndarray:
+    """Logits of all positions; an encoder-decoder gets the ids on both sides."""
+    inputs = {"decoder_input_ids": ids[:, ::-1]} if model.is_encoder_decoder else {}
+    run = jax.jit(lambda model, ids, inputs: model(ids, **inputs).logits)
+    return np.asarray(run(model, ids, inputs), np.float32)
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """Root mean square of the difference in standard deviations of what is expected."""
+    return float(np.sqrt(np.mean(np.square(found - expected))) / np.std(expected))
+
+
+FIELDS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def greedy(model: Any, ids: np.ndarray) -> np.ndarray:
+    """The new tokens of `generate`, [ROWS, NEW]."""
+    return np.asarray(jaxllm.generate(model, ids, **FIELDS).sequences)[:, -NEW:]
+
+
+def engine_tokens(model: Any, ids: np.ndarray) -> np.ndarray:
+    """The new tokens of the batch engine, [ROWS, NEW]."""
+    outputs = jaxllm.BatchGenerator(model, slots=ROWS, **FIELDS).generate(ids.tolist())
+    errors = [output.error for output in outputs if output.error]
+    if errors:
+        raise RuntimeError(f"batch engine: {errors[0]}")
+    return np.asarray([output.output_ids[0] for output in outputs])
+
+
+def train_metrics(model: Any, ids: np.ndarray) -> np.ndarray:
+    """Loss and norm of the gradients of a training step."""
+    optimizer = make_optimizer(OptimizerConfig())
+    step = make_train_step(optimizer, loss_for(model))
+    _, metrics = step(TrainState.create(model, optimizer), {"input_ids": ids, "labels": ids})
+    return np.asarray([metrics["loss"], metrics["grad_norm"]], np.float64)
