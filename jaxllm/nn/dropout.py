@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -27,7 +25,7 @@ def dropout(x: Float[Array, ...], rate: float, key: Array | None) -> Float[Array
 
 def dropout_mask(key: Array, dropped: int, shape: tuple[int, ...]) -> Bool[Array, ...]:
     """Dropout mask: False with probability `dropped` / 65536."""
-    return random_uint16(key, math.prod(shape)).reshape(shape) >= dropped
+    return random_uint16(key, shape) >= dropped
 
 
 def split_key(key: Array | None, n: int) -> tuple[Array | None, ...]:

@@ -147,7 +147,7 @@ _AXES_OF_PARTS = {
 """End of a path -> the axes, from those of the layer's weight."""
 
 
-def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Sharding of a parameter, or of an array whose path ends with a parameter's (Adam's moments).
 
     A dimension that its mesh axis does not divide is replicated over that axis, as GPT-2's
@@ -169,7 +169,7 @@ def parameter_sharding(path: str, shape: Sequence[int], mesh: Mesh) -> NamedShar
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def tree_shardings(tree: object, mesh: Mesh) -> Any:
+def tree_shardings(tree: object, mesh: Mesh | AbstractMesh) -> Any:
     """`parameter_sharding` of every leaf of a model, a dict of parameters or an optimizer state.
 
     Leaves need a shape only, so the output of `jax.eval_shape` works too.

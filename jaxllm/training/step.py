@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from jaxllm.common.errors import InputError
 from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.model import Model
+from jaxllm.parallel.sharding import context_mesh, tree_shardings
 from jaxllm.training.losses import Batch, Loss, LossSums
 from jaxllm.training.state import Params, TrainState, global_norm
 
@@ -142,7 +143,18 @@ def _update(
         metrics["real_tokens"] = tokens_read
     if schedule is not None:
         metrics["lr"] = jnp.asarray(schedule(state.step - state.skipped))
-    return updated, {name: x.astype(jnp.float32) for name, x in metrics.items()}
+    return sharded(updated), {name: x.astype(jnp.float32) for name, x in metrics.items()}
+
+
+def sharded(state: TrainState) -> TrainState:
+    """Shards the state on a mesh as `put_tree` does; the compiler might choose other shardings.
+
+    That of GPUs returned every parameter and moment whole on every device.
+    """
+    mesh = context_mesh()
+    if mesh is None:
+        return state
+    return jax.lax.with_sharding_constraint(state, tree_shardings(state, mesh))
 
 
 def _apply(

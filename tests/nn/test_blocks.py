@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -45,6 +46,17 @@ def test_remat(family, dropout):
     other = parameters(grads_remat)
     for path, gradient in parameters(grads).items():
         np.testing.assert_allclose(gradient, other[path], rtol=1e-4, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_remat_in_bfloat16(family):
+    """T5's blocks take bfloat16 and give float32."""
+    options = Options(jnp.bfloat16, jnp.bfloat16, remat=True)
+    model = tiny.make(family, options=options, **DEPTH[family])
+    tokens = tiny.ids()
+    inputs = {"decoder_input_ids": tokens} if family == "t5" else {}
+    grad = jax.grad(lambda model: model(tokens, labels=tokens, **inputs).loss)
+    assert jax.tree.leaves(jax.eval_shape(grad, model))[0].dtype == jnp.bfloat16
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.nn.dropout import LEVELS, dropout, dropout_mask, split_key
+from jaxllm.nn.platform import split_in_halves
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -32,6 +33,25 @@ def test_elements_of_one_word_are_independent():
     both = (~mask).all(axis=1).mean()
     assert both == pytest.approx(0.01, abs=0.001)
     assert (~mask).mean(axis=0) == pytest.approx([0.1, 0.1], abs=0.004)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (0, 4), (300, 101)])
+def test_random_numbers_of_a_tpu(shape):
+    """Its two halves of the last axis share random words."""
+    numbers = np.asarray(split_in_halves(jax.random.key(1), shape=shape))
+    assert (numbers.shape, numbers.dtype) == (shape, np.uint16)
+    if numbers.size > 1000:
+        dropped = numbers < LEVELS // 10
+        assert dropped.mean() == pytest.approx(0.1, abs=0.01)
+        both = dropped[:, :50] & dropped[:, 51:]
+        assert both.mean() == pytest.approx(0.01, abs=0.005)
+
+
+@pytest.mark.parametrize(("platform", "pairs"), [("tpu", 0), ("cpu", 1), ("cuda", 1)])
+def test_only_a_tpu_draws_words_in_halves(platform, pairs):
+    traced = jax.jit(lambda key: dropout_mask(key, 9, (4, 256))).trace(jax.random.key(0))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("x2xui16>") == 2 * pairs
 
 
 def test_everything_may_be_dropped():
