@@ -1,0 +1,133 @@
+"""Programs for TPUs and GPUs: no loop inside a decode step, no copy of the cache, no T x T.
+
+Their lowered text is read everywhere. Where their compilers are installed (the extras plan-tpu and
+plan-gpu), so is what these make of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import jax
+import pytest
+import tiny
+from test_plan import needs_gpu, needs_tpu
+
+import jaxllm
+from jaxllm.parallel.sharding import use_mesh
+from jaxllm.planning import find_topology, hlo, lower
+from jaxllm.planning.plan import plan_program, topology_mesh
+
+TOPOLOGIES = [
+    pytest.param("v5e:2x2", marks=needs_tpu),
+    pytest.param("h100", marks=needs_gpu),
+]
+LENGTH = 300
+"""More tokens than attention by blocks has queries in one of them."""
+LONG: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 1, "max_position_embeddings": 512},
+    "gpt2": {"n_layer": 1, "n_positions": 512},
+}
+
+
+@pytest.mark.parametrize(
+    ("platform", "family"),
+    [("tpu", "llama"), ("cuda", "gpt2"), pytest.param("tpu", "t5", marks=pytest.mark.slow)],
+)
+def test_lowered_decode_steps(platform: str, family: str, monkeypatch: Any) -> None:
+    """The loop over tokens is the only one, and no array of keys or values is transposed."""
+    lowering = importlib.import_module("jaxllm.planning.lower")
+    placement = importlib.import_module("jaxllm.batch.slot_placement")
+    monkeypatch.setattr(lowering, "platform_of", lambda device: platform)
+    monkeypatch.setattr(placement, "platform_of_arrays", lambda tree: platform)
+    model = tiny.cached(family)
+    (decode,) = lower(model, "decode", batch=3, prompt=16, new=48)
+    programs = [decode, lower(model, "batch", prompt=16, new=48, slots=3)[0]]
+    for program in programs:
+        text = program.lowered.as_text()
+        assert text.count("stablehlo.while") == 1
+        sizes = {size for _, size in program.cache_arrays}
+        operands = re.findall(r"stablehlo.transpose.*: \(tensor<([\dx]+)x\w+>\)", text)
+        assert not sizes & {size_of(shape) for shape in operands}
+
+
+def size_of(shape: str) -> int:
+    size = 1
+    for length in shape.split("x"):
+        size *= int(length)
+    return size
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_compiled_decode_steps(topology: str, family: str) -> None:
+    found = jaxllm.plan(
+        tiny.CONFIGS[family],
+        topology,
+        program=("decode", "batch"),
+        batch=8,
+        prompt=16,
+        new=32,
+        slots=8,
+    )
+    decode, step, _ = found.programs
+    assert (decode.name, step.name) == ("decode", "batch.decode")
+    assert decode.inner_loops == step.inner_loops == 0
+    if family != "t5":  # fewer slots than lanes are moved: docs/plan.md
+        assert decode.cache_copies == step.cache_copies == 0
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("family", tuple(LONG))
+def test_compiled_training_steps_and_prefills_hold_no_array_of_tokens_x_tokens(
+    topology: str, family: str
+) -> None:
+    config = tiny.CONFIGS[family] | LONG[family]
+    device = find_topology(topology).devices[0]
+
+    def squares(implementation: str) -> set[str]:
+        model = jaxllm.abstract_model(config, device=device, attn_implementation=implementation)
+        found = set()
+        for name in ("train", "prefill"):
+            (program,) = lower(model, name, batch=2, prompt=LENGTH, new=8)
+            text = program.lowered.compile().as_text()
+            assert text is not None
+            types = [x for line in text.split("\n") for x in hlo.array_types(line)]
+            found |= {str(x.shape) for x in types if sum(n >= LENGTH for n in x.shape) > 1}
+        return found
+
+    assert squares("auto") == set()
+    assert squares("eager") != set()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_remat_takes_less_memory(topology: str) -> None:
+    config = tiny.CONFIGS["llama"] | {"num_hidden_layers": 6, "max_position_embeddings": 512}
+    temporary = [
+        jaxllm.plan(config, topology, program="train", batch=8, prompt=LENGTH, remat=remat)
+        .programs[0]
+        .temp_bytes
+        for remat in (False, True)
+    ]
+    assert temporary[1] < 0.7 * temporary[0]
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [pytest.param("v5e:2x4", marks=needs_tpu), pytest.param("h100:8", marks=needs_gpu)],
+)
+def test_a_training_step_returns_the_state_in_its_shards(topology: str) -> None:
+    """The compiler of GPUs returned it whole on every device where nothing was said."""
+    found = find_topology(topology)
+    mesh = topology_mesh(found, {"fsdp": 8})
+    model = jaxllm.abstract_model(tiny.CONFIGS["llama"], mesh=mesh)
+    (program,) = lower(model, "train", batch=8, prompt=16)
+    with use_mesh(mesh):
+        compiled = program.lowered.compile()
+    state, _ = compiled.output_shardings
+    sharded = [x for x in jax.tree.leaves(state) if "fsdp" in str(x.spec)]
+    assert len(sharded) >= 3 * 2 * 7  # parameters and both moments of the matrices of two layers
+    plan = plan_program(program, found.chip, mesh)
+    assert plan.peak_bytes < 2 * (plan.argument_bytes + plan.temp_bytes)
