@@ -24,11 +24,11 @@ TOPOLOGIES = [
     pytest.param("v5e:2x2", marks=needs_tpu),
     pytest.param("h100", marks=needs_gpu),
 ]
-LENGTH = 300
-"""More tokens than attention by blocks has queries in one of them."""
+LENGTH = 600
+"""More than the 256 queries of a block of attention, times the heads that share keys."""
 LONG: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 1, "max_position_embeddings": 512},
-    "gpt2": {"n_layer": 1, "n_positions": 512},
+    "llama": {"num_hidden_layers": 1, "max_position_embeddings": 2048},
+    "gpt2": {"n_layer": 1, "n_positions": 2048},
 }
 
 
@@ -104,7 +104,7 @@ def test_compiled_training_steps_and_prefills_hold_no_array_of_tokens_x_tokens(
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_remat_takes_less_memory(topology: str) -> None:
-    config = tiny.CONFIGS["llama"] | {"num_hidden_layers": 6, "max_position_embeddings": 512}
+    config = tiny.CONFIGS["llama"] | {"num_hidden_layers": 6, "max_position_embeddings": 1024}
     temporary = [
         jaxllm.plan(config, topology, program="train", batch=8, prompt=LENGTH, remat=remat)
         .programs[0]
