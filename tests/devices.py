@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
 from paths import TESTS
-
-from jaxllm.cli.supervise import free_port
 
 
 def environment(devices: int) -> dict[str, str]:
@@ -22,6 +21,12 @@ def environment(devices: int) -> dict[str, str]:
         # wait for each other, a collective may not get one for each device, and XLA aborts.
         "PJRT_NPROC": str(4 * max(devices, os.cpu_count() or 1)),
     }
+
+
+def free_port() -> int:
+    """A free TCP port of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def on_devices(code: str, *arguments: object, devices: int = 8) -> str:

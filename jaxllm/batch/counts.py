@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.batch.queue import Task
@@ -49,14 +49,13 @@ class BatchCounts:
     finish_reasons: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @staticmethod
-    def total(parts: Iterable[Mapping[str, Any]]) -> BatchCounts:
-        """Sums the counters of several processes, each given as its `vars`."""
+    def total(parts: Iterable[BatchCounts]) -> BatchCounts:
+        """Sums the counters of several runs."""
         total = BatchCounts()
         for part in parts:
             for field in dataclasses.fields(BatchCounts):
-                sum_so_far, value = getattr(total, field.name), part[field.name]
-                value = Counter(value) if isinstance(sum_so_far, Counter) else value
-                setattr(total, field.name, sum_so_far + value)
+                value = getattr(total, field.name) + getattr(part, field.name)
+                setattr(total, field.name, value)
         return total
 
     @property

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
+from jax.sharding import Mesh
 
 from jaxllm.batch.constraints import CONSTRAINT_KEYS
 from jaxllm.batch.job.file_digests import checkpoint_digests
 from jaxllm.batch.job.inputs import Source, read_source
-from jaxllm.batch.job.job import Job
+from jaxllm.batch.job.inputs.openai_requests import OpenAIRequests
+from jaxllm.batch.job.job import Job, RowEngine
 from jaxllm.batch.job.job_files import check_output, read_json_file, report_file
 from jaxllm.batch.job.outputs import output_writer
 from jaxllm.batch.job.streamed_job import StreamedJob
@@ -21,13 +22,14 @@ from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli import signals
 from jaxllm.cli.batch_engines import check_task, column_choice, constraint, load_engine
 from jaxllm.cli.batch_progress import BatchProgress
-from jaxllm.cli.devices import is_main_process, local_mesh
+from jaxllm.cli.batch_ray import ray_engine
+from jaxllm.cli.devices import local_mesh
 from jaxllm.cli.field_flags import generation_fields
 from jaxllm.cli.model_flags import model_path
+from jaxllm.cli.ray_flags import RAY, check_ray_flags
 from jaxllm.common.compile_clock import CompileClock
-from jaxllm.common.errors import InputError, RunError
+from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter
-from jaxllm.parallel.processes import in_all_processes
 
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
@@ -38,7 +40,9 @@ _BATCH = (
     *("output", "resume", "slots", "memory", "whole_digest"),
     *("prompt_column", "completion_column", "dataset_name", "split", "context"),
     *("score", "embed", *CONSTRAINT_KEYS),
+    *("engine", "address", "actors", "actor_resources"),
 )
+_PROCESSES = ("coordinator", "num_processes", "process_id", "distributed")
 
 
 def add_batch_flags(parser: argparse.ArgumentParser) -> None:
@@ -115,8 +119,13 @@ def check_flags(arguments: argparse.Namespace) -> None:
         raise InputError(
             "--resume: nothing is kept of a job that writes to stdout; give --output a file"
         )
-    if STREAM in (arguments.input, arguments.output) and jax.process_count() > 1:
-        raise InputError("-: several processes cannot share stdin and stdout; give files")
+    for name in _PROCESSES:
+        if getattr(arguments, name) not in (None, False):
+            raise InputError(
+                f"--{name.replace('_', '-')}: not together with --input, whose rows one process "
+                "answers on all its devices; --engine ray shares them between machines"
+            )
+    check_ray_flags(arguments, "actor")
     if arguments.show_special_tokens:
         raise InputError("--show-special-tokens: not together with --input; output_ids has them")
 
@@ -124,15 +133,12 @@ def check_flags(arguments: argparse.Namespace) -> None:
 def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     """Runs the command.
 
-    Several processes share the rows. Steps that may fail in one of them before it answers any are
-    done `in_all_processes`, so that none waits for it.
-
     Returns:
         The exit code: 1 if no row succeeded, else 0, although some rows may have errors.
     """
-    mesh = in_all_processes(lambda: local_mesh(arguments), RunError)
-    # Now, not after minutes of loading.
-    source, identity, finished = in_all_processes(lambda: checked_job(arguments), RunError)
+    # Now, not after minutes of loading. With Ray the devices are for its actors.
+    mesh = None if arguments.engine == RAY else local_mesh(arguments)
+    source, identity, finished = checked_job(arguments)
     if finished:
         reporter.say(f"{arguments.output} is finished; there is nothing to resume")
         report = read_json_file(report_file(Path(arguments.output)))
@@ -140,7 +146,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     for remark in source.remarks():
         reporter.say(remark)
     with contextlib.closing(CompileClock()) as clock:
-        engine = in_all_processes(lambda: load_engine(arguments, source, mesh, reporter), RunError)
+        engine = row_engine(arguments, source, mesh, clock, reporter)
         job: Job | StreamedJob
         if arguments.output == STREAM:
             job = StreamedJob(engine, source, sys.stdout.buffer)
@@ -158,8 +164,6 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         if isinstance(job, Job):
             reporter.say(f"stopped; go on with --resume (finished rows are in {job.journal_path})")
         return 128 + number
-    if not is_main_process():
-        return 0
     reporter.table(job.report.table())
     if isinstance(job, Job):
         reporter.say(f"{job.output}, {job.report_path}")
@@ -185,8 +189,21 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
         return source, identity, False
     output, whole = Path(arguments.output), {**identity, **source.identity}
     output_writer(output)
-    process, resume = jax.process_index(), bool(arguments.resume)
-    return source, identity, check_output(output, whole, resume=resume, process=process)
+    return source, identity, check_output(output, whole, resume=bool(arguments.resume))
+
+
+def row_engine(
+    arguments: argparse.Namespace,
+    source: Source,
+    mesh: Mesh | None,
+    clock: CompileClock,
+    reporter: Reporter,
+) -> RowEngine:
+    """What answers the rows: a model that is loaded here, or actors of a Ray cluster."""
+    if arguments.engine == RAY:
+        return ray_engine(arguments, source, clock)
+    are_requests = isinstance(source, OpenAIRequests)
+    return load_engine(arguments, constraint(arguments), are_requests, mesh, reporter)()
 
 
 def exit_code(successes: int, reporter: Reporter) -> int:

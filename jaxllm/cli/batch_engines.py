@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +99,18 @@ def check_task(arguments: argparse.Namespace, source: Source) -> None:
 
 
 def load_engine(
-    arguments: argparse.Namespace, source: Source, mesh: Mesh | None, reporter: Reporter
-) -> RowEngine:
-    """Loads the model, and makes the engine for its rows."""
+    arguments: argparse.Namespace,
+    constraint: Mapping[str, Any],
+    are_requests: bool,
+    mesh: Mesh | None,
+    reporter: Reporter,
+) -> Callable[[], RowEngine]:
+    """Loads the model, and returns a function that makes an engine for rows.
+
+    Args:
+        constraint: of `constraint`.
+        are_requests: the rows are those of an OpenAI batch file.
+    """
     model, tokenizer = load_named(arguments, mesh, reporter)
     path = model_path(arguments)
     rows: dict[str, Any] = {
@@ -108,9 +119,9 @@ def load_engine(
         "system": arguments.system,
     }
     if arguments.embed:
-        return RowEmbedder(model, tokenizer, pooling=arguments.embed, **rows)
+        return partial(RowEmbedder, model, tokenizer, pooling=arguments.embed, **rows)
     if arguments.score:
-        return RowScorer(model, tokenizer, **rows)
+        return partial(RowScorer, model, tokenizer, **rows)
     model = checked_generative(model, str(path))
     options: dict[str, Any] = {
         "slots": arguments.slots,
@@ -119,17 +130,18 @@ def load_engine(
         "announce": lambda prediction: reporter.say(str(prediction)),
         **generation_fields(arguments),
     }
-    if isinstance(source, OpenAIRequests):
+    if are_requests:
         name = Path(path).absolute().stem
-        return BatchRequests(
-            model, tokenizer, model_name=name, context=arguments.context, **options
+        return partial(
+            BatchRequests, model, tokenizer, model_name=name, context=arguments.context, **options
         )
-    return BatchGenerator(
+    return partial(
+        BatchGenerator,
         model,
         tokenizer,
         chat=arguments.chat,
         system=arguments.system,
         default_new_tokens=DEFAULT_NEW_TOKENS,
-        **constraint(arguments),
+        **constraint,
         **options,
     )

@@ -40,7 +40,6 @@ class BatchProgress:
         self._task = self._bar.add_task("", total=len(job.source))
         self._start = time.monotonic()
         self._earlier_compile_seconds = clock.seconds
-        self._of_process = f" of process 0 of {job.processes}" if job.processes > 1 else ""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._say_lines, daemon=True)
 
@@ -60,17 +59,15 @@ class BatchProgress:
         """Counts a finished row."""
         done, total = self._rows()
         self._bar.update(self._task, completed=done, total=total)
-        if self._of_process and done == total:
-            self._reporter.say("process 0 has answered its rows; waiting for the others")
 
     def _rows(self) -> tuple[int, int]:
         job = self._job
-        return job.resumed + job.engine.counts.rows, job.resumed + job.share
+        return job.resumed + job.engine.counts.rows, len(job.source)
 
     def _say_lines(self) -> None:
         while not self._stopped.wait(PLAIN_SECONDS):
             done, total = self._rows()
-            self._reporter.say(f"{done} of {total} rows{self._of_process}, {self.status()}")
+            self._reporter.say(f"{done} of {total} rows, {self.status()}")
 
     def status(self) -> str:
         """Speeds and remaining time, compilation and rows with errors excluded."""

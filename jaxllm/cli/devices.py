@@ -202,7 +202,7 @@ def leave_processes() -> bool:
 
 
 def _exit_at_once(error_type: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Ends a crashed process at once, so that a supervisor notices. JAX would wait minutes for the
+    """Ends a crashed process at once, so that the cluster notices. JAX would wait minutes for the
     other processes, which may be waiting for this one."""
     sys.__excepthook__(error_type, error, trace)
     sys.stdout.flush()
@@ -221,18 +221,11 @@ def mesh_from_arguments(arguments: argparse.Namespace) -> Mesh | None:
 
 
 def local_mesh(arguments: argparse.Namespace) -> Mesh | None:
-    """Mesh over all devices of this process only; otherwise like `mesh_from_arguments`."""
-    devices = jax.local_devices()
+    """Mesh of ``--mesh`` for a command of one process; by default all devices on ``data`` if there
+    are several, else None."""
     if arguments.mesh is None:
-        return make_mesh(devices=devices) if len(devices) > 1 else None
-    try:
-        return make_mesh(devices=devices, **arguments.mesh)
-    except InputError as error:
-        if jax.process_count() == 1:
-            raise
-        raise InputError(
-            f"--input: each process has its own mesh of {len(devices)} devices; {error}"
-        ) from None
+        return make_mesh() if jax.local_device_count() > 1 else None
+    return make_mesh(**arguments.mesh)
 
 
 def is_main_process() -> bool:

@@ -37,6 +37,7 @@ from jaxllm.cli.model_flags import (
     load_named,
     model_path,
 )
+from jaxllm.cli.ray_flags import add_ray_flags
 from jaxllm.cli.request import IdDecoder, PromptRequest, TextDecoder, print_streamed, print_whole
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError
@@ -56,6 +57,7 @@ examples:
   generate.py --model ~/models/llama --do-sample --temperature 0.7 --seed 1 "Once upon a time"
   cat question.txt | generate.py --model google-t5/t5-small -
   generate.py --input rows.jsonl --output out.jsonl --max-new-tokens 128
+  generate.py --input rows.jsonl --output out.jsonl --engine ray --actors 4 --actor-resources GPU=1
 """
 
 
@@ -98,6 +100,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true", help="only errors on stderr")
     add_compile_cache_flags(parser)
     add_batch_flags(parser)
+    add_ray_flags(parser, "actor")
     add_device_flags(parser)
     add_field_flags(parser)
     return parser
@@ -115,13 +118,14 @@ def _run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     fields = GenerationConfig(**generation_fields(arguments))
     check_for_use(fields)  # before loading, which takes minutes
+    if arguments.input is not None:
+        reporter = Reporter(quiet=arguments.quiet)
+        keep_programs(arguments, reporter)
+        return run_batch(arguments, reporter)
     join_processes(arguments)
-    has_text_prompt = arguments.input is None and arguments.input_ids is None
-    prompt = _prompt(arguments) if has_text_prompt else None
+    prompt = _prompt(arguments) if arguments.input_ids is None else None
     reporter = Reporter(quiet=arguments.quiet or not is_main_process())
     keep_programs(arguments, reporter)
-    if arguments.input is not None:
-        return run_batch(arguments, reporter)
     _generate(arguments, fields, prompt, reporter)
     return 0
 

@@ -19,7 +19,6 @@ COMMANDS = {
     "generate": ("jaxllm.cli.generate", "continue a prompt, or answer a question"),
     "plan": ("jaxllm.cli.plan", "what a model costs on a TPU or GPU, compiled ahead of time"),
     "serve": ("jaxllm.cli.serve", "serve a model over HTTP, with OpenAI's interface"),
-    "supervise": ("jaxllm.cli.supervise", "restart a command when one of its processes dies"),
     "train": ("jaxllm.cli.train", "train a model from a recipe"),
     "verify": ("jaxllm.cli.verify", "compare a checkpoint's logits with transformers'"),
 }

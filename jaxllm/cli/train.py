@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import logging
@@ -10,19 +11,29 @@ import signal
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxllm.cli import signals
 from jaxllm.cli.devices import add_process_flags, is_main_process, join_processes
 from jaxllm.cli.exits import Parser, one_line, run_command
+from jaxllm.cli.ray_flags import RAY, add_ray_flags, check_ray_flags
 from jaxllm.common.compile_cache import enable_compile_cache
 from jaxllm.common.errors import InputError, RunError
 
+if TYPE_CHECKING:
+    from jaxllm.training.run import Recipe
+
 SWITCHES = ("--resume", "--quiet", "--no-compile-cache", "--debug", "--help", "--distributed")
-VALUED = ("--coordinator", "--num-processes", "--process-id")
+VALUED = (
+    *("--coordinator", "--num-processes", "--process-id"),
+    *("--engine", "--address", "--workers", "--worker-resources"),
+    *("--restarts", "--topology", "--accelerator-type"),
+)
 """Options that are not recipe fields: `SWITCHES` without a value, `VALUED` with one."""
+DEFAULT_RESTARTS = 3
+RAY_ONLY = ("restarts", "topology", "accelerator_type")
 ASSIGNED = re.compile(r"[a-z][\w.-]*=", re.IGNORECASE)
 """A field and its value, without dashes before it."""
 
@@ -50,13 +61,36 @@ def _parser(program: str) -> Parser:
         "--no-compile-cache", action="store_true", help="cache no compiled programs"
     )
     add_process_flags(parser)
+    add_ray_flags(parser, "worker")
+    ray = parser.add_argument_group("Ray Train")
+    ray.add_argument(
+        "--restarts", type=int, metavar="K", help="most restarts of the workers after a loss (3)"
+    )
+    ray.add_argument("--topology", help="of a TPU slice, such as 4x4")
+    ray.add_argument("--accelerator-type", help="of a TPU slice, such as TPU-V6E")
     return parser
+
+
+def check_flags(options: argparse.Namespace) -> None:
+    """Raises InputError for options of Ray Train without it, and for two ways to have processes."""
+    check_ray_flags(options, "worker")
+    process_flags = ("coordinator", "num_processes", "process_id", "distributed")
+    names = RAY_ONLY if options.engine is None else process_flags
+    for name in names:
+        if getattr(options, name) not in (None, False):
+            flag = "--" + name.replace("_", "-")
+            raise InputError(
+                f"{flag}: has no effect without --engine ray"
+                if options.engine is None
+                else f"{flag}: Ray starts and connects the processes of --engine ray"
+            )
 
 
 def _run(argv: list[str], program: str) -> int:
     """Runs the command; raises JaxLLMError for errors that the user can correct."""
     own, overrides = split_options(argv)
     options = _parser(program).parse_args(own)
+    check_flags(options)
     # Imported after option errors, since these imports take seconds.
     from jaxllm.training.run import read_recipe, train
     from jaxllm.training.run.recipe_file import parse_yaml
@@ -65,6 +99,8 @@ def _run(argv: list[str], program: str) -> int:
     # Orbax also logs the failed saves that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     recipe = read_recipe(Path(options.recipe), values)
+    if options.engine == RAY:
+        return _run_on_ray(recipe, options)
     join_processes(options)
     quiet = options.quiet or not is_main_process()
     stop = signals.stop_after("step", quiet=quiet, from_now_on=jax.process_count() > 1)
@@ -81,6 +117,29 @@ def _run(argv: list[str], program: str) -> int:
         if result.stopped_by is not None and signals.received() is None:
             signals.say(f"another process received {signal.Signals(result.stopped_by).name}")
     return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+def _run_on_ray(recipe: Recipe, options: argparse.Namespace) -> int:
+    from jaxllm.training.run.ray_run import RayWorkers, train_on_ray
+
+    workers = RayWorkers(
+        options.workers,
+        options.worker_resources or {"CPU": 1},
+        address=options.address,
+        restarts=DEFAULT_RESTARTS if options.restarts is None else options.restarts,
+        topology=options.topology,
+        accelerator_type=options.accelerator_type,
+    )
+    result = train_on_ray(
+        recipe,
+        workers,
+        resume=options.resume,
+        quiet=options.quiet,
+        keep_programs=not options.no_compile_cache,
+    )
+    if not options.quiet:
+        print(f"{result.folder}: step {result.step}")
+    return 0
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import socket
@@ -53,28 +52,6 @@ class RunLock:
     def release(self) -> None:
         """Frees the folder; a second call does nothing."""
         self._lock.release()
-
-
-def is_locked(folder: Path) -> bool:
-    """True while a process holds the `RunLock` of a folder; changes and creates no file.
-
-    Where there is no flock (Windows) an existing lock file counts as held.
-    """
-    try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        with contextlib.suppress(ImportError):
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return False
-        return True
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
 
 
 def _holder() -> str:

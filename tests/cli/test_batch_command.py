@@ -289,7 +289,7 @@ class Killed:
     def __init__(self, folder: Path, rows: list[dict[str, Any]]) -> None:
         self.folder, self.rows = folder, rows
         write_rows(folder / "rows.jsonl", rows)
-        self.part = folder / "out.jsonl.parts" / "part-00000.jsonl"
+        self.part = folder / "out.jsonl.parts" / "rows.jsonl"
 
     def start(self) -> subprocess.Popen:
         command = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,19 +49,17 @@ def is_finished(output: Path, identity: Mapping[str, Any], *, resume: bool) -> b
     return True
 
 
-def check_output(
-    output: Path, identity: Mapping[str, Any], *, resume: bool, process: int = 0
-) -> bool:
-    """`is_finished`; before that process 0 checks that no other run is writing this output.
+def check_output(output: Path, identity: Mapping[str, Any], *, resume: bool) -> bool:
+    """`is_finished`; before that it checks that no other run is writing this output.
 
     Raises:
         RunError: also if the output and the files beside it cannot be written.
     """
     check_paths(output)
     folder = journal_folder(output)
-    if process > 0 or not folder.exists():
+    if not folder.exists():
         return is_finished(output, identity, resume=resume)
-    lock = RunLock(process_folder(folder, 0))
+    lock = RunLock(folder)
     try:
         finished = is_finished(output, identity, resume=resume)
         if finished:
@@ -129,11 +126,6 @@ def journal_folder(output: Path) -> Path:
     return output.with_name(output.name + ".parts")
 
 
-def process_folder(folder: Path, process: int) -> Path:
-    """The folder whose lock a process of the job holds."""
-    return folder / f"process-{process:05d}"
-
-
 def started_file(folder: Path) -> Path:
     """The file that exists while a job is unfinished."""
     return folder / "job.json"
@@ -148,15 +140,11 @@ def remove_files(folder: Path, keep: Path | None = None) -> None:
     """Removes the folder of a finished job; the file that marks it as such goes last.
 
     Args:
-        keep: a folder in it that stays, and so does `folder`.
+        keep: a file in it that stays, and so does `folder`.
     """
     marker = finished_file(folder)
     for path in folder.iterdir():
-        if path in (marker, keep):
-            continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
+        if path not in (marker, keep):
             path.unlink()
     marker.unlink(missing_ok=True)
     if keep is None:

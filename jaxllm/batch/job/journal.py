@@ -1,11 +1,11 @@
-"""Journal of a job: finished rows on disk, in files that only grow and survive a kill.
+"""Journal of a job: finished rows on disk, in a file that only grows and survives a kill.
 
 The journal of an output `out.jsonl` is the folder `out.jsonl.parts`:
 
 - `job.json`, the job's identity (all that its results depend on), while the job is unfinished;
-- `process-N/`, the lock of process N;
-- `part-N.jsonl`, the rows that process N finished. Every record has the id of its job, so that a
-  record of another job is never taken for one of this job.
+- `writer.lock`, the lock of the process that runs the job;
+- `rows.jsonl`, the finished rows. Every record has the id of its job, so that a record of another
+  job is never taken for one of this job.
 
 When all rows are finished they are written in the order of the input to a new file, which is then
 renamed to the output. After that `job.json` becomes `finished.json`, and the folder is removed.
@@ -28,7 +28,6 @@ from jaxllm.batch.job.job_files import (
     is_finished,
     job_id,
     journal_folder,
-    process_folder,
     remove_files,
     started_file,
 )
@@ -46,9 +45,8 @@ COMMIT_ROWS = 256
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Position of a finished row in the journal's files."""
+    """Position of a finished row in the journal's file."""
 
-    file: Path
     offset: int
     length: int
 
@@ -60,58 +58,41 @@ class Journal:
         output: the file that the job will write.
         identity: everything that results depend on; a resumed job must have the same.
         resume: continue a job. If False, an existing output or journal is an error.
-        process: number of this process and of its part. Process 0 creates the journal; the others
-            open it afterwards, with `resume`.
 
     Raises:
         RunError: see `is_finished`; or another process runs the job, or a file cannot be written.
-        DataError: a part is damaged, or holds rows of another job.
+        DataError: the file of rows is damaged, or holds rows of another job.
     """
 
-    def __init__(
-        self, output: Path, identity: Mapping[str, Any], *, resume: bool, process: int = 0
-    ) -> None:
+    def __init__(self, output: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
         self.output, self.folder = output, journal_folder(output)
         self.job_id = job_id(identity)
         self.done: dict[int, Place] = {}
         """Finished rows by row number."""
         check_paths(output)
-        self._lock = RunLock(process_folder(self.folder, process))
-        self._part = self.folder / f"part-{process:05d}.jsonl"
+        self._lock = RunLock(self.folder)
+        self._rows = self.folder / "rows.jsonl"
         try:
             with naming_file(self.folder, RunError, "written"):
-                self._open(identity, resume=resume, leads=process == 0)
-                self._file: BinaryIO = self._part.open("ab")
-                self._offset = self._part.stat().st_size
+                self._open(identity, resume=resume)
+                self._file: BinaryIO = self._rows.open("ab")
+                self._offset = self._rows.stat().st_size
         except BaseException:
             self._lock.release()
             raise
         self._uncommitted: list[tuple[int, Place]] = []
         self._committed_at = -COMMIT_SECONDS  # so that the first row is on the disk at once
 
-    def _open(self, identity: Mapping[str, Any], *, resume: bool, leads: bool) -> None:
+    def _open(self, identity: Mapping[str, Any], *, resume: bool) -> None:
         """Checks that this job may run here, and reads what it has finished."""
-        if leads:
-            for folder in self.folder.glob("process-*"):
-                if folder != self._lock.path.parent:
-                    RunLock(folder).release()  # refused if an earlier run's process is still there
         if is_finished(self.output, identity, resume=resume):
             raise RunError(f"{self.output}: another run has finished it meanwhile")
         if finished_file(self.folder).exists():
-            remove_files(self.folder, keep=self._lock.path.parent)
-        self.read_parts(repair=True)
+            remove_files(self.folder, keep=self._lock.path)
+        if self._rows.exists():
+            self.done = read_rows(self._rows, self.job_id)
         if not started_file(self.folder).exists():
             write_whole(started_file(self.folder), json.dumps(identity).encode())
-
-    def read_parts(self, *, repair: bool = False) -> None:
-        """Reads the rows that all processes have finished.
-
-        Args:
-            repair: cut off an incomplete last line of this process's own part.
-        """
-        for part in sorted(self.folder.glob("part-*.jsonl")):
-            own = repair and part == self._part
-            self.done.update(read_part(part, self.job_id, repair=own))
 
     def __enter__(self) -> Self:
         return self
@@ -132,9 +113,9 @@ class Journal:
             facts: what the report counts of it (`row_facts`).
         """
         data = encoded({"job": self.job_id, "index": index, "facts": facts, "line": line})
-        with naming_file(self._part, RunError, "written"):
+        with naming_file(self._rows, RunError, "written"):
             self._file.write(data)
-        self._uncommitted.append((index, Place(self._part, self._offset, len(data))))
+        self._uncommitted.append((index, Place(self._offset, len(data))))
         self._offset += len(data)
         waited = time.monotonic() - self._committed_at
         if len(self._uncommitted) >= COMMIT_ROWS or waited > COMMIT_SECONDS:
@@ -142,7 +123,7 @@ class Journal:
 
     def commit(self) -> None:
         """Forces added rows onto the disk."""
-        with naming_file(self._part, RunError, "written"):
+        with naming_file(self._rows, RunError, "written"):
             self._file.flush()
             os.fsync(self._file.fileno())
         self.done.update(self._uncommitted)
@@ -156,16 +137,13 @@ class Journal:
             RunError: a row is missing.
         """
         self.commit()
-        files: dict[Path, BinaryIO] = {}
-        with contextlib.ExitStack() as stack:
+        with self._rows.open("rb") as file:
             for index in range(count):
                 place = self.done.get(index)
                 if place is None:
                     raise RunError(f"{self.folder}: row {index} is missing; run with --resume")
-                if place.file not in files:
-                    files[place.file] = stack.enter_context(place.file.open("rb"))
-                files[place.file].seek(place.offset)
-                yield json.loads(files[place.file].read(place.length))
+                file.seek(place.offset)
+                yield json.loads(file.read(place.length))
 
     def merge(self, count: int, write: Writer) -> None:
         """Writes the output of rows 0 to count - 1, and renames it into place at the end."""
@@ -190,21 +168,20 @@ class Journal:
             remove_files(self.folder)
 
 
-def read_part(part: Path, job: str, *, repair: bool) -> dict[int, Place]:
-    """The rows of a part. An incomplete last line does not count; `repair` cuts it off.
+def read_rows(path: Path, job: str) -> dict[int, Place]:
+    """The finished rows in a file; an incomplete last line, which a kill leaves, is cut off.
 
     Raises:
         DataError: another line is damaged, or a record is of another job.
     """
     rows: dict[int, Place] = {}
     offset = 0
-    with part.open("r+b") as file:
+    with path.open("r+b") as file:
         for number, data in enumerate(file, start=1):
             if not data.endswith(b"\n"):
-                if repair:
-                    file.truncate(offset)
+                file.truncate(offset)
                 break
-            where = f"{part}, line {number}"
+            where = f"{path}, line {number}"
             record = parse_json(data, source=where, error=DataError)
             if not (
                 isinstance(record, dict)
@@ -214,7 +191,7 @@ def read_part(part: Path, job: str, *, repair: bool) -> dict[int, Place]:
             ):
                 raise DataError(f"{where}: is no record of a row; remove the line to run it again")
             if record.get("job") != job:
-                raise DataError(f"{where}: is a row of another job; move the folder {part.parent}")
-            rows[record["index"]] = Place(part, offset, len(data))
+                raise DataError(f"{where}: is a row of another job; move the folder {path.parent}")
+            rows[record["index"]] = Place(offset, len(data))
             offset += len(data)
     return rows

@@ -30,24 +30,6 @@ class RunCounters:
     programs: int
     programs_from_cache: int
 
-    def to_note(self) -> dict[str, Any]:
-        """The counts as JSON, for process 0, which sums them."""
-        memory = [dataclasses.asdict(prediction) for prediction in self.memory]
-        return {**vars(self), "counts": vars(self.counts), "memory": memory}
-
-    @staticmethod
-    def total(notes: Sequence[Mapping[str, Any]]) -> RunCounters:
-        """The sum over several processes; the time is that of the longest."""
-        longest = max(notes, key=lambda note: note["seconds"])
-        return RunCounters(
-            counts=BatchCounts.total(note["counts"] for note in notes),
-            memory=[Prediction(**fields) for note in notes for fields in note["memory"]],
-            seconds=longest["seconds"],
-            compile_seconds=longest["compile_seconds"],
-            programs=sum(note["programs"] for note in notes),
-            programs_from_cache=sum(note["programs_from_cache"] for note in notes),
-        )
-
     def per_second(self, count: int) -> float:
         """`count` per second, compilation time excluded."""
         return count / max(self.seconds - self.compile_seconds, 1e-9)
@@ -78,8 +60,6 @@ class Report:
     sequences: int
     resumed: int
     """Rows that runs before the last one answered."""
-    processes: int
-    """Processes of the last run."""
     errors: Mapping[str, int]
     """Errors by class."""
     finish_reasons: Mapping[str, int]
@@ -118,8 +98,6 @@ class Report:
             ),
             ("slots", f"{counts.utilisation:.1%} busy over {counts.decode_steps:,} steps"),
         ]
-        if self.processes > 1:
-            lines.append(("processes", str(self.processes)))
         lines += [("memory", line) for line in dict.fromkeys(map(str, run.memory))]
         if counts.halvings:
             lines.append(("memory", f"ran out {counts.halvings} times; slots were halved"))

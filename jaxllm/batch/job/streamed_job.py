@@ -17,17 +17,16 @@ class StreamedJob:
     """Writes a line of JSON for each row, in the order of the rows.
 
     A line is written as soon as those before it are. Nothing is kept, so that such a job cannot be
-    resumed; it runs in one process.
+    resumed.
 
     Args:
         output: a binary stream.
     """
 
-    resumed, processes = 0, 1
+    resumed = 0
 
     def __init__(self, engine: RowEngine, source: Source, output: BinaryIO) -> None:
         self.engine, self.source = engine, source
-        self.share = len(source)
         self._output = output
 
     def run(self, clock: CompileClock) -> Generator[BatchOutput, None, None]:
@@ -53,7 +52,6 @@ class StreamedJob:
             output="stdout",
             settings={},
             resumed=0,
-            processes=1,
             run=watch.counters(self.engine),
             **row_statistics(facts),
         )

@@ -12,13 +12,10 @@ from conformance_runs import DATA
 
 import jaxllm
 from jaxllm import BatchGenerator
-from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.job import process_notes as notes
 from jaxllm.batch.job.inputs import read_source
-from jaxllm.batch.job.job import Job, rows_of_process
+from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import is_finished
-from jaxllm.batch.job.journal import Journal, read_part
-from jaxllm.batch.job.report import RunCounters
+from jaxllm.batch.job.journal import Journal, read_rows
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import DataError, MissingFileError, RunError
 
@@ -117,7 +114,7 @@ def test_a_stopped_job_goes_on(tmp_path):
 
 def test_a_torn_last_line_is_repaired(tmp_path):
     run(job(tmp_path, ROWS, resume=True), until=4)
-    part = tmp_path / "out.jsonl.parts" / "part-00000.jsonl"
+    part = tmp_path / "out.jsonl.parts" / "rows.jsonl"
     data = part.read_bytes()
     part.write_bytes(data[:-9])
     work = job(tmp_path, ROWS, resume=True)
@@ -127,10 +124,10 @@ def test_a_torn_last_line_is_repaired(tmp_path):
 
 
 def test_a_damaged_line_is_named(tmp_path):
-    part = tmp_path / "part-00000.jsonl"
+    part = tmp_path / "rows.jsonl"
     part.write_bytes(b'{"job": "j", "index": 0, "facts": {}, "line": {}}\n{"index"\n')
     with pytest.raises(DataError, match="line 2"):
-        read_part(part, "j", repair=True)
+        read_rows(part, "j")
 
 
 def test_merging_is_repeated_after_a_crash_in_it(tmp_path):
@@ -172,73 +169,3 @@ def test_one_process_a_job(tmp_path):
         pytest.raises(RunError, match="is writing here"),
     ):
         Journal(tmp_path / "out", {}, resume=True)
-
-
-def test_parts_of_several_processes_are_one_journal(tmp_path):
-    """Each writes its own; what a crash tore from another's is neither read nor touched."""
-    output = tmp_path / "out"
-    with Journal(output, {}, resume=False) as first:
-        with Journal(output, {}, resume=True, process=1) as second:
-            second.add(1, {"id": "b"}, {})
-            first.add(0, {"id": "a"}, {})
-        assert (first.done.keys(), second.done.keys()) == ({0}, {1})
-    torn = first.folder / "part-00001.jsonl"
-    torn.write_bytes(torn.read_bytes() + b'{"index": 2, "li')
-    with Journal(output, {}, resume=True) as first:
-        assert first.done.keys() == {0, 1}
-        assert torn.read_bytes().endswith(b'"li')
-        first.add(2, {"id": "c"}, {})
-        assert [record["line"]["id"] for record in first.records(3)] == ["a", "b", "c"]
-    with Journal(output, {}, resume=True, process=1) as second:  # it repairs its own
-        assert second.done.keys() == {0, 1, 2}
-        assert torn.read_bytes().endswith(b"}\n")
-
-
-def test_a_process_of_an_earlier_run_is_waited_for(tmp_path):
-    Journal(tmp_path / "out", {}, resume=False).__exit__()
-    with (
-        Journal(tmp_path / "out", {}, resume=True, process=3),
-        pytest.raises(RunError, match=r"process-00003: .* is writing here"),
-    ):
-        Journal(tmp_path / "out", {}, resume=True)
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3, 20])
-def test_shares_are_all_rows_once(processes):
-    rows = [0, 1, 2, 5, 6, 7, 9, 11]
-    shares = [rows_of_process(rows, process, processes) for process in range(processes)]
-    assert sorted(row for each in shares for row in each) == rows
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_notes_of_processes(tmp_path):
-    notes.write_note(tmp_path, 1, {"seconds": 1.0})
-    notes.write_note(tmp_path, 2, {"seconds": 2.0})
-    assert notes.wait_for_notes(tmp_path, 3) == [{"seconds": 1.0}, {"seconds": 2.0}]
-    assert notes.wait_for_notes(tmp_path, 1) == []
-    with pytest.raises(OSError, match="disk"), notes.noting_failure(tmp_path, 2):
-        raise OSError("the disk is full")
-    with pytest.raises(RunError, match=r"process 2 failed \(the disk is full\)"):
-        notes.wait_for_notes(tmp_path, 4)  # although process 3 has left no note
-    (tmp_path / "job.json").touch()
-    notes.write_note(tmp_path, 0, {"error": "no space"})
-    with pytest.raises(RunError, match=r"process 0 failed \(no space\)"):
-        notes.wait_for_merge(tmp_path)
-    (tmp_path / "job.json").unlink()
-    notes.wait_for_merge(tmp_path)
-    notes.remove_notes(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_runs_of_processes_add_up(tmp_path):
-    work = job(tmp_path, ROWS)
-    run(work)
-    one = work.report.run.to_note()
-    total = RunCounters.total([one, {**one, "seconds": 99.0, "compile_seconds": 9.0}])
-    mine, both = BatchCounts.total([one["counts"]]), total.counts
-    assert mine.rows == 9
-    assert (both.rows, both.new_tokens) == (18, 2 * mine.new_tokens)
-    assert both.finish_reasons == mine.finish_reasons + mine.finish_reasons
-    assert both.program_calls.keys() == mine.program_calls.keys()
-    assert (total.seconds, total.per_second(180)) == (99.0, 2.0)
-    assert json.dumps(one)

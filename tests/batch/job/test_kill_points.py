@@ -14,7 +14,7 @@ from file_faults import disk_full_at
 from paths import ROOT
 from recorded_job import IDENTITY, run
 
-from jaxllm.batch.job import journal, process_notes
+from jaxllm.batch.job import journal
 from jaxllm.batch.job.job_files import check_output, journal_folder, report_file
 from jaxllm.batch.job.journal import Journal
 from jaxllm.common.errors import DataError, MissingFileError, RunError
@@ -59,12 +59,12 @@ def test_a_full_disk_is_one_error_and_the_job_goes_on(tmp_path, monkeypatch):
         assert run(recorded_job.recorded_job(folder)) == expected
 
 
-def test_parts_of_another_job_are_never_used(tmp_path):
+def test_rows_of_another_job_are_never_used(tmp_path):
     output, folder = tmp_path / "out.jsonl", tmp_path / "out.jsonl.parts"
     with Journal(output, IDENTITY, resume=False) as first:
         first.add(0, {"id": "old"}, {})
         started = (folder / "job.json").rename(folder / "elsewhere.json")
-    with pytest.raises(DataError, match=r"part-00000\.jsonl, line 1: is a row of another job"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: is a row of another job"):
         Journal(output, {**IDENTITY, "input": "other"}, resume=False)
     # A finished job whose folder was not removed to the end.
     started.rename(folder / "finished.json")
@@ -100,26 +100,6 @@ def test_a_running_job_is_named_before_what_it_left(tmp_path):
                 Journal(output, IDENTITY, resume=resume)
     with pytest.raises(RunError, match="go on with --resume"):
         check_output(output, IDENTITY, resume=False)
-
-
-def test_lost_processes_are_noticed(tmp_path):
-    """A process that holds its lock no more must have left its note, or have merged the parts."""
-    output = tmp_path / "out"
-    with Journal(output, IDENTITY, resume=False) as first:
-        with Journal(output, IDENTITY, resume=True, process=1):
-            pass  # killed
-        with pytest.raises(RunError, match="process 1 ended before its rows did"):
-            process_notes.wait_for_notes(first.folder, 2)
-        process_notes.write_note(first.folder, 1, {"rows": 3})
-        assert process_notes.wait_for_notes(first.folder, 2) == [{"rows": 3}]
-    with pytest.raises(RunError, match="process 0 ended before its rows did"):
-        process_notes.wait_for_merge(first.folder)
-    process_notes.write_note(first.folder, 0, {"error": "disk full"})
-    with pytest.raises(RunError, match=r"process 0 failed \(disk full\)"):
-        process_notes.wait_for_merge(first.folder)
-    with Journal(output, IDENTITY, resume=True) as first:
-        first.remove()
-    process_notes.wait_for_merge(first.folder)
 
 
 @pytest.mark.parametrize("name", ["x" * 240, "x" * 256, "no/dir/out.jsonl", ".", ".."])

@@ -13,10 +13,14 @@ import yaml
 from paths import ROOT
 from tiny_runs import write_recipe
 
+from jaxllm.cli.batch import check_flags
+from jaxllm.cli.generate import _parser as parser
 from jaxllm.cli.train import SWITCHES, VALUED, split_options
 from jaxllm.training.run.recipe_file import parse_yaml, read_recipe
 
-SBATCH, JOBSET = ROOT / "deploy" / "train.sbatch", ROOT / "deploy" / "train-jobset.yaml"
+DEPLOY = ROOT / "deploy"
+SBATCH, JOBSET = DEPLOY / "train.sbatch", DEPLOY / "train-jobset.yaml"
+BATCH, RAY_JOB = DEPLOY / "batch.sbatch", DEPLOY / "batch-rayjob.yaml"
 
 
 def job_template() -> dict[str, Any]:
@@ -47,9 +51,32 @@ def test_the_options_exist(name: str, tmp_path: Path):
     assert recipe.output_dir is not None
 
 
-def test_the_script_is_bash():
-    subprocess.run(["bash", "-n", str(SBATCH)], check=True)
-    assert SBATCH.read_text().startswith("#!/bin/bash\n")
+@pytest.mark.parametrize("script", [SBATCH, BATCH])
+def test_the_scripts_are_bash(script: Path):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert script.read_text().startswith("#!/bin/bash\n")
+
+
+def test_batches_on_ray():
+    """The options exist, and there is a GPU for each actor."""
+    (job,) = yaml.safe_load_all(RAY_JOB.read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    lines = {"rayjob": job["spec"]["entrypoint"], "sbatch": BATCH.read_text().replace("\\\n", "")}
+    for name, line in lines.items():
+        (words,) = re.findall(r"jaxllm generate (.*--engine.*)$", line, re.MULTILINE)
+        arguments = parser("generate").parse_args(
+            shlex.split(words.replace('"$@"', "--input rows.jsonl --output out.jsonl"))
+        )
+        check_flags(arguments)
+        lines[name] = arguments
+        assert (arguments.engine, arguments.resume) == ("ray", True)
+        assert arguments.actor_resources == {"GPU": 1}
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    gpus = group["replicas"] * container["resources"]["limits"]["nvidia.com/gpu"]
+    assert lines["rayjob"].actors == gpus
+    nodes, per_node = re.findall(r"--(?:nodes|gpus-per-node)=(\d+)", BATCH.read_text())
+    assert lines["sbatch"].actors == int(nodes) * int(per_node)
 
 
 def test_the_hosts_agree():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -96,7 +95,7 @@ def test_a_run_of_two_processes_survives_the_death_of_one(tmp_path):
         time.sleep(0.05)
     running[1].send_signal(signal.SIGKILL)
     time.sleep(1)
-    running[0].kill()  # what a supervisor does with the others
+    running[0].kill()  # as a cluster does with the others
     for process in running:
         process.communicate(timeout=60)
 
@@ -113,32 +112,6 @@ def test_a_run_of_two_processes_survives_the_death_of_one(tmp_path):
     assert len(ours) == int(target) + 2
     ours, theirs = (numbers(folders[name], "tokens") for name in ("two", "one"))
     assert ours[:8] == theirs[:8]
-
-
-@pytest.mark.slow
-def test_a_supervisor_brings_the_run_to_its_end(tmp_path):
-    """Two processes of two devices; the one that writes is killed, and nobody else acts."""
-    recipe = write_recipe(
-        tmp_path, checkpoints={"every": 2, "keep": 100}, mesh={"data": 2, "fsdp": 2}
-    )
-    words = "import sys; from jaxllm.cli.supervise import main; sys.exit(main(sys.argv[1:]))"
-    watching = ("-c", words, "--processes", "2", "--restarts", "1", "--")
-    supervisor = subprocess.Popen(
-        [sys.executable, *watching, sys.executable, str(TRAIN), str(recipe), "--max-steps", "60"],
-        env=environment(2) | {"JAXLLM_CACHE_DIR": str(tmp_path / "programs")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    checkpoints = tmp_path / "run" / "checkpoints"
-    while not (checkpoints / "4").is_dir():
-        assert supervisor.poll() is None, supervisor.communicate()
-        time.sleep(0.02)
-    holder = (checkpoints / "writer.lock").read_text()
-    os.kill(int(holder.split()[1]), signal.SIGKILL)
-    finish([supervisor])
-    assert len(numbers(tmp_path, "loss")) == 60
-    assert (checkpoints / "60").is_dir()
 
 
 @pytest.mark.slow

@@ -1,0 +1,71 @@
+"""`JaxLLMStage` called on batches, as Ray Data calls it, without Ray."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow
+import pytest
+from paths import ROOT
+
+import jaxllm
+from jaxllm import BatchGenerator
+from jaxllm.batch.job import JaxLLMStage
+from jaxllm.batch.job.ray_stage import row_seed
+from jaxllm.common.errors import DataError, InputError
+
+MODEL = str(ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok")
+ROWS = [
+    {"id": "a", "input_ids": [5, 6, 7], "do_sample": False, "label": 3},
+    {"id": "b", "input_ids": [8], "do_sample": True, "label": 1},
+    {"id": "c", "input_ids": [], "do_sample": True, "label": 4},
+    {"id": "d", "input_ids": [9, 10], "do_sample": True, "seed": 5, "label": 1},
+]
+
+
+def test_results_are_those_of_the_rows_in_any_batch():
+    stage = JaxLLMStage(MODEL, keep=["label"], slots=2, seed=9, max_new_tokens=6)
+    table = pyarrow.Table.from_pylist([{"seed": None, **row} for row in ROWS])
+    result = stage(table)
+    lines = result.to_pylist()
+    assert [(line["id"], line["label"]) for line in lines] == [(r["id"], r["label"]) for r in ROWS]
+    engine = BatchGenerator(*jaxllm.load(MODEL), slots=2, max_new_tokens=6)
+    rows = [{"seed": row_seed(9, row["id"]), **row} for row in ROWS]
+    outputs = engine.generate([{k: v for k, v in row.items() if k != "label"} for row in rows])
+    for output, line in zip(outputs, lines, strict=True):
+        if line["id"] == "c":
+            assert (line["error_kind"], line["text"]) == ("InputError", None)
+            assert line["error"] == output.error
+        else:
+            own = {name: line[name] for name in ("id", "text", "output_ids", "finish_reason")}
+            assert own == output.to_dict()
+            assert line["error"] is None
+    # Another batch, as numpy arrays; the types are those of the first.
+    last = {
+        "id": np.array(["d", "b"], object),
+        "question": np.array([np.array([9, 10]), np.array([8])], object),
+        "do_sample": np.array([True, True]),
+        "label": np.array([1, 1]),
+        "seed": np.array([5, row_seed(9, "b")]),
+    }
+    options = {"keep": ["label"], "slots": 2, "seed": 9, "max_new_tokens": 6}
+    other = JaxLLMStage(MODEL, prompt_column="question", **options)(last)
+    assert other.to_pylist() == [lines[3], lines[1]]
+    assert other.schema == result.schema
+
+
+def test_several_sequences_are_lists_in_every_row():
+    stage = JaxLLMStage(MODEL, slots=2, do_sample=True, max_new_tokens=6)
+    rows = {"id": [1, 2], "input_ids": [[5], [5]], "num_return_sequences": [2, 1]}
+    lines = stage(pyarrow.table(rows)).to_pylist()
+    assert [len(line["output_ids"]) for line in lines] == [2, 1]
+    assert all(isinstance(line["text"], list) for line in lines)
+
+
+def test_what_is_refused():
+    with pytest.raises(InputError, match="keep: the results have a column 'text'"):
+        JaxLLMStage(MODEL, keep=["text"])
+    stage = JaxLLMStage(MODEL)
+    with pytest.raises(DataError, match="no column 'id'"):
+        stage(pyarrow.table({"prompt": ["a"]}))
+    with pytest.raises(DataError, match="name the column of the prompts"):
+        stage(pyarrow.table({"id": [1], "question": ["a"]}))
