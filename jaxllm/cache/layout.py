@@ -46,10 +46,15 @@ def write_heads(
         return write_columns(old, new.reshape(-1, *new.shape[2:]), slots)
     if jnp.ndim(slots) == 0:
         return jax.lax.dynamic_update_slice_in_dim(old, new, slots, axis=2)
-    rows, heads = jnp.arange(old.shape[0])[:, None, None], jnp.arange(old.shape[1])[:, None]
     index, hints = _scatter_index(slots, new.shape[2], old.shape[2])
-    # One scatter: with vmap over rows a TPU transposes the cache for each write.
-    return old.at[rows, heads, index[:, None]].set(new, **hints)
+
+    def write(head: Array, part: Array, i: Array) -> Array:
+        return head.at[i].set(part, **hints)
+
+    # Rows and heads are both axes of vmap: a scatter with their indices would all-gather the new
+    # columns where heads are sharded; with heads as a part of what is written a TPU transposes
+    # the cache.
+    return jax.vmap(jax.vmap(write, in_axes=(0, 0, None)))(old, new, index)
 
 
 def write_columns(
