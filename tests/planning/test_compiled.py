@@ -104,9 +104,10 @@ def test_compiled_training_steps_and_prefills_hold_no_array_of_tokens_x_tokens(
 
 @pytest.mark.parametrize("topology", TOPOLOGIES[:1])
 def test_remat_takes_less_memory(topology: str) -> None:
-    config = tiny.CONFIGS["llama"] | {"num_hidden_layers": 6, "max_position_embeddings": 128}
+    sizes = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024}
+    config = tiny.CONFIGS["llama"] | sizes | {"max_position_embeddings": 512}
     temporary = [
-        jaxllm.plan(config, topology, program="train", batch=8, prompt=128, remat=remat)
+        jaxllm.plan(config, topology, program="train", batch=8, prompt=512, remat=remat)
         .programs[0]
         .temp_bytes
         for remat in (False, True)

@@ -141,7 +141,7 @@ def test_processes_of_one_machine_share_its_peak(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_unknown_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peak_module, "PRODUCTS", ((64, "bfloat16"), peak_module.PRODUCTS[1]))
+    monkeypatch.setattr(peak_module, "ACCELERATOR_PRODUCT", (64, "bfloat16"))
     monkeypatch.setattr(jax, "device_put", lambda x, device: jnp.asarray(x))
     devices = [SimpleNamespace(platform="gpu", device_kind="Radeon", process_index=0)] * 4
     peak = peak_flops(devices)
