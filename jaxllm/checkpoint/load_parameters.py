@@ -75,7 +75,10 @@ def load_parameters(
             if mesh is None:
                 check_range(f"{info.file}: {name}", whole[number], dtype)
                 # Blocking keeps the temporary copies of several tensors from piling up.
-                arrays[ours] = jnp.array(whole[number], dtype=dtype).block_until_ready()
+                # A copy by NumPy: device_put may keep an aligned view of the mapped file, and
+                # jnp.array copies twice.
+                values = whole[number].astype(dtype)
+                arrays[ours] = jax.device_put(values).block_until_ready()
             else:
                 sharding = parameter_sharding(ours, shape, mesh)
                 read = functools.partial(tensor.read_shard, number, shape[0], dtype)
