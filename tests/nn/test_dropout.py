@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.nn.dropout import LEVELS, dropout, dropout_mask, split_key
-from jaxllm.nn.platform import split_in_halves
+from jaxllm.nn.platform.training import split_in_halves
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])

@@ -13,7 +13,11 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.cache.variants import QuantizedKV
 from jaxllm.nn.attention import attend
 from jaxllm.nn.head_products import padded_product
-from jaxllm.nn.platform import sum_of_groups, times_as_int8, times_converted
+from jaxllm.nn.platform.quantized_products import (
+    sum_of_groups,
+    times_as_int8,
+    times_converted,
+)
 from jaxllm.nn.quantized import Int4Matrix, Int8Matrix
 
 ROWS, HEADS, SLOTS, SIZE = 2, 3, 9, 8

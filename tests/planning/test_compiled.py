@@ -102,7 +102,7 @@ def test_compiled_training_steps_and_prefills_hold_no_array_of_tokens_x_tokens(
     assert squares("eager") != set()
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES[:1])
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_remat_takes_less_memory(topology: str) -> None:
     sizes = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024}
     config = tiny.CONFIGS["llama"] | sizes | {"max_position_embeddings": 512}

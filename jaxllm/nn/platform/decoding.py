@@ -1,0 +1,45 @@
+"""Decode steps: the choice of a token, and where new keys and values are written."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def writes_one_slot(platform: str) -> bool:
+    """True if rows of different lengths are written to one cache slot of all (`RotatedCache`)."""
+    # PERF(tpu): XLA keeps a cache with heads of 64 in a layout that a scatter cannot write, so it
+    # would copy the whole cache before and after the loop; docs/plan.md. On a CPU a step reads only
+    # the slots that are in use, which are the first ones without rotation.
+    return platform == "tpu"
+
+
+def argmax_of_rows(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """Index of the largest entry of each row, int32; the first of equal ones. No entry is NaN."""
+
+    def in_two_steps(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+        blocks = in_blocks(x, -jnp.inf)
+        block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
+        # Not a search for the value that was found: XLA may compute x again, and round differently.
+        within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+        return (block * blocks.shape[2] + jnp.argmax(within, axis=-1)).astype(jnp.int32)
+
+    def in_one_step(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+    # PERF(cpu): a block, then an entry, in a third of the time of one argmax over a vocabulary;
+    # benchmarks/decode.py.
+    # Elsewhere one argmax is a single pass, which XLA fuses with the LM head's output.
+    return jax.lax.platform_dependent(x, cpu=in_two_steps, default=in_one_step)
+
+
+def in_blocks(x: Float[Array, "B V"], filler: float) -> Float[Array, "B blocks size"]:
+    """Splits rows into about sqrt(V) blocks of as many entries, the last one filled up."""
+    batch, width = x.shape
+    size = math.isqrt(width - 1) + 1
+    blocks = -(-width // size)
+    x = jnp.pad(x, ((0, 0), (0, blocks * size - width)), constant_values=filler)
+    return x.reshape(batch, blocks, size)
