@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 
@@ -56,3 +58,19 @@ def enable_compile_cache(folder: str | PathLike[str] | None = None) -> Path:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
+
+
+@contextlib.contextmanager
+def without_compile_cache() -> Iterator[None]:
+    """Compiles within the context without reading or writing a folder, in all threads.
+
+    For programs of devices that this machine does not have: JAX keeps them, and cannot load them.
+    """
+    enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks once whether it is enabled, when it first compiles
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()

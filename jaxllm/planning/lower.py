@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.backend import backends
 from jax.sharding import Mesh
 
 from jaxllm.batch.plan import traced_programs
@@ -17,6 +19,7 @@ from jaxllm.batch.row_groups import groups, prefill_batch
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.batch.sizes import sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
+from jaxllm.common.compile_cache import without_compile_cache
 from jaxllm.common.errors import InputError
 from jaxllm.generation.call.prepare import Request, prepare_call
 from jaxllm.generation.generate import program_model, run_prefill
@@ -66,6 +69,19 @@ class LoweredProgram:
     """The KV cache; 0 for a training step."""
     cache_arrays: frozenset[tuple[str, int]] = frozenset()
     """Dtype and number of elements of the arrays of keys and values."""
+    mesh: Mesh | None = None
+    """The mesh of the model; None: a single device."""
+    ahead_of_time: bool = False
+    """True if this machine does not have the devices."""
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles the program for the devices of the model.
+
+        JAX's persistent compilation cache is used for the devices of this machine only.
+        """
+        uncached = without_compile_cache() if self.ahead_of_time else contextlib.nullcontext()
+        with use_mesh(self.mesh), uncached:
+            return self.lowered.compile()
 
 
 def lower(
@@ -95,7 +111,7 @@ def lower(
         fields: generation fields, such as `do_sample` or `num_beams`; greedy search by default.
 
     Returns:
-        The programs, lowered; `.lowered.compile()` compiles one for the devices of the model.
+        The programs, lowered; `.compile()` compiles one for the devices of the model.
 
     Raises:
         InputError, UnsupportedError: as the library's functions raise for such a call.
@@ -151,6 +167,8 @@ class Target:
             lowered=lowered,
             weight_bytes=device_bytes(weights),
             read_weight_bytes=device_bytes(used_arguments(traced, weights, position)),
+            mesh=self.mesh,
+            ahead_of_time=self.device.client not in backends().values(),
             **numbers,
         )
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -16,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.models.model import Model
-from jaxllm.parallel.sharding import make_mesh, use_mesh
+from jaxllm.parallel.sharding import make_mesh
 from jaxllm.planning import hlo
 from jaxllm.planning.abstract import abstract_model
 from jaxllm.planning.lower import PROGRAMS, LoweredProgram, Workload, lower
@@ -145,7 +144,7 @@ def plan(
         for lowered in _lower(abstract, name, sizes):
             if progress is not None:
                 progress(lowered.name)
-            plans.append(plan_program(lowered, target_topology.chip, device_mesh))
+            plans.append(plan_program(lowered, target_topology.chip))
     return Plan(
         topology=topology,
         device=target_topology.chip.name,
@@ -194,7 +193,7 @@ def topology_mesh(topology: Topology, sizes: Mapping[str, int]) -> Mesh:
     return make_mesh(**axes, devices=devices)
 
 
-def plan_program(program: LoweredProgram, chip: Chip, mesh: Mesh | None) -> ProgramPlan:
+def plan_program(program: LoweredProgram, chip: Chip) -> ProgramPlan:
     """Compiles one program and reads its costs."""
     stated: dict[str, Any] = {
         "name": program.name,
@@ -204,10 +203,7 @@ def plan_program(program: LoweredProgram, chip: Chip, mesh: Mesh | None) -> Prog
     }
     began = time.perf_counter()
     try:
-        with use_mesh(mesh), warnings.catch_warnings():
-            # JAX's persistent cache cannot load a program without its device; it compiles anew.
-            warnings.filterwarnings("ignore", "Error .* persistent compilation cache")
-            compiled = program.lowered.compile()
+        compiled = program.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

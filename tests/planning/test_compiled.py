@@ -16,7 +16,6 @@ import tiny
 from test_plan import needs_gpu, needs_tpu
 
 import jaxllm
-from jaxllm.parallel.sharding import use_mesh
 from jaxllm.planning import find_topology, hlo, lower
 from jaxllm.planning.plan import plan_program, topology_mesh
 
@@ -92,7 +91,7 @@ def test_compiled_training_steps_and_prefills_hold_no_array_of_tokens_x_tokens(
         found = set()
         for name in ("train", "prefill"):
             (program,) = lower(model, name, batch=2, prompt=LENGTH, new=8)
-            text = program.lowered.compile().as_text()
+            text = program.compile().as_text()
             assert text is not None
             types = [x for line in text.split("\n") for x in hlo.array_types(line)]
             found |= {str(x.shape) for x in types if sum(n >= LENGTH for n in x.shape) > 1}
@@ -125,10 +124,9 @@ def test_a_training_step_returns_the_state_in_its_shards(topology: str) -> None:
     mesh = topology_mesh(found, {"fsdp": 8})
     model = jaxllm.abstract_model(tiny.CONFIGS["llama"], mesh=mesh)
     (program,) = lower(model, "train", batch=8, prompt=16)
-    with use_mesh(mesh):
-        compiled = program.lowered.compile()
+    compiled = program.compile()
     state, _ = compiled.output_shardings
     sharded = [x for x in jax.tree.leaves(state) if "fsdp" in str(x.spec)]
     assert len(sharded) >= 3 * 2 * 7  # parameters and both moments of the matrices of two layers
-    plan = plan_program(program, found.chip, mesh)
+    plan = plan_program(program, found.chip)
     assert plan.peak_bytes < 2 * (plan.argument_bytes + plan.temp_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_the_lowered_programs_are_those_that_generate_runs(family: str) -> None:
     request = prepare_call(model, ids, None, None, 0, keywords)
     bare = program_model(model, request)
     prefill, decode = (
-        lower(model, name, **SMALL)[0].lowered.compile() for name in ("prefill", "decode")
+        lower(model, name, **SMALL)[0].compile() for name in ("prefill", "decode")
     )
     # A compiled program refuses arguments of other shapes, dtypes or structure.
     state = prefill(request.strategy, bare, request.prefill_inputs, request.settings)
@@ -213,7 +214,7 @@ class Refused:
 
 def test_a_program_that_the_compiler_refuses_does_not_fit() -> None:
     program = LoweredProgram("decode", Refused(), True, 100, 100, 10)  # type: ignore[arg-type]
-    actual = plan_program(program, CHIPS["v5e"], None)
+    actual = plan_program(program, CHIPS["v5e"])
     assert actual.fits is False
     assert actual.peak_bytes == int(20.5 * 2**30)
     assert actual.temp_bytes is actual.estimated_step_us is None
@@ -233,6 +234,24 @@ def check_decode(topology: str) -> Any:
 def test_a_tpu_compiles_the_decode_loop() -> None:
     program = check_decode("v5e:2x2")
     assert program.estimated_step_us > program.floor_step_us
+
+
+@needs_tpu
+def test_programs_of_absent_devices_are_not_kept(tmp_path: Path) -> None:
+    """JAX would write them to its compile cache, and warn at the next call that it cannot load them."""
+    folder = jax.config.jax_compilation_cache_dir
+    jaxllm.enable_compile_cache(tmp_path)
+    try:
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                check_decode("v5e:2x2")
+        kept = list(tmp_path.iterdir())
+        assert not any(path.name.startswith("jit_decode") for path in kept)
+        jax.jit(lambda x: x * 3 + 5)(np.arange(7)).block_until_ready()
+        assert len(list(tmp_path.iterdir())) > len(kept)  # this machine's own are kept
+    finally:
+        jaxllm.enable_compile_cache(folder)
 
 
 @needs_tpu
