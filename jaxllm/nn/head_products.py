@@ -71,12 +71,15 @@ def scores_across_heads(
 def values_across_heads(
     weights: Float[Array, "B K Q S"], v: Float[Array, "B K S H"]
 ) -> Float[Array, "B K Q H"]:
-    """Weighted sums of each head's values in one product for each row, float32."""
+    """Weighted sums of each head's values in one product for each row, float32.
+
+    As queries in `scores_across_heads`, weights are extended by zeros for the other heads.
+    """
     B, K, Q, S = weights.shape
-    rows = weights.astype(v.dtype).reshape(B, K * Q, S)
-    sums = jnp.einsum("bns,bksh->bnkh", rows, v, preferred_element_type=jnp.float32)
-    own_head = jnp.eye(K, dtype=jnp.float32)[:, None, :, None]
-    return jnp.sum(sums.reshape(B, K, Q, K, -1) * own_head, axis=3)
+    own_head = jnp.repeat(jnp.eye(K, dtype=v.dtype), Q, axis=0)[:, :, None]
+    extended = weights.astype(v.dtype).reshape(B, K * Q, 1, S) * own_head
+    sums = jnp.einsum("bnks,bksh->bnh", extended, v, preferred_element_type=jnp.float32)
+    return sums.reshape(B, K, Q, -1)
 
 
 def with_query_tile(

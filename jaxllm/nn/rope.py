@@ -169,14 +169,20 @@ def rotate_halves(
 def rotate_by_product(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 H"], sin: Float[Array, "B T 1 H"]
 ) -> Float[Array, "B T N H"]:
-    """`rotate` with the halves of all heads exchanged by one product with a matrix of 0 and ±1."""
+    """`rotate` with one product, for all heads, by a matrix of 0 and ±1."""
     B, T, N, H = x.shape
     exchange = np.kron([[0, 1], [-1, 0]], np.eye(H // 2))
-    matrix = jnp.asarray(np.kron(np.eye(N), exchange), x.dtype)
-    y = x.reshape(B * T, N * H)
-    # Every sum has one term, so it is exact if the products are.
+    same_and_exchanged = np.stack([np.eye(N * H), np.kron(np.eye(N), exchange)], axis=1)
+    matrix = jnp.asarray(same_and_exchanged, x.dtype)  # [N*H, 2, N*H]
+    # Every sum of the product has one term, so it is exact if the products are.
     exact = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    rotated_half = jnp.matmul(y, matrix, precision=exact, preferred_element_type=jnp.float32)
-    cos, sin = (jnp.tile(z.reshape(-1, H), (1, N)) for z in (cos, sin))
-    out = y.astype(jnp.float32) * cos + rotated_half * sin
-    return out.astype(x.dtype).reshape(x.shape)
+    # x is used once, so that XLA computes it, the projection's product, within this product.
+    both = jnp.einsum(
+        "bi,ipj->bpj",
+        x.reshape(B * T, N * H),
+        matrix,
+        precision=exact,
+        preferred_element_type=jnp.float32,
+    )
+    factors = jnp.stack([jnp.tile(z.reshape(-1, H), (1, N)) for z in (cos, sin)], axis=1)
+    return jnp.sum(both * factors, axis=1).astype(x.dtype).reshape(x.shape)

@@ -69,9 +69,7 @@ def test_the_lowered_programs_are_those_that_generate_runs(family: str) -> None:
     keywords = {"max_new_tokens": SMALL["new"], "do_sample": False}
     request = prepare_call(model, ids, None, None, 0, keywords)
     bare = program_model(model, request)
-    prefill, decode = (
-        lower(model, name, **SMALL)[0].compile() for name in ("prefill", "decode")
-    )
+    prefill, decode = (lower(model, name, **SMALL)[0].compile() for name in ("prefill", "decode"))
     # A compiled program refuses arguments of other shapes, dtypes or structure.
     state = prefill(request.strategy, bare, request.prefill_inputs, request.settings)
     limit = np.int32(request.max_length)
@@ -238,7 +236,7 @@ def test_a_tpu_compiles_the_decode_loop() -> None:
 
 @needs_tpu
 def test_programs_of_absent_devices_are_not_kept(tmp_path: Path) -> None:
-    """JAX would write them to its compile cache, and warn at the next call that it cannot load them."""
+    """JAX would keep them in its compile cache, and warn that it cannot load them."""
     folder = jax.config.jax_compilation_cache_dir
     jaxllm.enable_compile_cache(tmp_path)
     try:
