@@ -119,15 +119,22 @@ def __getattr__(name: str) -> Any:
 def _successor(name: str) -> str:
     """What to write instead of a name of transformers; empty for another name.
 
-    >>> _successor("GPT2Tokenizer"), _successor("FlaxT5Model")
-    (': use jaxllm.AutoTokenizer', ': use jaxllm.models.T5Model')
+    >>> _successor("GPT2Tokenizer"), _successor("FlaxT5EncoderModel"), _successor("path")
+    (': use jaxllm.AutoTokenizer', ': use jaxllm.models.T5EncoderModel', '')
+    >>> _successor("LogitsProcessorList"), _successor("BertModel")
+    (': use jaxllm.generation.LogitsProcessorList', '')
     """
     if name.endswith(("Tokenizer", "TokenizerFast")):
         return ": use jaxllm.AutoTokenizer"
-    model = name.removeprefix("Flax")
-    if model == name or not model:
+    plain = name.removeprefix("Flax")
+    if plain in __all__:
+        return f": use jaxllm.{plain}"
+    if not name[:1].isupper():
         return ""
-    return f": use jaxllm.{model}" if model.startswith("Auto") else f": use jaxllm.models.{model}"
+    for package in ("models", "generation", "tokenizers"):
+        if plain in import_module(f"{__name__}.{package}").__all__:
+            return f": use jaxllm.{package}.{plain}"
+    return ""
 
 
 def __dir__() -> list[str]:

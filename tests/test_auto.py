@@ -131,7 +131,9 @@ CALLS = {
     "_do_init": lambda model: type(model).from_pretrained("x", _do_init=False),
     "torch_dtype": lambda model: jaxllm.AutoModelForCausalLM.from_pretrained("x", torch_dtype=1),
     "input_shape": lambda model: type(model).from_config(model.config, input_shape=(1, 1)),
-    "use_fast": lambda model: jaxllm.AutoTokenizer.from_pretrained("x", use_fast=True),
+    "use_fast": lambda model: jaxllm.AutoTokenizer.from_pretrained("x", use_fast=False),
+    "cache_dir": lambda model: jaxllm.AutoConfig.from_pretrained("x", cache_dir="y"),
+    "return_dict": lambda model: model(tiny.ids(), return_dict=False),
     "max_shard_size": lambda model: model.save_pretrained("x", max_shard_size="1GB"),
 }
 
@@ -140,6 +142,48 @@ CALLS = {
 def test_renamed_arguments_say_what_to_write(name):
     with pytest.raises(InputError, match=rf"has no `{name}`: \w+"):
         CALLS[name](tiny.cached("llama"))
+
+
+def test_arguments_that_ask_for_what_happens_anyway():
+    folder = REFERENCE / "tiny-gpt2"
+    off = {"cache_dir": None, "use_auth_token": None, "trust_remote_code": True}
+    config = models.GPT2Config.from_pretrained(folder, **off)
+    assert config == jaxllm.AutoConfig.from_pretrained(folder)
+    assert len(jaxllm.AutoTokenizer.from_pretrained(folder, use_fast=True, **off)) == 512
+    auto = jaxllm.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, config=config, seed=42, from_pt=True, **off)
+    same_weights(model, auto.from_pretrained(folder))
+    same_weights(auto.from_config(config, seed=3, **off), auto.from_config(config, seed=3))
+    output = model(tiny.ids(), train=False, return_dict=True, past_key_values=None)
+    np.testing.assert_array_equal(output.logits, model(tiny.ids()).logits)
+    with pytest.raises(ConfigError, match="tiny-gpt2: has a GPT2Config, not a T5Config"):
+        models.T5Config.from_pretrained(folder)
+
+
+def test_weights_are_not_set_from_outside():
+    model = tiny.cached("gpt2")
+    with pytest.raises(AttributeError, match="'params': a model is its own parameters"):
+        model.params = {}
+    with pytest.raises(InputError, match=r"train.*: give dropout_key="):
+        model.train()
+    with pytest.raises(AttributeError, match=r"'num_beams': model.generation_config has it"):
+        model.config.num_beams  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    {
+        "FlaxLogitsProcessorList": "jaxllm.generation.LogitsProcessorList",
+        "T5ForConditionalGeneration": "jaxllm.models.T5ForConditionalGeneration",
+        "T5TokenizerFast": "jaxllm.AutoTokenizer",
+        "BatchEncoding": "jaxllm.tokenizers.BatchEncoding",
+        "FlaxAutoModelForCausalLM": "jaxllm.AutoModelForCausalLM",
+    }.items(),
+)
+def test_names_of_transformers_say_where_theirs_is(name, hint):
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': use {hint}$"):
+        getattr(jaxllm, name)
+    assert not hasattr(jaxllm, "FlaxBertModel")
 
 
 def test_fields_of_the_config_are_not_arguments():

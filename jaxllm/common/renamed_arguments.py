@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from jaxllm.common.errors import InputError
 
@@ -45,6 +46,7 @@ FROM_PRETRAINED = {
     "local_files_only": "set HF_HUB_OFFLINE=1, or give the folder's path",
     "force_download": "leave it out, and delete the cached copy (`hf cache`)",
     "token": "run `hf auth login`, or set HF_TOKEN",
+    "use_auth_token": "run `hf auth login`, or set HF_TOKEN",
     "subfolder": "give the path of that folder",
     "use_fast": "leave it out; the files decide",
     "quantization_config": "leave it out; quantized weights are read from GGUF files",
@@ -52,6 +54,13 @@ FROM_PRETRAINED = {
     "ignore_mismatched_sizes": "leave it out; a tensor that does not fit raises",
 }
 """Arguments of `from_pretrained` and `from_config`."""
+SAVE_PRETRAINED = {
+    "params": _PARAMETERS,
+    "max_shard_size": "give max_shard_bytes=",
+    "push_to_hub": "call model.push_to_hub(repo_id)",
+    "safe_serialization": "leave it out; weights are always safetensors",
+}
+"""Arguments of `save_pretrained`."""
 ATTRIBUTES = {
     "params": _PARAMETERS,
     "init_weights": "use from_config(config, seed=0), which draws weights",
@@ -60,17 +69,90 @@ ATTRIBUTES = {
     "to_fp16": "give dtype='float16', param_dtype='float16' to from_pretrained",
     "to_fp32": "give dtype='float32', param_dtype='float32' to from_pretrained",
     "init_params": "use from_config(config, seed=0), which draws weights",
+    "module": "the model itself is the Flax module",
+    "device": "arrays say where they are; mesh=jaxllm.make_mesh(...) places them",
+    "to": "give mesh= or dtype= to from_pretrained",
+    "cuda": "JAX uses the accelerator that it has",
+    "half": "give dtype='float16', param_dtype='float16' to from_pretrained",
+    "get_input_embeddings": "use model.embedding",
+    "prepare_inputs_for_generation": "use model.generate(...), or init_cache and cache=",
 }
 """Attributes of a model."""
+TOKENIZER_ATTRIBUTES = {
+    "encode_plus": "call it: tokenizer(text, padding=False, return_tensors=None)",
+    "batch_encode_plus": "call it: tokenizer(texts, padding=False, return_tensors=None)",
+    "prepare_seq2seq_batch": "call it: tokenizer(texts, text_target=targets)",
+    "prepare_for_model": "use tokenizer.pad([ids]), or call the tokenizer with the text",
+    "build_inputs_with_special_tokens": "use encode(), which adds special tokens",
+    "convert_tokens_to_string": "use decode(tokenizer.convert_tokens_to_ids(tokens))",
+    "clean_up_tokenization": "use decode(ids, clean_up_tokenization_spaces=True)",
+    "vocab": "use get_vocab()",
+    "default_chat_template": "use chat_template",
+    "get_chat_template": "use chat_template",
+    "save_vocabulary": "use save_pretrained(folder)",
+    "push_to_hub": "call jaxllm.push_to_hub(repo_id, model, tokenizer)",
+}
+"""Attributes of a tokenizer."""
 
 
-def check_renamed(where: str, names: Iterable[str], renamed: Mapping[str, str]) -> None:
-    """Raises InputError for the first name that has another one here, with what to write.
+# Values with which an argument asks for what happens here without it, beside None; `...`: all.
+_SATISFIED: Mapping[str, tuple[object, ...]] = {
+    "train": (False,),
+    "deterministic": (True,),
+    "use_cache": (False,),
+    "return_dict": (True,),
+    "trace": (True,),
+    "_do_init": (True,),
+    "seed": (...,),
+    "from_pt": (True, False),
+    "from_flax": (False,),
+    "from_tf": (False,),
+    "use_safetensors": (True,),
+    "gradient_checkpointing": (False,),
+    "low_cpu_mem_usage": (True, False),
+    "trust_remote_code": (True, False),
+    "local_files_only": (False,),
+    "force_download": (False,),
+    "token": (True,),
+    "use_auth_token": (True, False),
+    "subfolder": ("",),
+    "use_fast": (True,),
+    "output_loading_info": (False,),
+    "ignore_mismatched_sizes": (False,),
+    "push_to_hub": (False,),
+    "safe_serialization": (True,),
+    "return_attention_mask": (True,),
+    "return_token_type_ids": (False,),
+    "return_special_tokens_mask": (False,),
+    "return_overflowing_tokens": (False,),
+    "return_length": (False,),
+    "is_split_into_words": (False,),
+    "verbose": (True, False),
+}
 
-    >>> check_renamed("generate()", ["prng_key"], GENERATE)
+
+def is_satisfied(name: str, value: object) -> bool:
+    """Whether an argument of transformers asks for what happens here without it."""
+    values = _SATISFIED.get(name, ())
+    same = any(value is each or (isinstance(each, str) and value == each) for each in values)
+    return value is None or ... in values or same
+
+
+def drop_renamed(
+    where: str, options: Mapping[str, Any], renamed: Mapping[str, str]
+) -> dict[str, Any]:
+    """Leaves out the arguments of `renamed` that ask for what happens without them.
+
+    Raises:
+        InputError: another value of one of them; the message says what to write.
+
+    >>> drop_renamed("from_pretrained()", {"from_pt": True, "dtype": "float32"}, FROM_PRETRAINED)
+    {'dtype': 'float32'}
+    >>> drop_renamed("generate()", {"prng_key": 0}, GENERATE)
     Traceback (most recent call last):
     jaxllm.common.errors.InputError: generate() has no `prng_key`: give key=jax.random.key(...)
     """
-    for name in names:
-        if name in renamed:
+    for name, value in options.items():
+        if name in renamed and not is_satisfied(name, value):
             raise InputError(f"{where} has no `{name}`: {renamed[name]}")
+    return {name: value for name, value in options.items() if name not in renamed}

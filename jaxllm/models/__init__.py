@@ -31,7 +31,12 @@ from jaxllm.models.qwen3 import (
     Qwen3Model,
 )
 from jaxllm.models.registry import FAMILIES, ModelSpec, model_spec
-from jaxllm.models.t5 import T5Config, T5EncoderModel, T5ForConditionalGeneration
+from jaxllm.models.t5 import (
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+    shift_tokens_right,
+)
 
 __all__ = [
     "FAMILIES",
@@ -62,4 +67,5 @@ __all__ = [
     "T5ForConditionalGeneration",
     "model_spec",
     "quantize_model",
+    "shift_tokens_right",
 ]

@@ -6,11 +6,13 @@ import dataclasses
 import types
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any, TypeGuard, TypeVar
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.messages import quoted
+from jaxllm.common.public_names import public
 
 C = TypeVar("C", bound="ModelConfig")
 
@@ -36,6 +38,11 @@ GENERATION_KEYS = frozenset({
 })
 # fmt: on
 
+_ELSEWHERE = {
+    "to_dict": "use dataclasses.asdict(config)",
+    "update": "use dataclasses.replace(config, ...)",
+    "save_pretrained": "model.save_pretrained(folder) writes it",
+}
 MAX_LAYERS = 4096
 MAX_SIZE = 2**26
 MAX_DEFAULT_WINDOW = 2048
@@ -82,6 +89,30 @@ class ModelConfig:
     def head_counts(self) -> dict[str, int]:
         """Numbers of attention heads by config.json field."""
         return {}
+
+    @classmethod
+    def from_pretrained(cls, path_or_hub_id: str | PathLike[str], **fields: Any) -> Self:
+        """Reads a checkpoint's config: ``jaxllm.AutoConfig.from_pretrained``, of this class.
+
+        Raises:
+            ConfigError: the checkpoint is of another family.
+        """
+        config = public("AutoConfig").from_pretrained(path_or_hub_id, **fields)
+        if not isinstance(config, cls):
+            raise ConfigError(
+                f"{path_or_hub_id}: has a {type(config).__name__}, not a {cls.__name__}"
+            )
+        return config
+
+    if not TYPE_CHECKING:  # it would hide misspelt fields from type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            """Explains attributes of transformers' configs; called for missing names only."""
+            hint = _ELSEWHERE.get(name)
+            if name in GENERATION_KEYS:
+                hint = "model.generation_config has it"
+            where = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(where if hint is None else f"{where}: {hint}")
 
     def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
         """A config.json object from which `from_dict` restores an equal config.

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from jaxllm.common.errors import InputError
-from jaxllm.common.renamed_arguments import CALL, check_renamed
+from jaxllm.common.renamed_arguments import CALL, drop_renamed
 from jaxllm.models.config import ModelConfig, check_common
 from jaxllm.models.pretrained import Pretrained
 from jaxllm.models.summary import summary
@@ -147,8 +147,8 @@ def model_call(call: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, 
     def wrapped(self: M, *args: P.args, **kwargs: P.kwargs) -> Any:
         if list(map(type, args)) == [type(self)] and not has_arrays(self):
             return self
-        check_renamed(type(self).__name__, kwargs, CALL)
-        return call(self, *args, **kwargs)
+        own: Any = drop_renamed(type(self).__name__, kwargs, CALL)
+        return call(self, *args, **own)  # pyright: ignore[reportCallIssue]
 
     return wrapped
 

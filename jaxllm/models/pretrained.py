@@ -14,7 +14,14 @@ from jax.typing import DTypeLike
 
 from jaxllm.common.errors import InputError
 from jaxllm.common.public_names import public
-from jaxllm.common.renamed_arguments import ATTRIBUTES, FROM_PRETRAINED, GENERATE, check_renamed
+from jaxllm.common.renamed_arguments import (
+    ATTRIBUTES,
+    CALL,
+    FROM_PRETRAINED,
+    GENERATE,
+    SAVE_PRETRAINED,
+    drop_renamed,
+)
 from jaxllm.models.build_options import Options
 from jaxllm.models.config import ModelConfig
 
@@ -70,7 +77,7 @@ class Pretrained:
             InputError: no config, or another argument.
         """
         where = f"{cls.__name__}.from_config()"
-        check_arguments(where, unknown, "seed")
+        unknown = _drop(where, unknown, "seed")
         if unknown:
             raise InputError(f"{where} does not take {', '.join(sorted(unknown))}")
         if not isinstance(config, ModelConfig):
@@ -87,8 +94,7 @@ class Pretrained:
         Like transformers, it replaces a model in the folder. `options` are `tokenizer`, `dtype` and
         `max_shard_bytes` of `jaxllm.save_hf`.
         """
-        renamed = {"params": ATTRIBUTES["params"], "max_shard_size": "give max_shard_bytes="}
-        check_renamed("save_pretrained()", options, renamed)
+        options = drop_renamed("save_pretrained()", options, SAVE_PRETRAINED)
         public("save_hf")(save_directory, self, overwrite=overwrite, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
@@ -99,7 +105,18 @@ class Pretrained:
         """Number of parameters; a tied LM head counts once."""
         return sum(x.size for x in jax.tree.leaves(self))
 
+    def train(self, **attributes: Any) -> None:
+        """Raises InputError: a call with `dropout_key=` has dropout, and no other."""
+        raise InputError(f"train(): {CALL['train']}")
+
     if not TYPE_CHECKING:  # it would hide misspelt attributes from type checkers
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Refuses attributes of transformers' Flax classes, such as `model.params = params`."""
+            if name in ATTRIBUTES:
+                where = f"{type(self).__name__!r} object has no attribute {name!r}"
+                raise AttributeError(f"{where}: {ATTRIBUTES[name]}")
+            super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> Any:
             """Explains attributes of transformers' Flax classes; called for missing names only."""
@@ -124,14 +141,14 @@ class Generates:
         Returns:
             `jaxllm.GenerateOutput`; its `sequences` are int32 [B * num_return_sequences, L].
         """
-        check_renamed("generate()", fields, GENERATE)
+        fields = drop_renamed("generate()", fields, GENERATE)
         return public("generate")(self, input_ids, attention_mask, generation_config, key, **fields)
 
 
 def pretrained(model_class: type, path_or_hub_id: str | PathLike[str], **options: Any) -> Any:
     """Loads a checkpoint as `model_class`, or as the family's class derived from it."""
     where = f"{model_class.__name__}.from_pretrained()"
-    check_arguments(where, options)
+    options = _drop(where, options)
     load = public("load")
     unknown = options.keys() - inspect.signature(load).parameters.keys() - {"architecture"}
     if unknown:
@@ -143,6 +160,7 @@ def pretrained(model_class: type, path_or_hub_id: str | PathLike[str], **options
     return load(path_or_hub_id, architecture=model_class, **options)[0]
 
 
-def check_arguments(where: str, names: Mapping[str, Any], *except_: str) -> None:
-    """Raises InputError for renamed arguments of `from_pretrained`, except those in `except_`."""
-    check_renamed(where, names, {k: v for k, v in FROM_PRETRAINED.items() if k not in except_})
+def _drop(where: str, options: Mapping[str, Any], *except_: str) -> dict[str, Any]:
+    """`drop_renamed` for the arguments of `from_pretrained`, except those in `except_`."""
+    renamed = {name: hint for name, hint in FROM_PRETRAINED.items() if name not in except_}
+    return drop_renamed(where, options, renamed)

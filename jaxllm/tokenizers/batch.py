@@ -19,6 +19,7 @@ PaddingSide = Literal["left", "right"]
 Padding = bool | Literal["longest", "max_length", "do_not_pad"]
 Truncation = bool | Literal["longest_first", "only_first", "only_second", "do_not_truncate"] | None
 Span = tuple[int, int]
+_SETTABLE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """Start and end of a token in its text, in characters."""
 Bucket = int | Literal["power_of_two"] | None
 ReturnTensors = Literal["np", "jax"] | None
@@ -38,16 +39,22 @@ class BatchEncoding(ArrayMapping):
     """Start and end of each token in its text, with ``return_offsets_mapping``; else None."""
     labels: np.ndarray | jax.Array | None = None
     """Labels of the rows that ``pad`` got, or that were set, [B] or [B, N]."""
+    decoder_input_ids: np.ndarray | jax.Array | None = None
+    """Inputs of a decoder that were set, [B, D]."""
+    decoder_attention_mask: np.ndarray | jax.Array | None = None
+    """Their padding mask that was set, [B, D]."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Sets the labels, as training scripts do: ``batch["labels"] = targets["input_ids"]``.
+        """Sets what the decoder gets, as training scripts do: ``batch["labels"] = ...``.
 
         Raises:
             InputError: another name; ``{**batch, name: value}`` is a dict with any.
         """
-        if name != "labels":
-            raise InputError(f"{name}: only labels can be set; make a dict, {{**batch, ...}}")
-        object.__setattr__(self, "labels", value)
+        if name not in _SETTABLE:
+            raise InputError(
+                f"{name}: only {', '.join(_SETTABLE)} can be set; make a dict, {{**batch, ...}}"
+            )
+        object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, eq=False)

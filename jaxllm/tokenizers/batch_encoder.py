@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.renamed_arguments import is_satisfied
 from jaxllm.tokenizers.batch import (
     BatchEncoding,
     Bucket,
@@ -16,7 +17,6 @@ from jaxllm.tokenizers.batch import (
     Padding,
     PaddingSide,
     ReturnTensors,
-    Truncation,
     as_tensors,
     check_return_tensors,
     checked_side,
@@ -25,7 +25,7 @@ from jaxllm.tokenizers.batch import (
     padded_length,
 )
 from jaxllm.tokenizers.rows import UnpaddedRows, label_array, unpadded_rows
-from jaxllm.tokenizers.text_encoder import TextEncoder
+from jaxllm.tokenizers.text_encoder import TextEncoder, TextOptions
 
 
 class PaddingOptions(TypedDict, total=False):
@@ -38,17 +38,10 @@ class PaddingOptions(TypedDict, total=False):
     padding_side: PaddingSide | None
 
 
-class EncodingOptions(PaddingOptions, total=False):
+class EncodingOptions(PaddingOptions, TextOptions, total=False):
     """Options of a tokenizer's call."""
 
-    truncation: Truncation
-    add_special_tokens: bool
-    split_special_tokens: bool | None
     return_offsets_mapping: bool
-    max_bytes: int
-
-
-_NOT_ENCODING = PaddingOptions.__annotations__.keys() - {"max_length"} | {"return_offsets_mapping"}
 
 
 class BatchEncoder(TextEncoder):
@@ -122,8 +115,9 @@ class BatchEncoder(TextEncoder):
             UnsupportedError: another option of transformers.
         """
         unknown = options.keys() - EncodingOptions.__annotations__.keys()
-        if unknown:
-            raise UnsupportedError(f"a tokenizer's call does not take {sorted(unknown)}")
+        unsupported = sorted(name for name in unknown if not is_satisfied(name, options.get(name)))
+        if unsupported:
+            raise UnsupportedError(f"a tokenizer's call does not take {unsupported}")
         if text_target is not None:
             return self._with_labels(text, text_pair, text_target, return_tensors, options)
         texts = _text_list(text)
@@ -131,7 +125,7 @@ class BatchEncoder(TextEncoder):
         one_of_each = text_pair is None or isinstance(text, str) == isinstance(text_pair, str)
         if len(pairs) != len(texts) or not one_of_each:
             raise InputError(f"text_pair: {len(pairs)} second texts for {len(texts)} texts")
-        encoding: Any = {k: v for k, v in options.items() if k not in _NOT_ENCODING}
+        encoding: Any = {k: v for k, v in options.items() if k in TextOptions.__annotations__}
         padding: Any = {k: v for k, v in options.items() if k in PaddingOptions.__annotations__}
         both = zip(texts, pairs, strict=True)
         if options.get("return_offsets_mapping"):

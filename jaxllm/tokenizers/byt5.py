@@ -16,7 +16,7 @@ from jaxllm.tokenizers.added_tokens import (
 )
 from jaxllm.tokenizers.files import TokenizerFiles
 from jaxllm.tokenizers.settings import T5_TOKENS, AddedToken, TokenizerSettings
-from jaxllm.tokenizers.stream_decoder import CleanUp, Stage
+from jaxllm.tokenizers.stream_decoder import Stage
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _FIRST = ("<pad>", "</s>", "<unk>")
@@ -120,10 +120,7 @@ class ByT5Tokenizer(Tokenizer):
         return with_eos(ids, pair, self.eos_token_id)
 
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
-        stages: list[Stage] = [_Bytes()]
-        if self.settings.flag("clean_up_tokenization_spaces", False):
-            stages.append(CleanUp())
-        return stages
+        return [_Bytes()]
 
 
 class _Bytes(Stage):

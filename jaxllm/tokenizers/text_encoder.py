@@ -5,14 +5,38 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.tokenizers.batch import PaddingSide, Span, Truncation, check_truncation, truncate
+from jaxllm.common.messages import quoted
+from jaxllm.tokenizers.batch import (
+    PaddingSide,
+    ReturnTensors,
+    Span,
+    Truncation,
+    check_return_tensors,
+    check_truncation,
+    truncate,
+)
 from jaxllm.tokenizers.settings import AddedToken
-from jaxllm.tokenizers.stream_decoder import Stage, StreamDecoder
+from jaxllm.tokenizers.stream_decoder import CleanUp, Stage, StreamDecoder
 from jaxllm.tokenizers.vocabulary import NO_MAX_LENGTH, Vocabulary
 
 MAX_TEXT_BYTES = 1_000_000
+
+
+class TextOptions(TypedDict, total=False):
+    """Options of :meth:`TextEncoder.encode`."""
+
+    add_special_tokens: bool
+    truncation: Truncation
+    max_length: int | None
+    split_special_tokens: bool | None
+    max_bytes: int
 
 
 class TextEncoder(Vocabulary):
@@ -45,24 +69,49 @@ class TextEncoder(Vocabulary):
 
     @abstractmethod
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
-        """Makes new stages that decode tokens to text."""
+        """Makes new stages that decode tokens to text, before any clean-up of spaces."""
 
+    @property
+    def _cleans_up(self) -> bool:
+        """Whether `clean_up_tokenization_spaces` acts on this tokenizer's texts."""
+        return True
+
+    @overload
     def encode(
         self,
         text: str,
         text_pair: str | None = None,
         *,
+        return_tensors: None = None,
+        **options: Unpack[TextOptions],
+    ) -> list[int]: ...
+    @overload
+    def encode(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        *,
+        return_tensors: Literal["np", "jax"],
+        **options: Unpack[TextOptions],
+    ) -> np.ndarray | jax.Array: ...
+    def encode(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        *,
+        return_tensors: ReturnTensors = None,
         add_special_tokens: bool = True,
         truncation: Truncation = False,
         max_length: int | None = None,
         split_special_tokens: bool | None = None,
         max_bytes: int = MAX_TEXT_BYTES,
-    ) -> list[int]:
+    ) -> list[int] | np.ndarray | jax.Array:
         """Encodes a text, or a pair of texts.
 
         Args:
             text: the text.
             text_pair: a second text; Llama gives ``BOS text BOS pair``, T5 ``text </s> pair </s>``.
+            return_tensors: None for a list of ids; "np" or "jax" for an array [1, T] of int32.
             add_special_tokens: add BOS and EOS as the model's tokenizer does.
             truncation, max_length: as for ``__call__``.
             split_special_tokens: treat a special token in the text, such as ``</s>``, as plain
@@ -81,7 +130,11 @@ class TextEncoder(Vocabulary):
 
         ids = encode(text)
         pair = None if text_pair is None else encode(text_pair)
-        return self._assemble(ids, pair, add_special_tokens, truncation, max_length)
+        result = self._assemble(ids, pair, add_special_tokens, truncation, max_length)
+        check_return_tensors(return_tensors)
+        if return_tensors is None:
+            return result
+        return (np if return_tensors == "np" else jnp).asarray([result], np.int32)
 
     def encode_with_offsets(
         self,
@@ -176,18 +229,17 @@ class TextEncoder(Vocabulary):
         """Decodes ids. Ids beyond the vocabulary (of a padded embedding) are skipped.
 
         Args:
-            clean_up_tokenization_spaces: the tokenizer's own setting, as scripts often repeat it.
+            clean_up_tokenization_spaces: remove spaces before punctuation. None: the tokenizer's
+                own setting. As in transformers 5 it has no effect on a BPE of a tokenizer.json,
+                whose spaces are the text's own.
 
         Raises:
-            InputError: not an id, or not a list or one-dimensional array of ids.
-            UnsupportedError: another `clean_up_tokenization_spaces` than the tokenizer's own.
+            InputError: not an id, or not a list or one-dimensional array of ids; or not a bool.
         """
-        own = self.settings.flag("clean_up_tokenization_spaces", False)
-        if clean_up_tokenization_spaces not in (None, own):
-            raise UnsupportedError(
-                f"clean_up_tokenization_spaces: this tokenizer's own is {own}; leave it out"
-            )
-        stream = self.stream_decoder(skip_special_tokens)
+        if not isinstance(clean_up_tokenization_spaces, bool | None):
+            value = quoted(clean_up_tokenization_spaces)
+            raise InputError(f"clean_up_tokenization_spaces: expected a bool, found {value}")
+        stream = self.stream_decoder(skip_special_tokens, clean_up_tokenization_spaces)
         return stream.put(ids) + stream.end()
 
     def batch_decode(
@@ -202,14 +254,23 @@ class TextEncoder(Vocabulary):
         options = (skip_special_tokens, clean_up_tokenization_spaces)
         return [self.decode(row, *options) for row in rows]
 
-    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """Makes an incremental decoder for generated ids; see :class:`StreamDecoder`."""
+    def stream_decoder(
+        self, skip_special_tokens: bool = True, clean_up_tokenization_spaces: bool | None = None
+    ) -> StreamDecoder:
+        """Makes an incremental decoder for generated ids; see :class:`StreamDecoder`.
+
+        Arguments are those of `decode`.
+        """
         skipped = self.special_ids if skip_special_tokens else frozenset()
 
         def id_to_token(index: int) -> str | None:
             return None if index in skipped else self.id_to_token(index)
 
-        return StreamDecoder(id_to_token, self._decode_stages(skip_special_tokens))
+        clean_up = clean_up_tokenization_spaces
+        if clean_up is None:
+            clean_up = self.settings.flag("clean_up_tokenization_spaces", False)
+        stages = self._decode_stages(skip_special_tokens)
+        return StreamDecoder(id_to_token, [*stages, *[CleanUp()] * (clean_up and self._cleans_up)])
 
     def token_bytes(self) -> tuple[bytes | None, ...]:
         """UTF-8 bytes of each id inside a text; None for an id without a token.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -62,6 +63,14 @@ class Tokenizer(BatchEncoder):
     def chat_template(self) -> str | None:
         """Default chat template (Jinja source), or None."""
         return self.settings.chat_templates.get("default")
+
+    @contextmanager
+    def as_target_tokenizer(self) -> Generator[None]:
+        """Context for the texts that a model should write, which these tokenizers encode like all.
+
+        Old scripts use it; ``text_target=`` does the same.
+        """
+        yield
 
     def apply_chat_template(
         self,

@@ -6,10 +6,11 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from jaxllm.common.errors import InputError, TokenizerError
 from jaxllm.common.messages import quoted
+from jaxllm.common.renamed_arguments import TOKENIZER_ATTRIBUTES
 from jaxllm.tokenizers.files import NAMED_TOKENS
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.tokenizers.stream_decoder import iterate_ids
@@ -168,10 +169,19 @@ class Vocabulary(ABC):
         return {name: named[name].content for name in NAMED_TOKENS if name in named}
 
     @property
+    def additional_special_tokens(self) -> list[str]:
+        """Special tokens without a name of their own."""
+        return [token.content for token in self.settings.extra]
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """Ids of the added tokens, special ones included."""
+        return {token.content: index for index, token in sorted(self.settings.added.items())}
+
+    @property
     def all_special_tokens(self) -> list[str]:
         """Named and additional special tokens, each once."""
-        extra = [token.content for token in self.settings.extra]
-        return list(dict.fromkeys([*self.special_tokens_map.values(), *extra]))
+        named = self.special_tokens_map.values()
+        return list(dict.fromkeys([*named, *self.additional_special_tokens]))
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -188,3 +198,17 @@ class Vocabulary(ABC):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise TokenizerError(f"tokenizer_config.json: model_max_length is {quoted(value)}")
         return int(min(value, NO_MAX_LENGTH))
+
+    @model_max_length.setter
+    def model_max_length(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise InputError(f"model_max_length: expected a positive number, found {quoted(value)}")
+        self._set_option("model_max_length", value)
+
+    if not TYPE_CHECKING:  # it would hide misspelt attributes from type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            """Explains attributes of transformers' tokenizers; called for missing names only."""
+            where = f"{type(self).__name__!r} object has no attribute {name!r}"
+            hint = TOKENIZER_ATTRIBUTES.get(name)
+            raise AttributeError(where if hint is None else f"{where}: {hint}")

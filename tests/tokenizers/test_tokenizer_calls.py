@@ -302,10 +302,35 @@ def test_what_scripts_do_with_encodings(t5):
     batch = t5(["Hello world", "Nice"])
     batch["labels"] = t5(["a", "b"])["input_ids"]
     assert list(batch.keys()) == ["input_ids", "attention_mask", "labels"]
-    with pytest.raises(InputError, match="decoder_input_ids: only labels can be set"):
-        batch["decoder_input_ids"] = batch.input_ids
+    batch["decoder_input_ids"] = batch.input_ids
+    assert dict(batch)["decoder_input_ids"] is batch.input_ids
+    with pytest.raises(InputError, match=r"position_ids: only labels, .* can be set"):
+        batch["position_ids"] = batch.input_ids
     ids = batch.input_ids
     decoded = t5.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=True)
     assert decoded == t5.batch_decode(ids, skip_special_tokens=True)
-    with pytest.raises(UnsupportedError, match="this tokenizer's own is True"):
-        t5.decode(ids[0], clean_up_tokenization_spaces=False)
+    with t5.as_target_tokenizer():
+        np.testing.assert_array_equal(t5(["Hello world", "Nice"]).input_ids, ids)
+    array = t5.encode("Hello world", return_tensors="jax")
+    assert (array.shape, array.dtype) == ((1, len(t5.encode("Hello world"))), "int32")
+    assert t5.encode("Nice", return_tensors="np").tolist() == [t5.encode("Nice")]
+    with pytest.raises(AttributeError, match="'encode_plus': call it: tokenizer"):
+        t5.encode_plus("Nice")
+
+
+def test_options_that_ask_for_what_happens_anyway(t5):
+    options = {"return_token_type_ids": False, "return_attention_mask": True, "verbose": False}
+    assert t5("Nice", return_tensors=None, **options) == t5("Nice", return_tensors=None)
+    t5.model_max_length = 3
+    assert t5(["Hello world"], truncation=True).input_ids.shape == (1, 3)
+    with pytest.raises(InputError, match="model_max_length: expected a positive number, found 'a"):
+        t5.model_max_length = "a"
+
+
+def test_clean_up_of_spaces(t5):
+    ids = [i for word in ("Hello", ".", "n't") for i in t5.encode(word, add_special_tokens=False)]
+    with_spaces, without = (t5.decode(ids, True, value) for value in (False, True))
+    assert with_spaces != without
+    assert without == with_spaces.replace(" .", ".").replace(" n't", "n't")
+    with pytest.raises(InputError, match="clean_up_tokenization_spaces: expected a bool, found 1"):
+        t5.decode(ids, clean_up_tokenization_spaces=1)

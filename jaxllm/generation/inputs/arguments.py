@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.renamed_arguments import GENERATE, check_renamed
+from jaxllm.common.renamed_arguments import GENERATE, drop_renamed
 from jaxllm.models.decoder import GenerativeModel
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def split_keywords(keywords: Mapping[str, Any]) -> Keywords:
         InputError: an argument of transformers' Flax classes that has another name here.
         UnsupportedError: an argument is supported by transformers only.
     """
-    check_renamed("generate()", keywords, GENERATE)
+    keywords = drop_renamed("generate()", keywords, GENERATE)
     for name, feature in UNSUPPORTED.items():
         if keywords.get(name) is not None and keywords[name] is not False:
             raise UnsupportedError(f"{name}: {feature} is not supported")

@@ -306,10 +306,10 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
         if start is None or pad is None:
             name = "decoder_start_token_id" if start is None else "pad_token_id"
             raise ConfigError(f"{name}: missing in config.json; labels cannot be shifted right")
-        shifted = jnp.concatenate([jnp.full_like(labels[:, :1], start), labels[:, :-1]], axis=1)
+        shifted = shift_tokens_right(labels, pad, start)
         if segments is not None:
             shifted = jnp.where(document_starts(jnp.asarray(segments)), start, shifted)
-        return jnp.where(shifted == IGNORED, pad, shifted)
+        return shifted
 
     def init_cache(
         self,
@@ -356,3 +356,19 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
 
 if TYPE_CHECKING:
     _: type[EncoderDecoder] = T5ForConditionalGeneration
+
+
+def shift_tokens_right(
+    input_ids: Int[Array, "B T"], pad_token_id: int, decoder_start_token_id: int
+) -> Int[Array, "B T"]:
+    """Decoder inputs from labels, as transformers' Flax function: start token first, -100 is pad.
+
+    A model does it by itself: ``model(..., labels=labels)``.
+
+    >>> shift_tokens_right(jnp.array([[5, 6, -100, -100]]), 0, 2).tolist()
+    [[2, 5, 6, 0]]
+    """
+    ids = jnp.asarray(input_ids)
+    start = jnp.full_like(ids[:, :1], decoder_start_token_id)
+    shifted = jnp.concatenate([start, ids[:, :-1]], axis=1)
+    return jnp.where(shifted == IGNORED, pad_token_id, shifted)

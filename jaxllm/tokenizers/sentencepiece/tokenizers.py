@@ -30,7 +30,7 @@ from jaxllm.tokenizers.settings import (
     TokenizerSettings,
     added_tokens_of_json,
 )
-from jaxllm.tokenizers.stream_decoder import CleanUp, Stage
+from jaxllm.tokenizers.stream_decoder import Stage
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 
@@ -196,10 +196,7 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
-        stages: list[Stage] = [PiecesToText(self._decode_rules(), skip_special_tokens)]
-        if self.settings.flag("clean_up_tokenization_spaces", False):
-            stages.append(CleanUp())
-        return stages
+        return [PiecesToText(self._decode_rules(), skip_special_tokens)]
 
 
 class LlamaTokenizer(SentencePieceTokenizer):

@@ -35,7 +35,7 @@ from jaxllm.tokenizers.settings import (
     TokenizerSettings,
     parse_added_token,
 )
-from jaxllm.tokenizers.stream_decoder import CleanUp, Stage
+from jaxllm.tokenizers.stream_decoder import Stage
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json.check import check_tokenizer_json
 from jaxllm.tokenizers.tokenizer_json.decoder import decoder_stages
@@ -215,11 +215,12 @@ class FastTokenizer(Tokenizer):
         self._become(FastTokenizer(spec, settings, source=self._source))
 
     def _decode_stages(self, skip_special_tokens: bool) -> list[Stage]:
-        stages = decoder_stages(self._decoder)
-        # As in transformers 5; not for BPE, where the clean-up would remove real spaces.
-        if self.settings.flag("clean_up_tokenization_spaces", False) and not self._is_bpe:
-            stages.append(CleanUp())
-        return stages
+        return decoder_stages(self._decoder)
+
+    @property
+    def _cleans_up(self) -> bool:
+        """As in transformers 5: not for BPE, where the clean-up would remove real spaces."""
+        return not self._is_bpe
 
 
 def _convert_errors(action: Callable[[], T], source: str) -> T:
