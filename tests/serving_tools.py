@@ -63,7 +63,9 @@ def running_server(
     tokenizer = tokenizer or chat_tokenizer()
     if model is None:
         model = tiny.make("llama", num_hidden_layers=1, vocab_size=len(tokenizer))
-    engine = AsyncEngine(model, tokenizer, **{"slots": 4, "context": 64, **options})
+    engine = AsyncEngine(
+        model, tokenizer, **{"slots": 4, "context": 64, "kept_prefixes": 0, **options}
+    )
     state = ServerState(
         engine=engine,
         tokenizer=tokenizer,

@@ -74,6 +74,16 @@ class BatchCounts:
         self.prefill_columns += sizes.prefill_rows * tasks[0].width
         self._add_slot_call(f"prefill {sizes.prefill_rows} x {tasks[0].width} into", sizes, group)
 
+    def add_rest(self, width: int, sizes: Sizes, group: Group) -> None:
+        """Counts the prefill of the rest of a prompt."""
+        self.prefill_columns += width
+        self._add_slot_call(f"prefill rest {width} into", sizes, group)
+
+    def add_chunk(self, width: int) -> None:
+        """Counts the prefill of a chunk of a prompt."""
+        self.prefill_columns += width
+        self.add_call(f"prefill chunk {width}")
+
     def add_decode_call(self, sizes: Sizes, group: Group) -> None:
         """Counts a call of the decode program."""
         self._add_slot_call("decode", sizes, group)

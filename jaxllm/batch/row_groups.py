@@ -248,8 +248,14 @@ def prefill_batch(
 ) -> PrefillBatch:
     """The arrays of some tasks of one bucket; copies of the first task fill up the batch."""
     tasks = [*tasks, *[tasks[0]] * (sizes.prefill_rows - len(tasks))]
-    rows = [task.row for task in tasks]
-    width, encoder = tasks[0].width, {}
+    return padded_prompts(tasks, group, sizes, vocab_size, tasks[0].width)
+
+
+def padded_prompts(
+    tasks: Sequence[Task], group: Group, sizes: Sizes, vocab_size: int, width: int
+) -> PrefillBatch:
+    """The arrays of some tasks, whose prompts are padded to `width` columns."""
+    rows, encoder = [task.row for task in tasks], {}
     if sizes.encoder_columns is not None:
         encoder_ids, mask = padded_rows([row.input_ids for row in rows], width)
         encoder, width = {"input_ids": encoder_ids, "attention_mask": mask}, 1

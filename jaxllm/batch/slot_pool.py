@@ -1,6 +1,6 @@
 """A pool of slots on the device, and the task in each of them.
 
-`SlotPool` calls the two programs. Who feeds it decides what runs: `TaskRun` (task_run.py) the rows
+`SlotPool` calls the programs. Who feeds it decides what runs: `TaskRun` (task_run.py) the rows
 of a batch, `jaxllm.serve` the requests of a server.
 """
 
@@ -10,14 +10,17 @@ from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.programs import DecodeProgress, decode_slots_program, prefill_slots_program
+from jaxllm.batch.prompt_cache import extend_prompt_program, prefill_rest_program
 from jaxllm.batch.queue import Task
 from jaxllm.batch.row_groups import Group
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import empty_slots, slot_shapes
 from jaxllm.batch.slots import PrefillBatch, RowSettings, Slots
+from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.sharding import use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -85,6 +88,46 @@ class SlotPool:
                 sizes=self._sizes,
             )
         self._counts.add_prefill(tasks, self._sizes, self._group)
+
+    def extend_prompt(self, cache: Cache, tokens: Int[np.ndarray, " T"], start: int) -> Cache:
+        """Prefills a chunk of a prompt after the first `start` columns of its cache."""
+        with use_mesh(self._mesh):
+            cache = extend_prompt_program(
+                self._model, cache, tokens[None].astype(np.int32), np.int32(start)
+            )
+        self._counts.add_chunk(len(tokens))
+        return cache
+
+    def prefill_rest(
+        self, task: Task, arrays: PrefillBatch, cache: Cache, start: int, width: int
+    ) -> Cache:
+        """Prefills the rest of a prompt, and puts its task into a free slot.
+
+        Args:
+            arrays: those of the task, padded to `sizes.columns`.
+            cache: has the first `start` columns of the prompt.
+            width: columns of the rest, padding included.
+
+        Returns:
+            The cache of the prompt.
+        """
+        slot = self.free[0]
+        self.tasks[slot] = task
+        with use_mesh(self._mesh):
+            self.slots, cache = prefill_rest_program(
+                self._model,
+                self.slots,
+                cache,
+                np.int32(start),
+                arrays,
+                np.array([slot], np.int32),
+                self._stops,
+                strategy=self._group.strategy,
+                sizes=self._sizes,
+                width=width,
+            )
+        self._counts.add_rest(width, self._sizes, self._group)
+        return cache
 
     def decode(self, free_slots: int, max_steps: int) -> DecodeProgress:
         """Decodes until `free_slots` slots are free, all rows are finished, or for `max_steps`

@@ -70,17 +70,21 @@ class SlotStrategy:
         cache: Cache,
         stops: StoppingCriteriaList,
         sizes: Sizes,
+        rest_width: int | None = None,
     ) -> Slots:
         """Slots after the prompts and their first tokens.
 
         Args:
             cache: an empty one of the prompts' rows.
+            rest_width: the cache has the first columns of the prompts already; this many are new.
         """
-        settings = batch.settings
+        settings, inputs = batch.settings, _prefill_inputs(batch, sizes)
+        if rest_width is not None:
+            inputs = _rest_of(inputs, cache, rest_width)
         state: SampleState | BeamSearchState = first_state(
             cast(AnyStrategy, self.strategy(settings)),
             model,
-            _prefill_inputs(batch, sizes),
+            inputs,
             cache,
             self._decode_settings(settings, stops),
             new_token_bucket=sizes.new_token_bucket,
@@ -193,6 +197,20 @@ def _prefill_inputs(batch: PrefillBatch, sizes: Sizes) -> PrefillInputs:
         cache_len=prompt_length,
         last_column=prompt_length - 1,
         keys=batch.keys(),
+    )
+
+
+def _rest_of(inputs: PrefillInputs, cache: Cache, width: int) -> PrefillInputs:
+    """Strategy inputs of the prompts' `width` columns after those of the cache."""
+
+    def rest(x: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, cache.length, width, axis=1)
+
+    return dataclasses.replace(
+        inputs,
+        decoder_inputs={"tokens": rest(inputs.sequences), "mask": rest(inputs.mask)},
+        last_column=inputs.last_column - cache.length,
+        past_cache=cache,
     )
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxllm.cache.attention_view import AttentionView, Branches, SlotIndices
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.cache.layout import per_head
 from jaxllm.generation.processors import LogitsProcessorList
 
 
@@ -62,6 +63,13 @@ class SlotCache(Cache):
         """
         return SlotCache.of(init_cache(width))
 
+    def rows_of(self, cache: Cache) -> SlotCache:
+        """Rows for this cache from one of the same columns, whose prompts begin in its first slot.
+
+        Rows that are finished have a `length` of 0.
+        """
+        return SlotCache.of(cache)
+
     def align_lengths(self) -> Self:
         return self
 
@@ -103,6 +111,25 @@ class RotatedCache(SlotCache):
         """Empty cache for prompts that end before this cache's next slot."""
         offset = (self.next_slot - prompt_length) % self.capacity
         return self.of(init_cache(self.capacity)).replace(offset=offset, next_slot=self.next_slot)
+
+    def rows_of(self, cache: Cache) -> SlotCache:
+        rows = self.of(cache)
+        offset = (self.next_slot - rows.next_position) % self.capacity
+        source = (jnp.arange(self.capacity) - offset[:, None]) % self.capacity
+
+        def rotate(x: Array) -> Array:
+            return jnp.take_along_axis(x, source, axis=1)
+
+        def rotate_heads(x: Array) -> Array:
+            return jnp.take_along_axis(x, per_head(source, x)[..., None], axis=-2)
+
+        return rows.replace(
+            layers=jax.tree.map(rotate_heads, rows.layers),
+            mask=rotate(rows.mask),
+            positions=None if rows.positions is None else rotate(rows.positions),
+            offset=offset,
+            next_slot=self.next_slot,
+        )
 
     def make_view(
         self,

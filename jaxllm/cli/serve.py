@@ -75,6 +75,12 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--steps-per-call", type=int, default=4, metavar="N", help="tokens between two events (4)"
     )
     engine.add_argument(
+        "--kept-prefixes",
+        type=int,
+        metavar="N",
+        help="most prefixes of prompts, such as system prompts, whose KV caches are kept (4)",
+    )
+    engine.add_argument(
         "--embeddings", choices=("mean", "last"), help="serve /v1/embeddings, pooled like this"
     )
     _add_http_flags(parser)
@@ -190,6 +196,7 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
         context=arguments.context,
         queue_size=arguments.queue_size,
         steps_per_call=arguments.steps_per_call,
+        kept_prefixes=arguments.kept_prefixes,
         **generation_fields(arguments),
     )
     reporter.say(str(engine.memory))

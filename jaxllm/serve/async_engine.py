@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 from functools import partial
@@ -25,10 +24,12 @@ from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.sharding import row_shards
-from jaxllm.serve.chunks import Chunk
-from jaxllm.serve.engine_thread import ChunkReceiver, EngineThread
-from jaxllm.serve.live_rows import LiveRow, LiveRowReader, LiveTask, live_group, live_tasks
+from jaxllm.serve.admission import PrefixCounts
+from jaxllm.serve.engine_thread import EngineThread
+from jaxllm.serve.generation_stream import GenerationStream
+from jaxllm.serve.live_rows import LiveRowReader, LiveTask, live_group, live_tasks
 from jaxllm.serve.live_run import LiveRun
+from jaxllm.serve.prefill_options import buckets, prefill_options
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_QUEUE_SIZE = 256
@@ -60,6 +61,13 @@ class AsyncEngine:
         queue_size: most sequences that wait for a slot.
         steps_per_call: decode steps after which new tokens are read, and requests that wait are
             admitted. More steps take less of the host's time.
+        prefill_chunk_size: columns of prompts that are prefilled between two decode calls, rounded
+            up to a power of two; longer prompts are prefilled in chunks of this size. None: 256 on
+            a CPU, 512 elsewhere. An encoder-decoder's prompt, and one of a model whose RoPE depends
+            on the length, is prefilled as a whole.
+        kept_prefixes: most prefixes that several prompts share, such as a system prompt, whose KV
+            caches are kept so that they are not computed again; each takes the memory of a slot.
+            None: 4, or 0 for the models whose prompts are prefilled as a whole.
         seed: seed of requests that have none; the i-th request, from 0, then samples as row i of
             `BatchGenerator`, and one with a seed as `jaxllm.generate(..., key=its_seed)`.
         default_new_tokens, fields: as `BatchGenerator`.
@@ -72,7 +80,7 @@ class AsyncEngine:
         memory: predicted memory.
 
     Raises:
-        InputError, UnsupportedError: a field of all requests is wrong.
+        InputError: a field of all requests is wrong.
     """
 
     def __init__(
@@ -85,16 +93,19 @@ class AsyncEngine:
         context: int | None = None,
         queue_size: int = DEFAULT_QUEUE_SIZE,
         steps_per_call: int = 4,
+        prefill_chunk_size: int | None = None,
+        kept_prefixes: int | None = None,
         seed: int = 0,
         default_new_tokens: int | None = None,
         warm_up: bool = True,
         **fields: Any,
     ) -> None:
         mesh = check_model(model)
-        numbers = {"context": context, "queue_size": queue_size, "steps_per_call": steps_per_call}
-        for name, number in numbers.items():
-            if number is not None and (not is_integer(number) or number < 1):
-                raise InputError(f"{name}: expected an integer of 1 or more, found {number!r}")
+        _check_number("context", context)
+        _check_number("queue_size", queue_size)
+        _check_number("steps_per_call", steps_per_call)
+        _check_number("prefill_chunk_size", prefill_chunk_size)
+        _check_number("kept_prefixes", kept_prefixes, at_least=0)
         self.model, self.tokenizer, self.fields = model, tokenizer, fields
         self.counts = BatchCounts()
         columns = bucket(
@@ -109,20 +120,25 @@ class AsyncEngine:
             encoder_columns=columns if model.is_encoder_decoder else None,
             shards=row_shards(mesh),
         ).with_slots(checked_slots(slots, mesh))
+        prefill = prefill_options(model, columns, prefill_chunk_size, kept_prefixes, mesh)
+        self._widths = buckets(min(self.context, prefill.longest_whole))
         group = live_group(steps_per_call, vocab_size)
         reader = RowReader(model, tokenizer, fields, seed, default_new_tokens)
         self._reader = LiveRowReader(bare, reader, group, sizes.columns, sizes.encoder_columns)
-        widest = LiveTask(self._warm_up_row(self._widths()[-1]), 0)
+        widest = self._warm_up_task(self._widths[-1])
         budget = memory_budget(memory, 1 if mesh is None else mesh.size)
-        self.memory: Prediction = fitting_slots(
-            partial(predict, bare, None, group, budget, mesh, [widest], sizes),
-            sizes.slots,
-            sizes.shards,
-        )
+
+        def predicted(slots: int) -> Prediction:
+            pool = predict(bare, None, group, budget, mesh, [widest], sizes, slots)
+            return dataclasses.replace(pool, cache=pool.cache + prefill.nbytes)
+
+        self.memory = fitting_slots(predicted, sizes.slots, sizes.shards)
         if not self.memory.fits:
             raise InputError(f"memory: {self.memory} do not fit; lower context, or raise memory")
         sizes = dataclasses.replace(sizes, slots=self.memory.slots)
-        self._run = LiveRun(bare, group, sizes, widest.row, self.counts, mesh, steps_per_call)
+        self._run = LiveRun(
+            bare, group, sizes, widest.row, self.counts, mesh, steps_per_call, prefill
+        )
         self._thread = EngineThread(
             self._run, queue_size, self._warm_up if warm_up else lambda: None
         )
@@ -147,6 +163,11 @@ class AsyncEngine:
     def running(self) -> int:
         """Sequences in slots."""
         return self._thread.running
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        """Counters of kept prefixes."""
+        return self._run.prefix_counts
 
     @property
     def failure(self) -> BaseException | None:
@@ -194,7 +215,7 @@ class AsyncEngine:
         """
         number = next(self._numbers)
         row = self._reader.read(number, request, logprobs=logprobs, grammar=grammar)
-        stream = GenerationStream(self, row)
+        stream = GenerationStream(self._thread, row)
         self._thread.submit(live_tasks(row, self.tokenizer, stream))
         return stream
 
@@ -208,94 +229,20 @@ class AsyncEngine:
         reasons = tuple(part[-1].finish_reason or "" for part in parts)
         return BatchOutput.of(row, output_ids, reasons, self.tokenizer)
 
-    def cancel(self, request: ChunkReceiver, sample: int) -> None:
-        """Ends one sample of a request; `GenerationStream.cancel` ends all of them."""
-        self._thread.cancel(request, sample)
-
-    def _widths(self) -> list[int]:
-        """The buckets of prompt lengths."""
-        widths = [SMALLEST_BUCKET]
-        while widths[-1] < self.context:
-            widths.append(2 * widths[-1])
-        return widths
-
-    def _warm_up_row(self, width: int) -> LiveRow:
-        """A request with a prompt of one bucket."""
+    def _warm_up_task(self, width: int) -> LiveTask:
+        """A task with a prompt of one bucket."""
         length = width - (not self.model.is_encoder_decoder)  # and one new token
         limit = self.model.config.context_length
         if limit is not None and not self.model.is_encoder_decoder:
             length = min(length, limit - 1)
-        return self._reader.read(0, {"input_ids": np.zeros(length, int), "max_new_tokens": 1})
+        fields = {"input_ids": np.zeros(length, int), "max_new_tokens": 1}
+        return LiveTask(self._reader.read(0, fields), 0)
 
     def _warm_up(self) -> None:
-        """Runs one request of each bucket, and a step of decoding, so that all is compiled."""
-        for width in self._widths():
-            self._run.add([LiveTask(self._warm_up_row(width), 0)])
-            while self._run.busy:
-                self._run.step()
+        """Runs all programs once, so that they are compiled."""
+        self._run.run_programs([self._warm_up_task(width) for width in self._widths])
 
 
-class GenerationStream:
-    """The chunks of one request, as they come: an asynchronous iterator.
-
-    Used as a context manager, it cancels the request when the block ends early.
-    """
-
-    def __init__(self, engine: AsyncEngine, row: LiveRow) -> None:
-        self._engine, self.row = engine, row
-        self._loop = asyncio.get_running_loop()
-        self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
-        self._open_samples = set(range(row.samples))
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.row.input_ids)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        """The next chunk of any sample.
-
-        Raises:
-            JaxLLMError: the request ended with an error.
-        """
-        while self._open_samples:
-            chunk = await self._chunks.get()
-            if chunk.sample not in self._open_samples:  # cancelled
-                continue
-            if chunk.is_last:
-                self._open_samples.remove(chunk.sample)
-            if chunk.error is not None:
-                self.cancel()
-                raise chunk.error
-            return chunk
-        raise StopAsyncIteration
-
-    def cancel(self, sample: int | None = None) -> None:
-        """Ends the request, or one of its samples; slots are free after the step that runs."""
-        samples = self._open_samples if sample is None else self._open_samples & {sample}
-        for number in samples:
-            self._engine.cancel(self, number)
-        self._open_samples -= samples
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.cancel()
-
-    def deliver(self, chunks: list[Chunk]) -> None:
-        """Called by the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody reads
-            self._loop.call_soon_threadsafe(self._put, chunks)
-
-    def _put(self, chunks: list[Chunk]) -> None:
-        for chunk in chunks:
-            self._chunks.put_nowait(chunk)
+def _check_number(name: str, number: int | None, at_least: int = 1) -> None:
+    if number is not None and (not is_integer(number) or number < at_least):
+        raise InputError(f"{name}: expected an integer of {at_least} or more, found {number!r}")

@@ -6,9 +6,7 @@ All of it runs in one thread, which owns the device.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,7 +15,6 @@ from jax.sharding import Mesh
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.programs import DecodeProgress
-from jaxllm.batch.row_groups import prefill_batch
 from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import place
 from jaxllm.batch.slot_pool import SlotPool
@@ -26,6 +23,7 @@ from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.host.allowed_tokens import WORD_BITS
 from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
 from jaxllm.models.decoder import Decoder
+from jaxllm.serve.admission import Admission, PrefixCounts
 from jaxllm.serve.chunks import Chunk, TokenLogprob
 from jaxllm.serve.live_rows import (
     ALL_TOKENS,
@@ -34,10 +32,7 @@ from jaxllm.serve.live_rows import (
     LiveTask,
     TokenMaskLogitsProcessor,
 )
-
-PREFILL_COLUMNS = 2048
-"""Columns of the prompts that are prefilled between two decode calls, unless one prompt alone has
-more: so long at most do running requests wait for new ones."""
+from jaxllm.serve.prefill_options import PrefillOptions
 
 
 class LiveRun:
@@ -47,6 +42,7 @@ class LiveRun:
         model: without metadata.
         plain_row: any row; free slots have its settings.
         steps_per_call: decode steps between two reports.
+        prefill: how prompts come into slots.
     """
 
     def __init__(
@@ -58,13 +54,14 @@ class LiveRun:
         counts: BatchCounts,
         mesh: Mesh | None,
         steps_per_call: int,
+        prefill: PrefillOptions,
     ) -> None:
-        self._group, self._sizes, self._mesh = group, sizes, mesh
-        self._vocab = model.config.vocab_size
+        self._sizes, self._mesh, self._vocab = sizes, mesh, model.config.vocab_size
         self._steps_per_call = steps_per_call
-        self._waiting: deque[LiveTask] = deque()
         settings = group.settings([plain_row], self._vocab)
         self._pool = SlotPool(model, None, group, sizes, settings, counts, mesh)
+        self._admission = Admission(self._pool, group, sizes, self._vocab, prefill)
+        self._prefill_is_next = True
 
     @property
     def slots(self) -> int:
@@ -74,7 +71,12 @@ class LiveRun:
     @property
     def waiting(self) -> int:
         """Number of tasks that wait for a slot."""
-        return len(self._waiting)
+        return len(self._admission.waiting)
+
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        """Counters of kept prefixes."""
+        return self._admission.counts
 
     @property
     def running(self) -> list[LiveTask]:
@@ -89,16 +91,25 @@ class LiveRun:
     @property
     def busy(self) -> bool:
         """True if a task waits or runs."""
-        return bool(self._waiting) or self._pool.busy
+        return bool(self._admission.waiting) or self._pool.busy
 
     def add(self, tasks: Iterable[LiveTask]) -> None:
         """Adds tasks, which run in this order."""
-        self._waiting.extend(tasks)
+        self._admission.add(tasks)
+
+    def run_programs(self, tasks: Sequence[LiveTask]) -> None:
+        """Runs each program once, so that it is compiled.
+
+        Args:
+            tasks: one for each bucket of prompts that are prefilled as a whole, with one new token.
+        """
+        for _ in self._admission.run_programs(tasks):
+            self._decode(self._steps_per_call)
 
     def take_all(self) -> list[LiveTask]:
         """Ends all tasks and returns them, after a failure."""
-        tasks = [*self.running, *self._waiting]
-        self._waiting.clear()
+        tasks = [*self.running, *self._admission.waiting]
+        self._admission.waiting.clear()
         return tasks
 
     def cancel(self, request: Any, sample: int) -> None:
@@ -107,40 +118,26 @@ class LiveRun:
         def ends(task: LiveTask | None) -> bool:
             return task is not None and task.request is request and task.sample == sample
 
-        waiting = next(filter(ends, self._waiting), None)
+        waiting = next(filter(ends, self._admission.waiting), None)
         if waiting is not None:
-            self._waiting.remove(waiting)
+            self._admission.remove(waiting)
         self._release([slot for slot, task in enumerate(self._tasks) if ends(task)])
 
     def step(self) -> list[tuple[LiveTask, Chunk]]:
-        """Prefills prompts that wait, or decodes: the new tokens of all tasks."""
-        # After prefill the first tokens are reported; a grammar's next mask follows from them.
-        steps = 0 if self._admit() else 1 if self._write_masks() else self._steps_per_call
-        pool = self._pool
-        free_slots = len(pool.free) + 1 if self._waiting else self._sizes.slots
-        progress = jax.device_get(pool.decode(free_slots, steps))
-        return self._collect(progress)
+        """Prefills prompts that wait, or decodes, in turn: the new tokens of all tasks."""
+        if self._prefill_is_next or not self._pool.busy:
+            self._prefill_is_next = False
+            # First tokens are reported at once; a grammar's next mask follows from them.
+            if self._admission.admit():
+                return self._decode(0)
+        self._prefill_is_next = True
+        return self._decode(1 if self._write_masks() else self._steps_per_call)
 
-    def _admit(self) -> bool:
-        """Prefills the first tasks that wait, up to `PREFILL_COLUMNS`; True if there were any."""
-        columns = 0
-        while self._waiting and self._pool.free:
-            tasks = self._next_tasks(min(self._sizes.prefill_rows, len(self._pool.free)))
-            columns += tasks[0].width * self._sizes.prefill_rows
-            arrays = prefill_batch(tasks, self._group, self._sizes, self._vocab)
-            self._pool.prefill(tasks, arrays)
-            if columns >= PREFILL_COLUMNS:
-                break
-        return columns > 0
-
-    def _next_tasks(self, count: int) -> list[LiveTask]:
-        """Removes the first task that waits, and the next ones of its bucket."""
-        width = self._waiting[0].width
-        same_bucket = (task for task in self._waiting if task.width == width)
-        tasks = list(itertools.islice(same_bucket, count))
-        for task in tasks:
-            self._waiting.remove(task)
-        return tasks
+    def _decode(self, steps: int) -> list[tuple[LiveTask, Chunk]]:
+        """Decodes; stops early if a slot is free for a task that waits."""
+        pool, waiting = self._pool, self._admission.waiting
+        free_slots = len(pool.free) + 1 if waiting else self._sizes.slots
+        return self._collect(jax.device_get(pool.decode(free_slots, steps)))
 
     def _write_masks(self) -> bool:
         """Writes the masks of rows with a grammar into the slots; True if there are such rows."""

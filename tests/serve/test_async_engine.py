@@ -28,7 +28,9 @@ MODEL = tiny.make("llama", num_hidden_layers=1, vocab_size=len(TOKENIZER))
 
 def run(use: Callable[[AsyncEngine], Awaitable[Any]], model: Any = MODEL, **options: Any) -> Any:
     async def main() -> Any:
-        async with AsyncEngine(model, **{"slots": 4, "context": 64, **options}) as engine:
+        async with AsyncEngine(
+            model, **{"slots": 4, "context": 64, "kept_prefixes": 0, **options}
+        ) as engine:
             return await use(engine)
 
     return asyncio.run(main())

@@ -265,6 +265,8 @@ async def metrics(call: HttpCall) -> Response:
     state.metrics.waiting.set(state.engine.waiting)
     state.metrics.slots.set(state.engine.slots)
     state.metrics.decode_steps.set(state.engine.counts.decode_steps)
+    state.metrics.prefix_hits.set(state.engine.prefix_counts.hits)
+    state.metrics.prefix_tokens.set(state.engine.prefix_counts.tokens)
     content, content_type = state.metrics.render()
     return Response(content, headers={**call.headers, "content-type": content_type})
 

@@ -40,6 +40,10 @@ class ServerMetrics:
         self.waiting = metric(client.Gauge, "waiting_sequences", "Sequences that wait for a slot")
         self.slots = metric(client.Gauge, "slots", "Sequences that can be decoded at once")
         self.decode_steps = metric(client.Gauge, "decode_steps", "Decode steps since the start")
+        self.prefix_hits = metric(client.Gauge, "prefix_hits", "Prompts with a kept prefix")
+        self.prefix_tokens = metric(
+            client.Gauge, "prefix_tokens", "Prompt tokens that a kept prefix saved"
+        )
 
     def render(self) -> tuple[bytes, str]:
         """The metrics as text, and its content type."""

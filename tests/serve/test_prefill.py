@@ -1,0 +1,136 @@
+"""Long prompts in chunks, and prompts after a kept prefix, beside other requests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from batch_tools import differences
+
+from jaxllm.batch import slot_placement
+from jaxllm.common.compile_clock import CompileClock
+from jaxllm.common.errors import UnsupportedError
+from jaxllm.serve import AsyncEngine
+from jaxllm.serve.live_rows import live_tasks
+from jaxllm.serve.prefixes import Prefix, PrefixStore
+
+CHUNK = 16
+OPTIONS: dict[str, Any] = {"slots": 4, "context": 128, "prefill_chunk_size": CHUNK}
+
+
+def model_of(family: str, **changes: Any) -> Any:
+    positions = "n_positions" if family == "gpt2" else "max_position_embeddings"
+    return tiny.make(family, **{positions: 128}, **changes)
+
+
+def rows_with_a_system_prompt() -> list[dict[str, Any]]:
+    """Prompts of 1 to 120 tokens, most of which begin with the same 70."""
+    rng = np.random.default_rng(0)
+    system = rng.integers(3, 50, 70)
+    rows: list[dict[str, Any]] = []
+    for i, length in enumerate([9, 30, 45, 1, 20, 3]):
+        prompt = np.concatenate([[] if i == 3 else system, rng.integers(3, 50, length)])
+        row = {"input_ids": prompt.astype(int).tolist(), "max_new_tokens": 6, "id": i}
+        if i % 2:
+            row |= {"do_sample": True, "seed": i, "num_return_sequences": 2, "temperature": 2.0}
+        rows.append(row | {"repetition_penalty": 1.3})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("family", "rotated"),
+    [
+        ("llama", False),
+        pytest.param("mistral", False, marks=pytest.mark.slow),  # with a sliding window
+        pytest.param("mistral", True, marks=pytest.mark.slow),  # slots as on a TPU
+        pytest.param("gpt2", False, marks=pytest.mark.slow),
+    ],
+)
+def test_answers_equal_generate_alone_and_the_programs_stay_the_same(
+    family: str, rotated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rotated:
+        monkeypatch.setattr(slot_placement, "writes_one_slot", lambda platform: True)
+    layer = {"gpt2": {"n_layer": 1}, "mistral": {"sliding_window": 20}}
+    model = model_of(family, **layer.get(family, {"num_hidden_layers": 1}))
+    rows = rows_with_a_system_prompt()
+
+    async def main() -> list[Any]:
+        async with AsyncEngine(model, **OPTIONS, kept_prefixes=2) as engine:
+            programs, clock = set(engine.counts.program_calls), CompileClock()
+            outputs = list(await asyncio.gather(*map(engine.generate, rows)))
+            clock.close()
+            assert clock.programs == 0
+            assert set(engine.counts.program_calls) == programs
+            assert len([name for name in programs if name.startswith("prefill")]) == 3
+            # The second prompt has the prefix kept; its second sample has all but its last token.
+            assert engine.prefix_counts.hits == 5
+            assert engine.prefix_counts.tokens == 99 + 70 + 70 + 70 + 70
+            return outputs
+
+    assert differences(model, rows, asyncio.run(main()))[0] == []
+
+
+def test_running_requests_decode_between_the_chunks_of_a_long_prompt() -> None:
+    model = model_of("llama", num_hidden_layers=1)
+    engine = AsyncEngine(model, **OPTIONS, kept_prefixes=2)
+    run, counts = engine._run, engine.counts
+    long = np.random.default_rng(1).integers(3, 50, 100).tolist()
+    short = {"input_ids": [5, 6], "max_new_tokens": 100, "eos_token_id": None}
+
+    def submit(name: str, row: dict[str, Any]) -> None:
+        run.add(live_tasks(engine._reader.read(0, row), None, name))
+
+    def step() -> tuple[int, int, list[str]]:
+        """Columns of prompts and decode steps of one step, and the requests with new tokens."""
+        columns, steps = counts.prefill_columns, counts.decode_steps
+        names = [task.request for task, _ in run.step()]
+        return counts.prefill_columns - columns, counts.decode_steps - steps, names
+
+    submit("running", short)
+    assert step() == (16, 0, ["running"])
+    submit("cancelled", {"input_ids": long, "max_new_tokens": 4})
+    assert step() == (0, 4, ["running"])
+    assert step() == (CHUNK, 4, ["running"])
+    run.cancel("cancelled", 0)
+    submit("long", {"input_ids": long, "max_new_tokens": 4})
+    submit("next", short)
+    assert [step() for _ in range(6)] == [(CHUNK, 4, ["running"])] * 6
+    assert step() == (16, 0, ["long"])  # the rest, and the first token
+    assert step() == (0, 3, ["running", "long"])  # a slot is free, and a request waits
+    assert step() == (16, 0, ["next"])
+
+
+def test_the_last_prefixes_that_recur_are_kept() -> None:
+    store = PrefixStore(2, model_of("llama", num_hidden_layers=1).init_cache(1, 16))
+    tokens = np.arange(200)
+    assert store.longest(tokens) == (store.empty, 0)
+    assert store.length_to_keep(tokens, 0, repeats=False) == 0
+    assert store.length_to_keep(tokens, 100, repeats=True) == 200
+    assert store.length_to_keep(tokens, 150, repeats=True) == 0  # hardly longer
+    store.note(tokens)
+    assert store.length_to_keep(np.array([*range(80), 5, 6]), 0, repeats=False) == 80
+    first, second, third = (Prefix(tokens[:n] + n, store.empty.cache) for n in (70, 80, 90))
+    store.keep(first)
+    store.keep(second)
+    assert store.longest(np.array([*(tokens[:60] + 70), 0])) == (first, 60)
+    assert store.longest(first.tokens) == (first, 69)  # the last token is run again
+    store.use(first)
+    store.keep(third)
+    assert store.longest(second.tokens) == (store.empty, 0)
+    assert store.longest(first.tokens) == (first, 69)
+
+
+def test_models_without_chunks_refuse_the_options() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    for model, reason in [
+        (tiny.cached("t5"), "an encoder-decoder"),
+        (tiny.make("llama", rope_scaling=dynamic), "RoPE that depends on the length"),
+    ]:
+        for option in ("prefill_chunk_size", "kept_prefixes"):
+            options: dict[str, Any] = {option: 16}
+            with pytest.raises(UnsupportedError, match=f"{option}: not with {reason}"):
+                AsyncEngine(model, slots=4, context=64, **options)
