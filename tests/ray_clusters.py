@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ def two_nodes() -> Iterator[Any]:
     """The cluster, without a driver; `worker_nodes` of it has the node that may be removed."""
     from ray.cluster_utils import Cluster
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # Ray starts its processes with a fork; JAX warns of it once an earlier test has used it.
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
         # What actors import, and where they compute.
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("PYTHONPATH", path)
