@@ -25,7 +25,7 @@ from jaxllm.cli.batch_progress import BatchProgress
 from jaxllm.cli.batch_ray import ray_engine
 from jaxllm.cli.devices import local_mesh
 from jaxllm.cli.field_flags import generation_fields
-from jaxllm.cli.model_flags import model_path
+from jaxllm.cli.model_flags import model_options, model_path
 from jaxllm.cli.ray_flags import RAY, check_ray_flags
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError
@@ -221,14 +221,11 @@ def job_identity(arguments: argparse.Namespace) -> dict[str, Any]:
     fields = sorted(generation_fields(arguments).items())
     return {
         "--model": str(Path(path).resolve() if Path(path).exists() else path),
-        "--dtype": arguments.dtype,
-        "--param-dtype": arguments.param_dtype,
+        **model_options(arguments),
         "--seed": arguments.seed or 0,
         "--chat": arguments.chat,
         "--system": arguments.system,
         **{f"--{name}": value for name, value in task.items() if value},
-        **({"--architecture": arguments.architecture} if arguments.architecture else {}),
-        **({"--config": dict(arguments.config)} if arguments.config else {}),
         **{"--" + name.replace("_", "-"): value for name, value in fields},
         "--whole-digest": bool(arguments.whole_digest),
         **checkpoint_digests(resolve(path), whole=bool(arguments.whole_digest)),

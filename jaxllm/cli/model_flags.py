@@ -54,6 +54,25 @@ def model_path(arguments: argparse.Namespace) -> str | Path:
     return bundled.smollm2() if arguments.model is None else arguments.model
 
 
+def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of `add_model_flags`, by which a resumed job knows that the model is the same.
+
+    All of them change results. Except for the dtypes, those that are not used are left out.
+    """
+    options = {
+        "--quantize": arguments.quantize,
+        "--float-embeddings": not arguments.quantize_embeddings,
+        "--allow-nonfinite": arguments.allow_nonfinite,
+        "--architecture": arguments.architecture,
+        "--config": dict(arguments.config),
+    }
+    return {
+        "--dtype": arguments.dtype,
+        "--param-dtype": arguments.param_dtype,
+        **{name: value for name, value in options.items() if value},
+    }
+
+
 def load_named(
     arguments: argparse.Namespace, mesh: Mesh | None, reporter: Reporter
 ) -> tuple[Any, Tokenizer | None]:

@@ -16,7 +16,9 @@ import openai
 import pytest
 from serving_tools import RunningServer, running_server
 
+from jaxllm.common.errors import InputError
 from jaxllm.serve.http.logs import JsonFormatter
+from jaxllm.serve.http.server import bound_socket, listen
 from jaxllm.serve.http.state import Limits
 
 LONG = {"prompt": "a", "max_tokens": 60, "temperature": 0, "logit_bias": {"2": -100}}
@@ -205,3 +207,16 @@ def test_time_limits_and_draining():
         server.thread.join()
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.url}/health")
+
+
+def test_a_port_that_two_servers_want():
+    def open_both() -> None:
+        with (
+            bound_socket("127.0.0.1", 0) as first,
+            bound_socket("127.0.0.1", first.getsockname()[1]) as second,
+        ):
+            listen(first)
+            listen(second)
+
+    with pytest.raises(InputError, match=r"127\.0\.0\.1:\d+: cannot be"):
+        open_both()

@@ -49,6 +49,22 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
+def listen(bound: socket.socket) -> None:
+    """Opens the port of a bound socket.
+
+    Raises:
+        InputError: another process has opened it; two can bind a port that none listens on.
+    """
+    try:
+        bound.listen(BACKLOG)
+    except OSError as failure:
+        host, port = bound.getsockname()[:2]
+        raise InputError(
+            f"{host}:{port}: cannot be opened ({failure.strerror}); another process took it "
+            "while this one compiled"
+        ) from None
+
+
 class HttpServer:
     """A server on a bound socket.
 
@@ -88,7 +104,10 @@ class HttpServer:
         """Compiles all programs, opens the port, and serves until `stop`.
 
         Args:
-            on_ready: called when everything is compiled, before the port opens.
+            on_ready: called when the port is open.
+
+        Raises:
+            InputError: another process listens on the port meanwhile.
         """
         engine, embedder = self._state.engine, self._state.embedder
         start = time.perf_counter()
@@ -97,6 +116,7 @@ class HttpServer:
             if embedder is not None:
                 await asyncio.to_thread(embedder.warm_up)
             self.warm_up_seconds = time.perf_counter() - start
+            listen(self._socket)
             on_ready()
             await self._server.serve(sockets=[self._socket])
         finally:

@@ -102,13 +102,16 @@ def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_of(model: Model[Any], frozen: Params) -> dict[str, Any]:
-    """Config, and digests of the frozen parameters, which checkpoints omit."""
+    """Config, generation config, and digests of the frozen parameters, which checkpoints omit."""
     config = flat(model.config.to_json(*architecture_of(model)))
-    return {"config": config, "tensors": dict(sorted(digests(frozen).items()))}
+    settings = model.generation_config
+    generation = {} if settings is None else json.loads(json.dumps(settings.to_json()))
+    tensors = dict(sorted(digests(frozen).items()))
+    return {"config": config, "generation_config": generation, "tensors": tensors}
 
 
 def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
-    """Checks that config and frozen parameters are those that the run started from.
+    """Checks that configs and frozen parameters are those that the run started from.
 
     Raises:
         RunError: they differ.
@@ -116,7 +119,9 @@ def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -
     before, tensors = saved["tensors"], now["tensors"]
     paths = before.keys() | tensors.keys()
     differing = sorted(path for path in paths if before.get(path) != tensors.get(path))
-    what = changes(saved["config"], now["config"])
+    what = changes(saved["config"], now["config"]) or changes(
+        saved.get("generation_config", {}), now["generation_config"]
+    )
     if differing:
         what = f"{len(differing)} of its tensors differ, such as {differing[0]}"
     if what:

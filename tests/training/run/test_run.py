@@ -167,6 +167,12 @@ def test_a_changed_base_is_refused(tmp_path: Path):
     (folder / "config.json").write_text(changed)
     with pytest.raises(RunError, match=r"base model .* \(attention_dropout: was 0\.1, is 0\.2\)"):
         go_on(spec, max_steps=4)
+    (folder / "config.json").write_text(config)
+    (folder / "generation_config.json").write_text(
+        '{"bos_token_id": 256, "eos_token_id": [256, 7]}'
+    )
+    with pytest.raises(RunError, match=r"base model .* \(eos_token_id: was 256, is \[256, 7\]\)"):
+        go_on(spec, max_steps=4)
     shutil.rmtree(folder)
     shutil.copytree(bases[1], folder)
     with pytest.raises(RunError, match=r"the base model is not the one .* tensors differ"):

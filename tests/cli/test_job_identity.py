@@ -1,0 +1,37 @@
+"""Options of a job that a resumed one must have, too."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from jaxllm.cli.model_flags import add_model_flags, model_options
+
+VALUES = {
+    "--dtype": "bfloat16",
+    "--param-dtype": "bfloat16",
+    "--quantize": "int8",
+    "--float-embeddings": None,
+    "--allow-nonfinite": None,
+    "--architecture": "T5EncoderModel",
+    "--config": "rope_theta=5",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(add_help=False)
+    add_model_flags(flags)
+    return flags
+
+
+def options(*words: str) -> dict[str, object]:
+    return model_options(parser().parse_args(words))
+
+
+@pytest.mark.parametrize("flag", [x for a in parser()._actions for x in a.option_strings])
+def test_options_of_the_model_are_compared(flag: str):
+    value = VALUES[flag]
+    words = (flag,) if value is None else (flag, value)
+    assert options(*words) != options()
+    assert flag in options(*words)
