@@ -18,7 +18,7 @@ from jaxllm.batch.static_batches import batches, run_static_batch
 from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.inputs.batching import is_exhausted
-from jaxllm.generation.inputs.values import is_integer
+from jaxllm.generation.inputs.values import checked_iterable, is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.model import without_metadata
@@ -107,11 +107,16 @@ class BatchGenerator:
         """Predicted memory of each pool of that run."""
 
     def generate(self, rows: Iterable[Any]) -> list[BatchOutput]:
-        """The outputs of all rows, in the order of the rows."""
+        """The outputs of all rows, in the order of the rows.
+
+        Raises:
+            InputError: `rows` is a single row, or no list.
+        """
         return sorted(self.stream(rows), key=lambda output: output.index)
 
     def stream(self, rows: Iterable[Any]) -> Iterator[BatchOutput]:
-        """Outputs in the order in which rows end."""
+        """Outputs in the order in which rows end; raises as `generate`."""
+        rows = checked_iterable("rows", rows, "rows")
         return self.answer(RawRow(index, index, raw) for index, raw in enumerate(rows))
 
     def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:

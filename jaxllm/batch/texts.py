@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxllm.batch.generator import BatchGenerator
 from jaxllm.common.errors import InputError
+from jaxllm.generation.inputs.values import checked_iterable
 from jaxllm.loading import load
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -41,8 +42,7 @@ def generate_texts(
         InputError: there is no tokenizer, or a prompt cannot be answered; the message has its
             number, from 0 on.
     """
-    if isinstance(prompts, str):
-        raise InputError("prompts: expected a list of prompts, found a text")
+    prompts = list(checked_iterable("prompts", prompts, "prompts"))
     if isinstance(model, str | PathLike):
         loaded, own = load(model)
         tokenizer = own if tokenizer is None else tokenizer

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxllm import BatchGenerator
+from jaxllm import BatchGenerator, generate_texts, score
 from jaxllm.batch.rows import RawRow, RowReader
+from jaxllm.common.errors import InputError
 
 MODEL = tiny.make("llama", num_hidden_layers=1)
 HUGE = 10**400
@@ -35,6 +36,22 @@ def test_wrong_values_are_errors_of_their_row(name, fields):
     (output,) = BatchGenerator(MODEL).generate([{"input_ids": [5], **fields}])
     assert output.error_kind == "InputError"
     assert name in (output.error or "")
+
+
+@pytest.mark.parametrize("rows", ["Hello", b"Hello", {"input_ids": [5]}, None, 5, np.array(5)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        BatchGenerator(MODEL).generate,
+        BatchGenerator(MODEL).stream,
+        lambda rows: generate_texts(MODEL, rows),
+        lambda rows: score(MODEL, rows, [[5]]),
+        lambda rows: score(MODEL, [[5]], rows),
+    ],
+)
+def test_a_single_row_is_no_list_of_rows(call, rows):
+    with pytest.raises(InputError, match=r"(rows|prompts|completions): expected a list of"):
+        call(rows)
 
 
 def test_settings_are_told_apart_by_all_their_values():

@@ -17,7 +17,13 @@ from jaxllm.generation.call.prompts import decoder_prompt
 from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
-from jaxllm.generation.inputs.values import any_traced, bucket, is_integer, is_traced
+from jaxllm.generation.inputs.values import (
+    any_traced,
+    bucket,
+    checked_iterable,
+    is_integer,
+    is_traced,
+)
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.token_choice import choose_greedy
 from jaxllm.models.decoder import Decoder, GenerativeModel, checked_generative
@@ -267,6 +273,7 @@ def token_rows(
     name: str, rows: TokenRows, mask: TokenRows | None, mask_name: str, vocab_size: int
 ) -> list[Int[np.ndarray, " _"]]:
     """The real tokens of each row, as int32."""
+    checked_iterable(name, rows, "rows of token ids")
     if mask is not None and np.shape(mask) != np.shape(np.asarray(rows, dtype=object)):
         raise InputError(f"{mask_name}: expected the shape of {name}, found {np.shape(mask)}")
     token_ids = []
