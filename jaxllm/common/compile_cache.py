@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from os import PathLike
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def enable_compile_cache(folder: str | PathLike[str] | None = None) -> Path:
 
 
 @contextlib.contextmanager
-def without_compile_cache() -> Iterator[None]:
+def without_compile_cache() -> Generator[None]:
     """Compiles within the context without reading or writing a folder, in all threads.
 
     For programs of devices that this machine does not have: JAX keeps them, and cannot load them.

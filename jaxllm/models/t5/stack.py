@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxllm.models.build_options import Options
 from jaxllm.models.t5.config import T5Config
@@ -20,16 +21,23 @@ from jaxllm.nn.norm import RMSNorm
 from jaxllm.nn.relative_bias import RelativeBias
 
 
-def float32_if_half(dtypes: dict[str, Any]) -> dict[str, Any]:
-    """Replaces half-precision dtypes by float32: `wo` overflows or rounds badly in less."""
+def wo_dtypes(dtype: DTypeLike, param_dtype: DTypeLike) -> dict[str, DTypeLike]:
+    """Dtypes of `wo`, which computes in float32 where the other layers compute in half precision.
+
+    Its weights are float32 in place of float16, where they overflow; bfloat16 ones stay, as in
+    Hugging Face.
+    """
     half = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
-    return {k: jnp.float32 if jnp.dtype(v) in half else v for k, v in dtypes.items()}
+    return {
+        "dtype": jnp.float32 if jnp.dtype(dtype) in half else dtype,
+        "param_dtype": jnp.float32 if jnp.dtype(param_dtype) == jnp.float16 else param_dtype,
+    }
 
 
 def clamp_to_float16(x: jax.Array) -> jax.Array:
     """Clamps float16 activations to finite values, as in Hugging Face; other dtypes are unchanged.
 
-    As `wo` is float32, the residual stream is too, from the first feed-forward layer on.
+    As `wo` computes in float32, the residual stream is too, from the first feed-forward layer on.
     """
     if x.dtype != jnp.float16:
         return x
@@ -77,7 +85,7 @@ class T5Layers:
         c = self.config
         act = activation(c.act, where="feed_forward_proj")
         up = self.linear(c.d_model, c.d_ff, c.d_model**-0.5)
-        down = self.linear(c.d_ff, c.d_model, c.d_ff**-0.5, **float32_if_half(self.options.dtypes))
+        down = self.linear(c.d_ff, c.d_model, c.d_ff**-0.5, **wo_dtypes(**self.options.dtypes))
         if not c.gated:
             return MLP(up, down, act, dropout_rate=c.dropout_rate)
         gate = self.linear(c.d_model, c.d_ff, c.d_model**-0.5)
