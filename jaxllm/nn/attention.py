@@ -18,7 +18,7 @@ from jaxllm.nn.blockwise import BY_PARTS, QUERY_BLOCK, ColumnBias, attend_blocks
 from jaxllm.nn.dropout import dropout, split_key
 from jaxllm.nn.head_products import cache_has_head_axis, scores_of_keys, sums_of_values
 from jaxllm.nn.linear import Linear
-from jaxllm.nn.platform import attend_cache
+from jaxllm.nn.platform import attend_cache, split_heads
 from jaxllm.nn.rope import rotate
 from jaxllm.parallel.sharding import constrain
 
@@ -183,7 +183,11 @@ class Attention(nnx.Module):
         """
         B, T, _ = x.shape
         key, q_key, o_key = split_key(key, 3)
-        q = self.q(x, q_key).reshape(B, T, self.heads, self.head_dim)
+        q = self.q(x, q_key)
+        if rotary is None:
+            q = split_heads(q, self.heads)
+        else:  # RoPE on a TPU has the projection inside its product
+            q = q.reshape(B, T, self.heads, self.head_dim)
         q = constrain(q if self.q_norm is None else self.q_norm(q), "rows", None, "heads")
         if rotary is not None:
             q = rotate(q, *rotary)

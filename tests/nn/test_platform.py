@@ -13,6 +13,7 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.cache.variants import QuantizedKV
 from jaxllm.nn.attention import attend
 from jaxllm.nn.head_products import padded_product
+from jaxllm.nn.platform import split_heads
 from jaxllm.nn.platform.quantized_products import (
     sum_of_groups,
     times_as_int8,
@@ -79,3 +80,16 @@ def test_only_a_tpu_pads_a_single_query(platform, heads, columns, padded):
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("stablehlo.pad") == (2 if padded else 0)
     assert ("optimization_barrier" in text) == padded
+
+
+@pytest.mark.parametrize(
+    ("platform", "columns", "count"), [("tpu", 1, 1), ("tpu", 2, 0), ("cpu", 1, 0)]
+)
+def test_queries_of_a_tpu_are_split_behind_a_barrier(
+    platform: str, columns: int, count: int
+) -> None:
+    x = jnp.arange(2.0 * columns * 12).reshape(2, columns, 12)
+    traced = jax.jit(split_heads, static_argnums=1).trace(x, 3)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("optimization_barrier") == count
+    np.testing.assert_array_equal(split_heads(x, 3), x.reshape(2, columns, 3, 4))

@@ -5,7 +5,7 @@ Each function computes the same result on every backend. Code written for one of
 """
 
 from jaxllm.nn.platform.attention import attend_cache
-from jaxllm.nn.platform.decoding import argmax_of_rows, in_blocks, writes_one_slot
+from jaxllm.nn.platform.decoding import argmax_of_rows, in_blocks, split_heads, writes_one_slot
 from jaxllm.nn.platform.products import times_transposed
 from jaxllm.nn.platform.quantized_products import (
     as_int8,
@@ -24,6 +24,7 @@ __all__ = [
     "dequantized_blocks",
     "in_blocks",
     "random_uint16",
+    "split_heads",
     "times_blocks_transposed",
     "times_int4_transposed",
     "times_int8_transposed",

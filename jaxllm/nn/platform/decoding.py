@@ -1,4 +1,4 @@
-"""Decode steps: the choice of a token, and where new keys and values are written."""
+"""Decode steps: heads of the queries, where keys and values are written, the choice of a token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ import math
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+
+def split_heads(x: Float[Array, "B T D"], heads: int) -> Float[Array, "B T N H"]:
+    """Splits the output of a projection into heads."""
+    # PERF(tpu): without the barrier XLA computes the product of a decode step with the heads as its
+    # first axis, and copies it; docs/plan.md.
+    if x.shape[1] == 1:
+        barrier = jax.lax.optimization_barrier
+        x = jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
+    return x.reshape(*x.shape[:2], heads, -1)
 
 
 def writes_one_slot(platform: str) -> bool:
