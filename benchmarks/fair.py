@@ -57,7 +57,6 @@ class PeerSpec:
     folder: str = "{model}"
     """The model's place in FOLDER."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    train_worker: str | None = None
 
 
 LLAMACPP = tuple(name for name in SMOLLM2 if name != "beam")
@@ -79,11 +78,14 @@ PEERS = {
     "hf": PeerSpec("HF torch", "hf_worker.py", tuple(COLUMNS), environment=PINNED),
     "flax": PeerSpec("HF Flax", "flax_worker.py", FLAX),
     "ct2": PeerSpec("CTranslate2", "ct2_worker.py", DECODING, "ct2/{model}"),
+    "ct2-int8": PeerSpec(
+        "CTranslate2 int8", "ct2_worker.py", DECODING, "ct2/{model}", {"COMPUTE_TYPE": "int8"}
+    ),
     **{
         f"llamacpp-{name}": PeerSpec(
             f"llama.cpp {name}", "llamacpp_worker.py", LLAMACPP, f"gguf/smollm2-{name}.gguf", PINNED
         )
-        for name in ("F32", "Q8_0", "Q4_1")
+        for name in ("F32", "Q8_0", "Q4_0", "Q4_1")
     },
 }
 BANDWIDTH = """
@@ -109,10 +111,10 @@ def run(args: argparse.Namespace) -> None:
     results = args.folder / "results.jsonl"
     done = {(line["peer"], line["tag"], line["column"]) for line in lines_of(results)}
     pythons = dict(item.split("=", 1) for item in args.python)
-    wanted = args.only.split(",") if args.only else list(COLUMNS)
+    selected = args.only.split(",") if args.only else list(COLUMNS)
     for key in args.peers.split(","):
         spec = PEERS[key]
-        columns = [c for c in wanted if c in spec.columns and (spec.name, args.tag, c) not in done]
+        columns = [c for c in selected if c in spec.columns and (spec.name, args.tag, c) not in done]
         groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
         for column in columns:
             model, workload = COLUMNS[column]

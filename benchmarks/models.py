@@ -24,7 +24,8 @@ from jaxllm.models.t5.config import T5Config
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 
 NAMES = ("smollm2", "gpt2", "t5-small")
-FORMATS = {"F32": 0, "Q8_0": 7}
+FORMATS = {"F32": 0, "Q4_0": 2, "Q8_0": 7}
+"""llama.cpp's numbers of file types."""
 TO_GGUF = """
 import sys, ctypes, llama_cpp as llama
 options = llama.llama_model_quantize_default_params()

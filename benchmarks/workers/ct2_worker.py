@@ -1,6 +1,10 @@
-"""CTranslate2 as a peer: `python ct2_worker.py CONVERTED_FOLDER` (ct2-transformers-converter)."""
+"""CTranslate2 as a peer: `python ct2_worker.py CONVERTED_FOLDER` (ct2-transformers-converter).
+
+COMPUTE_TYPE in the environment is float32 by default.
+"""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +18,8 @@ names = ("vocabulary.json", "shared_vocabulary.json")
 vocabulary = json.loads(next(folder / n for n in names if (folder / n).exists()).read_text())
 encoder_decoder = (folder / "shared_vocabulary.json").exists()
 kind = ctranslate2.Translator if encoder_decoder else ctranslate2.Generator
-model = kind(str(folder), device="cpu", compute_type="float32", intra_threads=2)
+compute_type = os.environ.get("COMPUTE_TYPE", "float32")
+model = kind(str(folder), device="cpu", compute_type=compute_type, intra_threads=2)
 
 
 def run(workload: Workload) -> object:

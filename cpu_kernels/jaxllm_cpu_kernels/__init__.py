@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-NAMES = ("jaxllm_linear", "jaxllm_linear_int8", "jaxllm_attention")
+NAMES = ("jaxllm_linear", "jaxllm_linear_int8", "jaxllm_linear_int4", "jaxllm_attention")
 
 
 def handlers() -> dict[str, Any]:

@@ -43,14 +43,25 @@ ffi::Error run_linear(const Linear& call, F32& x, const ffi::Span<const int64_t>
 }
 
 ffi::Error linear_handler(F32 x, F32 w, ffi::Result<F32> y) {
-  return run_linear({x.typed_data(), w.typed_data(), nullptr, nullptr, y->typed_data()}, x,
+  return run_linear({x.typed_data(), w.typed_data(), nullptr, {}, nullptr, y->typed_data()}, x,
                     w.dimensions());
 }
 
 ffi::Error linear_int8_handler(F32 x, ffi::Buffer<ffi::S8> w, F32 scale, ffi::Result<F32> y) {
   return run_linear(
-      {x.typed_data(), nullptr, w.typed_data(), scale.typed_data(), y->typed_data()}, x,
+      {x.typed_data(), nullptr, w.typed_data(), {}, scale.typed_data(), y->typed_data()}, x,
       w.dimensions());
+}
+
+ffi::Error linear_int4_handler(F32 x, ffi::AnyBuffer groups, ffi::Buffer<ffi::S8> multipliers,
+                               F32 scale, ffi::Result<F32> y) {
+  const auto size = groups.dimensions();
+  if (groups.element_type() != ffi::S4 || size.size() != 3 || size[2] != 32)
+    return ffi::Error::InvalidArgument("jaxllm_linear_int4: int4 groups [inputs / 32, outputs, 32]");
+  const int64_t matrix[] = {size[1], size[0] * 32};
+  const Int4 w{static_cast<const uint8_t*>(groups.untyped_data()), multipliers.typed_data(), size[1]};
+  return run_linear({x.typed_data(), nullptr, nullptr, w, scale.typed_data(), y->typed_data()}, x,
+                    ffi::Span<const int64_t>(matrix, 2));
 }
 
 ffi::Error attention_handler(F32 q, F32 k, F32 v, ffi::Buffer<ffi::PRED> visible,
@@ -82,6 +93,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear_int8, jaxllm::linear_int8_handler,
                               ffi::Ffi::Bind()
                                   .Arg<jaxllm::F32>()
+                                  .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Arg<jaxllm::F32>()
+                                  .Ret<jaxllm::F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear_int4, jaxllm::linear_int4_handler,
+                              ffi::Ffi::Bind()
+                                  .Arg<jaxllm::F32>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S8>>()
                                   .Arg<jaxllm::F32>()
                                   .Ret<jaxllm::F32>());

@@ -5,12 +5,21 @@
 
 namespace jaxllm {
 
-// y = x W^T for x [rows, inputs] and W [outputs, inputs] of float32, or of int8 with a float32 scale
-// for each row.
+// A matrix W of int4 in groups of 32 entries of a row: groups [inputs / 32, outputs, 16], two entries
+// to a byte, the first in the low half, and an integer factor for each group, [inputs / 32, outputs].
+struct Int4 {
+  const uint8_t* groups;
+  const int8_t* multipliers;
+  long outputs;
+};
+
+// y = x W^T for x [rows, inputs] and W [outputs, inputs] of float32, or of integers with a float32
+// scale for each row.
 struct Linear {
   const float* x;
   const float* w;
   const int8_t* w8;  // in place of w
+  Int4 w4;           // in place of both
   const float* scale;
   float* y;
   long rows, inputs, outputs;

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <chrono>
 
 #if defined(__x86_64__)
@@ -11,6 +12,9 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(200);
 constexpr int kPatience = 2000;
+constexpr long kMostAhead = 1 << 20;  // bytes: a second-level cache
+constexpr long kPiece = 1024, kLine = 64;
+constexpr size_t kMostRanges = 1 << 14;  // of models that are no longer there, too
 
 void pause() {
 #if defined(__x86_64__)
@@ -28,13 +32,14 @@ Pool& Pool::instance() {
   return *pool;
 }
 
-Pool::Pool(int workers) {
+Pool::Pool(int workers) : threads_(workers + 1) {
   for (int i = 0; i < workers; ++i) std::thread([this] { serve(); }).detach();
 }
 
 void Pool::run(Work& work) {
   std::unique_lock<std::mutex> in_use(in_use_, std::try_to_lock);
   if (!in_use.owns_lock()) return work.run_all();
+  foresee(work.weights);
   work_.store(&work);
   calls_.fetch_add(1);
   if (asleep_.load() > 0) {
@@ -67,13 +72,32 @@ void Pool::wait_for_work(long seen) {
   do {
     for (int i = 0; i < 64; ++i) {
       if (calls_.load() != seen) return;
-      pause();
+      fetch_ahead();
     }
   } while (std::chrono::steady_clock::now() < end);
   std::unique_lock<std::mutex> lock(sleep_);
   asleep_.fetch_add(1);
   wake_.wait(lock, [&] { return calls_.load() != seen; });
   asleep_.fetch_sub(1);
+}
+
+void Pool::foresee(Range weights) {
+  if (!weights.begin) return;
+  if (next_.size() > kMostRanges) next_.clear();
+  next_[last_] = weights;
+  last_ = weights.begin;
+  const auto next = next_.find(last_);
+  const Range range = next == next_.end() ? Range{} : next->second;
+  ahead_.store(range.begin);
+  ahead_bytes_.store(std::min(range.bytes, kMostAhead));
+  fetched_.store(0);
+}
+
+void Pool::fetch_ahead() {
+  if (fetched_.load() >= ahead_bytes_.load()) return pause();
+  // Weights that are no longer there are no error: a fetch into the cache never is.
+  const char* piece = ahead_.load() + fetched_.fetch_add(kPiece);
+  for (long i = 0; i < kPiece; i += kLine) __builtin_prefetch(piece + i, 0, 2);
 }
 
 }  // namespace jaxllm

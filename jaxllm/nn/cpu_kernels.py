@@ -13,12 +13,15 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int8
+from jaxtyping import Array, Bool, Float, Int4, Int8
 
 from jaxllm.parallel.sharding import context_mesh
 
 MAX_ROWS = 64
 """Rows of x up to which a product is a kernel's; XLA is as fast for more; docs/performance.md."""
+
+INT4_GROUP = 32
+"""Entries of a row of int4 that share a multiplier."""
 
 
 @functools.cache
@@ -51,6 +54,16 @@ def int8_product(
 ) -> Float[Array, "B O"]:
     """``x W^T`` of a matrix ``W[o] = scale[o] * values[o]``, in float32."""
     return _call("jaxllm_linear_int8", (len(x), len(values)), x, values, scale)
+
+
+def int4_product(
+    x: Float[Array, "B I"],
+    groups: Int4[Array, "G O 32"],
+    multipliers: Int8[Array, "G O"],
+    scale: Float[Array, " O"],
+) -> Float[Array, "B O"]:
+    """``x W^T`` of an `Int4Matrix` in groups of `INT4_GROUP`, in float32."""
+    return _call("jaxllm_linear_int4", (len(x), len(scale)), x, groups, multipliers, scale)
 
 
 def attention(

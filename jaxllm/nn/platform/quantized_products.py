@@ -97,11 +97,44 @@ def times_int4_transposed(
     # TPU and GPU read int4 in the product of each group, and then scale the groups' sums. For more
     # rows the sums would take more memory than a copy of the weights.
     in_groups = sum_of_groups if len(rows) <= groups.shape[2] // 2 else as_one_matrix
-    # PERF(cpu): its product of int8 by int8 is the fastest; docs/quantization.md.
+    # PERF(cpu): a kernel reads int4; XLA's product of int8 by int8 is the fastest that it has;
+    # docs/quantization.md.
+    on_cpu = as_one_matrix
+    few = len(rows) <= cpu_kernels.MAX_ROWS and groups.shape[2] == cpu_kernels.INT4_GROUP
+    if few and cpu_kernels.usable(rows, scale):
+        on_cpu = times_int4_in_kernel
     y = jax.lax.platform_dependent(
-        rows, groups, multipliers, scale, cpu=as_one_matrix, default=in_groups
+        rows, groups, multipliers, scale, cpu=on_cpu, default=in_groups
     )
     return y.reshape(*x.shape[:-1], groups.shape[1])
+
+
+@jax.custom_vjp
+def times_int4_in_kernel(
+    x: Float[Array, "B I"],
+    groups: Int4[Array, "G O S"],
+    multipliers: Int8[Array, "G O"],
+    scale: Float[Array, " O"],
+) -> Float[Array, "B O"]:
+    """`times_int4_transposed` with a kernel, which unpacks a few rows at a time."""
+    return cpu_kernels.int4_product(x, groups, multipliers, scale)
+
+
+def _int4_gradients(
+    kept: tuple[Array, Array, Array], gradient: Float[Array, "B O"]
+) -> tuple[Float[Array, "B I"], None, None, Float[Array, " O"]]:
+    groups, multipliers, scale = kept
+    of_x, _, of_scale = _int8_gradients((as_int8(groups, multipliers), scale), gradient)
+    return of_x, None, None, of_scale
+
+
+times_int4_in_kernel.defvjp(
+    lambda x, groups, multipliers, scale: (
+        times_int4_in_kernel(x, groups, multipliers, scale),
+        (groups, multipliers, scale),
+    ),
+    _int4_gradients,
+)
 
 
 def sum_of_groups(
