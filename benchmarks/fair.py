@@ -114,7 +114,9 @@ def run(args: argparse.Namespace) -> None:
     selected = args.only.split(",") if args.only else list(COLUMNS)
     for key in args.peers.split(","):
         spec = PEERS[key]
-        columns = [c for c in selected if c in spec.columns and (spec.name, args.tag, c) not in done]
+        columns = [
+            c for c in selected if c in spec.columns and (spec.name, args.tag, c) not in done
+        ]
         groups: dict[tuple[str, bool], list[str]] = defaultdict(list)
         for column in columns:
             model, workload = COLUMNS[column]

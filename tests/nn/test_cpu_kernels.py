@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 
 import jaxllm
 from jaxllm.cache.kv_cache import KV
-from jaxllm.models.lora import LoraConfig, add_lora, merge_lora
-from jaxllm.models.quantize import quantize_model
+from jaxllm.models.lora import LoraConfig, add_lora, merge_lora, module_at, replace_modules
+from jaxllm.models.quantize import formats_of, quantize_model
 from jaxllm.nn import cpu_kernels
 from jaxllm.nn.attention import attend
+from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.platform import attend_cache, times_transposed
 from jaxllm.nn.quantized import Int4Matrix, Int8Matrix
 from jaxllm.parallel.sharding import make_mesh, use_mesh
@@ -126,29 +128,48 @@ def test_attention(queries, heads, biased):
     close(gradient.k, jax.grad(lambda kv: jnp.sum(eager(q, kv, visible, bias) ** 2))(kv).k, 1e-4)
 
 
+def dequantized(model):
+    """The float model with the values of a quantized one."""
+    layers = {path: module_at(model, path) for path in formats_of(model)}
+    floats = {}
+    for path, layer in layers.items():
+        outputs, inputs = layer.matrix.shape
+        sizes = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": None}
+        if isinstance(layer, Embedding):
+            floats[path] = Embedding(outputs, inputs, **sizes)
+        else:
+            floats[path] = Linear(inputs, outputs, use_bias=layer.bias is not None, **sizes)
+            if layer.bias is not None:
+                floats[path].bias = nnx.Param(layer.bias[...])
+        floats[path].weight = nnx.Param(layer.matrix.dequantized())
+    return replace_modules(model, floats)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_models_generate_the_same(family, request):
     sizes = {"llama": {"head_dim": 16}, "gpt2": {"n_embd": 64}, "t5": {"d_kv": 16}}
     model = tiny.make(family, **sizes[family])
     lora = add_lora(model, LoraConfig(rank=4), key=1)
-    models = (model, lora, merge_lora(lora), *(quantize_model(model, q) for q in ("int8", "int4")))
+    quantized = [quantize_model(model, name) for name in ("int8", "int4")]
     ids, mask = tiny.ids(3), np.ones((3, 9), int)
     ids[1, :4], mask[1, :4] = 0, 0
 
-    def outputs():
+    def outputs(*models):
         for i, candidate in enumerate(models):
             for beams in (1, 3) if i == 0 else (1,):
                 yield jaxllm.generate(
                     candidate, ids, mask, max_new_tokens=12, num_beams=beams, output_scores=True
                 )
 
-    expected = list(outputs())
+    # Without the kernels integers are multiplied by x in 16 bits, so the float values are compared.
+    expected = list(outputs(model, lora, merge_lora(lora), *map(dequantized, quantized)))
     request.getfixturevalue("kernels")
-    for i, (out, other) in enumerate(zip(outputs(), expected, strict=True)):
-        np.testing.assert_array_equal(out.sequences, other.sequences)
-        # Roundings of 12 steps; without the kernel int8 weights are multiplied by x in 16 bits.
-        close(out.scores[-1], other.scores[-1], 3e-5 if i < 4 else 1e-3)
+    out = outputs(model, lora, merge_lora(lora), *quantized)
+    for i, (with_kernels, without) in enumerate(zip(out, expected, strict=True)):
+        np.testing.assert_array_equal(with_kernels.sequences, without.sequences)
+        # Roundings of 12 steps.
+        close(with_kernels.scores[-1], without.scores[-1], 3e-5 if i < 4 else 1e-4)
 
 
 @pytest.mark.slow

@@ -103,9 +103,7 @@ def times_int4_transposed(
     few = len(rows) <= cpu_kernels.MAX_ROWS and groups.shape[2] == cpu_kernels.INT4_GROUP
     if few and cpu_kernels.usable(rows, scale):
         on_cpu = times_int4_in_kernel
-    y = jax.lax.platform_dependent(
-        rows, groups, multipliers, scale, cpu=on_cpu, default=in_groups
-    )
+    y = jax.lax.platform_dependent(rows, groups, multipliers, scale, cpu=on_cpu, default=in_groups)
     return y.reshape(*x.shape[:-1], groups.shape[1])
 
 
