@@ -172,6 +172,20 @@ def test_log_probabilities_are_those_of_score(server, client):
     assert [item.bytes for item in streamed] == [item.bytes for item in content]
 
 
+def test_best_of_is_the_most_probable_of_the_choices(client):
+    request = {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 6, "seed": 3}
+    request |= {"temperature": 1.5, "logprobs": 0}
+    choices = client.completions.create(**request, n=4).choices
+    best = client.completions.create(**request, n=2, best_of=4)
+    assert best.usage.completion_tokens == sum(len(c.logprobs.tokens) for c in choices)
+    expected = []
+    for of_prompt in (choices[:4], choices[4:]):
+        of_prompt.sort(key=lambda choice: -np.mean(choice.logprobs.token_logprobs))
+        expected += [choice.text for choice in of_prompt[:2]]
+    assert [choice.text for choice in best.choices] == expected
+    assert len(set(expected)) > 2
+
+
 def test_answers_match_a_json_schema_and_become_tool_calls(client):
     number = {"type": "integer", "minimum": 0, "maximum": 99}
     schema = {

@@ -69,7 +69,8 @@ def test_wrong_requests_are_errors_that_name_the_field(http):
     base = {"prompt": "a", "max_tokens": 2}
     for change, field, message in [
         ({"top_pp": 1}, "top_pp", "is it top_p?"),
-        ({"best_of": 2}, "best_of", "not supported by this server"),
+        ({"best_of": 2, "n": 3}, "best_of", "expected n (3) to 128"),
+        ({"suffix": "b"}, "suffix", "not supported by this server"),
         ({"echo": True}, "echo", "not supported by this server"),
         ({"temperature": "hot"}, "temperature", "expected a number"),
         ({"temperature": 2.5}, "temperature", "expected 0 to 2"),

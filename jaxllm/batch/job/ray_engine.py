@@ -26,9 +26,10 @@ from jaxllm.parallel.ray_cluster import connect
 
 BATCHES_PER_ACTOR = 8
 """Batches that each actor gets, if they are not too small, so that all have work to the end."""
-MIN_BATCH_ROWS, MAX_BATCH_ROWS = 64, 1024
-"""Rows of a batch. A small one leaves slots empty; a large one is computed again as a whole if its
-actor is lost."""
+MIN_BATCH_ROWS, MAX_BATCH_ROWS = 256, 4096
+"""Rows of a batch. While its last rows end, slots are empty: with 16 slots, and ends that nobody
+knows before, a third of the slot-steps of 64 rows, and a twelfth of those of 256. A large one is
+computed again as a whole if its actor is lost."""
 
 LoadEngine = Callable[[], Callable[[], RowEngine]]
 """Loads a model, and returns a function that makes an engine for the rows of one batch."""
@@ -139,7 +140,8 @@ class RayEngine:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         data.DataContext.get_current().enable_progress_bars = False
         even = math.ceil(len(rows) / (self._actors * BATCHES_PER_ACTOR))
-        size = min(max(even, MIN_BATCH_ROWS), MAX_BATCH_ROWS)
+        one_each = math.ceil(len(rows) / self._actors)
+        size = min(max(even, MIN_BATCH_ROWS), MAX_BATCH_ROWS, one_each)
         batches = [
             {"rows": pickle.dumps(rows[start : start + size])}
             for start in range(0, len(rows), size)

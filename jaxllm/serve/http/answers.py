@@ -112,10 +112,14 @@ class Answer:
         self.usage.prompt_tokens = sum(stream.prompt_tokens for stream in streams)
         return streams
 
+    def selected(self, choices: list[Choice]) -> list[Choice]:
+        """The choices that are the answer, of all that were generated."""
+        return choices
+
     async def whole(self, streams: Sequence[GenerationStream]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         count = sum(stream.row.samples for stream in streams)
-        choices = await collect(self._pieces(streams), count)
+        choices = self.selected(await collect(self._pieces(streams), count))
         return {
             **self._head,
             "object": self.object,

@@ -17,7 +17,6 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 _KNOWN_UNSUPPORTED = {
     "audio",
-    "best_of",
     "echo",
     "function_call",
     "functions",
@@ -105,6 +104,11 @@ class SamplingFields:
             raise ValueError("stream_options: has no effect without stream")
 
     @property
+    def samples(self) -> int:
+        """Number of choices that are generated of each prompt."""
+        return self.n
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         if self.stop is None:
@@ -153,11 +157,21 @@ class CompletionRequest(SamplingFields):
         "a string, a list of strings, token ids, or a list of lists of token ids",
     ]
     logprobs: int | None = None
+    best_of: int | None = None
+    """Choices that are generated, of which the `n` most probable ones are the answer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.best_of is not None and not self.n <= self.best_of <= MAX_CHOICES:
+            raise ValueError(f"best_of: expected n ({self.n}) to {MAX_CHOICES}")
+        if self.best_of is not None and self.stream:
+            raise ValueError("best_of: not with stream")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"logprobs: expected 0 to {MAX_TOP_LOGPROBS}")
+
+    @property
+    def samples(self) -> int:
+        return self.best_of or self.n
 
     @property
     def prompts(self) -> list[str | tuple[int, ...]]:

@@ -32,7 +32,20 @@ class CompletionAnswer(Answer):
         """Tokenizes the prompts and queues them."""
         ids = await asyncio.to_thread(prompt_ids, self.state, self.request.prompts, "prompt")
         limit = self.request.max_tokens or DEFAULT_MAX_TOKENS
-        return await self.submit(ids, limit, logprobs=self.request.logprobs is not None)
+        logprobs = self.request.logprobs is not None or self.request.best_of is not None
+        return await self.submit(ids, limit, logprobs=logprobs)
+
+    def selected(self, choices: list[Choice]) -> list[Choice]:
+        """The `n` most probable choices of each prompt, the best first, with `best_of`."""
+        request = self.request
+        if request.best_of is None:
+            return choices
+        best: list[Choice] = []
+        for start in range(0, len(choices), request.samples):
+            of_prompt = choices[start : start + request.samples]
+            of_prompt.sort(key=lambda choice: choice.mean_logprob, reverse=True)
+            best += of_prompt[: request.n]
+        return best
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = None

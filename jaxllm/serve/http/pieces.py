@@ -82,6 +82,11 @@ class Choice:
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
 
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of its tokens, if they are reported."""
+        return sum(logprob.logprob for logprob in self.logprobs) / max(len(self.logprobs), 1)
+
     def add(self, piece: Piece) -> None:
         """Adds the next piece."""
         self.text += piece.text

@@ -104,7 +104,7 @@ class ServerState:
         without filters."""
         config = self.engine.model.generation_config or GenerationConfig()
         defaults = {**config.to_dict(), **self.engine.fields}
-        fields: dict[str, Any] = {"num_return_sequences": request.n}
+        fields: dict[str, Any] = {"num_return_sequences": request.samples}
         for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
             if getattr(request, name) is not None:
                 fields[name] = getattr(request, name)
