@@ -28,8 +28,8 @@ from jaxllm.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_SLOTS = {"cpu": 16}
 DEFAULT_ACCELERATOR_SLOTS = 128
-MAX_SLOTS = 2**20
 """Slots on other devices."""
+MAX_SLOTS = 2**20
 
 
 class BatchGenerator:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hmac
 import logging
-import time
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -21,7 +18,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxllm.common.errors import JaxLLMError
-from jaxllm.serve.http.answers import Usage
 from jaxllm.serve.http.api_errors import ApiError, api_error
 from jaxllm.serve.http.api_types import (
     ChatRequest,
@@ -33,70 +29,17 @@ from jaxllm.serve.http.api_types import (
 )
 from jaxllm.serve.http.chat import ChatAnswer, chat_ids
 from jaxllm.serve.http.completions import CompletionAnswer, prompt_ids
+from jaxllm.serve.http.http_call import HttpCall
 from jaxllm.serve.http.state import ServerState
 from jaxllm.serve.http.streaming import (
     CLIENT_CLOSED_REQUEST,
     ClientGoneError,
     EventStream,
-    read_limited,
     until_disconnect,
 )
 
-Endpoint: TypeAlias = Callable[["HttpCall"], Awaitable[Response]]
+Endpoint: TypeAlias = Callable[[HttpCall], Awaitable[Response]]
 _LOG = logging.getLogger("jaxllm.serve")
-
-
-class HttpCall:
-    """One request to an endpoint, from its first byte to its line in the log."""
-
-    def __init__(self, state: ServerState, path: str, request: Request) -> None:
-        self.state, self.path, self.request = state, path, request
-        self.id, self.usage = uuid.uuid4().hex, Usage()
-        self.headers = {"x-request-id": self.id}
-
-    async def body(self) -> bytes:
-        """The body, within the limits of size and time."""
-        limits = self.state.limits
-        return await read_limited(self.request.receive, limits.body_bytes, limits.body_seconds)
-
-    def json(self, content: Any, status: int = 200) -> JSONResponse:
-        """An answer."""
-        return JSONResponse(content, status, self.headers)
-
-    def check_key(self) -> None:
-        """Compares the request's key with all of the server's, in constant time."""
-        keys = self.state.api_keys
-        if keys is None:
-            return
-        kind, _, key = self.request.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(key.strip().encode(), known) for known in keys]
-        if kind.lower() != "bearer" or not any(matches):
-            raise ApiError(
-                401, "Authorization: expected a valid API key (Bearer ...)", code="invalid_api_key"
-            )
-
-    def end(self, status: int) -> None:
-        """Counts and logs the request; the log has no prompt and no answer."""
-        usage, metrics = self.usage, self.state.metrics
-        seconds = time.perf_counter() - usage.start
-        metrics.requests.labels(self.path, status).inc()
-        metrics.seconds.labels(self.path).observe(seconds)
-        if usage.first_token_seconds is not None:
-            metrics.first_token.labels(self.path).observe(usage.first_token_seconds)
-        metrics.prompt_tokens.inc(usage.prompt_tokens)
-        metrics.new_tokens.inc(usage.completion_tokens)
-        fields = {
-            "event": "request",
-            "id": self.id,
-            "method": self.request.method,
-            "path": self.path,
-            "status": status,
-            "seconds": round(seconds, 4),
-            "first_token_seconds": usage.first_token_seconds,
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-        }
-        _LOG.info("request", extra={"fields": fields})
 
 
 def endpoint(
@@ -121,27 +64,30 @@ def endpoint(
                 call.check_key()
             response = await answer(call)
             status = response.status_code
-        except JaxLLMError as error:
-            failure = api_error(error)
-            status, response = failure.status, _error_response(failure, call.headers)
-        except ApiError as failure:
-            status, response = failure.status, _error_response(failure, call.headers)
         except ClientGoneError:
             status, response = CLIENT_CLOSED_REQUEST, Response(status_code=CLIENT_CLOSED_REQUEST)
-        except TimeoutError:
-            failure = ApiError(
-                504, f"the answer took longer than {state.limits.request_seconds:.0f} seconds"
-            )
-            status, response = failure.status, _error_response(failure, call.headers)
-        except Exception:
-            _LOG.exception("internal error", extra={"fields": {"event": "error", "id": call.id}})
-            failure = ApiError(500, f"internal error; see the server's log, request {call.id}")
+        except Exception as error:
+            failure = _failure(error, call)
             status, response = failure.status, _error_response(failure, call.headers)
         if not isinstance(response, EventStream):  # which ends later
             call.end(status)
         return response
 
     return Route(path, handle, methods=[method])
+
+
+def _failure(error: Exception, call: HttpCall) -> ApiError:
+    """The answer's error for an exception."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, JaxLLMError):
+        return api_error(error)
+    if isinstance(error, TimeoutError):
+        seconds = call.state.limits.request_seconds
+        return ApiError(504, f"the answer took longer than {seconds:.0f} seconds")
+    fields = {"event": "error", "id": call.id}
+    _LOG.error("internal error", exc_info=error, extra={"fields": fields})
+    return ApiError(500, f"internal error; see the server's log, request {call.id}")
 
 
 def _error_response(error: ApiError, headers: dict[str, str]) -> JSONResponse:
