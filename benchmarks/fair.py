@@ -190,7 +190,7 @@ def table(args: argparse.Namespace) -> None:
 
 
 def plot(
-    path: Path, rows: list[str], columns: list[str], cells: dict[tuple[str, str], dict]
+    path: Path, rows: list[str], columns: list[str], cells: dict[tuple[str, str], dict[str, Any]]
 ) -> None:
     """A bar for each peer and column, relative to jaxllm's."""
     import matplotlib
@@ -220,7 +220,7 @@ def plot(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True)
     runs = commands.add_parser("run")
     runs.add_argument("folder", type=Path)
