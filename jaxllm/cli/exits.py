@@ -46,9 +46,9 @@ def run_command(
     """Runs a command on its arguments and returns the exit code.
 
     A :class:`~jaxllm.JaxLLMError` prints one line (with ``--debug`` also the traceback) and gives
-    2, and so does a full disk. Any other exception is a bug and keeps its traceback. A closed pipe
-    (``| head``) gives 141, without a message. SIGINT, SIGTERM and SIGHUP give 130, 143 and 129 (see
-    `signals`).
+    2, and so do a full disk and a platform of JAX_PLATFORMS that is not there. Any other exception
+    is a bug and keeps its traceback. A closed pipe (``| head``) gives 141, without a message.
+    SIGINT, SIGTERM and SIGHUP give 130, 143 and 129 (see `signals`).
     """
     with signals.handled(program):
         code = _exit_code(command, program, list(sys.argv[1:] if argv is None else argv))
@@ -76,6 +76,14 @@ def _exit_code(command: Callable[[list[str]], int], program: str, arguments: lis
     except BrokenPipeError:
         close_stdout()
         return BROKEN_PIPE
+    except (RuntimeError, AssertionError):
+        message = backend_failure()
+        if message is None:
+            raise
+        if "--debug" in arguments:
+            traceback.print_exc()
+        print_error(program, message)
+        return USAGE_ERROR
     except OSError as failure:
         if failure.errno not in FULL:
             raise
@@ -83,6 +91,19 @@ def _exit_code(command: Callable[[list[str]], int], program: str, arguments: lis
         where = f"{failure.filename}: " if failure.filename else ""
         print_error(program, f"{where}nothing more can be written ({failure.strerror})")
         return USAGE_ERROR
+
+
+def backend_failure() -> str | None:
+    """Why JAX has no devices, such as JAX_PLATFORMS=tpu without a TPU; None if it has some."""
+    jax: Any = sys.modules.get("jax")
+    if jax is None:
+        return None
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as failure:  # the latter for "cuda" without a GPU
+        reason = str(failure) or "there is none of this platform"
+        return f"JAX_PLATFORMS={jax.config.jax_platforms or ''}: JAX has no device: {reason}"
+    return None
 
 
 def print_error(program: str, message: str) -> None:

@@ -10,6 +10,7 @@ from typing import NoReturn
 import jaxllm
 from jaxllm.cli import signals
 from jaxllm.cli.exits import USAGE_ERROR, one_line, run_command
+from jaxllm.cli.streams import open_missing_streams
 
 # Each command's module has `main(argv, program) -> int`, and is imported on use.
 COMMANDS = {
@@ -58,5 +59,6 @@ def run_named(name: str, program: str, argv: Sequence[str] | None = None) -> int
 
 def script(name: str | None = None, program: str = "jaxllm") -> NoReturn:
     """Runs ``jaxllm``, or one command of it as a script of its own, and exits."""
+    open_missing_streams()  # before the pipe of `signals` gets one of their numbers
     signals.install(program)
     sys.exit(main() if name is None else run_named(name, program))
