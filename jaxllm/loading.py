@@ -18,9 +18,12 @@ from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import LoadProgress
 from jaxllm.checkpoint.orbax.model import load_weights, save_weights
 from jaxllm.checkpoint.save import MAX_SHARD_BYTES, check_no_model, save_model
+from jaxllm.common.arguments import checked, checked_path
 from jaxllm.common.atomic_file import write_json
-from jaxllm.common.errors import CheckpointError
+from jaxllm.common.errors import CheckpointError, InputError
+from jaxllm.common.messages import quoted
 from jaxllm.common.progress import progress_phase
+from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS, ModelConfig
 from jaxllm.models.model import Model
@@ -84,6 +87,13 @@ def load(
     """
     if mesh is not None:
         check_mesh(mesh)
+
+    checked(config, (Mapping, ModelConfig, type(None)), "config", "a config or a dict of fields")
+    if isinstance(config, Mapping):
+        for name in config:
+            checked(name, (str,), "config", "names of fields")
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress: expected a function, found {quoted(progress)}")
 
     def read() -> tuple[Any, GenerationConfig, Tokenizer | None]:
         checkpoint = open_checkpoint(resolve(path_or_hub_id, revision))
@@ -189,7 +199,12 @@ def save_hf(
         InputError: the model has LoRA, which `save_adapter` and `merge_lora` are for.
         UnsupportedError: the weights are quantized, which only `save_orbax` writes.
     """
-    folder = Path(folder).expanduser()
+    folder = checked_path(folder, "folder")
+    _check_saved(model, tokenizer)
+    if not is_integer(max_shard_bytes) or max_shard_bytes < 1:
+        raise InputError(
+            f"max_shard_bytes: expected a positive integer, found {quoted(max_shard_bytes)}"
+        )
 
     def write(arrays: dict[str, LazyHostArray]) -> None:
         if not overwrite:
@@ -198,6 +213,12 @@ def save_hf(
         save_settings(folder, model, tokenizer)
 
     with_host_arrays(parameters(model), write)
+
+
+def _check_saved(model: object, tokenizer: object) -> None:
+    """Raises InputError unless there is a model, and a tokenizer or None."""
+    checked(model, (Model,), "model", "a model")
+    checked(tokenizer, (Tokenizer, type(None)), "tokenizer", "a tokenizer or None")
 
 
 def save_settings(folder: Path, model: Model[Any], tokenizer: Tokenizer | None) -> None:
@@ -267,7 +288,8 @@ def save_orbax(
         CheckpointError: it could not be written; an older model is intact.
         RunError: another process writes to the folder.
     """
-    folder = Path(folder).expanduser()
+    folder = checked_path(folder, "folder")
+    _check_saved(model, tokenizer)
     save_weights(folder, model)
     # Weights are written by all processes, the other files by process 0.
     leads = jax.process_index() == 0
@@ -298,7 +320,7 @@ def load_orbax(
         MissingFileError: there is no model in the folder.
         CheckpointError: a file is damaged; names the parameters whose digests differ.
     """
-    folder = Path(folder).expanduser()
+    folder = checked_path(folder, "folder")
     if mesh is not None:
         check_mesh(mesh)
     model = load_weights(

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxllm.common.arguments import checked_list
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
@@ -69,7 +70,7 @@ class Pipeline:
             A list for one string, except of "feature-extraction".
         """
         single = isinstance(inputs, str) or _is_chat(inputs)
-        rows: list[Any] = [inputs] if single else list(inputs)
+        rows: list[Any] = [inputs] if single else checked_list(inputs, "inputs")
         if not rows:
             return []
         results = list(TASKS[self.task].run(self, rows, **options))
@@ -116,7 +117,7 @@ def pipeline(
 
 
 def _is_chat(inputs: Any) -> bool:
-    return bool(inputs) and not isinstance(inputs, str) and isinstance(inputs[0], Mapping)
+    return isinstance(inputs, Sequence) and bool(inputs) and isinstance(inputs[0], Mapping)
 
 
 def _generate(

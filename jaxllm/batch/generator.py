@@ -16,6 +16,7 @@ from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, RowReader, error_output
 from jaxllm.batch.static_batches import batches, run_static_batch
 from jaxllm.batch.task_run import TaskRun
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import checked_iterable, is_integer
@@ -85,6 +86,7 @@ class BatchGenerator:
         **fields: Any,
     ) -> None:
         self.mesh = check_model(model)
+        check_tokenizer(tokenizer)
         self._slots = checked_slots(slots, self.mesh)
         GenerationConfig(**fields)
         self.model, self.tokenizer = model, tokenizer
@@ -212,6 +214,11 @@ class BatchGenerator:
         output_ids = tuple(sequence.tokens for sequence in sequences)
         reasons = tuple(sequence.reason for sequence in sequences)
         return BatchOutput.of(row, output_ids, reasons, self.tokenizer)
+
+
+def check_tokenizer(tokenizer: object) -> None:
+    """Raises InputError unless there is a tokenizer or None."""
+    checked(tokenizer, (Tokenizer, type(None)), "tokenizer", "a tokenizer or None")
 
 
 def check_model(model: GenerativeModel) -> Mesh | None:

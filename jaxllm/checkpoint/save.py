@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def save_model(
     Args:
         arrays: the model's parameters by path, from `with_host_arrays`.
     """
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):  # False for a name that is too long
         raise CheckpointError(f"{folder}: not a folder")
     make_folder(folder)
     tensors = dict(hf_tensors(model, arrays))
@@ -59,7 +60,7 @@ def save_model(
 
 def check_no_model(folder: Path) -> None:
     """Raises CheckpointError if the folder holds the config or the weights of a model."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    names = [path.name for path in folder.iterdir()] if os.path.isdir(folder) else []
     existing = [n for n in names if n in ("config.json", INDEX) or n.endswith(".safetensors")]
     if existing:
         raise CheckpointError(

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxllm.common.arguments import checked_path
 from jaxllm.common.errors import RunError
 
 
@@ -41,7 +42,7 @@ def enable_compile_cache(folder: str | PathLike[str] | None = None) -> Path:
     """
     current = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     from_environment = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    path = Path(from_environment or folder or current or default_folder()).expanduser()
+    path = checked_path(from_environment or folder or current or default_folder(), "folder")
     if str(path) != current:
         try:
             # Compiled programs are code: no other user may write there.

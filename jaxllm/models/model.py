@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError
 from jaxllm.common.renamed_arguments import CALL, drop_renamed
 from jaxllm.models.config import ModelConfig, check_common
@@ -92,6 +93,7 @@ class Model(Pretrained, nnx.Module, Generic[C]):
         Raises:
             InputError: a special token of the config would have no row, or quantized weights.
         """
+        checked(size, (int, np.integer), "size", "an integer")
         if is_quantized(self):
             raise InputError(
                 f"resize_token_embeddings({size}): the weights are quantized; load the model "

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError
 from jaxllm.common.public_names import public
 from jaxllm.common.renamed_arguments import (
@@ -82,7 +84,12 @@ class Pretrained:
             raise InputError(f"{where} does not take {', '.join(sorted(unknown))}")
         if not isinstance(config, ModelConfig):
             raise InputError(f"config: expected a model's config, found {type(config).__name__}")
-        options = Options(jnp.dtype(dtype), jnp.dtype(param_dtype), attn_implementation, remat)
+        checked(seed, (int, np.integer), "seed", "an integer")
+        try:
+            dtypes = jnp.dtype(dtype), jnp.dtype(param_dtype)
+        except TypeError as failure:
+            raise InputError(f"dtype, param_dtype: {failure}") from None
+        options = Options(*dtypes, attn_implementation, remat)
         make: Any = cls
         return make(config, options, rngs=nnx.Rngs(seed))
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.models import gpt2, llama, mistral, qwen2, qwen3
@@ -163,6 +164,7 @@ def model_spec(raw: Mapping[str, Any], architecture: str | type | None = None) -
         UnsupportedError: a family, class or option that jaxllm does not have.
         ConfigError: an invalid value.
     """
+    checked(raw, (Mapping,), "config", "a config.json object")
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load import float_dtype, read_config_file
+from jaxllm.common.arguments import checked_path
 from jaxllm.common.errors import JaxLLMError, MissingFileError
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
@@ -86,7 +86,7 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mappin
     """The object in a config.json, and its path for errors."""
     if isinstance(source, Mapping):
         return source, "config"
-    path = Path(source).expanduser()
+    path = checked_path(source, "source")
     if path.suffix.lower() == ".gguf":
         with GGUFFile(path) as file:
             return HFView(file).config, str(path)

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.generator import check_model, checked_slots
+from jaxllm.batch.generator import check_model, check_tokenizer, checked_slots
 from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget
 from jaxllm.batch.plan import predict
 from jaxllm.batch.rows import BatchOutput, RowReader
@@ -101,6 +101,7 @@ class AsyncEngine:
         **fields: Any,
     ) -> None:
         mesh = check_model(model)
+        check_tokenizer(tokenizer)
         _check_number("context", context)
         _check_number("queue_size", queue_size)
         _check_number("steps_per_call", steps_per_call)

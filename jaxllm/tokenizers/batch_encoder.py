@@ -25,7 +25,7 @@ from jaxllm.tokenizers.batch import (
     padded_length,
 )
 from jaxllm.tokenizers.rows import UnpaddedRows, label_array, unpadded_rows
-from jaxllm.tokenizers.text_encoder import TextEncoder, TextOptions
+from jaxllm.tokenizers.text_encoder import MAX_TEXT_BYTES, TextEncoder, TextOptions
 
 
 class PaddingOptions(TypedDict, total=False):
@@ -227,6 +227,11 @@ class BatchEncoder(TextEncoder):
                     "the prompts have different lengths: an array needs padding=True, or"
                     " truncation and padding='max_length'"
                 )
+        if length * len(ids) > MAX_TEXT_BYTES:
+            raise InputError(
+                f"{len(ids)} rows of {length} tokens: an array has at most {MAX_TEXT_BYTES}; lower"
+                " max_length or pad_to_multiple_of"
+            )
         batch = as_tensors(self._arrays(rows, side, length), return_tensors)
         if return_tensors is not None:
             return batch

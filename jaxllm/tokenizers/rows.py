@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.common.arguments import checked_list
 from jaxllm.common.errors import InputError
 from jaxllm.tokenizers.batch import Span
 
@@ -29,7 +30,9 @@ def unpadded_rows(rows: Any) -> UnpaddedRows:
     UnpaddedRows(input_ids=[[5], [6, 7]], attention_mask=None, offset_mapping=None, labels=[1, 0])
     """
     if isinstance(rows, Mapping):
-        columns = {name: list(values) for name, values in rows.items() if values is not None}
+        columns = {
+            name: checked_list(values, name) for name, values in rows.items() if values is not None
+        }
     elif len(_sequence(rows)) > 0 and all(isinstance(row, Mapping) for row in rows):
         names = dict.fromkeys(name for row in rows for name in row)
         for number, row in enumerate(rows):

@@ -7,9 +7,9 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from jaxllm.common.arguments import checked, checked_list, checked_path
 from jaxllm.common.atomic_file import write_whole
 from jaxllm.common.errors import (
     InputError,
@@ -230,7 +230,8 @@ class Tokenizer(BatchEncoder):
             special_tokens: tokens given as strings are special, so that ``skip_special_tokens``
                 leaves them out.
         """
-        values = [new_tokens] if isinstance(new_tokens, str | AddedToken) else list(new_tokens)
+        single = isinstance(new_tokens, str | AddedToken)
+        values = [new_tokens] if single else checked_list(new_tokens, "new_tokens")
         added, size = dict(self.settings.added), len(self)
         for value in values:
             if not isinstance(value, str | AddedToken) or value in ("", AddedToken("")):
@@ -259,11 +260,12 @@ class Tokenizer(BatchEncoder):
                 list of further special tokens, which are added to those there are.
         """
         lists = ("additional_special_tokens", "extra_special_tokens")
+        checked(tokens, (Mapping,), "tokens", "a dict of tokens by name")
         unknown = tokens.keys() - {*NAMED_TOKENS, *lists}
         if unknown:
             raise InputError(f"{sorted(unknown)}: special tokens are {(*NAMED_TOKENS, *lists)}")
         named = {name: value for name, value in tokens.items() if name in NAMED_TOKENS}
-        extra = [value for name in lists for value in tokens.get(name) or ()]
+        extra = [v for name in lists for v in checked_list(tokens.get(name) or (), name)]
         count = self.add_tokens([*named.values(), *extra], special_tokens=True)
         for name, value in named.items():
             self.set_named_token(name, value.content if isinstance(value, AddedToken) else value)
@@ -295,12 +297,13 @@ class Tokenizer(BatchEncoder):
         Raises:
             TokenizerError: a file cannot be written.
         """
-        self.save(save_directory)
-        return tuple(str(Path(save_directory) / name) for name in self._files)
+        folder = checked_path(save_directory, "save_directory")
+        self.save(folder)
+        return tuple(str(folder / name) for name in self._files)
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Saves the tokenizer; see :meth:`save_pretrained`."""
-        folder = Path(folder)
+        folder = checked_path(folder, "folder")
         with naming_file(folder, TokenizerError, "created"):
             folder.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():

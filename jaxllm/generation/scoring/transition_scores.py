@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError
 from jaxllm.models.input_checks import is_traced
 
@@ -43,6 +45,7 @@ def compute_transition_scores(
     >>> [round(float(s), 1) for s in compute_transition_scores(sequences, scores)[0]]
     [-0.1, -0.2]
     """
+    checked(scores, (Sequence, np.ndarray, jax.Array), "scores", "an array for each step")
     if len(scores) == 0:
         raise InputError("scores: empty; ask for them with output_scores=True")
     stacked = jnp.stack([jnp.asarray(step, jnp.float32) for step in scores])

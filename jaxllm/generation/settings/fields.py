@@ -13,10 +13,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
 
 from jaxllm.checkpoint.hub import resolve
+from jaxllm.common.arguments import checked_path
 from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, InputError, JaxLLMError
@@ -264,7 +264,7 @@ class Settings:
             InputError: JSON cannot hold the value of a field.
             CheckpointError: the file cannot be written.
         """
-        values, folder = self.to_json(), Path(save_directory).expanduser()
+        values, folder = self.to_json(), checked_path(save_directory, "save_directory")
         make_folder(folder)
         write_json(folder / config_file_name, values)
 
