@@ -37,7 +37,7 @@ MODEL_CALLS = {
     "source: expected a path, found 3": lambda model: jaxllm.abstract_model(3),
     "tokenizer: expected a tok.* 3": lambda model: jaxllm.BatchGenerator(model, 3),
     "tokenizer: expected a tok": lambda model: jaxllm.AsyncEngine(model, 3),
-    "rows: expected a list of rows": lambda m: jaxllm.BatchGenerator(m).generate(None),
+    "rows: ": lambda m: jaxllm.BatchGenerator(m).generate(None),
     "save_directory: expected": lambda m: jaxllm.GenerationConfig().save_pretrained(3),
 }
 
