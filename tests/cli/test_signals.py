@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,14 @@ from jaxllm.cli import signals
 
 MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 STEPS, ROWS = 30, 300
+
+
+@pytest.fixture(autouse=True, scope="module")
+def default_hangup() -> Iterator[None]:
+    """SIGHUP ends a process, as it does unless the tests were started by nohup."""
+    handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, handler)
 
 
 class Command:

@@ -171,5 +171,6 @@ def test_decoder_only():
 
 
 def test_a_traced_list_is_refused():
+    model(DEEP)  # loaded and kept here, since loading is not traced
     with pytest.raises(InputError, match="dola_layers"):
         jax.jit(lambda i: generate(DEEP, [[5]], dola_layers=[i]).sequences)(1)
