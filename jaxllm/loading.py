@@ -44,6 +44,7 @@ def load(
     config: Mapping[str, Any] | ModelConfig | None = None,
     attn_implementation: str = "auto",
     remat: bool = False,
+    scan_layers: bool = False,
     quantize: str | None = None,
     quantize_embeddings: bool = True,
     allow_nonfinite: bool = False,
@@ -69,6 +70,8 @@ def load(
         attn_implementation: "auto" (splash on a TPU, blockwise on a GPU, eager elsewhere), "eager",
             "blockwise", "splash" (TPU), "xla" or "cudnn"; see docs/models.md.
         remat: recompute activations in the backward pass, block by block.
+        scan_layers: run equal layers in a scan wherever there is no KV cache, as in training: a
+            deep model compiles faster; see docs/models.md.
         quantize: keep the weights of linear layers as integers with scales, for inference: "int8"
             in a quarter of float32's memory, "int4" in an eighth, with less exact answers; "keep",
             the exact blocks of a GGUF file (Q8_0, Q4_0, Q4_1, Q4_K, Q6_K); see
@@ -108,6 +111,7 @@ def load(
                 overrides=config,
                 attn_implementation=attn_implementation,
                 remat=remat,
+                scan_layers=scan_layers,
                 quantize=quantize,
                 quantize_embeddings=quantize_embeddings,
                 allow_nonfinite=allow_nonfinite,
@@ -305,6 +309,7 @@ def load_orbax(
     mesh: Mesh | None = None,
     attn_implementation: str = "auto",
     remat: bool = False,
+    scan_layers: bool = False,
 ) -> tuple[Any, Tokenizer | None]:
     """Loads a model of `save_orbax`: (model, tokenizer).
 
@@ -315,6 +320,8 @@ def load_orbax(
         attn_implementation: "auto" (splash on a TPU, blockwise on a GPU, eager elsewhere), "eager",
             "blockwise", "splash" (TPU), "xla" or "cudnn"; see docs/models.md.
         remat: recompute activations in the backward pass, block by block.
+        scan_layers: run equal layers in a scan wherever there is no KV cache, as in training: a
+            deep model compiles faster; see docs/models.md.
 
     Raises:
         MissingFileError: there is no model in the folder.
@@ -324,7 +331,12 @@ def load_orbax(
     if mesh is not None:
         check_mesh(mesh)
     model = load_weights(
-        folder, dtype=dtype, mesh=mesh, attn_implementation=attn_implementation, remat=remat
+        folder,
+        dtype=dtype,
+        mesh=mesh,
+        attn_implementation=attn_implementation,
+        remat=remat,
+        scan_layers=scan_layers,
     )
     tokenizer = load_tokenizer(folder)
     path = folder / "generation_config.json"

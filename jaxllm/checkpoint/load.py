@@ -121,6 +121,7 @@ def load_model(
     overrides: Mapping[str, Any] | ModelConfig | None = None,
     attn_implementation: str = "auto",
     remat: bool = False,
+    scan_layers: bool = False,
     quantize: str | None = None,
     quantize_embeddings: bool = True,
     allow_nonfinite: bool = False,
@@ -142,6 +143,7 @@ def load_model(
         param_dtype=weight_dtype,
         attn_implementation=implementation_for(attn_implementation, jax.default_backend()),
         remat=remat,
+        scan_layers=scan_layers,
     )
     shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)

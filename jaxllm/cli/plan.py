@@ -83,6 +83,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     implementations = f"auto (the default), {', '.join(IMPLEMENTATIONS)}"
     parser.add_argument("--attn-implementation", default="auto", help=implementations)
     parser.add_argument("--remat", action="store_true", help="training recomputes activations")
+    parser.add_argument("--scan-layers", action="store_true", help="training scans its layers")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -103,6 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
         program=arguments.program,
         attn_implementation=arguments.attn_implementation,
         remat=arguments.remat,
+        scan_layers=arguments.scan_layers,
         quantize=arguments.quantize,
         progress=lambda name: reporter.say(f"compiling {name}"),
     )

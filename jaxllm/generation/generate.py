@@ -27,11 +27,11 @@ from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import (
     decode,
-    decode_program,
     finish,
     finish_program,
     prefill,
     prefill_program,
+    run_decode,
 )
 from jaxllm.generation.processors.host.callbacks import reraise_failures
 from jaxllm.generation.settings.config import GenerationConfig
@@ -205,7 +205,7 @@ def run(model: GenerativeModel, request: Request, streamer: Streamer | None) -> 
     else:
         with reraise_failures():
             state = run_prefill(bare, request, prefill_program)
-            state = decode_program(strategy, bare, state, settings, np.int32(max_length))
+            state = run_decode(strategy, bare, state, settings, max_length)
             result = fetch_result(finish_program(strategy, state, settings))
     past = past_key_values(model, request, state)
     return generate_output(request, result, past, int(result.length), int(result.steps))
@@ -254,7 +254,7 @@ def partial_results(
             if state is None:
                 state = run_prefill(model, request, prefill_program)
             else:
-                state = decode_program(strategy, model, state, settings, np.int32(next_length))
+                state = run_decode(strategy, model, state, settings, next_length)
             result = fetch_progress(finish_program(strategy, state, settings))
         expired = any(limit.expired() for limit in request.time_limits)
         if expired and not beams:

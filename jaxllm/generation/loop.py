@@ -11,10 +11,12 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+import numpy as np
+from jaxtyping import Array, Bool, Int
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.generation.strategies.strategy import (
+    AnyStrategy,
     DecodeSettings,
     PrefillInputs,
     Result,
@@ -25,7 +27,9 @@ from jaxllm.generation.strategies.strategy import (
 from jaxllm.models.decoder import Decoder, EncoderDecoder
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.nn.blocks import StackOutput
+from jaxllm.nn.platform import steps_between_checks
 from jaxllm.parallel.field_axes import constrain_fields
+from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.parallel.sharding import constrain
 
 
@@ -171,15 +175,40 @@ def decode(
     state: S,
     settings: DecodeSettings,
     max_length: Int[Array, ""],
+    steps: int = 1,
 ) -> S:
-    """Runs decode steps until every row is finished or `max_length` columns are in use."""
-    return with_fixed_sharding(
-        jax.lax.while_loop(
-            lambda state: jnp.any(unfinished_rows(state, max_length)),
-            lambda state: strategy.step(model, state, settings),
-            state,
-        )
-    )
+    """Runs decode steps until every row is finished or `max_length` columns are in use.
+
+    Args:
+        steps: how many of them run between two checks, see `steps_of`. The state is the same for
+            any number.
+    """
+
+    def unfinished(state: S) -> Bool[Array, ""]:
+        return jnp.any(unfinished_rows(state, max_length))
+
+    def step(state: S) -> S:
+        return strategy.step(model, state, settings)
+
+    def step_unless_finished(_: int, state: S) -> S:
+        return select_state(unfinished(state), step(state), state)
+
+    def several_steps(state: S) -> S:
+        return jax.lax.fori_loop(0, steps, step_unless_finished, state)
+
+    body = step if steps == 1 else several_steps
+    return with_fixed_sharding(jax.lax.while_loop(unfinished, body, state))
+
+
+def select_state(condition: Bool[Array, ""], after: S, before: S) -> S:
+    """The state after a step where `condition` holds, and else the one before, but for the keys
+    and values of the newest token, which the next step would write again."""
+    before = before.replace(cache=before.cache.replace(layers=after.cache.layers))
+
+    def select(a: Array, b: Array) -> Array:
+        return a if a is b else jnp.where(condition, a, b)
+
+    return jax.tree.map(select, after, before)
 
 
 def with_fixed_sharding(state: S) -> S:
@@ -198,5 +227,20 @@ def finish(strategy: Strategy[S], state: S, settings: DecodeSettings) -> Result:
 
 prefill_program = jax.jit(prefill, static_argnames=("capacity", "new_token_bucket", "chunk_size"))
 # The state is donated: cache and sequences are updated in the buffers that prefill made.
-decode_program = jax.jit(decode, donate_argnames=("state",))
+decode_program = jax.jit(decode, static_argnames=("steps",), donate_argnames=("state",))
 finish_program = jax.jit(finish)
+
+
+def run_decode(
+    strategy: Strategy[S], model: Decoder, state: S, settings: DecodeSettings, max_length: int
+) -> S:
+    """`decode`, compiled; checks as often as suits the platform whether a row is unfinished."""
+    steps = steps_of(strategy, settings, platform_of_arrays(state.is_finished))
+    return decode_program(strategy, model, state, settings, np.int32(max_length), steps)
+
+
+def steps_of(strategy: AnyStrategy, settings: DecodeSettings, platform: str) -> int:
+    """Steps between two checks of the loop that suit the platform and that the strategy allows."""
+    # Selecting between the buffers of all steps' scores would copy them.
+    allowed = strategy.can_repeat_steps and not settings.keeps_steps
+    return steps_between_checks(platform) if allowed else 1

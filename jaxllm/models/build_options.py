@@ -1,4 +1,4 @@
-"""Options for building a model that are not in config.json: dtypes, kernels, remat."""
+"""Options for building a model that are not in config.json: dtypes, kernels, remat, scan."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class Options:
     `dtype` is the compute dtype, `param_dtype` the dtype of the weights. `attn_implementation`:
     "eager" (the reference), "blockwise" (`nn/blockwise.py`), "splash" (`nn/splash.py`, TPUs only),
     "xla" or "cudnn" (`jax.nn.dot_product_attention`). `remat` recomputes each block's activations
-    in the backward pass.
+    in the backward pass. `scan_layers` runs equal blocks in a scan wherever there is no KV cache.
     """
 
     dtype: Any = jnp.float32
     param_dtype: Any = jnp.float32
     attn_implementation: str = "eager"
     remat: bool = False
+    scan_layers: bool = False
 
     @property
     def dtypes(self) -> dict[str, Any]:

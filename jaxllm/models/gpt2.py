@@ -150,6 +150,7 @@ class GPT2Backbone(Backbone[GPT2Config]):
             layer_norm(),
             embedding_dropout=c.embd_pdrop,
             remat=options.remat,
+            scan_layers=options.scan_layers,
         )
 
     def embed_tokens(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.cache.attention_view import document_starts
 from jaxllm.common.errors import InputError
 from jaxllm.models.input_checks import IGNORED, label_ids, on_host
+from jaxllm.nn.platform import entry_of_rows
 
 
 def token_losses(
@@ -31,8 +32,7 @@ def label_logits(logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> Floa
     """
     labels = labels.astype(jnp.int32)  # a narrower type may not hold V
     in_vocabulary = (labels >= 0) & (labels < logits.shape[-1])
-    index = jnp.where(in_vocabulary, labels, 0)[..., None]
-    label_logit = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
+    label_logit = entry_of_rows(logits, jnp.where(in_vocabulary, labels, 0))
     return jnp.where(in_vocabulary, label_logit, 0.0)
 
 

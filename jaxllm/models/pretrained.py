@@ -65,6 +65,7 @@ class Pretrained:
         param_dtype: DTypeLike = "float32",
         attn_implementation: str = "eager",
         remat: bool = False,
+        scan_layers: bool = False,
         **unknown: Any,
     ) -> Self:
         """Makes a model with random weights.
@@ -73,7 +74,7 @@ class Pretrained:
             config: config of the model's family.
             seed: seed of the weights.
             dtype, param_dtype: dtypes of the computation and of the weights.
-            attn_implementation, remat: as in `jaxllm.load`.
+            attn_implementation, remat, scan_layers: as in `jaxllm.load`.
 
         Raises:
             InputError: no config, or another argument.
@@ -89,7 +90,7 @@ class Pretrained:
             dtypes = jnp.dtype(dtype), jnp.dtype(param_dtype)
         except TypeError as failure:
             raise InputError(f"dtype, param_dtype: {failure}") from None
-        options = Options(*dtypes, attn_implementation, remat)
+        options = Options(*dtypes, attn_implementation, remat, scan_layers)
         make: Any = cls
         return make(config, options, rngs=nnx.Rngs(seed))
 

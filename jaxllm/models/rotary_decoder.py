@@ -217,7 +217,9 @@ class RotaryModel(Backbone[C]):
         self.config, self.rope = config, config.rotary
         self.embed = make.embedding()
         blocks = [self.block(make, layer) for layer in range(config.num_hidden_layers)]
-        self.stack = Stack(blocks, make.norm(), remat=options.remat)
+        self.stack = Stack(
+            blocks, make.norm(), remat=options.remat, scan_layers=options.scan_layers
+        )
 
     def block(self, make: LayerFactory, layer: int) -> Block:
         """Builds block number `layer`."""

@@ -19,6 +19,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.nn.attention import Attention
 from jaxllm.nn.blockwise import BY_PARTS, ColumnBias
 from jaxllm.nn.dropout import dropout, split_key
+from jaxllm.nn.layer_scan import scan_layers, unroll_layers
 from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.norm import LayerNorm, RMSNorm
 from jaxllm.nn.platform import after_gradient
@@ -218,7 +219,8 @@ class Stack(nnx.Module):
     """Transformer blocks in sequence, then the final norm.
 
     `position_bias` has no entry, one relative bias for all blocks (T5), or one per block (umT5).
-    With `remat` the backward pass recomputes each block's activations.
+    With `remat` the backward pass recomputes each block's activations. With `scan_layers` calls
+    without a KV cache run equal blocks in a scan, which compiles one of them.
     """
 
     def __init__(
@@ -230,11 +232,12 @@ class Stack(nnx.Module):
         embedding_dropout: float = 0.0,
         output_dropout: float = 0.0,
         remat: bool = False,
+        scan_layers: bool = False,
     ):
         self.blocks, self.norm = nnx.List(blocks), norm
         self.position_bias = nnx.List(position_bias)
         self.embedding_dropout, self.output_dropout = embedding_dropout, output_dropout
-        self.remat = remat
+        self.remat, self.scan_layers = remat, scan_layers
 
     @property
     def has_windows(self) -> bool:
@@ -290,14 +293,41 @@ class Stack(nnx.Module):
             key: dropout key; None in inference.
         """
         run = _run_remat if self.remat else _run_traced_once
-        depth = len(self.blocks)
-        keys = split_key(key, depth + 2)
-        x = constrain(dropout(x, self.embedding_dropout, keys[depth]), "rows")
-        hidden: list[Array] = []
-        outputs: list[BlockOutput] = []
-        contexts = self._contexts(context)
-        for i, block in enumerate(self.blocks):
-            hidden.append(x)
+        keys = split_key(key, len(self.blocks) + 2)
+        x = constrain(dropout(x, self.embedding_dropout, keys[-2]), "rows")
+
+        def step(x: Array, layer: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
+            out = run(layer[0], x, *layer[1:], cache_is_empty, output_attentions)
+            hidden = x if output_hidden_states else None
+            return out.x, (hidden, out.kv, out.attentions, out.cross_attentions)
+
+        inputs = self._layer_inputs(context, layers, cross_kv, head_mask, cross_head_mask, keys)
+        # A scan would copy the KV caches of all layers, at every decode step.
+        run_layers = scan_layers if self.scan_layers and layers is None else unroll_layers
+        x, outputs = run_layers(step, x, inputs)
+        x = dropout(self.norm(x), self.output_dropout, keys[-1])
+        hidden, new_layers, attentions, cross_attentions = zip(*outputs, strict=True)
+        crosses = output_attentions and cross_kv is not None
+        return StackOutput(
+            x=x,
+            layers=None if layers is None else new_layers,
+            hidden_states=(*hidden, x) if output_hidden_states else None,
+            attentions=attentions if output_attentions else None,
+            cross_attentions=cross_attentions if crosses else None,
+        )
+
+    def _layer_inputs(
+        self,
+        context: Context,
+        layers: tuple[KV, ...] | None,
+        cross_kv: tuple[KV, ...] | None,
+        head_mask: Array | None,
+        cross_head_mask: Array | None,
+        keys: tuple[Array | None, ...],
+    ) -> list[tuple[Block, Context, KV | None, KV | None, BlockOptions]]:
+        """The arguments of each block's run, except x."""
+        inputs = []
+        for i, (block, own) in enumerate(zip(self.blocks, self._contexts(context), strict=True)):
             options = BlockOptions(
                 head_mask=_layer_head_mask(head_mask, i),
                 cross_head_mask=_layer_head_mask(cross_head_mask, i),
@@ -305,22 +335,8 @@ class Stack(nnx.Module):
             )
             cache = None if layers is None else layers[i]
             cross = None if cross_kv is None else cross_kv[i]
-            flags = (cache_is_empty, output_attentions)
-            outputs.append(run(block, x, contexts[i], cache, cross, options, *flags))
-            x = outputs[-1].x
-        x = dropout(self.norm(x), self.output_dropout, keys[depth + 1])
-
-        def per_layer(name: str) -> tuple[Any, ...]:
-            return tuple(getattr(out, name) for out in outputs)
-
-        crosses = output_attentions and cross_kv is not None
-        return StackOutput(
-            x=x,
-            layers=None if layers is None else per_layer("kv"),
-            hidden_states=(*hidden, x) if output_hidden_states else None,
-            attentions=per_layer("attentions") if output_attentions else None,
-            cross_attentions=per_layer("cross_attentions") if crosses else None,
-        )
+            inputs.append((block, own, cache, cross, options))
+        return inputs
 
     def _contexts(self, context: Context) -> list[Context]:
         """Each block's context, with its attention window and its relative bias."""

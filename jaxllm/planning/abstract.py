@@ -34,6 +34,7 @@ def abstract_model(
     dtype: Any = "bfloat16",
     attn_implementation: str = "auto",
     remat: bool = False,
+    scan_layers: bool = False,
     quantize: str | None = None,
 ) -> Any:
     """A model of `jax.ShapeDtypeStruct` parameters: no weights are read or allocated.
@@ -47,7 +48,7 @@ def abstract_model(
             that this machine does not have.
         device: the device that holds all parameters, in place of a mesh. None: the first of JAX.
         dtype: dtype of weights and computation: float32, bfloat16 or float16.
-        attn_implementation, remat, quantize: as `jaxllm.load`.
+        attn_implementation, remat, scan_layers, quantize: as `jaxllm.load`.
 
     Raises:
         MissingFileError: there is no config.json.
@@ -68,6 +69,7 @@ def abstract_model(
         param_dtype=dtype,
         attn_implementation=implementation_for(attn_implementation, platform),
         remat=remat,
+        scan_layers=scan_layers,
     )
     model = jax.eval_shape(lambda: spec.make(spec.config, options, rngs=None))
     if quantize is not None:

@@ -149,14 +149,21 @@ class Module:
             for name in instruction.called():
                 yield from self.reachable(name)
 
-    def main_loop(self) -> str:
-        """Body of the outermost loop with the most instructions; the entry if there is no loop."""
-        bodies = [body for loop in self.outer_loops(self.entry) for body in loop.called("body")]
+    def main_loop(self, depth: int = 1) -> str:
+        """Body of the outermost loop with the most instructions; the entry if there is no loop.
+
+        Args:
+            depth: 2 for the body of such a loop inside that one, and so on.
+        """
 
         def length(body: str) -> int:
             return sum(1 for _ in self.reachable(body))
 
-        return max(bodies, key=length) if bodies else self.entry
+        step = self.entry
+        for _ in range(depth):
+            bodies = [body for loop in self.outer_loops(step) for body in loop.called("body")]
+            step = max(bodies, key=length, default=step)
+        return step
 
     def outer_loops(self, start: str) -> Iterator[Instruction]:
         """The loops of a computation that are not inside of another loop."""

@@ -24,7 +24,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.generation.call.prepare import Request, prepare_call
 from jaxllm.generation.generate import program_model, run_prefill
 from jaxllm.generation.inputs.values import is_integer
-from jaxllm.generation.loop import decode_program, prefill_program
+from jaxllm.generation.loop import decode_program, prefill_program, steps_of
 from jaxllm.models.model import Model, without_metadata
 from jaxllm.parallel.field_axes import field_shardings
 from jaxllm.parallel.placement import mesh_of, put, put_everywhere, put_tree
@@ -59,8 +59,9 @@ class LoweredProgram:
     name: str
     """`decode`, `prefill`, `batch.decode`, `batch.prefill` or `train`."""
     lowered: jax.stages.Lowered
-    loops: bool
-    """True if a step is the body of the program's loop; False if it is the whole program."""
+    loops: int
+    """How many loops a step is the body of: 0 if it is the whole program, 2 if it is inside a loop
+    of a fixed number of steps."""
     weight_bytes: int
     """The model's parameters."""
     read_weight_bytes: int
@@ -221,9 +222,13 @@ def lower_decode(
     max_length = target.everywhere(np.int32(request.max_length))
     model = program_model(target.model, request)
     with use_mesh(target.mesh):
-        traced = decode_program.trace(request.strategy, model, state, request.settings, max_length)
+        arguments = (request.strategy, model, state, request.settings, max_length)
+        steps = steps_of(request.strategy, request.settings, target.device.platform)
+        traced = decode_program.trace(*arguments, steps)
     position = len(jax.tree.leaves(request.strategy))
-    yield target.lowered("decode", traced, position, loops=True, **cache_numbers(state.cache))
+    yield target.lowered(
+        "decode", traced, position, loops=1 + (steps > 1), **cache_numbers(state.cache)
+    )
 
 
 def lower_prefill(
@@ -236,7 +241,7 @@ def lower_prefill(
         traced = run_prefill(model, request, prefill_program.trace)
     position = len(jax.tree.leaves(request.strategy))
     cache = decode_state(target, request).cache
-    yield target.lowered("prefill", traced, position, loops=False, **cache_numbers(cache))
+    yield target.lowered("prefill", traced, position, loops=0, **cache_numbers(cache))
 
 
 def lower_batch(
@@ -260,8 +265,8 @@ def lower_batch(
     with use_mesh(target.mesh):
         prefill, decode = traced_programs(target.model, slots, prompts, stops, group, sizes)
     numbers = cache_numbers(slots.state.cache)
-    yield target.lowered("batch.decode", decode, loops=True, **numbers)
-    yield target.lowered("batch.prefill", prefill, loops=False, **numbers)
+    yield target.lowered("batch.decode", decode, loops=1, **numbers)
+    yield target.lowered("batch.prefill", prefill, loops=0, **numbers)
 
 
 def lower_train(
@@ -293,7 +298,7 @@ def lower_train(
         batch = {name: put(x, batch_sharding(target.mesh)) for name, x in batch.items()}
     with use_mesh(target.mesh):
         traced = step.trace(state, batch)
-    program = target.lowered("train", traced, loops=False)
+    program = target.lowered("train", traced, loops=0)
     # A step reads float32 parameters, whatever the model's dtype.
     weights = device_bytes(state.params)
     yield dataclasses.replace(program, weight_bytes=weights, read_weight_bytes=weights)

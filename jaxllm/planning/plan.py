@@ -92,6 +92,7 @@ def plan(
     program: str | Sequence[str] | None = None,
     attn_implementation: str = "auto",
     remat: bool = False,
+    scan_layers: bool = False,
     quantize: str | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> Plan:
@@ -111,7 +112,7 @@ def plan(
         dtype: dtype of weights and computation; a training step keeps its weights in float32.
         program: "decode", "prefill", "batch" (its programs are `batch.decode` and `batch.prefill`),
             "train", or several of them. None: all.
-        attn_implementation, remat: as `jaxllm.load`.
+        attn_implementation, remat, scan_layers: as `jaxllm.load`.
         quantize: as `jaxllm.load`; a quantized model has no training step.
         progress: called with the name of each program before it is compiled.
 
@@ -137,6 +138,7 @@ def plan(
         dtype=dtype,
         attn_implementation=attn_implementation,
         remat=remat,
+        scan_layers=scan_layers,
         quantize=quantize,
     )
     plans = []
@@ -215,7 +217,7 @@ def plan_program(program: LoweredProgram, chip: Chip) -> ProgramPlan:
     text = compiled.as_text()
     assert text is not None  # the compilers of all topologies return it
     module = hlo.Module.parse(text)
-    step = module.main_loop() if program.loops else module.entry
+    step = module.main_loop(program.loops)
     estimate = None
     if chip.clock is not None:
         estimate = round(hlo.cycles(module, step) / chip.clock * 1e6, 1)

@@ -18,6 +18,7 @@ from generation_tools import (
 )
 
 import jaxllm
+from jaxllm.generation.loop import decode_program
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -70,6 +71,37 @@ def test_stream_equals_generate_and_shares_its_programs(name, chunk_size):
     assert compilations(run) == []
     np.testing.assert_array_equal(np.concatenate(chunks, axis=1), full[:, -11:])
     assert [c.shape[1] for c in chunks[:-1]] == [chunk_size] * (len(chunks) - 1)
+
+
+@pytest.mark.parametrize(("name", "do_sample"), [("s_llama", True), ("s_t5_gated", False)])
+def test_several_steps_between_checks_give_the_same_state(name, do_sample):
+    _, ids, mask = prompts(name, (7, 3, 4))
+    fields = {"do_sample": do_sample, "max_new_tokens": 12}
+    free = jaxllm.generate(model(name), ids, mask, **fields, key=0, eos_token_id=None).sequences
+    # Rows end at different steps, the last one in the middle of four.
+    eos = [int(row[column]) for row, column in zip(free, (-9, -5, -3), strict=True)]
+
+    def states(steps, max_length, **more):
+        bare, call, state = started(name, ids, mask, **fields, **more)
+        columns = call.max_length if max_length is None else max_length + call.start_len
+        inputs = (call.strategy, bare, state, call.settings, np.int32(columns))
+        return decode_program(*inputs, steps)
+
+    for more, max_length in (({"eos_token_id": eos}, None), ({"eos_token_id": None}, 7)):
+        one, four = states(1, max_length, **more), states(4, max_length, **more)
+        assert (int(one.step) - 1) % 4 != 0
+        length = int(one.cache.length)
+        # The slot of the newest token is not in use: the next step writes it.
+        used = [
+            state.replace(
+                keys=jax.random.key_data(state.keys),
+                cache=state.cache.replace(
+                    layers=[layer.prefix(length) for layer in state.cache.layers]
+                ),
+            )
+            for state in (one, four)
+        ]
+        jax.tree.map(np.testing.assert_array_equal, *used)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

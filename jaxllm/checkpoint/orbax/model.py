@@ -60,6 +60,7 @@ def load_weights(
     mesh: Mesh | None = None,
     attn_implementation: str = "auto",
     remat: bool = False,
+    scan_layers: bool = False,
 ) -> Any:
     """Loads the model that `save_weights` wrote; parameters keep their dtypes."""
     with RunCheckpoints(folder / WEIGHTS_FOLDER, writable=False) as checkpoints:
@@ -71,6 +72,7 @@ def load_weights(
             param_dtype=dtype,
             attn_implementation=implementation_for(attn_implementation, jax.default_backend()),
             remat=remat,
+            scan_layers=scan_layers,
         )
         spec = model_spec(record.meta["config"])
         shapes = nnx.eval_shape(lambda: spec.make(spec.config, options, rngs=None))

@@ -99,6 +99,7 @@ class Sample(Strategy[SampleState]):
     sampled_rows: Bool[Array, " B"] | None = None
     """Rows that sample, if `sampling`; None: all."""
     allows_ring_cache = True
+    can_repeat_steps = True
 
     @property
     def keys_per_row(self) -> int:

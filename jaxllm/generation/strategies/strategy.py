@@ -89,6 +89,12 @@ class DecodeSettings:
     """`output_attentions`."""
 
     @property
+    def keeps_steps(self) -> bool:
+        """True if the result has arrays of every step."""
+        hidden = self.keep_hidden_states or self.keep_attentions
+        return self.keep_scores or self.keep_logits or hidden
+
+    @property
     def decode_options(self) -> dict[str, Any]:
         """Arguments of `Decoder.decode` at every step."""
         return {
@@ -209,6 +215,9 @@ class Strategy(Generic[S]):
     """Chosen tokens are final, so that they can be streamed."""
     allows_ring_cache: ClassVar[bool] = False
     """Decodes new columns one at a time, so that a sliding window may be a ring buffer."""
+    can_repeat_steps: ClassVar[bool] = False
+    """A step overwrites nothing but the state's small arrays and the cache's slot of the newest
+    token, and writes the same there if it runs once more."""
     can_continue: ClassVar[bool] = True
     """Can start from the cache of `PastKeyValues`."""
     extra_decode_options: ClassVar[Mapping[str, Any]] = {}

@@ -131,4 +131,5 @@ def make_stack(
         embedding_dropout=config.dropout_rate,
         output_dropout=config.dropout_rate,
         remat=options.remat,
+        scan_layers=options.scan_layers,
     )

@@ -1,11 +1,17 @@
 """Platform tuning: operations whose plain form is slow on some backend.
 
 Each function computes the same result on every backend. Code written for one of them is marked
-``PERF(cpu)`` or ``PERF(tpu)``. Tuning belongs here, as a branch, not in the layers.
+``PERF(cpu)``, ``PERF(tpu)`` or ``PERF(gpu)``. Tuning belongs here, as a branch, not in the layers.
 """
 
 from jaxllm.nn.platform.attention import attend_cache
-from jaxllm.nn.platform.decoding import argmax_of_rows, in_blocks, split_heads, writes_one_slot
+from jaxllm.nn.platform.decoding import (
+    argmax_of_rows,
+    in_blocks,
+    split_heads,
+    steps_between_checks,
+    writes_one_slot,
+)
 from jaxllm.nn.platform.products import times_transposed
 from jaxllm.nn.platform.quantized_products import (
     as_int8,
@@ -14,7 +20,7 @@ from jaxllm.nn.platform.quantized_products import (
     times_int4_transposed,
     times_int8_transposed,
 )
-from jaxllm.nn.platform.training import after_gradient, random_uint16
+from jaxllm.nn.platform.training import after_gradient, entry_of_rows, random_uint16
 
 __all__ = [
     "after_gradient",
@@ -22,9 +28,11 @@ __all__ = [
     "as_int8",
     "attend_cache",
     "dequantized_blocks",
+    "entry_of_rows",
     "in_blocks",
     "random_uint16",
     "split_heads",
+    "steps_between_checks",
     "times_blocks_transposed",
     "times_int4_transposed",
     "times_int8_transposed",

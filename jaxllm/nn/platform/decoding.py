@@ -27,6 +27,13 @@ def writes_one_slot(platform: str) -> bool:
     return platform == "tpu"
 
 
+def steps_between_checks(platform: str) -> int:
+    """Decode steps that a loop runs before it checks again whether a row is unfinished."""
+    # PERF(gpu): XLA copies the condition of a loop of unknown length to the host, which waits for
+    # the step's kernels before it launches those of the next one; docs/plan.md.
+    return 4 if platform in ("gpu", "cuda", "rocm") else 1
+
+
 def argmax_of_rows(x: Float[Array, "B V"]) -> Int[Array, " B"]:
     """Index of the largest entry of each row, int32; the first of equal ones. No entry is NaN."""
 

@@ -1,4 +1,4 @@
-"""Training steps: random numbers of dropout, and the order of a recomputed backward pass."""
+"""Training steps: random numbers of dropout, logits of labels, order of the backward pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, UInt16, UInt32
+from jaxtyping import Array, Float, Int, UInt16, UInt32
 
 
 def random_uint16(key: Array, shape: tuple[int, ...]) -> UInt16[Array, ...]:
@@ -44,6 +44,21 @@ def random_words(key: Array, shape: tuple[int, ...]) -> UInt32[Array, ...]:
     # PERF(cpu): without the barrier XLA fuses their generation into every use and repeats it;
     # benchmarks/train.py.
     return jax.lax.optimization_barrier(jax.random.bits(key, shape, jnp.uint32))
+
+
+def entry_of_rows(x: Float[Array, "*B V"], index: Int[Array, "*B"]) -> Float[Array, "*B"]:
+    """``x[..., index]`` of each row."""
+
+    def gathered(x: Array, index: Array) -> Array:
+        return jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0]
+
+    # PERF(tpu): a gather needs an array of x, where a sum over x is part of the pass that computes
+    # it: logits then stay in bfloat16; docs/plan.md.
+    def selected(x: Array, index: Array) -> Array:
+        is_entry = jnp.arange(x.shape[-1]) == index[..., None]
+        return jnp.sum(jnp.where(is_entry, x, 0), axis=-1)
+
+    return jax.lax.platform_dependent(x, index, tpu=selected, default=gathered)
 
 
 def after_gradient(x: Array, gradient: Array) -> Array:

@@ -78,6 +78,7 @@ def loaded_model(
         architecture=source.architecture,
         config=source.overrides,
         remat=source.remat,
+        scan_layers=source.scan_layers,
         attn_implementation=source.attn_implementation,
         progress=progress,
     )
@@ -90,6 +91,7 @@ def new_model(source: ModelSource, seed: int) -> tuple[Model[Any], None]:
     options = Options(
         dtype=jnp.dtype(source.dtype or "float32"),
         remat=source.remat,
+        scan_layers=source.scan_layers,
         attn_implementation=implementation_for(source.attn_implementation, jax.default_backend()),
     )
     return jax.jit(lambda: spec.make(spec.config, options, rngs=nnx.Rngs(seed)))(), None
@@ -117,6 +119,7 @@ def with_classifier(
         dtype=model.backbone.embed.dtype,
         param_dtype=weight.dtype,
         remat=model.backbone.stack.remat,
+        scan_layers=model.backbone.stack.scan_layers,
         attn_implementation=model.backbone.stack.blocks[0].attn.implementation,
     )
     make = FAMILIES[model_type].classes[name]

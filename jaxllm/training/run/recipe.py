@@ -43,6 +43,7 @@ class ModelSource:
         dtype: compute dtype; None: as `jaxllm.load` chooses. Trained parameters are
             float32.
         remat: recompute the activations of each block in the backward pass, to save memory.
+        scan_layers: run equal layers in a scan, so that a deep model compiles faster.
         attn_implementation: auto (splash on a TPU, blockwise on a GPU, eager elsewhere), eager,
             blockwise, splash, xla or cudnn.
     """
@@ -56,6 +57,7 @@ class ModelSource:
     tokenizer: str | None = None
     dtype: Dtype | None = None
     remat: bool = False
+    scan_layers: bool = False
     attn_implementation: Literal["auto", "eager", "blockwise", "splash", "xla", "cudnn"] = "auto"
 
     def __post_init__(self):
