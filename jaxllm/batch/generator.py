@@ -18,6 +18,7 @@ from jaxllm.batch.static_batches import batches, run_static_batch
 from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import checked_iterable, is_integer
 from jaxllm.generation.settings.config import GenerationConfig
@@ -242,5 +243,5 @@ def checked_slots(slots: int | None, mesh: Mesh | None) -> int:
         per_shard = DEFAULT_SLOTS.get(jax.default_backend(), DEFAULT_ACCELERATOR_SLOTS)
         return per_shard * row_shards(mesh)
     if not is_integer(slots) or not 1 <= slots <= MAX_SLOTS:
-        raise InputError(f"slots: expected an integer from 1 to {MAX_SLOTS}, found {slots!r}")
+        raise InputError(f"slots: expected an integer from 1 to {MAX_SLOTS}, found {quoted(slots)}")
     return slots

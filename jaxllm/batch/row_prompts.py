@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.padded_batch import checked_ids
 from jaxllm.generation.inputs.values import to_scalar
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -109,5 +110,5 @@ def _id_array(ids: object) -> Shaped[np.ndarray, " T"]:
         with contextlib.suppress(ValueError):  # ragged nested lists
             array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0:
-        raise InputError(f"input_ids: expected a list of token ids, found {ids!r:.60}")
+        raise InputError(f"input_ids: expected a list of token ids, found {quoted(ids)}")
     return array

@@ -14,6 +14,7 @@ from jaxtyping import Int
 from jaxllm.batch.constraints import CONSTRAINT_KEYS, ConstraintCompiler, RowConstraint
 from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.call import prompts
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.inputs.arguments import CallArguments
@@ -170,7 +171,7 @@ class RawRow:
             return {"input_ids": self.raw}
         for name in self.raw:
             if not isinstance(name, str):
-                raise InputError(f"a row's fields have names, but one is {name!r:.60}")
+                raise InputError(f"a row's fields have names, but one is {quoted(name)}")
             if keys is not None and name not in keys:
                 raise InputError(f"{name}: unknown; this task reads {', '.join(sorted(keys))}")
         return dict(self.raw)
@@ -323,5 +324,5 @@ class RowReader:
 
 def checked_seed(seed: Any) -> int:
     if not is_integer(seed) or not 0 <= seed <= MAX_SEED:
-        raise InputError(f"seed: expected an integer from 0 to 2**32 - 1, found {seed!r}")
+        raise InputError(f"seed: expected an integer from 0 to 2**32 - 1, found {quoted(seed)}")
     return int(seed)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxllm.checkpoint.safetensors.reader import OTHER_FORMATS, USE_SAFETENSORS
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
+from jaxllm.common.messages import quoted
 
 WEIGHT_FILES = (".safetensors", ".gguf")
 
@@ -50,7 +51,9 @@ def resolve(
             advice = USE_SAFETENSORS if pickled else "give its folder, a .safetensors or a .gguf"
             raise UnsupportedError(f"{path} is not a weight file that jaxllm opens: {advice}")
         if revision is not None:
-            raise InputError(f"revision={revision!r} is for Hub ids, but {path} is a local path")
+            raise InputError(
+                f"revision={quoted(revision)} is for Hub ids, but {path} is a local path"
+            )
         return path
     if not isinstance(path_or_hub_id, str) or _looks_like_path(text):
         raise MissingFileError(f"{expanded!r}: no such file or folder")

@@ -196,10 +196,12 @@ def float_dtype(name: str, value: DTypeLike | None) -> np.dtype | None:
         return None
     try:
         dtype = jnp.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter for text that is no Unicode
         dtype = None
     if dtype not in FLOATS:
-        raise UnsupportedError(f"{name}: expected float32, bfloat16 or float16, found {value!r}")
+        raise UnsupportedError(
+            f"{name}: expected float32, bfloat16 or float16, found {quoted(value)}"
+        )
     return dtype
 
 

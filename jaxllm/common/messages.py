@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 MAX_CHARACTERS = 120
@@ -9,14 +10,21 @@ MAX_NAMES = 10
 
 
 def quoted(value: object) -> str:
-    """A value from a file, a string in quotes, shortened to about 120 characters.
+    """A value from a file or a caller, a string in quotes, shortened to about 120 characters.
 
-    >>> quoted("lm_head.weight"), quoted([1, 2])
-    ("'lm_head.weight'", '[1, 2]')
+    Python refuses to write integers of more than 4,300 digits.
+
+    >>> quoted("lm_head.weight"), quoted([1, 2]), quoted(10**5000)
+    ("'lm_head.weight'", '[1, 2]', 'an integer of 5001 digits')
     """
     if isinstance(value, str):
         return repr(shortened(value))
-    return shortened(str(value))
+    try:
+        return shortened(str(value))
+    except ValueError:
+        if isinstance(value, int):
+            return f"an integer of {int(math.log10(abs(value))) + 1} digits"
+        return f"a {type(value).__name__} that holds an integer of thousands of digits"
 
 
 def shortened(text: str, limit: int = MAX_CHARACTERS) -> str:

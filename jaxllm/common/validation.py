@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from jaxllm.common.errors import ConfigError, JaxLLMError
+from jaxllm.common.messages import quoted
 
 T = TypeVar("T")
 NAMES = {
@@ -76,7 +77,7 @@ def check_types(value: object, error: type[JaxLLMError] = ConfigError) -> None:
         try:
             adapter(hint).validate_python(content, strict=True)
         except ValidationError:
-            raise error(f"{name}: expected {_spelled(hint)}, found {content!r:.80}") from None
+            raise error(f"{name}: expected {_spelled(hint)}, found {quoted(content)}") from None
 
 
 def admits_null(cls: type, name: str) -> bool:
@@ -115,10 +116,10 @@ def _message(cls: Any, raw: Any, errors: Sequence[ErrorDetails]) -> str:
     if error["type"] == "value_error":
         return _dotted(where, error["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
     if not where and not isinstance(content, Mapping):
-        return f"expected fields, found {content!r}"
+        return f"expected fields, found {quoted(content)}"
     if not where:
         return error["msg"]
-    return f"{where}: expected {_spelled(hint)}, found {content!r}"
+    return f"{where}: expected {_spelled(hint)}, found {quoted(content)}"
 
 
 def _dotted(where: str, name: object) -> str:

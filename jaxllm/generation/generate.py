@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.call.keys import RandomKey
 from jaxllm.generation.call.memory import check_memory, is_large
@@ -110,7 +111,9 @@ def generate(
     """
     streamer = fields.pop("streamer", None)
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise InputError(f"streamer: expected an object with put() and end(), found {streamer!r}")
+        raise InputError(
+            f"streamer: expected an object with put() and end(), found {quoted(streamer)}"
+        )
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     with use_mesh(request.mesh), generating(request, streamer):
         return run(model, request, streamer)
@@ -155,7 +158,9 @@ def stream(
         NonFiniteError: as `generate`, at the step where it happens.
     """
     if not is_integer(chunk_size) or chunk_size < 1:
-        raise InputError(f"chunk_size: expected an integer of 1 or more, found {chunk_size!r}")
+        raise InputError(
+            f"chunk_size: expected an integer of 1 or more, found {quoted(chunk_size)}"
+        )
     request = prepare_call(model, input_ids, attention_mask, generation_config, key, fields)
     if request.traced:
         raise InputError("stream: runs on the host, outside jax.jit; use generate inside")

@@ -18,6 +18,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ def check_mesh(mesh: Any) -> None:
     if not has_axes or any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):
         raise InputError(
             f"mesh: expected what jaxllm.make_mesh returns, with the automatic axes "
-            f"{', '.join(AXES)}; found {mesh!r}"
+            f"{', '.join(AXES)}; found {quoted(mesh)}"
         )
 
 

@@ -15,6 +15,8 @@ from jaxllm.common.errors import InputError
 
 MODEL = tiny.make("llama", num_hidden_layers=1)
 HUGE = 10**400
+LONG = 10**5000
+"""More digits than Python writes."""
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,19 @@ def test_wrong_values_are_errors_of_their_row(name, fields):
 def test_a_single_row_is_no_list_of_rows(call, rows):
     with pytest.raises(InputError, match=r"(rows|prompts|completions): expected a list of"):
         call(rows)
+
+
+@pytest.mark.parametrize(
+    "value", [LONG, [LONG], {"a": LONG}, {LONG: 1}], ids=["int", "list", "value", "key"]
+)
+def test_an_integer_that_python_does_not_write_is_an_error_of_its_row(value):
+    reader = RowReader(MODEL, None, {}, 0)
+    wrong = [{"input_ids": [5], name: value} for name in ("seed", "id", "top_k", "suppress_tokens")]
+    if isinstance(value, int):  # which is a valid id
+        del wrong[1]
+    for raw in [*wrong, {"input_ids": value}, {"prompt": value}, {LONG: value}]:
+        with pytest.raises(InputError, match=r"integer of (5001|thousands of) digits|found object"):
+            reader.read(RawRow(0, 0, raw))
 
 
 def test_settings_are_told_apart_by_all_their_values():

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key, UInt32
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.values import is_traced
 
 RandomKey: TypeAlias = Array | np.ndarray | int | None
@@ -62,7 +63,7 @@ def _typed_key(key: Any) -> Key[Array, ""]:
     if np.ndim(key) == 0 and jnp.issubdtype(getattr(key, "dtype", type(key)), jnp.integer):
         key = jax.random.key(key if is_traced(key) else int(key) % 2**32)
     elif not hasattr(key, "dtype"):
-        raise InputError(f"key: expected jax.random.key(...) or an int, found {key!r}")
+        raise InputError(f"key: expected jax.random.key(...) or an int, found {quoted(key)}")
     elif not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         try:
             key = jax.random.wrap_key_data(key)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Key
 
 from jaxllm.cache.variants import PLAIN, CacheKind
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.call.past_key_values import PastKeyValues, continuation
 from jaxllm.generation.call.prompts import PreparedInputs
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, PaddedBatch, last_token_columns
@@ -189,13 +190,14 @@ def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
         bits = options.pop("nbits", None)
         if bits != 8:
             raise UnsupportedError(
-                f"cache_config: nbits={bits!r} is not supported; a quantized cache has 8 bits "
+                f"cache_config: nbits={quoted(bits)} is not supported; a quantized cache has "
+                "8 bits "
                 'here, so say cache_config={"nbits": 8}'
             )
         if options:
             name, value = next(iter(options.items()))
             raise UnsupportedError(
-                f"cache_config: {name}={value!r} is not supported; each head and slot "
+                f"cache_config: {name}={quoted(value)} is not supported; each head and slot "
                 "has a scale of its own, and there are no backends, groups or residual lengths"
             )
         kind = CacheKind(quantized=True)

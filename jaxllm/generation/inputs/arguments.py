@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.common.renamed_arguments import GENERATE, drop_renamed
 from jaxllm.models.decoder import GenerativeModel
 
@@ -136,5 +137,7 @@ def processor_list(processors: object) -> tuple[Callable[..., Array], ...]:
     if processors is None:
         return ()
     if not isinstance(processors, list | tuple):
-        raise InputError(f"logits_processor: expected a list of callables, found {processors!r}")
+        raise InputError(
+            f"logits_processor: expected a list of callables, found {quoted(processors)}"
+        )
     return tuple(processors)

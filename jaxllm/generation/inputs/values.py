@@ -94,7 +94,9 @@ def float_leaf(owner: str, name: str, value: Number, interval: str) -> Float[Arr
         return jnp.asarray(value, jnp.float32)
     number = to_scalar(value)
     if not is_number(number) or not in_interval(interval, number):
-        raise InputError(f"{owner}: `{name}` must be a number in {interval}, but is {value!r}")
+        raise InputError(
+            f"{owner}: `{name}` must be a number in {interval}, but is {quoted(value)}"
+        )
     return np.float32(number)  # pyright: ignore[reportReturnType]  (a leaf like any other)
 
 
@@ -115,7 +117,7 @@ def int_leaf(owner: str, name: str, value: object, *, least: int = 0) -> Int[Arr
         good = is_integer(number) and least <= number <= np.iinfo(np.int32).max
     if not good:
         raise InputError(
-            f"{owner}: `{name}` must be an integer of at least {least}, but is {value!r}"
+            f"{owner}: `{name}` must be an integer of at least {least}, but is {quoted(value)}"
         )
     return np.asarray(numbers, np.int32)  # pyright: ignore[reportReturnType]
 
@@ -139,7 +141,7 @@ def id_table(owner: str, name: str, value: TokenIds) -> Int[Array, " E"]:
     if isinstance(ids, list):
         for item in ids:
             if not is_integer(item) or not 0 <= item <= np.iinfo(np.int32).max:
-                raise InputError(f"{owner}: `{name}` must hold token ids, but holds {item!r}")
+                raise InputError(f"{owner}: `{name}` must hold token ids, but holds {quoted(item)}")
         table = np.full(bucket(len(ids), _SMALLEST_ID_TABLE), NO_TOKEN, np.int32)
         table[: len(ids)] = ids
         return table  # pyright: ignore[reportReturnType]

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.values import (
     NO_TOKEN,
     TokenIds,
@@ -73,7 +74,9 @@ class NoBadWordsLogitsProcessor(LogitsProcessor):
     ) -> None:
         owner = type(self).__name__
         if isinstance(bad_words_ids, str) or not isinstance(bad_words_ids, Sequence):
-            raise InputError(f"{owner}: `bad_words_ids` must be a list, but is {bad_words_ids!r}")
+            raise InputError(
+                f"{owner}: `bad_words_ids` must be a list, but is {quoted(bad_words_ids)}"
+            )
         if not bad_words_ids:
             raise InputError(f"{owner}: `bad_words_ids` is empty")
         store(
@@ -101,10 +104,12 @@ def word_table(owner: str, name: str, words: Sequence[Sequence[int]]) -> Int[Arr
     """
     for word in words:
         if isinstance(word, str) or not isinstance(word, Sequence) or not word:
-            raise InputError(f"{owner}: `{name}` needs non-empty lists of ids, but has {word!r}")
+            raise InputError(
+                f"{owner}: `{name}` needs non-empty lists of ids, but has {quoted(word)}"
+            )
         for item in word:
             if not is_integer(item) or not 0 <= item <= np.iinfo(np.int32).max:
-                raise InputError(f"{owner}: `{name}` must hold token ids, but holds {item!r}")
+                raise InputError(f"{owner}: `{name}` must hold token ids, but holds {quoted(item)}")
     shape = bucket(len(words), 8), bucket(max(map(len, words)), 4)
     table = np.full(shape, NO_TOKEN, np.int32)
     for row, word in zip(table, words, strict=False):
@@ -121,7 +126,7 @@ def _pairs(owner: str, sequence_bias: Any) -> list[tuple[tuple[int, ...], float]
     if not pairs:
         raise InputError(
             f"{owner}: `sequence_bias` must map tuples of ids to numbers, or list [ids, number] "
-            f"pairs, and not be empty, but is {sequence_bias!r}"
+            f"pairs, and not be empty, but is {quoted(sequence_bias)}"
         )
     return list(pairs.items())
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.processors.base import LogitsProcessor, LogitsProcessorList, Scores
 from jaxllm.generation.processors.bias import (
@@ -259,7 +260,9 @@ def _merged(
 ) -> list[Callable[..., Scores]]:
     for processor in extra:
         if not callable(processor):
-            raise InputError(f"`logits_processor` must hold callables, but holds {processor!r}")
+            raise InputError(
+                f"`logits_processor` must hold callables, but holds {quoted(processor)}"
+            )
     replacing: dict[type, Any] = {
         type(p): p for p in reversed(extra) if isinstance(p, LogitsProcessor)
     }

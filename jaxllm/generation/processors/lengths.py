@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.values import TokenIds, float_leaf, id_table, int_leaf
 from jaxllm.generation.processors.base import (
     History,
@@ -107,7 +108,7 @@ class ExponentialDecayLengthPenalty(LogitsProcessor):
         except (TypeError, ValueError):
             raise InputError(
                 f"{owner}: `{name}` must be (start, factor), "
-                f"but is {exponential_decay_length_penalty!r}"
+                f"but is {quoted(exponential_decay_length_penalty)}"
             ) from None
         prompt = int_leaf(owner, "input_ids_seq_length", input_ids_seq_length)
         store(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer
 from jaxllm.generation.processors.base import (
     CurLen,
@@ -105,7 +106,9 @@ class HammingDiversityLogitsProcessor(LogitsProcessor):
         owner = type(self).__name__
         for name, value in [("num_beams", num_beams), ("num_beam_groups", num_beam_groups)]:
             if not is_integer(value) or value < 2:
-                raise InputError(f"{owner}: `{name}` must be an integer above 1, but is {value!r}")
+                raise InputError(
+                    f"{owner}: `{name}` must be an integer above 1, but is {quoted(value)}"
+                )
         if num_beam_groups > num_beams:
             raise InputError(
                 f"{owner}: `num_beam_groups` ({num_beam_groups}) must be at most `num_beams` "

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.values import Number, float_leaf, int_leaf, is_integer, is_traced
 from jaxllm.generation.processors.base import (
     History,
@@ -79,7 +80,7 @@ class Filter(ScoresProcessor):
         if not is_integer(min_tokens_to_keep) or min_tokens_to_keep < 1:
             raise InputError(
                 f"{owner}: `min_tokens_to_keep` must be an integer of at least 1, "
-                f"but is {min_tokens_to_keep!r}"
+                f"but is {quoted(min_tokens_to_keep)}"
             )
         value = float_leaf(owner, "filter_value", filter_value, "[-inf, inf]")
         store(self, filter_value=value, min_tokens_to_keep=int(min_tokens_to_keep), **values)

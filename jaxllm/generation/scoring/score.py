@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError, NonFiniteError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.call.prompts import decoder_prompt
 from jaxllm.generation.inputs.arguments import TokenRows
 from jaxllm.generation.inputs.batching import run_in_batches
@@ -125,7 +126,9 @@ def stream_scores(
     """
     pairs = read_pairs(model, prompts, completions, attention_mask, completion_mask)
     if not is_integer(batch_size) or batch_size < 1:
-        raise InputError(f"batch_size: expected an integer of 1 or more, found {batch_size!r}")
+        raise InputError(
+            f"batch_size: expected an integer of 1 or more, found {quoted(batch_size)}"
+        )
     run = batch_scorer(model)
     for i, scores in run_in_batches(run, pairs, batch_size, length=lambda pair: pair.size):
         log_probs, is_best, is_finite = (x[: len(pairs[i].completion)] for x in scores)
@@ -282,7 +285,7 @@ def token_rows(
         if ids.size == 0:
             ids = ids.astype(np.int32)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise InputError(f"{name}[{i}]: expected a list of token ids, found {row!r}")
+            raise InputError(f"{name}[{i}]: expected a list of token ids, found {quoted(row)}")
         if mask is not None:
             ids = ids[real_columns(f"{mask_name}[{i}]", mask[i])]
         bad = (ids < 0) | (ids >= vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.fields import Condition, checked_value
@@ -55,7 +56,7 @@ def check_for_use(config: GenerationConfig) -> GenerationConfig:
             continue
         supported = " or ".join(map(repr, field.supported))
         raise UnsupportedError(
-            f"`{name}`={value!r} ({field.doc}) is not supported: it must be {supported}"
+            f"`{name}`={quoted(value)} ({field.doc}) is not supported: it must be {supported}"
         )
     if "cache_implementation" in ineffective:
         ineffective |= {"cache_config"} - config.explicit
@@ -93,14 +94,14 @@ def check_consistent(
         forced = token_tuple(getattr(config, name))
         if forced and suppressed.issuperset(forced):
             raise InputError(
-                f"`{name}`={getattr(config, name)!r} is also in `suppress_tokens`, "
+                f"`{name}`={quoted(getattr(config, name))} is also in `suppress_tokens`, "
                 "which leaves no token to choose"
             )
 
     for name in sorted(config.explicit):
         field, value = FIELDS[name], getattr(config, name)
         if field.has_effect(value) and not _is_met(field.needs, config, assistant_model):
-            message = f"`{name}`={value!r} has no effect without `{field.needs_text}`"
+            message = f"`{name}`={quoted(value)} has no effect without `{field.needs_text}`"
             warnings.warn(UnusedFieldWarning(message, name, field.needs_text), stacklevel=2)
 
 

@@ -20,6 +20,7 @@ from jaxllm.common.arguments import checked_path
 from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, InputError, JaxLLMError
+from jaxllm.common.messages import quoted
 from jaxllm.common.strict_json import read_json
 from jaxllm.generation.inputs.arguments import GENERATE_ARGUMENTS
 from jaxllm.generation.inputs.values import is_number, is_traced
@@ -301,7 +302,8 @@ class Settings:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
                 raise InputError(
-                    f"`{name}`={value!r} cannot be written to generation_config.json: remove it "
+                    f"`{name}`={quoted(value)} cannot be written to generation_config.json: "
+                    "remove it "
                     "from model.generation_config and set it in each call"
                 ) from None
         return values
@@ -355,7 +357,9 @@ def checked_value(field: Field, value: object, where: str, error: type[JaxLLMErr
         return field.check(value)
     except BadValueError as bad:
         hint = "; for greedy decoding set do_sample=False" if field.name == "temperature" else ""
-        raise error(f"{where}: `{field.name}` must be {bad}, but is {value!r}{hint}") from None
+        raise error(
+            f"{where}: `{field.name}` must be {bad}, but is {quoted(value)}{hint}"
+        ) from None
 
 
 def _hashable(value: object) -> Any:

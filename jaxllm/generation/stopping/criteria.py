@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.arguments import CallArguments, needed_tokenizer
 from jaxllm.generation.inputs.values import (
     TokenIds,
@@ -150,7 +151,7 @@ class MaxTimeCriteria:
 def _seconds(name: str, value: float) -> float:
     value = to_scalar(value)
     if not is_number(value) or math.isnan(value):
-        raise InputError(f"MaxTimeCriteria: `{name}` must be a number, but is {value!r}")
+        raise InputError(f"MaxTimeCriteria: `{name}` must be a number, but is {quoted(value)}")
     return float(value)
 
 
@@ -161,7 +162,9 @@ def build_criteria(
     criteria = arguments.stopping_criteria
     criteria = [] if criteria is None else criteria
     if not isinstance(criteria, list | tuple) or not all(map(callable, criteria)):
-        raise InputError(f"stopping_criteria: expected a list of callables, found {criteria!r}")
+        raise InputError(
+            f"stopping_criteria: expected a list of callables, found {quoted(criteria)}"
+        )
     time_limits = [c for c in criteria if isinstance(c, MaxTimeCriteria)]
     if config.max_time is not None:
         time_limits.insert(0, MaxTimeCriteria(config.max_time))

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.processors.base import History, Scores, store
 from jaxllm.generation.stopping.base import Done, StoppingCriteria, stopping_criterion
@@ -63,7 +64,8 @@ class StopStringCriteria(StoppingCriteria):
         classes, table = _bucketed_automaton(tokenizer, patterns)
         if not (table % 2).any():
             raise InputError(
-                f"stop_strings: no token of the vocabulary can complete any of {stop_strings!r}; "
+                "stop_strings: no token of the vocabulary can complete any of "
+                f"{quoted(stop_strings)}; "
                 "their last characters are not in it"
             )
         window = bucket(max(map(len, patterns)), _WINDOW)
@@ -89,7 +91,7 @@ def _patterns(stop_strings: str | Sequence[str]) -> tuple[bytes, ...]:
     good = isinstance(strings, Sequence) and all(isinstance(s, str) and s for s in strings)
     if not good or not strings:
         raise InputError(
-            f"stop_strings: expected a non-empty string or several, found {stop_strings!r}"
+            f"stop_strings: expected a non-empty string or several, found {quoted(stop_strings)}"
         )
     try:
         return tuple(sorted({string.encode("utf-8") for string in strings}))

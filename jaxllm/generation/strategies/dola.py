@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.strategies.sample import NextTokenLogits, Sample
 from jaxllm.models.decoder import Decoder
 from jaxllm.models.language_model import take_column
@@ -115,7 +116,8 @@ def layers_to_contrast(model: Decoder, dola_layers: str | Sequence[int]) -> tupl
             )
     if not layers:
         raise InputError(
-            f"dola_layers: {dola_layers!r} leaves no layer of a model with {depth}; give a list of "
+            f"dola_layers: {quoted(dola_layers)} leaves no layer of a model with "
+            f"{depth}; give a list of "
             f"numbers from 0 to {depth - 1}"
         )
     return layers

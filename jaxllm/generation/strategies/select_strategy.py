@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.arguments import CallArguments
 from jaxllm.generation.inputs.values import float_leaf, is_traced
 from jaxllm.generation.settings.config import GenerationConfig
@@ -161,12 +162,14 @@ def _constrained_beam_search(call: Call) -> AnyStrategy:
     _check_no_stopping_criteria(call)
     own_constraints = () if config.constraints is None else config.constraints
     if not isinstance(own_constraints, list | tuple):
-        raise InputError(f"`constraints` must be a list of constraints, but is {own_constraints!r}")
+        raise InputError(
+            f"`constraints` must be a list of constraints, but is {quoted(own_constraints)}"
+        )
     for constraint in own_constraints:
         if not isinstance(constraint, PhrasalConstraint | DisjunctiveConstraint):
             raise InputError(
                 f"`constraints` must hold PhrasalConstraint or DisjunctiveConstraint, but holds "
-                f"{constraint!r}"
+                f"{quoted(constraint)}"
             )
     phrases = () if config.force_words_ids is None else force_words(config.force_words_ids)
     constraints = (*own_constraints, *phrases)

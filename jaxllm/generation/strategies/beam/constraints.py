@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.settings.field_checks import BadValueError, words
 
@@ -69,7 +70,7 @@ def _words(owner: str, value: object) -> tuple[tuple[int, ...], ...]:
     try:
         return words(value)
     except BadValueError as bad:
-        raise InputError(f"{owner}: must hold {bad}, but holds {value!r}") from None
+        raise InputError(f"{owner}: must hold {bad}, but holds {quoted(value)}") from None
 
 
 def force_words(value: object) -> tuple[Constraint, ...]:
@@ -80,7 +81,8 @@ def force_words(value: object) -> tuple[Constraint, ...]:
     """
     if isinstance(value, str) or not isinstance(value, Iterable) or not list(value):
         raise InputError(
-            f"`force_words_ids` must be a non-empty list of lists of token ids, but is {value!r}"
+            "`force_words_ids` must be a non-empty list of lists of token ids, but is "
+            f"{quoted(value)}"
         )
     return tuple(_forced(item) for item in value)
 
