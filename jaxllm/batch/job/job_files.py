@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import MissingFileError, RunError, naming_file
-from jaxllm.common.run_lock import RunLock
+from jaxllm.common.messages import quoted
+from jaxllm.common.run_lock import LOCK_FILE, RunLock
 from jaxllm.common.strict_json import read_json
 
 NOT_COMPARED = frozenset({"--model"})
 """Parts of an identity that may change: the model's files are compared, not their path."""
 _MAX_IDENTITY_BYTES = 1 << 24
+_JOURNAL_FILES = frozenset({"rows.jsonl", "merged", "job.json", "finished.json", LOCK_FILE})
 
 
 def is_finished(output: Path, identity: Mapping[str, Any], *, resume: bool) -> bool:
@@ -34,19 +37,33 @@ def is_finished(output: Path, identity: Mapping[str, Any], *, resume: bool) -> b
             )
         if output.exists():
             raise RunError(f"{output}: exists already; give another --output, or remove it")
+        check_report(output)
         return False
     if started.exists():
         check_identity(read_json_file(started), identity)
         return False
+    settings = check_report(output)
     if not output.exists():
         return False  # nothing was done before it was stopped
-    if not report_file(output).exists():
+    if settings is None:
         raise RunError(f"{output}: exists, but is no output of a job; give another --output")
-    report = read_json_file(report_file(output))
-    if not isinstance(report.get("settings"), dict):
-        raise RunError(f"{report_file(output)}: is no report of a job; give another --output")
-    check_identity(report["settings"], identity)
+    check_identity(settings, identity)
     return True
+
+
+def check_report(output: Path) -> dict[str, Any] | None:
+    """The identity of the job whose report is beside the output; None if there is no report.
+
+    Raises:
+        RunError: the file of that name is no report of a job, so that it must not be replaced.
+    """
+    path = report_file(output)
+    if not path.exists():
+        return None
+    settings = read_json_file(path).get("settings")
+    if not isinstance(settings, dict):
+        raise RunError(f"{path}: is no report of a job; give another --output")
+    return settings
 
 
 def check_output(output: Path, identity: Mapping[str, Any], *, resume: bool) -> bool:
@@ -75,7 +92,8 @@ def check_paths(output: Path) -> None:
 
     Raises:
         MissingFileError: its folder does not exist.
-        RunError: it is a folder, or a name is too long, or no path.
+        RunError: it is a folder, or a name is too long, or no path; or a link to a file that is
+            missing, which would be replaced; or the journal's folder holds other files.
     """
     with naming_file(output, RunError, "created"):
         if output.is_dir():
@@ -87,6 +105,40 @@ def check_paths(output: Path) -> None:
         for path in (output, journal_folder(output), report.with_name(f".{report.name}.partial")):
             with contextlib.suppress(FileNotFoundError):
                 path.lstat()
+        for path in (output, report):
+            if path.is_symlink() and not path.exists():
+                raise RunError(
+                    f"{path}: is a link to {path.readlink()}, which is missing; give another "
+                    "--output, or remove it"
+                )
+        check_journal_folder(journal_folder(output))
+
+
+def check_journal_folder(folder: Path) -> None:
+    """Checks that a folder holds no files but a job's, which are removed with it.
+
+    Raises:
+        RunError: it is a link or no folder, or holds something else; names the first.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        what = "a link" if folder.is_symlink() else "no folder"
+        raise RunError(f"{folder}: is {what}, but jobs keep their rows in it; move it")
+    entries = folder.iterdir() if folder.exists() else ()
+    others = sorted(path.name for path in entries if not is_of_journal(path))
+    if others:
+        raise RunError(
+            f"{folder}: holds {quoted(others[0])}, which is not of a job; move it, or give another "
+            "--output"
+        )
+
+
+def is_of_journal(path: Path) -> bool:
+    """True for a regular file with a name that a journal writes."""
+    partial = path.name.startswith(".") and path.name.endswith(".partial")
+    try:
+        return (path.name in _JOURNAL_FILES or partial) and stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:  # renamed meanwhile by the process that runs the job
+        return True
 
 
 def check_identity(before: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -139,13 +191,15 @@ def finished_file(folder: Path) -> Path:
 def remove_files(folder: Path, keep: Path | None = None) -> None:
     """Removes the folder of a finished job; the file that marks it as such goes last.
 
+    Files that others put there meanwhile stay, and so does the folder then.
+
     Args:
         keep: a file in it that stays, and so does `folder`.
     """
     marker = finished_file(folder)
     for path in folder.iterdir():
-        if path not in (marker, keep):
+        if path not in (marker, keep) and is_of_journal(path):
             path.unlink()
     marker.unlink(missing_ok=True)
-    if keep is None:
+    if keep is None and not any(folder.iterdir()):
         folder.rmdir()

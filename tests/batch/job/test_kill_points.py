@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ from recorded_job import IDENTITY, run
 from jaxllm.batch.job import journal
 from jaxllm.batch.job.job_files import check_output, journal_folder, report_file
 from jaxllm.batch.job.journal import Journal
+from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import DataError, MissingFileError, RunError
 
 
@@ -63,7 +65,7 @@ def test_rows_of_another_job_are_never_used(tmp_path):
     output, folder = tmp_path / "out.jsonl", tmp_path / "out.jsonl.parts"
     with Journal(output, IDENTITY, resume=False) as first:
         first.add(0, {"id": "old"}, {})
-        started = (folder / "job.json").rename(folder / "elsewhere.json")
+        started = (folder / "job.json").rename(tmp_path / "elsewhere.json")
     with pytest.raises(DataError, match=r"rows\.jsonl, line 1: is a row of another job"):
         Journal(output, {**IDENTITY, "input": "other"}, resume=False)
     # A finished job whose folder was not removed to the end.
@@ -108,3 +110,49 @@ def test_paths_that_cannot_be_written(tmp_path, name):
         check_output(tmp_path / name, IDENTITY, resume=False)
     assert not journal_folder(tmp_path / name).parent.joinpath("x").exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_not_of_a_job_are_never_removed(tmp_path):
+    """A folder of the journal's name, links, and a report are refused before anything is done."""
+    output, foreign = tmp_path / "out.jsonl", tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("precious")
+
+    def refused(match: str) -> None:
+        for resume in (False, True):
+            with pytest.raises(RunError, match=match):
+                check_output(output, IDENTITY, resume=resume)
+            with pytest.raises(RunError, match=match):
+                Journal(output, IDENTITY, resume=resume)
+
+    parts = journal_folder(output)
+    foreign.rename(parts)
+    refused(r"holds 'thesis\.txt', which is not of a job")
+    (parts / "thesis.txt").unlink()
+    (parts / "merged").mkdir()
+    refused("holds 'merged'")
+    (parts / "merged").rmdir()
+    parts.rename(foreign)
+    (foreign / "rows.jsonl").write_text("")
+    parts.symlink_to(foreign)
+    refused("is a link, but jobs keep")
+    assert [path.name for path in foreign.iterdir()] == ["rows.jsonl"]
+    parts.unlink()
+    output.symlink_to(tmp_path / "nowhere")
+    refused("nowhere, which is missing")
+    output.unlink()
+    report_file(output).write_text('{"mine": 1}')
+    refused("is no report of a job")
+    assert report_file(output).read_text() == '{"mine": 1}'
+
+
+def test_a_file_added_during_the_job_stays(tmp_path):
+    """The job ends, and its folder stays with that file alone."""
+    (tmp_path / "out.jsonl.parts").mkdir()
+    added = tmp_path / "out.jsonl.parts" / "thesis.txt"
+    work = recorded_job.recorded_job(tmp_path, rows=2)
+    with contextlib.closing(CompileClock()) as clock:
+        for _ in work.run(clock):
+            added.write_text("precious")
+    assert list(added.parent.iterdir()) == [added]
+    assert work.output.exists()
