@@ -60,9 +60,11 @@ class Pipeline:
         Returns:
             As transformers' pipelines, except for "feature-extraction":
 
-            - "text-generation", "text2text-generation": a list of ``{"generated_text": text}`` for
-              each input, one for each of `num_return_sequences`. For a chat the text is the list of
-              messages with the answer.
+            - "text-generation": a list of ``{"generated_text": text}`` for each input, one for each
+              of `num_return_sequences`. For a chat the text is the list of messages with the
+              answer.
+            - "text2text-generation": the same; for a list of strings with one result each, only
+              ``{"generated_text": text}`` for each.
             - "text-classification": ``{"label": name, "score": probability}`` for each input; a
               list of them with `top_k=None` or above 1.
             - "feature-extraction": float32 [D] for each input, the mean over its tokens.
@@ -74,7 +76,11 @@ class Pipeline:
         if not rows:
             return []
         results = list(TASKS[self.task].run(self, rows, **options))
-        return results[0] if single and not isinstance(results[0], dict) else results
+        if single:
+            return results if isinstance(results[0], dict) else results[0]
+        if self.task == "text2text-generation" and all(len(each) == 1 for each in results):
+            return [each[0] for each in results]  # transformers flattens this task alone
+        return results
 
 
 def pipeline(

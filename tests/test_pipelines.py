@@ -56,7 +56,11 @@ def test_text_to_text():
     batch = pipe.tokenizer(TEXTS)
     sequences = pipe.model.generate(**batch, max_new_tokens=4).sequences
     expected = pipe.tokenizer.batch_decode(sequences, skip_special_tokens=True)
-    assert pipe(TEXTS, max_new_tokens=4) == [[{"generated_text": text}] for text in expected]
+    assert pipe(TEXTS, max_new_tokens=4) == [{"generated_text": text} for text in expected]
+    two = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 4, "key": 0}
+    answers = pipe(TEXTS[0], **two)
+    assert [list(answer) for answer in answers] == [["generated_text"]] * 2
+    assert pipe(TEXTS[:1], **two) == [answers]
 
 
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])

@@ -48,6 +48,12 @@ def check_depth(spec: ModelSpec, source: WeightSource, where: Path) -> None:
             )
 
 
+_NEW_HEAD = (
+    ". For a classifier with a new head, load the language model and call "
+    "jaxllm.training.with_classifier(model, num_labels=...)"
+)
+
+
 def check_parameter_names(
     entries: Mapping[str, Entry],
     expected: Mapping[str, Any],
@@ -91,6 +97,7 @@ def check_parameter_names(
             f"{file}: the tensors do not fit a {spec.architecture} of this config.json ({config})"
             + (f"; missing {listed(missing)}" if missing else "")
             + (f"; unexpected {listed(unexpected)}" if unexpected else "")
+            + (_NEW_HEAD if "score.weight" in missing else "")
         )
     return tuple(copies)
 

@@ -3,6 +3,7 @@
 `training.data` makes batches, `training.evaluation` scores a model, `training.lora` adds adapters.
 """
 
+from jaxllm.training.classifier import with_classifier
 from jaxllm.training.dpo import DPOConfig, DPOLoss
 from jaxllm.training.losses import (
     CausalLoss,
@@ -30,4 +31,5 @@ __all__ = [
     "make_optimizer",
     "make_schedule",
     "make_train_step",
+    "with_classifier",
 ]

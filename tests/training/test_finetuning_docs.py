@@ -49,7 +49,7 @@ def test_the_schema_is_that_of_the_code(maker: ModuleType):
 )
 def test_the_notebook_runs(blocks: int, learning_rate: str, monkeypatch: pytest.MonkeyPatch):
     """The notebook as it stands, a minute of compilation, and on the model's first blocks."""
-    (block,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    block = "\n".join(re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
     assert block.count("learning_rate=1e-3") == 1
     block = block.replace("learning_rate=1e-3", f"learning_rate={learning_rate}")
     load = jaxllm.load

@@ -123,14 +123,14 @@ def complete(folder: Path) -> list[int]:
 
 
 def best(metrics: Mapping[int, float | None], mode: str) -> int | None:
-    """The step with the smallest metric (mode "min") or the largest ("max"); the last on a tie.
+    """The step with the smallest metric (mode "min") or the largest ("max"); the first on a tie.
 
     >>> best({1: 0.5, 2: 0.25, 3: None, 4: 0.25}, "min")
-    4
+    2
     """
-    sign = 1 if mode == "max" else -1
+    sign = -1 if mode == "max" else 1
     known = [(sign * metric, step) for step, metric in metrics.items() if metric is not None]
-    return max(known)[1] if known else None
+    return min(known)[1] if known else None
 
 
 def expired(steps: Collection[int], *, keep: int, always: Collection[int | None]) -> list[int]:

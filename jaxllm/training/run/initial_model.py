@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,23 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
 
 from jaxllm.checkpoint.bundled import smollm2
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import LoadProgress
-from jaxllm.common.errors import ConfigError, UnsupportedError
+from jaxllm.common.errors import ConfigError
 from jaxllm.loading import load
 from jaxllm.models.build_options import Options
-from jaxllm.models.classifier import SequenceClassifier
-from jaxllm.models.decoder_only import CausalLM
 from jaxllm.models.model import Model
-from jaxllm.models.registry import FAMILIES, architecture_of, model_spec
-from jaxllm.models.weights import parameters, with_parameters
+from jaxllm.models.registry import model_spec
+from jaxllm.models.weights import parameters
 from jaxllm.nn.attention import implementation_for
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 from jaxllm.tokenizers.byte_level import byte_tokenizer
+from jaxllm.training.classifier import with_classifier
 from jaxllm.training.lora import add_lora, is_trainable
 from jaxllm.training.run.recipe import BUNDLED, BYTES, ModelSource, Recipe
 
@@ -95,40 +92,6 @@ def new_model(source: ModelSource, seed: int) -> tuple[Model[Any], None]:
         attn_implementation=implementation_for(source.attn_implementation, jax.default_backend()),
     )
     return jax.jit(lambda: spec.make(spec.config, options, rngs=nnx.Rngs(seed)))(), None
-
-
-def with_classifier(
-    model: Model[Any], *, num_labels: int, problem_type: str | None = None, key: int | Array = 0
-) -> SequenceClassifier:
-    """A sequence classifier that shares the backbone of a language model.
-
-    The weight of its head is new, drawn from N(0, initializer_range^2) as in Hugging Face.
-
-    Raises:
-        UnsupportedError: the family has no classifier (T5).
-    """
-    model_type, architecture = architecture_of(model)
-    name = next((n for n in FAMILIES[model_type].classes if n.endswith("Classification")), None)
-    if name is None or not isinstance(model, CausalLM):
-        raise UnsupportedError(f"{architecture}: cannot be made a classifier")
-    config: Any = dataclasses.replace(
-        model.config, num_labels=num_labels, problem_type=problem_type
-    )
-    weight = model.backbone.embed.weight[...]
-    options = Options(
-        dtype=model.backbone.embed.dtype,
-        param_dtype=weight.dtype,
-        remat=model.backbone.stack.remat,
-        scan_layers=model.backbone.stack.scan_layers,
-        attn_implementation=model.backbone.stack.blocks[0].attn.implementation,
-    )
-    make = FAMILIES[model_type].classes[name]
-    empty = nnx.eval_shape(lambda: make(config, options, rngs=None))
-    key = jax.random.key(key) if isinstance(key, int) else key
-    shape = (num_labels, weight.shape[1])
-    score = jax.random.normal(key, shape) * config.initializer_range
-    body = {p: x for p, x in parameters(model).items() if p.startswith("backbone.")}
-    return with_parameters(empty, {**body, "score.weight": score.astype(weight.dtype)})
 
 
 def named_tokenizer(name: str) -> Tokenizer | None:

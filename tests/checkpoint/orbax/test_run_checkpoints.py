@@ -84,7 +84,7 @@ def test_on_saved_is_called_after_the_commit(tmp_path):
 
 
 def test_last_steps_and_best_step_are_kept(tmp_path):
-    for mode, metrics, best in (("min", [3, 1, 2, 4, 5], 2), ("max", [3, 9, 2, 9, 5], 4)):
+    for mode, metrics, best in (("min", [3, 1, 2, 4, 5], 2), ("max", [3, 9, 2, 9, 5], 2)):
         folder = tmp_path / mode
         with RunCheckpoints(folder, keep=1, mode=mode) as checkpoints:
             assert checkpoints.best() is None
