@@ -20,7 +20,8 @@ from jaxllm.checkpoint.orbax.model import load_weights, save_weights
 from jaxllm.checkpoint.save import MAX_SHARD_BYTES, check_no_model, save_model
 from jaxllm.common.arguments import checked, checked_path
 from jaxllm.common.atomic_file import write_json
-from jaxllm.common.errors import CheckpointError, InputError
+from jaxllm.common.errors import CheckpointError, ConfigError, InputError
+from jaxllm.common.files import is_there
 from jaxllm.common.messages import quoted
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.values import is_integer
@@ -165,7 +166,7 @@ def without_unknown_tokens(config: GenerationConfig, vocab_size: int) -> Generat
 def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
     """Reads generation_config.json, or the generation fields of an old config.json."""
     path = checkpoint.path / "generation_config.json"
-    if checkpoint.gguf is None and path.exists():
+    if checkpoint.gguf is None and is_there(path, ConfigError):
         return GenerationConfig.from_file(path)
     special = {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
     names = GENERATION_KEYS | special
@@ -340,6 +341,6 @@ def load_orbax(
     )
     tokenizer = load_tokenizer(folder)
     path = folder / "generation_config.json"
-    if path.exists():
+    if is_there(path, ConfigError):
         set_generation_config(model, GenerationConfig.from_file(path), tokenizer)
     return model, tokenizer

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import MissingFileError, TokenizerError, UnsupportedError, naming_file
+from jaxllm.common.files import is_there
 from jaxllm.common.placeholders import check_not_placeholder
 from jaxllm.common.strict_json import parse_json
 
@@ -54,7 +55,9 @@ class TokenizerFiles:
                 " change others in tokenizer_config.json"
             )
         self.contents = {
-            name: self._read(folder / name) for name in FILE_NAMES if (folder / name).is_file()
+            name: self._read(folder / name)
+            for name in FILE_NAMES
+            if is_there(folder / name, TokenizerError)
         }
         if options:
             self._override(options)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.checkpoint.safetensors.header import MAX_HEADER_BYTES, parse_header
 from jaxllm.checkpoint.source import Index, MappedFile, TensorInfo, WeightSource, find_tensor
 from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError
+from jaxllm.common.files import is_there
 from jaxllm.common.messages import listed, quoted
 from jaxllm.common.strict_json import read_json
 
@@ -189,9 +190,9 @@ def open_safetensors(path: str | PathLike[str]) -> WeightSource:
         return SafetensorsFile(path)
     if not path.is_dir():
         raise MissingFileError(f"{path}: no such file or folder")
-    if (path / SINGLE).is_file():
+    if is_there(path / SINGLE, CheckpointError):
         return SafetensorsFile(path / SINGLE)
-    if (path / INDEX).is_file():
+    if is_there(path / INDEX, CheckpointError):
         return ShardedSafetensors(path / INDEX)
     names = sorted(p.name for p in path.iterdir())
     pickles = [name for name in names if name.lower().endswith(OTHER_FORMATS)]

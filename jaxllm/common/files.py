@@ -1,0 +1,31 @@
+"""Optional files of a folder: a file that is there but cannot be read is not taken for absent."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from jaxllm.common.errors import JaxLLMError, naming_file
+
+
+def is_there(path: Path, error: type[JaxLLMError]) -> bool:
+    """True for a regular file or a link to one, False if nothing has this name.
+
+    Raises:
+        error: a link to a file that is missing, as in a cache of the Hub of which a part was
+            deleted; a folder, pipe or device; or the path cannot be looked up.
+    """
+    with naming_file(path, error, "read"):
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            if not path.is_symlink():
+                return False
+            raise error(
+                f"{path}: is a link to {path.readlink()}, which is missing; fetch it again, or "
+                "remove the link"
+            ) from None
+    if not stat.S_ISREG(mode):
+        raise error(f"{path}: is no regular file; remove it, or put a file there")
+    return True
