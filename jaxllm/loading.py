@@ -96,6 +96,17 @@ def load(
     if isinstance(config, Mapping):
         for name in config:
             checked(name, (str,), "config", "names of fields")
+    checked(architecture, (str, type, type(None)), "architecture", "a class or its name")
+    checked(attn_implementation, (str,), "attn_implementation", "a name")
+    checked(quantize, (str, type(None)), "quantize", "a name or None")
+    flags = {
+        "remat": remat,
+        "scan_layers": scan_layers,
+        "quantize_embeddings": quantize_embeddings,
+        "allow_nonfinite": allow_nonfinite,
+    }
+    for name, flag in flags.items():
+        checked(flag, (bool,), name, "True or False")
     if progress is not None and not callable(progress):
         raise InputError(f"progress: expected a function, found {quoted(progress)}")
 
@@ -123,7 +134,7 @@ def load(
 
     shared = mesh is not None and mesh.is_multi_process
     with progress_phase(f"loading {path_or_hub_id}") as update:
-        progress = progress or update
+        progress = update if progress is None else progress
         model, generation_config, tokenizer = (
             in_all_processes(read, CheckpointError) if shared else read()
         )

@@ -22,6 +22,11 @@ def tokenizer():
 MODEL_CALLS = {
     "config: expected a config": lambda model: jaxllm.load(GPT2, config=3),
     "config: expected names of fields, found 3": lambda model: jaxllm.load(GPT2, config={3: 3}),
+    "architecture: expected a class": lambda model: jaxllm.load(GPT2, architecture=[]),
+    "attn_implementation: expected": lambda m: jaxllm.load(GPT2, attn_implementation=np.zeros(0)),
+    "quantize: expected a name": lambda model: jaxllm.load(GPT2, quantize=[]),
+    "remat: expected True or False, found 3": lambda model: jaxllm.load(GPT2, remat=np.int64(3)),
+    "allow_nonfinite: expected": lambda model: jaxllm.load(GPT2, allow_nonfinite=np.zeros(0)),
     "progress: expected a function": lambda model: jaxllm.load(GPT2, progress=3),
     "folder: expected a path, found None": lambda model: model.save_pretrained(None),
     "model: expected a model, found 3": lambda model: jaxllm.save_hf("x", 3),
