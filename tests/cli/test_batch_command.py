@@ -260,7 +260,10 @@ def test_tasks_and_constraints(tmp_path, capsys):
     ):
         output = tmp_path / f"out-{flags[0]}.jsonl"
         command = ("--model", MODEL, *question, "--output", output, *flags)
-        assert in_process(capsys, *command)[0] == 0
+        code, err = in_process(capsys, *command)
+        assert code == 0
+        for words in ("finished by", "busy over", "new lengths", "new tokens/s"):
+            assert (words in err) == ("text" in keys)
         lines = read_lines(output)
         assert [line["id"] for line in lines] == [2, 3]
         assert all(line.keys() > keys for line in lines)

@@ -79,25 +79,29 @@ class Report:
         return json.dumps(fields, indent=2).encode()
 
     def table(self) -> list[tuple[str, str]]:
-        """Names and formatted values."""
+        """Names and formatted values; scores and vectors have no lines of decoding."""
         run, counts = self.run, self.run.counts
         rows = f"{self.rows:,}" + (f", {self.resumed:,} of them before" if self.resumed else "")
         lines = [
             ("rows", rows),
             ("errors", format_counts(self.errors)),
-            ("finished by", format_counts(self.finish_reasons)),
             ("prompt lengths", format_summary(self.prompt_lengths)),
-            ("new lengths", format_summary(self.new_lengths)),
             ("time", f"{run.seconds:.1f} s, {run.compile_seconds:.1f} s of it compiling"),
             ("programs", f"{run.programs}, {run.programs_from_cache} of them from the cache"),
             (
                 "speed",
                 f"{run.per_second(counts.answered):.2f} rows/s, "
-                f"{run.per_second(counts.prompt_tokens):.1f} prompt and "
-                f"{run.per_second(counts.new_tokens):.1f} new tokens/s",
+                f"{run.per_second(counts.prompt_tokens):.1f} prompt"
+                + (f" and {run.per_second(counts.new_tokens):.1f} new" if counts.new_tokens else "")
+                + " tokens/s",
             ),
-            ("slots", f"{counts.utilisation:.1%} busy over {counts.decode_steps:,} steps"),
         ]
+        if self.finish_reasons:
+            lines.insert(2, ("finished by", format_counts(self.finish_reasons)))
+            lines.insert(4, ("new lengths", format_summary(self.new_lengths)))
+        if counts.decode_steps:
+            slots = f"{counts.utilisation:.1%} busy over {counts.decode_steps:,} steps"
+            lines.append(("slots", slots))
         lines += [("memory", line) for line in dict.fromkeys(map(str, run.memory))]
         if counts.halvings:
             lines.append(("memory", f"ran out {counts.halvings} times; slots were halved"))
