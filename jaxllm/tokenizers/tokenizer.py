@@ -32,7 +32,7 @@ from jaxllm.tokenizers.batch import (
 from jaxllm.tokenizers.batch_encoder import BatchEncoder
 from jaxllm.tokenizers.chat import continuation
 from jaxllm.tokenizers.chat import templates as chat
-from jaxllm.tokenizers.files import NAMED_TOKENS
+from jaxllm.tokenizers.files import FILE_NAMES, NAMED_TOKENS
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.tokenizers.text_encoder import MAX_TEXT_BYTES, check_text
 
@@ -292,7 +292,7 @@ class Tokenizer(BatchEncoder):
         """Writes the tokenizer's files, for transformers and jaxllm; returns their paths.
 
         Files that were loaded from a folder are written byte for byte, except for a named token
-        that was changed.
+        that was changed. Files of an earlier tokenizer in the folder are removed.
 
         Raises:
             TokenizerError: a file cannot be written.
@@ -309,6 +309,10 @@ class Tokenizer(BatchEncoder):
         for name, content in self._files.items():
             with naming_file(folder / name, TokenizerError, "written"):
                 write_whole(folder / name, content)
+        for name in FILE_NAMES:  # of an earlier tokenizer, which `load_tokenizer` would read too
+            if name not in self._files:
+                with naming_file(folder / name, TokenizerError, "written"):
+                    (folder / name).unlink(missing_ok=True)
 
 
 def _are_conversations(messages: Any) -> bool:

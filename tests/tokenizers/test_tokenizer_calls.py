@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import zlib
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -334,3 +335,14 @@ def test_clean_up_of_spaces(t5):
     assert without == with_spaces.replace(" .", ".").replace(" n't", "n't")
     with pytest.raises(InputError, match="clean_up_tokenization_spaces: expected a bool, found 1"):
         t5.decode(ids, clean_up_tokenization_spaces=1)
+
+
+def test_saving_over_another_tokenizer_leaves_none_of_its_files(tmp_path, load_fast, fast_cases):
+    (tmp_path / "chat_template.jinja").write_text("of an earlier model")
+    (tmp_path / "README.md").write_text("kept")
+    tokenizer = load_fast(next(iter(fast_cases)))
+    paths = {Path(path) for path in tokenizer.save_pretrained(tmp_path)}
+    assert set(tmp_path.iterdir()) == {*paths, tmp_path / "README.md"}
+    again = load_tokenizer(tmp_path)
+    assert again is not None
+    assert again.chat_template == tokenizer.chat_template
