@@ -16,11 +16,11 @@ from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, RowReader, error_output
 from jaxllm.batch.static_batches import batches, run_static_batch
 from jaxllm.batch.task_run import TaskRun
-from jaxllm.common.arguments import checked
+from jaxllm.common.arguments import checked, checked_iterable
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.batching import is_exhausted
-from jaxllm.generation.inputs.values import checked_iterable, is_integer
+from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.decoder import GenerativeModel, checked_generative
 from jaxllm.models.model import without_metadata
@@ -119,7 +119,7 @@ class BatchGenerator:
 
     def stream(self, rows: Iterable[Any]) -> Iterator[BatchOutput]:
         """Outputs in the order in which rows end; raises as `generate`."""
-        rows = checked_iterable("rows", rows, "rows")
+        rows = checked_iterable(rows, "rows", "a list of rows")
         return self.answer(RawRow(index, index, raw) for index, raw in enumerate(rows))
 
     def answer(self, rows: Iterable[RawRow]) -> Iterator[BatchOutput]:

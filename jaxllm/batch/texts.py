@@ -7,8 +7,8 @@ from os import PathLike
 from typing import Any
 
 from jaxllm.batch.generator import BatchGenerator
+from jaxllm.common.arguments import checked_iterable
 from jaxllm.common.errors import InputError
-from jaxllm.generation.inputs.values import checked_iterable
 from jaxllm.loading import load
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def generate_texts(
         InputError: there is no tokenizer, or a prompt cannot be answered; the message has its
             number, from 0 on.
     """
-    prompts = list(checked_iterable("prompts", prompts, "prompts"))
+    prompts = list(checked_iterable(prompts, "prompts", "a list of prompts"))
     if isinstance(model, str | PathLike):
         loaded, own = load(model)
         tokenizer = own if tokenizer is None else tokenizer

@@ -46,8 +46,9 @@ def run_command(
     """Runs a command on its arguments and returns the exit code.
 
     A :class:`~jaxllm.JaxLLMError` prints one line (with ``--debug`` also the traceback) and gives
-    2, and so do a full disk and a platform of JAX_PLATFORMS that is not there. Any other exception
-    is a bug and keeps its traceback. A closed pipe (``| head``) gives 141, without a message.
+    2, and so do a full disk, a name that is too long and a platform of JAX_PLATFORMS that is not
+    there. Any other exception is a bug and keeps its traceback. A closed pipe (``| head``) gives
+    141, without a message.
     SIGINT, SIGTERM and SIGHUP give 130, 143 and 129 (see `signals`).
     """
     with signals.handled(program):
@@ -85,6 +86,9 @@ def _exit_code(command: Callable[[list[str]], int], program: str, arguments: lis
         print_error(program, message)
         return USAGE_ERROR
     except OSError as failure:
+        if failure.errno == errno.ENAMETOOLONG:
+            print_error(program, f"{failure.filename}: {failure.strerror}")
+            return USAGE_ERROR
         if failure.errno not in FULL:
             raise
         close_stdout()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.files import expanded
 from jaxllm.common.messages import quoted
 
 T = TypeVar("T")
@@ -20,19 +22,26 @@ def checked_path(path: str | PathLike[str], name: str) -> Path:
     Traceback (most recent call last):
     jaxllm.common.errors.InputError: folder: expected a path, found 3 (int)
     """
-    return Path(checked(path, (str, PathLike), name, "a path")).expanduser()
+    return expanded(checked(path, (str, PathLike), name, "a path"))
+
+
+def checked_iterable(values: Iterable[T], name: str, expected: str = "a list") -> Iterable[T]:
+    """An iterable that is no text, bytes or mapping, of which the characters or keys would be read.
+
+    >>> checked_iterable("Hello", "rows", "a list of prompts")
+    Traceback (most recent call last):
+    jaxllm.common.errors.InputError: rows: expected a list of prompts, found Hello (str)
+    """
+    with contextlib.suppress(TypeError):  # None, a number, an array without axes
+        iter(values)
+        if not isinstance(values, str | bytes | Mapping):
+            return values
+    return checked(values, (), name, expected)
 
 
 def checked_list(values: Iterable[T], name: str) -> list[T]:
-    """A list of an iterable's values; a string, bytes or a mapping is none.
-
-    >>> checked_list("ab", "rows")
-    Traceback (most recent call last):
-    jaxllm.common.errors.InputError: rows: expected a list, found ab (str)
-    """
-    if isinstance(values, str | bytes | Mapping):
-        checked(values, (), name, "a list")
-    return list(checked(values, (Iterable,), name, "a list"))
+    """`checked_iterable` as a list."""
+    return list(checked_iterable(values, name))
 
 
 def checked(value: Any, types: tuple[type, ...], name: str, expected: str) -> Any:

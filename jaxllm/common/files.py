@@ -1,4 +1,4 @@
-"""Optional files of a folder: a file that is there but cannot be read is not taken for absent."""
+"""Paths that people give, and optional files of a folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from pathlib import Path
 from jaxllm.common.errors import JaxLLMError, naming_file
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """A path with ``~`` expanded; that of an unknown user stays, as in a shell.
+
+    >>> expanded("~no_such_user/model")
+    PosixPath('~no_such_user/model')
+    """
+    return Path(os.path.expanduser(path))
+
+
 def is_there(path: Path, error: type[JaxLLMError]) -> bool:
     """True for a regular file or a link to one, False if nothing has this name.
+
+    A file that is there but cannot be read is not taken for absent.
 
     Raises:
         error: a link to a file that is missing, as in a cache of the Hub of which a part was

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import DataError, UnsupportedError
+from jaxllm.common.files import expanded
 
 
 def load_dataset(
@@ -29,7 +29,7 @@ def load_dataset(
             f"{field}: {dataset!r} needs the package datasets, which cannot be imported "
             f"({failure}): pip install 'jaxllm[datasets]'"
         ) from failure
-    folder = Path(dataset).expanduser()
+    folder = expanded(dataset)
     has_splits, is_one = ((folder / n).is_file() for n in ("dataset_dict.json", "state.json"))
     if name is not None and (has_splits or is_one):
         raise DataError(f"dataset_name: has no effect with the saved data set {folder}")

@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -24,6 +23,7 @@ from jaxllm.checkpoint.orbax.leaves import Leaf, bits_of, check_arrays, flatten
 from jaxllm.checkpoint.orbax.restore import OnProblem, Restored, StepReader, sentence
 from jaxllm.checkpoint.orbax.steps import Record, read_record, replace_record, seal
 from jaxllm.common.errors import CheckpointError, InputError, JaxLLMError, RunError
+from jaxllm.common.files import expanded
 from jaxllm.common.run_lock import RunLock
 from jaxllm.parallel.processes import in_all_processes
 
@@ -70,7 +70,7 @@ class RunCheckpoints:
             raise InputError(f"keep: expected at least 1, found {keep}")
         if mode not in ("min", "max"):
             raise InputError(f"mode: expected 'min' or 'max', found {mode!r}")
-        self.folder = Path(folder).expanduser().absolute()
+        self.folder = expanded(folder).absolute()
         self.keep, self.mode, self.writable = keep, mode, writable
         self._on_saved = on_saved
         self._on_problem = on_problem or logging.getLogger("jaxllm").warning

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -27,6 +26,7 @@ from jaxllm.checkpoint.peft.names import (
 from jaxllm.checkpoint.safetensors.reader import USE_SAFETENSORS, SafetensorsFile
 from jaxllm.checkpoint.source import FLOATS, find_nonfinite
 from jaxllm.common.errors import CheckpointError, NonFiniteError, UnsupportedError
+from jaxllm.common.files import expanded
 from jaxllm.common.messages import listed, quoted
 from jaxllm.models.lora import base_entries, check_plain, module_at, with_lora
 from jaxllm.models.model import Model
@@ -56,7 +56,7 @@ def load_adapter(
         CheckpointError: tensors are missing, unexpected or ill-shaped.
         NonFiniteError: a tensor holds NaN or infinity.
     """
-    folder = Path(folder).expanduser()
+    folder = expanded(folder)
     check_plain(model)
     adapter = read_peft_config(folder / CONFIG, config)
     if adapter.task_type not in (None, task_of(model)):

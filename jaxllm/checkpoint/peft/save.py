@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from jaxllm.checkpoint.peft.names import (
 from jaxllm.checkpoint.safetensors.writer import write_safetensors
 from jaxllm.common.atomic_file import make_folder, write_json
 from jaxllm.common.errors import CheckpointError, InputError, UnsupportedError
+from jaxllm.common.files import expanded
 from jaxllm.models.lora import base_entries, lora_layers, module_at
 from jaxllm.models.model import Model
 from jaxllm.models.weights import Entry, parameters
@@ -71,7 +71,7 @@ def save_adapter(
         InputError: the model has no LoRA, or layers of different kinds.
         UnsupportedError: modules_to_save has a tied embedding, which PEFT would untie.
     """
-    folder = Path(folder).expanduser()
+    folder = expanded(folder)
     if not overwrite and any((folder / name).exists() for name in (CONFIG, WEIGHTS_FILE)):
         raise CheckpointError(
             f"{folder}: there is an adapter already; use another folder, or overwrite=True to "

@@ -7,8 +7,7 @@ again. Concrete values are checked; the values of tracers are not.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -52,26 +51,6 @@ def to_scalar(value: Any) -> Any:
     """Converts NumPy scalars and concrete 0-d arrays to Python numbers; leaves others unchanged."""
     one_element = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0
     return value.item() if one_element and not is_traced(value) else value
-
-
-def checked_iterable(name: str, rows: Any, items: str) -> Iterable[Any]:
-    """Returns `rows` if it is a collection of rows, rather than one row or none.
-
-    A text or a mapping can be iterated too, over its characters or its keys.
-
-    Raises:
-        InputError: it is a text, bytes or a mapping, or cannot be iterated.
-
-    >>> checked_iterable("rows", "Hello", "prompts")
-    Traceback (most recent call last):
-        ...
-    jaxllm.common.errors.InputError: rows: expected a list of prompts, found 'Hello'
-    """
-    with contextlib.suppress(TypeError):  # None, a number, an array without axes
-        iter(rows)
-        if not isinstance(rows, str | bytes | Mapping):
-            return rows
-    raise InputError(f"{name}: expected a list of {items}, found {quoted(rows)}")
 
 
 def is_integer(value: object) -> bool:

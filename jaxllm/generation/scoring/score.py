@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.common.arguments import checked_iterable
 from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.common.messages import quoted
 from jaxllm.generation.call.prompts import decoder_prompt
@@ -21,7 +22,6 @@ from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import (
     any_traced,
     bucket,
-    checked_iterable,
     is_integer,
     is_traced,
 )
@@ -276,7 +276,7 @@ def token_rows(
     name: str, rows: TokenRows, mask: TokenRows | None, mask_name: str, vocab_size: int
 ) -> list[Int[np.ndarray, " _"]]:
     """The real tokens of each row, as int32."""
-    checked_iterable(name, rows, "rows of token ids")
+    checked_iterable(rows, name, "a list of rows of token ids")
     if mask is not None and np.shape(mask) != np.shape(np.asarray(rows, dtype=object)):
         raise InputError(f"{mask_name}: expected the shape of {name}, found {np.shape(mask)}")
     token_ids = []

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from jaxllm.common.errors import DataError, MissingFileError, naming_file
+from jaxllm.common.files import expanded
 from jaxllm.common.hf_datasets import load_dataset
 from jaxllm.common.strict_json import parse_json
 
@@ -96,7 +97,7 @@ def find_files(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tup
         raise DataError("path: the list of files is empty")
     files: list[Path] = []
     for item in paths:
-        name = Path(item).expanduser()
+        name = expanded(item)
         with naming_file(name, DataError, "read"):
             if name.is_file():
                 matches = [name]

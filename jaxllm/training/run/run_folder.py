@@ -12,6 +12,7 @@ import jax
 from jaxllm.checkpoint.orbax.digest import digests
 from jaxllm.checkpoint.orbax.steps import numbered
 from jaxllm.common.errors import ConfigError, RunError
+from jaxllm.common.files import expanded
 from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
 from jaxllm.models.registry import architecture_of
@@ -30,7 +31,7 @@ def folder_of(recipe: Recipe) -> Path:
     """
     if recipe.output_dir is None:
         raise ConfigError("output_dir: name the folder of the run (--output-dir)")
-    return Path(recipe.output_dir).expanduser()
+    return expanded(recipe.output_dir)
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -6,10 +6,10 @@ import gzip
 import io
 import sys
 import zlib
-from pathlib import Path
 from typing import BinaryIO
 
 from jaxllm.common.errors import DataError, MissingFileError, naming_file
+from jaxllm.common.files import expanded
 
 MAX_INPUT_BYTES = 2**30
 """Largest input, after decompression."""
@@ -31,7 +31,7 @@ def read_content(name: str) -> bytes:
         DataError: the file cannot be read, its name does not say whether it is compressed, its gzip
             data is damaged, or there are more than `MAX_INPUT_BYTES`.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name == STDIN:
         return _decompressed("stdin", _limited("stdin", sys.stdin.buffer), says_gzip=None)
     try:

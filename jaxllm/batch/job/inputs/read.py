@@ -12,6 +12,7 @@ from jaxllm.batch.job.inputs.openai_requests import OpenAIRequests
 from jaxllm.batch.job.inputs.source import EXAMPLE, Source
 from jaxllm.batch.job.inputs.tables import CsvRows, DatasetRows, ParquetRows
 from jaxllm.common.errors import DataError, InputError
+from jaxllm.common.files import expanded
 from jaxllm.common.hf_datasets import load_dataset
 
 KINDS = {
@@ -62,7 +63,7 @@ def read_source(
         MissingExtraError: a package is missing.
     """
     name, choice = str(name), choice or ColumnChoice()
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name.startswith(DATASET_PREFIX) or path.is_dir():
         dataset = name.removeprefix(DATASET_PREFIX)
         if not dataset:
