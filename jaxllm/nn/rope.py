@@ -184,5 +184,7 @@ def rotate_by_product(
         precision=exact,
         preferred_element_type=jnp.float32,
     )
-    factors = jnp.stack([jnp.tile(z.reshape(-1, H), (1, N)) for z in (cos, sin)], axis=1)
+    cos, sin = (jnp.tile(z.reshape(-1, 1, H), (1, 1, N)) for z in (cos, sin))
+    # A choice, not a stack: XLA would write that by parts into memory of its own.
+    factors = jnp.where(np.array([[True], [False]]), cos, sin)
     return jnp.sum(both * factors, axis=1).astype(x.dtype).reshape(x.shape)
