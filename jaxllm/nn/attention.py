@@ -155,10 +155,14 @@ class Attention(nnx.Module):
         x: Float[Array, "B S D"],
         rotary: tuple[Array, Array] | None = None,
         key: jax.Array | None = None,
+        *,
+        value_input: Float[Array, "B S D"] | None = None,
     ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        """Keys and values of x; the values of `value_input`, if given, which equals x."""
+        value_input = x if value_input is None else value_input
         shape = (*x.shape[:2], self.kv_heads, self.head_dim)
         k_key, v_key = split_key(key, 2)
-        k, v = self.k(x, k_key).reshape(shape), self.v(x, v_key).reshape(shape)
+        k, v = self.k(x, k_key).reshape(shape), self.v(value_input, v_key).reshape(shape)
         k = k if self.k_norm is None else self.k_norm(k)
         k, v = constrain((k, v), "rows", None, "heads")
         return (k if rotary is None else rotate(k, *rotary)), v

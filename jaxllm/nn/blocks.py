@@ -125,8 +125,8 @@ class Block(nnx.Module):
     ) -> BlockOutput:
         keys = split_key(options.key, 7)
         attn_key, attn_drop, cross_key, cross_drop, mlp_key, mlp_drop, kv_key = keys
-        y = self.attn_norm(x)
-        k, v = self.attn.keys_values(y, context.rotary, kv_key)
+        y, y_of_k, y_of_v = self.attn_norm.for_products(x, 3)
+        k, v = self.attn.keys_values(y_of_k, context.rotary, kv_key, value_input=y_of_v)
         kv = used_slots = None
         if cache is not None and context.view.write_slots is not None:
             cache = kv = cache.write(k, v, context.view.write_slots)
@@ -148,8 +148,9 @@ class Block(nnx.Module):
         cross_weights = None
         if self.cross is not None and self.cross_norm is not None and cross_kv is not None:
             assert context.cross_visible is not None
+            (y,) = self.cross_norm.for_products(x, 1)
             y, cross_weights = self.cross(
-                self.cross_norm(x),
+                y,
                 cross_kv,
                 visible=context.cross_visible,
                 head_mask=options.cross_head_mask,
@@ -157,7 +158,8 @@ class Block(nnx.Module):
                 want_weights=want_weights,
             )
             x = self._add(x, y, cross_drop)
-        x = self._add(x, self.mlp(self.mlp_norm(x), mlp_key), mlp_drop)
+        y = self.mlp(*self.mlp_norm.for_products(x, self.mlp.products), key=mlp_key)
+        x = self._add(x, y, mlp_drop)
         return BlockOutput(x, cache, weights, cross_weights)
 
     def _add(self, x: Array, y: Array, key: Array | None):

@@ -20,8 +20,11 @@ class MLP(nnx.Module):
     ):
         self.up, self.down, self.act, self.dropout_rate = up, down, act, dropout_rate
 
+    products = 1
+    """Products that read its input."""
+
     def __call__(
-        self, x: Float[Array, "B T D"], key: jax.Array | None = None
+        self, x: Float[Array, "B T D"], *, key: jax.Array | None = None
     ) -> Float[Array, "B T D"]:
         key, up_key, down_key = split_key(key, 3)
         return self.down(dropout(self.act(self.up(x, up_key)), self.dropout_rate, key), down_key)
@@ -43,9 +46,18 @@ class GatedMLP(nnx.Module):
         self.gate, self.up, self.down = gate, up, down
         self.act, self.dropout_rate = act, dropout_rate
 
+    products = 2
+    """Products that read its input."""
+
     def __call__(
-        self, x: Float[Array, "B T D"], key: jax.Array | None = None
+        self,
+        x: Float[Array, "B T D"],
+        up_input: Float[Array, "B T D"] | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> Float[Array, "B T D"]:
+        """Computes x; `up` reads `up_input`, if given, which equals x."""
         key, gate_key, up_key, down_key = split_key(key, 4)
-        y = self.act(self.gate(x, gate_key)) * self.up(x, up_key)
+        up_input = x if up_input is None else up_input
+        y = self.act(self.gate(x, gate_key)) * self.up(up_input, up_key)
         return self.down(dropout(y, self.dropout_rate, key), down_key)

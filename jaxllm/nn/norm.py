@@ -3,6 +3,8 @@ back before it multiplies by the weight, LayerNorm after."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -27,6 +29,35 @@ class RMSNorm(nnx.Module):
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         return y.astype(self.dtype) * self.weight[...].astype(self.dtype)
 
+    def for_products(
+        self, x: Float[Array, "B T D"], count: int
+    ) -> tuple[Float[Array, "B T D"], ...]:
+        """The result, once for each of the `count` products that read it."""
+
+        def shared(x: Array) -> tuple[Array, ...]:
+            return (self(x),) * count
+
+        # PERF(tpu): each product of a decode step has its own normalisation inside it. One for all
+        # would be a further operation, which costs as much as a small product; docs/plan.md.
+        if x.shape[1] > 1:
+            return shared(x)
+        separate = functools.partial(self.separately, count=count)
+        return jax.lax.platform_dependent(x, tpu=separate, default=shared)
+
+    def separately(self, x: Float[Array, "B T D"], count: int) -> tuple[Float[Array, "B T D"], ...]:
+        """Equal results, which XLA computes one by one."""
+        y = x.astype(jnp.float32)
+        squares = jnp.sum(y * y, axis=-1, keepdims=True)
+        results = []
+        for i in range(count):
+            # Behind a barrier 1/D is an array, so that `rsqrt` is not one of each row alone, which
+            # XLA would keep out of the product. Barriers of equal arguments would be merged.
+            part = jnp.full(x.shape[-1], 1 / x.shape[-1], jnp.float32)
+            part, _ = jax.lax.optimization_barrier((part, jnp.int32(i)))
+            z = (y * jax.lax.rsqrt(squares * part + self.eps)).astype(self.dtype)
+            results.append(z * self.weight[...].astype(self.dtype))
+        return tuple(results)
+
 
 class LayerNorm(nnx.Module):
     """LayerNorm ``(x - mean) / std * weight + bias`` (Ba et al. 2016, arXiv:1607.06450)."""
@@ -42,3 +73,9 @@ class LayerNorm(nnx.Module):
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         y = y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return y.astype(self.dtype)
+
+    def for_products(
+        self, x: Float[Array, "B T D"], count: int
+    ) -> tuple[Float[Array, "B T D"], ...]:
+        """The result, once for each of the `count` products that read it."""
+        return (self(x),) * count

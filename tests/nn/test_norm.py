@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,3 +54,18 @@ def test_rms_norm_casts_before_it_multiplies_by_the_weight():
     norm = made(RMSNorm, jnp.bfloat16)
     plain = RMSNorm(64, eps=1e-6, dtype=jnp.bfloat16, param_dtype=jnp.float32)
     np.testing.assert_array_equal(norm(x), plain(x) * norm.weight[...].astype(jnp.bfloat16))
+
+
+def test_normalisations_for_each_product_are_equal() -> None:
+    norm = RMSNorm(6, eps=1e-6, dtype=jnp.float32, param_dtype=jnp.float32)
+    norm.weight[...] = jnp.arange(1.0, 7.0)
+    x = jax.random.normal(jax.random.key(0), (2, 1, 6)) * 30
+    expected = norm(x)
+    for y in (*norm.separately(x, 3), *norm.for_products(x, 2)):
+        np.testing.assert_allclose(y, expected, rtol=1e-6)
+    traced = jax.jit(norm.for_products, static_argnums=1).trace(x, 3)
+    barriers = [
+        traced.lower(lowering_platforms=(platform,)).as_text().count("optimization_barrier")
+        for platform in ("tpu", "cpu")
+    ]
+    assert barriers == [3, 0]
