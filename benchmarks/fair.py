@@ -215,7 +215,7 @@ def plot(
     axes.axhline(1, color="black", linewidth=0.5)
     axes.set_xticks([j + 0.4 for j in range(len(columns))], columns, rotation=20)
     axes.set_ylabel("tokens/s, relative to jaxllm")
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     figure.savefig(path)
 
 
