@@ -44,7 +44,7 @@ class RecordedEngine:
             yield output
 
 
-def recorded_job(folder: Path, rows: int = 16, *, name: str = "row", resume: bool = True) -> Job:
+def recorded_job(folder: Path, rows: int = 18, *, name: str = "row", resume: bool = True) -> Job:
     source = folder / f"{name}.jsonl"
     if not source.exists():
         lines = (json.dumps({"id": f"{name}-{i}", "prompt": f"{name} {i}"}) for i in range(rows))
