@@ -105,6 +105,16 @@ def forget_programs() -> Iterator[None]:
     jax.clear_caches()
 
 
+@pytest.fixture(autouse=True)
+def forget_programs_of_a_slow_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Slow tests compile hundreds of programs each, too many for all of a module together."""
+    yield
+    if request.node.get_closest_marker("slow"):
+        import jax
+
+        jax.clear_caches()
+
+
 @pytest.fixture
 def highest_precision() -> Iterator[None]:
     """Full float32 in matrix products, for comparisons with the reference on any device."""
