@@ -134,7 +134,7 @@ def _generate(
     # In the order of the prompts: max_length counts the padding of a batch.
     for first in range(0, len(prompts), pipe.batch_size):
         rows = prompts[first : first + pipe.batch_size]
-        batch = pipe.tokenizer.pad(rows, padding_side="left")
+        batch = pipe.tokenizer.pad(rows, padding_side="left", return_tensors="np")
         width = batch.input_ids.shape[1]
         config = with_default_length(settings, pipe.model, width)
         # Row ids go on from batch to batch, so that rows draw different numbers.
@@ -207,7 +207,7 @@ def _outputs(
     model = without_metadata(pipe.model)
 
     def run(texts: list[str]) -> Sequence[T]:
-        batch = pipe.tokenizer(texts, bucket="power_of_two")
+        batch = pipe.tokenizer(texts, bucket="power_of_two", return_tensors="np")
         return rows_of(np.asarray(batch.attention_mask), _forward(model, dict(batch)))
 
     results = dict(run_in_batches(run, inputs, pipe.batch_size, length=len))

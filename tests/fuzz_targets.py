@@ -122,7 +122,7 @@ def use(tokenizer: Tokenizer) -> None:
     tokenizer.encode_user(TEXT)
     tokenizer.decode(ids)
     tokenizer.decode(range(len(tokenizer)), skip_special_tokens=True)
-    tokenizer(["a", TEXT], bucket=64)
+    tokenizer(["a", TEXT], bucket=64, return_tensors="np")
 
 
 def load_as(name: str, path: Path, **others: Path) -> Tokenizer:

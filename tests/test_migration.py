@@ -31,6 +31,10 @@ def test_scripts_run(tmp_path: Path) -> None:
             code = compile("\n" * line + block[1], str(PAGE), "exec")  # tracebacks name the line
             exec(code, namespace)
     steps, losses = namespace["steps"], namespace["losses"]
+    blocks = namespace["batch"]
+    assert blocks["input_ids"].shape[1] == namespace["block_size"]
+    assert blocks["attention_mask"].all()  # no pads in the blocks
+    assert len(blocks["input_ids"]) >= 2
     for run in (losses[:steps], losses[steps:]):
         assert len(run) == steps
         assert np.mean(run[-3:]) < 0.8 * run[0]

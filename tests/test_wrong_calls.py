@@ -67,7 +67,7 @@ TOKENIZER_CALLS = {
         {"additional_special_tokens": 3}
     ),
     "input_ids: expected a list, found 3": lambda t: t.pad({"input_ids": 3}),
-    "1 rows of 1000000000000 tokens": lambda t: t("a", pad_to_multiple_of=10**12),
+    "1 rows of 1000000000000 tokens": lambda t: t("a", padding=True, pad_to_multiple_of=10**12),
     "2 rows of 1000000000000 tokens": lambda t: t(
         ["a", "b"], padding="max_length", max_length=10**12
     ),

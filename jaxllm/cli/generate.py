@@ -229,7 +229,7 @@ def _ids(
             "or put its tokenizer files into the folder"
         )
     if not arguments.chat:
-        return tokenizer([prompt]).input_ids[0].tolist()
+        return tokenizer([prompt], return_tensors="np").input_ids[0].tolist()
     messages = [{"role": "user", "content": prompt}]
     if arguments.system is not None:
         messages.insert(0, {"role": "system", "content": arguments.system})

@@ -209,7 +209,8 @@ def _prompts(texts: list[str] | None, model: Model[Any], tokenizer: Any) -> list
         MAX_PROMPT_TOKENS, getattr(model.config, "max_positions", None) or MAX_PROMPT_TOKENS
     )
     if tokenizer is not None:
-        rows = [tokenizer([text]).input_ids[0, :limit].tolist() for text in texts or PROMPTS]
+        batches = [tokenizer([text], return_tensors="np") for text in texts or PROMPTS]
+        rows = [batch.input_ids[0, :limit].tolist() for batch in batches]
         return sorted(rows, key=len)
     if texts:
         raise InputError("--prompt: the checkpoint has no tokenizer; leave it out for random ids")

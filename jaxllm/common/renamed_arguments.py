@@ -79,8 +79,8 @@ ATTRIBUTES = {
 }
 """Attributes of a model."""
 TOKENIZER_ATTRIBUTES = {
-    "encode_plus": "call it: tokenizer(text, padding=False, return_tensors=None)",
-    "batch_encode_plus": "call it: tokenizer(texts, padding=False, return_tensors=None)",
+    "encode_plus": "call it: tokenizer(text)",
+    "batch_encode_plus": "call it: tokenizer(texts)",
     "prepare_seq2seq_batch": "call it: tokenizer(texts, text_target=targets)",
     "prepare_for_model": "use tokenizer.pad([ids]), or call the tokenizer with the text",
     "build_inputs_with_special_tokens": "use encode(), which adds special tokens",

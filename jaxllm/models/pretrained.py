@@ -31,6 +31,16 @@ from jaxllm.models.config import ModelConfig
 class Pretrained:
     """Methods to load, build, save and publish a model, with transformers' names."""
 
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **options: Any) -> Self:
+            """Explains `GPT2LMHeadModel(config, seed=0)`, a call of transformers' classes."""
+            if (args or options) and "rngs" not in options:
+                raise InputError(
+                    f"{cls.__name__}(config): use {cls.__name__}.from_config(config, seed=0)"
+                )
+            return super().__new__(cls)
+
     @classmethod
     def from_pretrained(
         cls,

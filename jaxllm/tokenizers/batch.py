@@ -19,14 +19,30 @@ PaddingSide = Literal["left", "right"]
 Padding = bool | Literal["longest", "max_length", "do_not_pad"]
 Truncation = bool | Literal["longest_first", "only_first", "only_second", "do_not_truncate"] | None
 Span = tuple[int, int]
-_SETTABLE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """Start and end of a token in its text, in characters."""
 Bucket = int | Literal["power_of_two"] | None
 ReturnTensors = Literal["np", "jax"] | None
+_SETTABLE = ("labels", "decoder_input_ids", "decoder_attention_mask")
+
+
+class _Settable:
+    """Base of encodings that take what the decoder gets."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Sets what the decoder gets, as training scripts do: ``batch["labels"] = ...``.
+
+        Raises:
+            InputError: another name; ``{**batch, name: value}`` is a dict with any.
+        """
+        if name not in _SETTABLE:
+            raise InputError(
+                f"{name}: only {', '.join(_SETTABLE)} can be set; make a dict, {{**batch, ...}}"
+            )
+        object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, eq=False)
-class BatchEncoding(ArrayMapping):
+class BatchEncoding(_Settable, ArrayMapping):
     """A batch of prompts, padded to one length; also a mapping: ``model(**batch)``.
 
     ``attention_mask`` is 1 at real tokens and 0 at padding. Only the mask marks padding, since the
@@ -44,27 +60,20 @@ class BatchEncoding(ArrayMapping):
     decoder_attention_mask: np.ndarray | jax.Array | None = None
     """Their padding mask that was set, [B, D]."""
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        """Sets what the decoder gets, as training scripts do: ``batch["labels"] = ...``.
-
-        Raises:
-            InputError: another name; ``{**batch, name: value}`` is a dict with any.
-        """
-        if name not in _SETTABLE:
-            raise InputError(
-                f"{name}: only {', '.join(_SETTABLE)} can be set; make a dict, {{**batch, ...}}"
-            )
-        object.__setattr__(self, name, value)
-
 
 @dataclass(frozen=True, eq=False)
-class ListEncoding(FieldMapping):
+class ListEncoding(_Settable, FieldMapping):
     """Ids and mask of a text, or of several, as lists (``return_tensors=None``); also a mapping."""
 
     input_ids: list[int] | list[list[int]]
-    attention_mask: list[int] | list[list[int]]
+    attention_mask: list[int] | list[list[int]] | None
     offset_mapping: list[Span] | list[list[Span]] | None = None
     labels: list[Any] | None = None
+    """Labels of the rows that ``pad`` got, of ``text_target``, or that were set."""
+    decoder_input_ids: list[Any] | None = None
+    """Inputs of a decoder that were set."""
+    decoder_attention_mask: list[Any] | None = None
+    """Their padding mask that was set."""
 
 
 def pad_rows(

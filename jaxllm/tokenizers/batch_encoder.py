@@ -42,6 +42,7 @@ class EncodingOptions(PaddingOptions, TextOptions, total=False):
     """Options of a tokenizer's call."""
 
     return_offsets_mapping: bool
+    return_attention_mask: bool | None
 
 
 class BatchEncoder(TextEncoder):
@@ -60,7 +61,7 @@ class BatchEncoder(TextEncoder):
         text_pair: str | Sequence[str] | None = None,
         text_target: str | Sequence[str] | None = None,
         *,
-        return_tensors: Literal["np", "jax"] = "np",
+        return_tensors: Literal["np", "jax"],
         **options: Unpack[EncodingOptions],
     ) -> BatchEncoding: ...
     @overload
@@ -70,7 +71,7 @@ class BatchEncoder(TextEncoder):
         text_pair: str | Sequence[str] | None = None,
         text_target: str | Sequence[str] | None = None,
         *,
-        return_tensors: None,
+        return_tensors: None = None,
         **options: Unpack[EncodingOptions],
     ) -> ListEncoding: ...
     def __call__(
@@ -79,13 +80,13 @@ class BatchEncoder(TextEncoder):
         text_pair: str | Sequence[str] | None = None,
         text_target: str | Sequence[str] | None = None,
         *,
-        return_tensors: ReturnTensors = "np",
+        return_tensors: ReturnTensors = None,
         **options: Unpack[EncodingOptions],
     ) -> BatchEncoding | ListEncoding:
-        """Encodes and pads one or more prompts, as transformers does with the same arguments.
+        """Encodes one or more prompts, as transformers does with the same arguments.
 
-        The defaults differ: transformers pads nothing and returns lists (``padding=False,
-        return_tensors=None``), and a longer text than ``max_length`` is no error there.
+        ``tokenizer(texts, padding=True, return_tensors="np")`` gives a model its arrays. Other than
+        in transformers, a text longer than ``max_length`` is an error without ``truncation``.
 
         Args:
             text: one or more prompts. In arrays an empty prompt becomes BOS if the tokenizer has
@@ -95,19 +96,21 @@ class BatchEncoder(TextEncoder):
                 prompts' with the pad token, are the ``labels``. Without ``text`` the result is
                 theirs alone.
             return_tensors: "np" or "jax" for arrays [B, T] of int32; None for lists, and one list
-                if ``text`` is one string.
+                if ``text`` is one string (the default).
             padding: True or "longest" pads to the longest prompt, "max_length" to ``max_length``,
-                False not at all.
+                False not at all (the default without ``bucket``).
             truncation: True or "longest_first" shortens the longer text until there are at most
                 ``max_length`` tokens; "only_first" and "only_second" shorten that text.
             max_length: maximum tokens of a prompt, special tokens included; a longer one is an
                 error without ``truncation``. None: the tokenizer's ``model_max_length`` for
                 ``truncation`` and ``padding="max_length"``, otherwise no limit.
-            pad_to_multiple_of: rounds the padded length up to a multiple.
-            bucket: the same, or ``"power_of_two"``, so that few lengths are compiled.
+            pad_to_multiple_of: rounds the padded length up to a multiple; needs ``padding``.
+            bucket: the same, or ``"power_of_two"``, so that few lengths are compiled; pads by
+                itself.
             padding_side: "left" or "right"; the tokenizer's own by default.
             return_offsets_mapping: ``offset_mapping`` [B, T, 2] too, start and end of each token
                 in its text, in characters; only tokenizers of a tokenizer.json have it.
+            return_attention_mask: False leaves the mask out of lists.
             add_special_tokens, split_special_tokens, max_bytes: as for :meth:`encode`.
 
         Raises:
@@ -136,6 +139,10 @@ class BatchEncoder(TextEncoder):
         else:
             rows = UnpaddedRows([self.encode(*each, **encoding) for each in both])
         batch = self._pad(rows, return_tensors, **padding)
+        if options.get("return_attention_mask") is False:
+            if not isinstance(batch, ListEncoding):
+                raise UnsupportedError("return_attention_mask=False: arrays have their mask")
+            batch = replace(batch, attention_mask=None)
         if isinstance(batch, ListEncoding) and isinstance(text, str):
             return ListEncoding(**{name: value[0] for name, value in batch.items()})
         return batch
@@ -157,7 +164,7 @@ class BatchEncoder(TextEncoder):
         self,
         rows: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]] | Mapping[str, Any],
         *,
-        return_tensors: Literal["np", "jax"] = "np",
+        return_tensors: Literal["np", "jax"],
         **options: Unpack[PaddingOptions],
     ) -> BatchEncoding: ...
     @overload
@@ -165,17 +172,19 @@ class BatchEncoder(TextEncoder):
         self,
         rows: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]] | Mapping[str, Any],
         *,
-        return_tensors: ReturnTensors,
+        return_tensors: None = None,
         **options: Unpack[PaddingOptions],
-    ) -> BatchEncoding | ListEncoding: ...
+    ) -> ListEncoding: ...
     def pad(
         self,
         rows: Sequence[Sequence[int]] | Sequence[Mapping[str, Any]] | Mapping[str, Any],
         *,
-        return_tensors: ReturnTensors = "np",
+        return_tensors: ReturnTensors = None,
         **options: Unpack[PaddingOptions],
     ) -> BatchEncoding | ListEncoding:
         """Pads rows to one length; options and errors are those of ``__call__``.
+
+        ``padding`` is True by default.
 
         Args:
             rows: lists of ids; or, as in transformers, dicts with ``input_ids`` (the outputs of
@@ -183,23 +192,27 @@ class BatchEncoder(TextEncoder):
                 returned as they are.
             return_tensors: as for ``__call__``.
         """
-        return self._pad(unpadded_rows(rows), return_tensors, **options)
+        return self._pad(unpadded_rows(rows), return_tensors, **{"padding": True, **options})
 
     def _pad(
         self,
         rows: UnpaddedRows,
         return_tensors: ReturnTensors,
         *,
-        padding: Padding = True,
+        padding: Padding | None = None,
         max_length: int | None = None,
         pad_to_multiple_of: int | None = None,
         bucket: Bucket = None,
         padding_side: PaddingSide | None = None,
     ) -> BatchEncoding | ListEncoding:
+        if padding is None:
+            padding = bucket is not None
         check_return_tensors(return_tensors)
         side = checked_side(padding_side or self.padding_side, InputError)
         if bucket is not None and pad_to_multiple_of is not None:
             raise InputError("give bucket or pad_to_multiple_of, not both")
+        if pad_to_multiple_of is not None and padding in (False, "do_not_pad"):
+            raise InputError("pad_to_multiple_of: give padding=True with it, or leave it out")
         if max_length is not None or padding == "max_length":
             max_length = self._max_length(max_length, "padding='max_length'")
         ids = rows.input_ids

@@ -64,7 +64,7 @@ def test_a_call_with_something_else_has_a_short_error(family, architecture):
 def test_a_tokenizers_output_is_a_call(family):
     tokenizer = byte_tokenizer()
     model = tiny.make(family, vocab_size=len(tokenizer))
-    batch = tokenizer(["a", "bcd"])
+    batch = tokenizer(["a", "bcd"], padding=True, return_tensors="np")
     expected = model(batch.input_ids, batch.attention_mask).logits
     np.testing.assert_array_equal(model(**batch).logits, expected)
     with pytest.raises(KeyError):

@@ -32,7 +32,7 @@ def test_ids(case):
     assert zlib.crc32(json.dumps(ids).encode()) == expected["ids"]
     assert tokenizer.encode("é <extra_id_0> x", "b</s>") == expected["pair"]
     assert tokenizer.tokenize("é <extra_id_0> x") == expected["tokens"]
-    assert tokenizer(["a", "bcd"], return_tensors=None) == expected["padded"]
+    assert tokenizer(["a", "bcd"], padding=True) == expected["padded"]
     assert [len(tokenizer), tokenizer.vocab_size] == expected["sizes"]
     assert sorted(tokenizer.special_ids) == expected["special_ids"]
 

@@ -17,7 +17,7 @@ def tokenizer(load_fast):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("bucket", [None, 16, "power_of_two"])
 def test_rows_are_padded_and_masked(tokenizer, side, bucket):
-    batch = tokenizer(PROMPTS, padding_side=side, bucket=bucket)
+    batch = tokenizer(PROMPTS, padding=True, padding_side=side, bucket=bucket, return_tensors="np")
     rows = [tokenizer.encode(prompt) for prompt in PROMPTS]
     length = bucket_length(max(map(len, rows)), bucket)
     assert batch.input_ids.shape == batch.attention_mask.shape == (3, length)
@@ -47,20 +47,20 @@ def test_invalid_buckets(tokenizer, bucket):
 
 
 def test_one_string_is_a_batch_of_one(tokenizer):
-    batch = tokenizer("Hello")
+    batch = tokenizer("Hello", return_tensors="np")
     assert batch.input_ids.tolist() == [tokenizer.encode("Hello")]
 
 
 def test_padding_side_of_the_tokenizer_is_the_default(load_fast):
     left = load_fast("metaspace", padding_side="left")
-    assert left(PROMPTS).attention_mask[2, 0] == 0
-    assert left(PROMPTS, padding_side="right").attention_mask[2, 0] == 1
+    assert left(PROMPTS, padding=True).attention_mask[2][0] == 0
+    assert left(PROMPTS, padding=True, padding_side="right").attention_mask[2][0] == 1
 
 
 def test_eos_pads_without_a_pad_token(load_fast):
     gpt2 = load_fast("gpt2")
     assert gpt2.pad_token_id is None
-    batch = gpt2(["<|endoftext|>", "Hello there"])
+    batch = gpt2(["<|endoftext|>", "Hello there"], padding=True, return_tensors="np")
     assert batch.attention_mask[0].tolist() == [1] + [0] * (batch.input_ids.shape[1] - 1)
     assert set(batch.input_ids[0].tolist()) == {gpt2.eos_token_id}
 
@@ -68,11 +68,11 @@ def test_eos_pads_without_a_pad_token(load_fast):
 def test_empty_prompt_becomes_bos(load_fast):
     gpt2 = load_fast("gpt2")
     assert gpt2.encode("") == []
-    assert gpt2("").input_ids.tolist() == [[gpt2.bos_token_id]]
+    assert gpt2("", return_tensors="np").input_ids.tolist() == [[gpt2.bos_token_id]]
     t5 = load_fast("t5")
-    assert t5("").input_ids.tolist() == [[t5.eos_token_id]]
+    assert t5("", return_tensors="np").input_ids.tolist() == [[t5.eos_token_id]]
     with pytest.raises(InputError, match="prompt 1 is empty, and the tokenizer has no BOS"):
-        t5(["a", ""], add_special_tokens=False)
+        t5(["a", ""], padding=True, add_special_tokens=False, return_tensors="np")
 
 
 def test_refused_batches(tokenizer):

@@ -39,19 +39,17 @@ def t5(load_fast) -> Tokenizer:
 
 def test_lists_match_transformers(case):
     tokenizer, expected = case
-    defaults = {"padding": False, "return_tensors": None}
-    assert tokenizer("Nice to meet you.", **defaults) == expected["single"]
+    assert tokenizer("Nice to meet you.") == expected["single"]
     for options, result in expected["calls"]:
-        assert tokenizer(BATCH, **{**defaults, **options}) == result, options
+        assert tokenizer(BATCH, **options) == result, options
     for options, result in expected["pairs"]:
-        assert tokenizer(BATCH, SECOND, **{**defaults, **options}) == result, options
+        assert tokenizer(BATCH, SECOND, **options) == result, options
 
 
 def test_offsets_match_transformers(case):
     tokenizer, expected = case
 
     def lists(*texts, **options) -> dict:
-        options = {"padding": False, "return_tensors": None, **options}
         encoding = tokenizer(*texts, return_offsets_mapping=True, **options)
         return json.loads(json.dumps(dict(encoding)))
 
@@ -59,7 +57,7 @@ def test_offsets_match_transformers(case):
         assert lists(BATCH, **options) == result, options
     pairs = lists(BATCH, SECOND, truncation=True, max_length=9)
     assert pairs == expected["pair_offsets"]
-    arrays = tokenizer(BATCH[2:], return_offsets_mapping=True)
+    arrays = tokenizer(BATCH[2:], padding=True, return_tensors="np", return_offsets_mapping=True)
     padded = lists(BATCH[2:], padding=True)
     assert {name: value.tolist() for name, value in arrays.items()} == padded
 
@@ -115,21 +113,22 @@ def test_added_tokens_of_tokenizers_without_a_json(name, tmp_path):
 
 def test_dicts_are_padded(t5):
     texts = ["a", "b c d"]
-    rows = [t5(text, padding=False, return_tensors=None) for text in texts]
-    expected = t5(texts, padding_side="left")
+    rows = [t5(text) for text in texts]
+    expected = t5(texts, padding=True, padding_side="left", return_tensors="np")
     features = [{**row, "labels": label} for row, label in zip(rows, (3, 4), strict=True)]
     batch = t5.pad(features, padding_side="left", return_tensors="jax")
     np.testing.assert_array_equal(batch.input_ids, expected.input_ids)
     np.testing.assert_array_equal(batch.attention_mask, expected.attention_mask)
     assert batch["labels"].tolist() == [3, 4]
-    again = t5.pad(expected, padding="max_length", max_length=9, padding_side="right")
+    options = {"padding": "max_length", "max_length": 9, "return_tensors": "np"}
+    again = t5.pad(expected, padding_side="right", **options)
     assert again.attention_mask[:, : expected.input_ids.shape[1]].tolist() == (
         expected.attention_mask.tolist()
     )
     assert again.attention_mask.sum() == expected.attention_mask.sum()
-    columns = t5.pad({"input_ids": [[5], [6, 7]]}, return_tensors=None)
+    columns = t5.pad({"input_ids": [[5], [6, 7]]})
     expected_lists = {"input_ids": [[5, 0], [6, 7]], "attention_mask": [[1, 0], [1, 1]]}
-    assert dict(columns) == dict(t5.pad([[5], [6, 7]], return_tensors=None)) == expected_lists
+    assert dict(columns) == dict(t5.pad([[5], [6, 7]])) == expected_lists
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_arrays_hold_the_lists(case, return_tensors, array):
     tokenizer, expected = case
     options, _ = expected["calls"][3]
     texts = [text for text in BATCH if text]
-    lists = tokenizer(texts, return_tensors=None, **options)
+    lists = tokenizer(texts, **options)
     batch = tokenizer(texts, return_tensors=return_tensors, **options)
     assert isinstance(batch, BatchEncoding)
     assert isinstance(batch.input_ids, array)
@@ -219,7 +218,7 @@ def test_arrays_hold_the_lists(case, return_tensors, array):
 
 
 def test_encodings_are_mappings(t5):
-    batch = t5(["a", "b c"])
+    batch = t5(["a", "b c"], padding=True, return_tensors="np")
     assert list(batch) == list(batch.keys()) == ["input_ids", "attention_mask"]
     assert batch["input_ids"] is batch.input_ids
     assert (lambda **arguments: set(arguments))(**batch) == {"input_ids", "attention_mask"}
@@ -233,7 +232,7 @@ def test_named_tokens_can_be_changed(load_fast, tmp_path):
     assert (tokenizer.pad_token, tokenizer.sep_token_id) == (None, None)
     tokenizer.pad_token = tokenizer.eos_token
     assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("</s>", 2)
-    assert tokenizer(["a", "a b c"], padding_side="right").input_ids[0, -1] == 2
+    assert tokenizer(["a", "a b c"], padding=True, padding_side="right").input_ids[0][-1] == 2
     files = tokenizer.save_pretrained(tmp_path)
     assert set(files) == {str(path) for path in tmp_path.iterdir()}
     again = load_tokenizer(tmp_path)
@@ -251,7 +250,9 @@ def test_named_tokens_can_be_changed(load_fast, tmp_path):
 
 def test_model_max_length_is_the_default(load_fast):
     tokenizer = load_fast("t5", model_max_length=6)
-    batch = tokenizer(["a b c d e f g h", "a"], padding="max_length", truncation=True)
+    batch = tokenizer(
+        ["a b c d e f g h", "a"], padding="max_length", truncation=True, return_tensors="np"
+    )
     assert batch.attention_mask.sum(1).tolist() == [6, len(tokenizer.encode("a"))]
     assert batch.input_ids[0, -1] == tokenizer.eos_token_id
 
@@ -264,11 +265,12 @@ def test_model_max_length_is_the_default(load_fast):
         ({"truncation": True}, InputError, "truncation needs max_length"),
         ({"padding": "max_length"}, InputError, "padding='max_length' needs max_length"),
         ({"max_length": "9"}, InputError, "max_length is '9'"),
-        ({"padding": False}, InputError, "different lengths"),
+        ({"return_tensors": "np"}, InputError, "different lengths"),
         ({"return_tensors": "pt"}, UnsupportedError, "give 'np' or 'jax'"),
         ({"return_tensors": 3}, InputError, "return_tensors is 3"),
         ({"bucket": 8, "pad_to_multiple_of": 8}, InputError, "not both"),
-        ({"pad_to_multiple_of": -1}, InputError, "bucket is -1"),
+        ({"padding": True, "pad_to_multiple_of": -1}, InputError, "bucket is -1"),
+        ({"pad_to_multiple_of": 8}, InputError, "give padding=True with it"),
         ({"return_length": True}, UnsupportedError, r"\['return_length'\]"),
         ({"text_pair": ["a"]}, InputError, "1 second texts for 2 texts"),
         ({"text_pair": "ab"}, InputError, "1 second texts for 2 texts"),
@@ -287,21 +289,22 @@ def test_refused_options(t5, options, error, message):
 
 def test_labels_of_targets(t5):
     texts, targets = ["Hello world", "Nice"], ["Hello", "The garden is nice"]
-    options = {"padding": True, "max_length": 30}
+    options = {"padding": True, "max_length": 30, "return_tensors": "np"}
     both = t5(texts, text_target=targets, **options)
     expected = t5(targets, **options).input_ids
     assert both.labels.tolist() == expected.tolist()
     assert both.input_ids.tolist() == t5(texts, **options).input_ids.tolist()
     assert t5(text_target=targets, **options).input_ids.tolist() == expected.tolist()
-    one = t5("Hello", text_target="Nice", return_tensors=None)
+    one = t5("Hello", text_target="Nice")
     assert one.labels == t5.encode("Nice")
     with pytest.raises(InputError, match="text_target: expected one for each text"):
         t5(texts, text_target="Hello")
 
 
 def test_what_scripts_do_with_encodings(t5):
-    batch = t5(["Hello world", "Nice"])
-    batch["labels"] = t5(["a", "b"])["input_ids"]
+    options = {"padding": True, "return_tensors": "np"}
+    batch = t5(["Hello world", "Nice"], **options)
+    batch["labels"] = t5(["a", "b"], **options)["input_ids"]
     assert list(batch.keys()) == ["input_ids", "attention_mask", "labels"]
     batch["decoder_input_ids"] = batch.input_ids
     assert dict(batch)["decoder_input_ids"] is batch.input_ids
@@ -311,7 +314,10 @@ def test_what_scripts_do_with_encodings(t5):
     decoded = t5.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=True)
     assert decoded == t5.batch_decode(ids, skip_special_tokens=True)
     with t5.as_target_tokenizer():
-        np.testing.assert_array_equal(t5(["Hello world", "Nice"]).input_ids, ids)
+        np.testing.assert_array_equal(t5(["Hello world", "Nice"], **options).input_ids, ids)
+    lists = t5(["Hello world", "Nice"])  # not padded
+    lists["labels"] = lists["input_ids"].copy()
+    assert dict(lists)["labels"] == [t5.encode("Hello world"), t5.encode("Nice")]
     array = t5.encode("Hello world", return_tensors="jax")
     assert (array.shape, array.dtype) == ((1, len(t5.encode("Hello world"))), "int32")
     assert t5.encode("Nice", return_tensors="np").tolist() == [t5.encode("Nice")]
@@ -321,9 +327,13 @@ def test_what_scripts_do_with_encodings(t5):
 
 def test_options_that_ask_for_what_happens_anyway(t5):
     options = {"return_token_type_ids": False, "return_attention_mask": True, "verbose": False}
-    assert t5("Nice", return_tensors=None, **options) == t5("Nice", return_tensors=None)
+    assert t5("Nice", **options) == t5("Nice")
+    without = t5(["Nice", "a b c"], return_attention_mask=False)
+    assert dict(without) == {"input_ids": [t5.encode("Nice"), t5.encode("a b c")]}
+    with pytest.raises(UnsupportedError, match="arrays have their mask"):
+        t5(["Nice"], return_attention_mask=False, return_tensors="np")
     t5.model_max_length = 3
-    assert t5(["Hello world"], truncation=True).input_ids.shape == (1, 3)
+    assert len(t5("Hello world", truncation=True).input_ids) == 3
     with pytest.raises(InputError, match="model_max_length: expected a positive number, found 'a"):
         t5.model_max_length = "a"
 

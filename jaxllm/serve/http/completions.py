@@ -80,7 +80,9 @@ def prompt_ids(
     vocab_size, result = state.engine.model.config.vocab_size, []
     for prompt in prompts:
         if isinstance(prompt, str):
-            ids = state.tokenizer([prompt], max_bytes=state.limits.body_bytes).input_ids[0].tolist()
+            size = state.limits.body_bytes
+            batch = state.tokenizer([prompt], max_bytes=size, return_tensors="np")
+            ids = batch.input_ids[0].tolist()
         else:
             ids = list(prompt)
         if not ids or not all(0 <= token < vocab_size for token in ids):

@@ -221,7 +221,7 @@ def generate_answers(
     def run(numbers: list[int]) -> list[list[int]]:
         before_batch()
         side = "right" if model.is_encoder_decoder else "left"
-        batch = tokenizer.pad([prompts[i] for i in numbers], padding_side=side)
+        batch = tokenizer.pad([prompts[i] for i in numbers], padding_side=side, return_tensors="np")
         ids: Any = batch.input_ids  # on the host, where generate() checks it
         mask: Any = batch.attention_mask
         row_ids = np.array(numbers, np.int32)
