@@ -156,7 +156,7 @@ for sizes in dict(fsdp=4), dict(tensor=2), dict(fsdp=2, tensor=2):
     whole = sum(x.nbytes for x in parameters(model).values() if x.ndim == 2)
     # Only an axis that spans both processes spares a process something.
     assert matrices == (whole if sizes == dict(tensor=2) else whole // 2), (sizes, matrices, whole)
-    jaxllm.save_hf(out / "saved", model)
+    jaxllm.save_hf(out / "saved", model, overwrite=True)
     if int(index) == 0:
         with SafetensorsFile(folder / "model.safetensors") as a:
             with SafetensorsFile(out / "saved" / "model.safetensors") as b:
