@@ -42,7 +42,7 @@ class _Auto:
             UnsupportedError: the family has no class for this task.
             Other errors: those of the class's `from_pretrained`.
         """
-        return pretrained(cls.model_class, path_or_hub_id, **options)
+        return pretrained(cls.model_class, path_or_hub_id, called=cls, **options)
 
     @classmethod
     def from_config(cls, config: ModelConfig, **options: Any) -> Any:

@@ -25,7 +25,6 @@ from jaxtyping import Array, Float, Int
 from jaxllm import auto, models
 from jaxllm.auto import AutoConfig, AutoTokenizer
 from jaxllm.common.errors import InputError
-from jaxllm.common.renamed_arguments import FROM_PRETRAINED, drop_renamed
 from jaxllm.generation.call.output import GenerateOutput
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models import (
@@ -41,6 +40,7 @@ from jaxllm.models.config import ModelConfig
 from jaxllm.models.flax_params import flax_params, with_flax_params
 from jaxllm.models.model import Model
 from jaxllm.models.outputs import BaseOutput, ModelOutput, base_output
+from jaxllm.models.pretrained import pretrained
 
 DEFAULT_MAX_LENGTH = 20
 """Columns of a result, prompt included, where neither call nor checkpoint sets a length."""
@@ -120,7 +120,7 @@ class FlaxPreTrainedModel:
         `options` are those of `jaxllm.AutoModel.from_pretrained`. The weights are float32, unless
         `param_dtype` is given.
         """
-        return _loaded(cls.model_class, path_or_hub_id, dtype, _do_init, options)
+        return _loaded(cls, cls.model_class, path_or_hub_id, dtype, _do_init, options)
 
     @property
     def module(self) -> Any:
@@ -370,7 +370,8 @@ class _FlaxAuto:
         **options: Any,
     ) -> Any:
         """Loads a checkpoint as its family's Flax class."""
-        return _loaded(cls.auto_class.model_class, path_or_hub_id, dtype, _do_init, options)
+        model_class = cls.auto_class.model_class
+        return _loaded(cls, model_class, path_or_hub_id, dtype, _do_init, options)
 
     @classmethod
     def from_config(cls, config: ModelConfig, **options: Any) -> Any:
@@ -399,16 +400,15 @@ CONFIG_MAPPING: Mapping[str, Any] = {
 
 
 def _loaded(
+    called: type,
     model_class: Any,
     path_or_hub_id: str | PathLike[str],
     dtype: DTypeLike,
     do_init: bool,
     options: Mapping[str, Any],
 ) -> Any:
-    options = drop_renamed("from_pretrained()", options, FROM_PRETRAINED)
-    model = auto.pretrained(
-        model_class, path_or_hub_id, **{"dtype": dtype, "param_dtype": "float32", **options}
-    )
+    options = {"dtype": dtype, "param_dtype": "float32", **options}
+    model = pretrained(model_class, path_or_hub_id, called=called, **options)
     flax_model = FlaxPreTrainedModel.from_model(model)
     if do_init:
         return flax_model

@@ -190,6 +190,8 @@ def test_fields_of_the_config_are_not_arguments():
     with pytest.raises(InputError, match=r'does not take resid_pdrop: .* config={"resid_pdrop"'):
         models.GPT2LMHeadModel.from_pretrained(REFERENCE / "tiny-gpt2", resid_pdrop=0.0)
     config = jaxllm.AutoConfig.from_pretrained(REFERENCE / "tiny-gpt2")
+    with pytest.raises(InputError, match=r"^AutoModelForCausalLM.from_pretrained\(\) does not"):
+        jaxllm.AutoModelForCausalLM.from_pretrained("x", resid_pdrop=0.0)
     with pytest.raises(InputError, match=r"use GPT2LMHeadModel.from_config\(config, seed=0\)"):
         models.GPT2LMHeadModel(config, seed=0)
     with pytest.raises(InputError, match="does not take rngs"):

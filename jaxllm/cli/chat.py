@@ -23,6 +23,7 @@ from jaxllm.cli.model_flags import (
     load_named,
     model_path,
 )
+from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.progress import Reporter, set_progress
 from jaxllm.generation.settings.consistency import check_for_use
@@ -142,13 +143,15 @@ class Session:
 
     def _answer(self, text: str) -> None:
         start = time.perf_counter()
-        with stop_on_interrupt() as stopped:
+        with contextlib.closing(CompileClock()) as clock, stop_on_interrupt() as stopped:
             count = self._chat.ask(text, _write, stopped.is_set)
         _write("\n")
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start - clock.seconds
+        compiling = f", after {clock.seconds:.1f} s of compiling" if clock.seconds >= 0.1 else ""
         end = "; stopped" if stopped.is_set() else ""
         self._reporter.say(
-            f"{count} tokens in {seconds:.1f} s; conversation: {len(self._chat.ids)} tokens{end}"
+            f"{count} tokens in {seconds:.1f} s{compiling}; conversation: "
+            f"{len(self._chat.ids)} tokens{end}"
         )
 
     def _command(self, text: str) -> None:

@@ -34,6 +34,8 @@ class Reporter:
         # Not in a notebook: rich needs ipywidgets there, and leaves an empty output for each line.
         self._is_animated = self._console.is_terminal
         self._spinner: Progress | None = None
+        self.compile_seconds = 0.0
+        """Seconds of compiling that were reported, beside those of phases."""
 
     @property
     def console(self) -> Console:
@@ -52,8 +54,11 @@ class Reporter:
 
     @contextlib.contextmanager
     def phase(self, label: str) -> Generator[Update]:
-        """Shows a running phase, and prints its duration if it succeeds."""
-        start = time.perf_counter()
+        """Shows a running phase, and prints its duration if it succeeds.
+
+        Compiling that has lines of its own (`CompileReports`) is not counted.
+        """
+        start, compile_seconds = time.perf_counter(), self.compile_seconds
         stop, describe = self.start(label)
 
         def update(name: str, done: int, total: int, /) -> None:
@@ -63,8 +68,9 @@ class Reporter:
             yield update
         finally:
             stop()
-        seconds = time.perf_counter() - start
-        if seconds >= self._least_seconds:
+        compile_seconds = self.compile_seconds - compile_seconds
+        seconds = time.perf_counter() - start - compile_seconds
+        if seconds + compile_seconds >= self._least_seconds:
             self.say(f"{label}: {seconds:.1f} s")
 
     def start(self, label: str) -> tuple[Callable[[], None], Callable[[str], None]]:
@@ -107,13 +113,14 @@ class CompileReports:
         jax.monitoring.register_event_duration_secs_listener(self._duration)
 
     def _duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        name = str(kwargs.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")
+        name = _program_name(str(kwargs.get("fun_name", "a program")))
         if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
             self._end()
             self._stop, _ = self._reporter.start(f"compiling {name}")
         elif event == "/jax/core/compile/backend_compile_duration":
             self._end()
             if duration_secs >= self._least_seconds:
+                self._reporter.compile_seconds += duration_secs
                 self._reporter.say(f"compiled {name}: {duration_secs:.1f} s")
 
     def _end(self) -> None:
@@ -125,6 +132,18 @@ class CompileReports:
         """Stops reporting."""
         self._end()
         jax.monitoring.unregister_event_duration_listener(self._duration)
+
+
+def _program_name(function: str) -> str:
+    """Name of a program by its function: words for one that is private to the library.
+
+    >>> _program_name("jit(prefill)"), _program_name("_score_batch"), _program_name("<lambda>")
+    ('prefill', 'score batch', 'a function')
+    """
+    name = function.removeprefix("jit(").removesuffix(")")
+    if name == "<lambda>":
+        return "a function"
+    return name.lstrip("_").replace("_", " ") if name.startswith("_") else name
 
 
 _reports: list[tuple[Reporter, CompileReports]] = []

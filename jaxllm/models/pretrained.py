@@ -163,9 +163,18 @@ class Generates:
         return public("generate")(self, input_ids, attention_mask, generation_config, key, **fields)
 
 
-def pretrained(model_class: type, path_or_hub_id: str | PathLike[str], **options: Any) -> Any:
-    """Loads a checkpoint as `model_class`, or as the family's class derived from it."""
-    where = f"{model_class.__name__}.from_pretrained()"
+def pretrained(
+    model_class: type,
+    path_or_hub_id: str | PathLike[str],
+    *,
+    called: type | None = None,
+    **options: Any,
+) -> Any:
+    """Loads a checkpoint as `model_class`, or as the family's class derived from it.
+
+    `called` is the class that the caller named, for errors; None: `model_class`.
+    """
+    where = f"{(called or model_class).__name__}.from_pretrained()"
     options = _drop(where, options)
     load = public("load")
     unknown = options.keys() - inspect.signature(load).parameters.keys() - {"architecture"}

@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import tiny
 from rich.console import Console
 
 import jaxllm
+from jaxllm.common import progress as progress_module
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.progress import Reporter, set_progress
 
@@ -103,6 +105,19 @@ def test_the_library_shows_progress(
     set_progress(False)
     model.generate(tiny.ids(3), max_new_tokens=3)
     assert capsys.readouterr().err == ""
+
+
+def test_phases_do_not_count_compiling_again(
+    progress: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [(reporter, reports)] = progress_module._reports
+    event = "/jax/core/compile/backend_compile_duration"
+    with reporter.phase("generating"):
+        time.sleep(0.2)
+        reports._duration(event, 0.1875, fun_name="_score_batch")
+    text = capsys.readouterr().err
+    assert "compiled score batch: 0.2 s" in text
+    assert re.search(r"^generating: 0\.0 s$", text, re.MULTILINE), text
 
 
 def test_phases_share_a_display() -> None:

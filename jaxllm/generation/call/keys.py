@@ -56,7 +56,7 @@ def row_keys(
         if sampling and under_jit:
             raise InputError("key: sampling inside jax.jit needs a key, as an argument")
         key = secrets.randbits(32) if sampling else 0
-    return _fold(_typed_key(key), _checked_row_ids(row_ids, batch), samples)
+    return _random_keys(_typed_key(key), _checked_row_ids(row_ids, batch), samples)
 
 
 def _typed_key(key: Any) -> Key[Array, ""]:
@@ -88,7 +88,9 @@ def _checked_row_ids(row_ids: RowIds, batch: int) -> UInt32[Array, " B"]:
 
 
 @jax.jit(static_argnames=("samples",))
-def _fold(key: Key[Array, ""], row_ids: UInt32[Array, " B"], samples: int) -> Key[Array, " Bn"]:
+def _random_keys(
+    key: Key[Array, ""], row_ids: UInt32[Array, " B"], samples: int
+) -> Key[Array, " Bn"]:
     rows = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
     each = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)), in_axes=(0, None))
     return each(rows, jnp.arange(samples, dtype=jnp.uint32)).reshape(-1)
