@@ -40,6 +40,7 @@ html_show_sphinx = False
 
 myst_heading_anchors = 4
 copybutton_exclude = ".linenos, .gp, .go"  # prompts and outputs of doctests
+copybutton_selector = "div:not(.output) > div.highlight pre"  # none for outputs of notebooks
 
 default_role = "py:obj"  # `name` in a docstring is code, and a link where it is a public class
 add_module_names = False
@@ -52,16 +53,24 @@ GoogleDocstring._parse_attribute_docstring = lambda self: []
 
 
 class NotebookParser(MystParser):
-    """Shows a notebook: its text, and its code without outputs."""
+    """Shows a notebook: its text, its code, and the outputs that are stored in it."""
 
     supported = ("notebook",)
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
-        cells = [
-            source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
-            for cell in json.loads(inputstring)["cells"]
-            for source in ["".join(cell["source"])]
-        ]
+        cells: list[str] = []
+        for cell in json.loads(inputstring)["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] == "markdown":
+                cells.append(source)
+                continue
+            cells.append(f"```python\n{source}\n```")
+            text = "".join(
+                "".join(output["text"] if "text" in output else output["data"]["text/plain"])
+                for output in cell["outputs"]
+            )
+            if text:
+                cells.append(f"````{{code-block}} none\n:class: output\n\n{text.rstrip()}\n````")
         super().parse("\n\n".join(cells) + "\n", document)
 
 

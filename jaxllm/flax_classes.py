@@ -462,6 +462,7 @@ __all__ = [
     "FlaxAutoModel",
     "FlaxAutoModelForCausalLM",
     "FlaxAutoModelForSeq2SeqLM",
+    "FlaxBeamSearchOutput",
     "FlaxGPT2LMHeadModel",
     "FlaxGPT2Model",
     "FlaxLlamaForCausalLM",

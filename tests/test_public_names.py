@@ -35,6 +35,8 @@ DOCUMENTED = {
     "jaxllm.checkpoint.peft": "load_adapter save_adapter",
     "jaxllm.checkpoint.runs": "RunCheckpoints",
     "jaxllm.evaluate": "perplexity",
+    "jaxllm.flax_classes": "AutoTokenizer FlaxAutoModelForCausalLM FlaxAutoModelForSeq2SeqLM"
+    " FlaxT5ForConditionalGeneration shift_tokens_right",
     "jaxllm.generation": "DisjunctiveConstraint HostLogitsProcessor LogitsProcessorList"
     " MaxTimeCriteria PhrasalConstraint TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper"
     " WatermarkDetector WatermarkLogitsProcessor WatermarkingConfig grammar",
