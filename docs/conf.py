@@ -49,7 +49,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
 # Attribute docstrings are sentences, not "type: description".
-GoogleDocstring._parse_attribute_docstring = lambda self: []
+GoogleDocstring._parse_attribute_docstring = lambda self: list(self._lines)
 
 
 class NotebookParser(MystParser):

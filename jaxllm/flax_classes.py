@@ -70,7 +70,7 @@ class FlaxPreTrainedModel:
     """
 
     model_class: ClassVar[Any]
-    arguments: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "position_ids")
+    _positional: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "position_ids")
     """Names of the positional arguments of a call."""
 
     def __init__(
@@ -188,7 +188,7 @@ class FlaxPreTrainedModel:
             train: with dropout.
             return_dict: False for a tuple.
         """
-        names = self.arguments[: len(args)]
+        names = self._positional[: len(args)]
         if len(args) > len(names):
             raise InputError(f"{type(self).__name__}: give the arguments after {names} by name")
         inputs.update(zip(names, args, strict=True))
@@ -299,12 +299,12 @@ class FlaxMistralForCausalLM(FlaxPreTrainedModel):
 
 class FlaxT5EncoderModel(FlaxPreTrainedModel):
     model_class = models.T5EncoderModel
-    arguments = ("input_ids", "attention_mask")
+    _positional = ("input_ids", "attention_mask")
 
 
 class FlaxT5ForConditionalGeneration(FlaxPreTrainedModel):
     model_class = models.T5ForConditionalGeneration
-    arguments = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+    _positional = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 
     def encode(
         self,
