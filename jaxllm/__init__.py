@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jaxllm.generation.scoring.transition_scores import compute_transition_scores
     from jaxllm.generation.settings.config import GenerationConfig
     from jaxllm.loading import load, load_orbax, push_to_hub, save_hf, save_orbax
-    from jaxllm.parallel.sharding import make_mesh
+    from jaxllm.parallel.mesh import make_mesh
     from jaxllm.pipelines import Pipeline, pipeline
     from jaxllm.planning import abstract_model, lower, plan
     from jaxllm.serve import AsyncEngine
@@ -93,7 +93,7 @@ _MODULE_OF = {
     "load": "loading",
     "load_orbax": "loading",
     "lower": "planning",
-    "make_mesh": "parallel.sharding",
+    "make_mesh": "parallel.mesh",
     "pipeline": "pipelines",
     "plan": "planning",
     "push_to_hub": "loading",

@@ -29,8 +29,8 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS, ModelConfig
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters
+from jaxllm.parallel.mesh import check_mesh
 from jaxllm.parallel.processes import in_all_processes
-from jaxllm.parallel.sharding import check_mesh
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 

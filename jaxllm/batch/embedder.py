@@ -16,8 +16,8 @@ from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import bucket
 from jaxllm.models.model import Model, without_metadata
+from jaxllm.parallel.mesh import row_shards, use_mesh
 from jaxllm.parallel.placement import mesh_of
-from jaxllm.parallel.sharding import row_shards, use_mesh
 
 BATCH_ROWS = 8
 """Texts of one call of the program."""

@@ -26,7 +26,7 @@ from jaxllm.common.errors import InputError
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.device_memory import format_bytes, nbytes
-from jaxllm.parallel.sharding import row_shards, use_mesh
+from jaxllm.parallel.mesh import row_shards, use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 

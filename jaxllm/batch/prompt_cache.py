@@ -24,7 +24,8 @@ from jaxllm.cache.layout import per_head
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.field_axes import constrain_fields
-from jaxllm.parallel.sharding import constrain, use_mesh
+from jaxllm.parallel.mesh import use_mesh
+from jaxllm.parallel.sharding import constrain
 
 
 def prompt_cache_shapes(model: Decoder, columns: int, mesh: Mesh | None) -> Cache:

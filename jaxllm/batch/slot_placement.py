@@ -20,8 +20,9 @@ from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
 from jaxllm.nn.platform import writes_one_slot
 from jaxllm.parallel.field_axes import Axes, field_shardings, map_with_axes
+from jaxllm.parallel.mesh import ROWS, context_mesh, use_mesh
 from jaxllm.parallel.placement import platform_of_arrays
-from jaxllm.parallel.sharding import ROWS, context_mesh, partition_spec, use_mesh
+from jaxllm.parallel.sharding import partition_spec
 
 T = TypeVar("T")
 

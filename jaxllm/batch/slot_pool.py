@@ -22,7 +22,7 @@ from jaxllm.batch.slot_placement import empty_slots, slot_shapes
 from jaxllm.batch.slots import PrefillBatch, RowSettings, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
-from jaxllm.parallel.sharding import use_mesh
+from jaxllm.parallel.mesh import use_mesh
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 

@@ -23,7 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxllm.cache.attention_view import AttentionView, Branches, SlotIndices, make_view
 from jaxllm.cache.layout import heads_first, per_head, write_columns, write_heads
 from jaxllm.parallel.field_axes import axes
-from jaxllm.parallel.sharding import constrain, heads_are_sharded
+from jaxllm.parallel.mesh import heads_are_sharded
+from jaxllm.parallel.sharding import constrain
 
 KV_AXES = axes("rows", "heads", None, None)
 

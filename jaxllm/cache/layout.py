@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import SlotIndices
-from jaxllm.parallel.sharding import constrain, heads_are_sharded
+from jaxllm.parallel.mesh import heads_are_sharded
+from jaxllm.parallel.sharding import constrain
 
 
 def heads_first(x: Float[Array, "B S K H"], *, head_axis: bool = False) -> Float[Array, "*BK S H"]:

@@ -55,7 +55,7 @@ from jaxllm.models.quantize import (
 from jaxllm.models.registry import ModelSpec, model_spec
 from jaxllm.models.weights import Entry, parameter_path
 from jaxllm.nn.attention import implementation_for
-from jaxllm.parallel.sharding import check_heads
+from jaxllm.parallel.mesh import check_heads
 
 MAX_JSON_BYTES = 16 * 2**20
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxllm.cli import signals
 from jaxllm.cli.exits import USAGE_ERROR
 from jaxllm.common.errors import InputError
-from jaxllm.parallel.sharding import AXES, make_mesh
+from jaxllm.parallel.mesh import AXES, make_mesh
 
 CONNECT_SECONDS = 300
 """Limit of the time in which all processes must connect."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int4, Int8
 
-from jaxllm.parallel.sharding import context_mesh
+from jaxllm.parallel.mesh import context_mesh
 
 MAX_ROWS = 64
 """Rows of x up to which a product is a kernel's; XLA is as fast for more; docs/performance.md."""

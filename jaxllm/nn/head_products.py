@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.cache.kv_cache import KV
-from jaxllm.parallel.sharding import heads_are_sharded
+from jaxllm.parallel.mesh import heads_are_sharded
 
 QUERY_TILE = 8
 """Rows of a tile of a TPU's matrix unit."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxllm.parallel.sharding import heads_are_sharded
+from jaxllm.parallel.mesh import heads_are_sharded
 
 MAX_PRODUCT_WIDTH = 1024
 """Most elements of a position's queries, or keys, that `rotate_by_product` takes."""

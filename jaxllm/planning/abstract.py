@@ -22,8 +22,8 @@ from jaxllm.models.build_options import Options
 from jaxllm.models.quantize import layer_formats, quantized_shapes
 from jaxllm.models.registry import model_spec
 from jaxllm.nn.attention import implementation_for
+from jaxllm.parallel.mesh import check_heads, check_mesh
 from jaxllm.parallel.placement import put_tree
-from jaxllm.parallel.sharding import check_heads, check_mesh
 
 
 def abstract_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -11,25 +10,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.backend import backends
-from jax.sharding import Mesh
 
 from jaxllm.batch.plan import traced_programs
 from jaxllm.batch.row_groups import groups, prefill_batch
 from jaxllm.batch.rows import RawRow, RowReader
 from jaxllm.batch.sizes import sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
-from jaxllm.common.compile_cache import without_compile_cache
 from jaxllm.common.errors import InputError
 from jaxllm.generation.call.prepare import Request, prepare_call
 from jaxllm.generation.generate import program_model, run_prefill
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import decode_program, prefill_program, steps_of
-from jaxllm.models.model import Model, without_metadata
+from jaxllm.models.model import Model
 from jaxllm.parallel.field_axes import field_shardings
-from jaxllm.parallel.placement import mesh_of, put, put_everywhere, put_tree
-from jaxllm.parallel.sharding import batch_sharding, row_shards, use_mesh
+from jaxllm.parallel.mesh import row_shards, use_mesh
+from jaxllm.parallel.placement import put, put_tree
+from jaxllm.parallel.sharding import batch_sharding
 from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
+from jaxllm.planning.target import LoweredProgram, Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,39 +48,6 @@ class Workload:
             value = getattr(self, field.name)
             if not is_integer(value) or value < 1:
                 raise InputError(f"{field.name}: expected an integer of 1 or more, found {value!r}")
-
-
-@dataclasses.dataclass(frozen=True)
-class LoweredProgram:
-    """A program of the library, lowered and not yet compiled. Bytes are those of one device."""
-
-    name: str
-    """`decode`, `prefill`, `batch.decode`, `batch.prefill` or `train`."""
-    lowered: jax.stages.Lowered
-    loops: int
-    """How many loops a step is the body of: 0 if it is the whole program, 2 if it is inside a loop
-    of a fixed number of steps."""
-    weight_bytes: int
-    """The model's parameters."""
-    read_weight_bytes: int
-    """The parameters that the program reads: a decode step of T5 reads no encoder."""
-    cache_bytes: int = 0
-    """The KV cache; 0 for a training step."""
-    cache_arrays: frozenset[tuple[str, int]] = frozenset()
-    """Dtype and number of elements of the arrays of keys and values."""
-    mesh: Mesh | None = None
-    """The mesh of the model; None: a single device."""
-    ahead_of_time: bool = False
-    """True if this machine does not have the devices."""
-
-    def compile(self) -> jax.stages.Compiled:
-        """Compiles the program for the devices of the model.
-
-        JAX's persistent compilation cache is used for the devices of this machine only.
-        """
-        uncached = without_compile_cache() if self.ahead_of_time else contextlib.nullcontext()
-        with use_mesh(self.mesh), uncached:
-            return self.lowered.compile()
 
 
 def lower(
@@ -121,70 +86,6 @@ def lower(
         raise InputError(f"program: unknown {program!r}; known: {', '.join(PROGRAMS)}")
     workload = Workload(batch=batch, prompt=prompt, new=new, slots=slots)
     return tuple(PROGRAMS[program](Target.of(model), workload, fields))
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A model and the devices that programs are lowered for."""
-
-    model: Any
-    """Shapes with shardings, and without metadata: an argument of the compiled programs."""
-    unplaced: Any
-    """Shapes without shardings, and with the metadata that the host reads."""
-    mesh: Mesh | None
-    device: Any
-    """The device, or the mesh's first one."""
-
-    @staticmethod
-    def of(model: Model[Any]) -> Target:
-        mesh, leaf = mesh_of(model), jax.tree.leaves(model)[0]
-        device = min(leaf.sharding.device_set, key=lambda device: device.id)
-        placed = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model
-        )
-        unplaced = jax.tree.map(lambda x: x.update(sharding=None), placed)
-        return Target(without_metadata(placed), unplaced, mesh, device)
-
-    def everywhere(self, tree: Any) -> Any:
-        """Shapes of arrays that every device holds whole."""
-        tree = shapes_of(tree)
-        return (
-            on_device(tree, self.device) if self.mesh is None else put_everywhere(tree, self.mesh)
-        )
-
-    def lowered(
-        self, name: str, traced: jax.stages.Traced, position: int = 0, **numbers: Any
-    ) -> LoweredProgram:
-        """The program, lowered for the platform of the devices.
-
-        Args:
-            position: index of the first leaf of the model among the leaves of the arguments.
-        """
-        weights = jax.tree.leaves(self.model)
-        with use_mesh(self.mesh):
-            lowered = traced.lower(lowering_platforms=(platform_of(self.device),))
-        return LoweredProgram(
-            name=name,
-            lowered=lowered,
-            weight_bytes=device_bytes(weights),
-            read_weight_bytes=device_bytes(used_arguments(traced, weights, position)),
-            mesh=self.mesh,
-            ahead_of_time=self.device.client not in backends().values(),
-            **numbers,
-        )
-
-
-def platform_of(device: Any) -> str:
-    """The platform that JAX lowers for: "cuda" where a device says "gpu"."""
-    return "cuda" if device.platform == "gpu" else device.platform
-
-
-def used_arguments(traced: Any, arrays: list[Any], position: int) -> list[Any]:
-    """The arrays, among the arguments from `position` on, that the traced program reads."""
-    jaxpr = traced.jaxpr.jaxpr
-    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars}
-    variables = jaxpr.invars[position : position + len(arrays)]
-    return [x for x, var in zip(arrays, variables, strict=True) if id(var) in used]
 
 
 def abstract_request(target: Target, workload: Workload, fields: Mapping[str, Any]) -> Request:
@@ -301,7 +202,12 @@ def lower_train(
     program = target.lowered("train", traced, loops=0)
     # A step reads float32 parameters, whatever the model's dtype.
     weights = device_bytes(state.params)
-    yield dataclasses.replace(program, weight_bytes=weights, read_weight_bytes=weights)
+    yield dataclasses.replace(
+        program,
+        weight_bytes=weights,
+        argument_weight_bytes=weights,
+        read_weight_bytes=weights,
+    )
 
 
 def cache_numbers(cache: Any) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from jax.sharding import Mesh
 
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.models.model import Model
-from jaxllm.parallel.sharding import make_mesh
+from jaxllm.parallel.mesh import make_mesh
 from jaxllm.planning import hlo
 from jaxllm.planning.abstract import abstract_model
-from jaxllm.planning.lower import PROGRAMS, LoweredProgram, Workload, lower
+from jaxllm.planning.lower import PROGRAMS, Workload, lower
+from jaxllm.planning.target import LoweredProgram
 from jaxllm.planning.topology import Chip, Topology, find_topology
 
 
@@ -247,11 +248,11 @@ def memory_of(compiled: jax.stages.Compiled, program: LoweredProgram) -> dict[st
     assert stats is not None
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     peak = stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
-    unread = program.weight_bytes - program.read_weight_bytes
+    unused = program.weight_bytes - program.argument_weight_bytes
     return {
         "argument_bytes": stats.argument_size_in_bytes,
         "temp_bytes": stats.temp_size_in_bytes,
-        "peak_bytes": peak + stats.generated_code_size_in_bytes + unread,
+        "peak_bytes": peak + stats.generated_code_size_in_bytes + unused,
     }
 
 

@@ -23,7 +23,7 @@ from jaxllm.generation.inputs.values import bucket, is_integer
 from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import without_metadata
-from jaxllm.parallel.sharding import row_shards
+from jaxllm.parallel.mesh import row_shards
 from jaxllm.serve.admission import PrefixCounts
 from jaxllm.serve.engine_thread import EngineThread
 from jaxllm.serve.generation_stream import GenerationStream

@@ -15,13 +15,7 @@ from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.language_model import head_logits
 from jaxllm.models.losses import token_losses
 from jaxllm.nn.linear import Embedding, Linear
-from jaxllm.parallel.sharding import (
-    all_gather_fsdp,
-    constrain,
-    key_name,
-    logical_axes,
-    shard_count,
-)
+from jaxllm.parallel.sharding import all_gather_fsdp, constrain, key_name, logical_axes, shard_count
 
 Head = Linear | Embedding
 Sums = Any

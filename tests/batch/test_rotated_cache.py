@@ -57,8 +57,8 @@ def test_a_tpu_writes_keys_and_values_with_a_slice(
 ) -> None:
     """A scatter there copies the whole cache before and after the loop."""
     monkeypatch.setattr(slot_placement, "platform_of_arrays", lambda tree: platform)
-    lowering = importlib.import_module("jaxllm.planning.lower")
-    monkeypatch.setattr(lowering, "platform_of", lambda device: platform)
+    target = importlib.import_module("jaxllm.planning.target")
+    monkeypatch.setattr(target, "platform_of", lambda device: platform)
     model = tiny.make("llama", num_hidden_layers=1)
     decode, _ = lower(model, "batch", prompt=20, new=12, slots=8)
     text = decode.lowered.as_text()

@@ -76,7 +76,8 @@ import jaxllm
 from jaxllm.checkpoint.load import load_model, open_checkpoint
 from jaxllm.common.errors import InputError
 from jaxllm.models.weights import parameters
-from jaxllm.parallel.sharding import make_mesh, parameter_sharding
+from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.sharding import parameter_sharding
 from jaxllm.parallel.placement import mesh_of
 
 data, out = map(Path, sys.argv[1:3])
@@ -142,7 +143,7 @@ import jaxllm
 from jaxllm.checkpoint.safetensors.reader import SafetensorsFile
 from jaxllm.common.errors import CheckpointError
 from jaxllm.models.weights import parameters
-from jaxllm.parallel.sharding import make_mesh
+from jaxllm.parallel.mesh import make_mesh
 
 taken = []
 read = SafetensorsFile.read

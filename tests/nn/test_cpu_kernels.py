@@ -25,7 +25,7 @@ from jaxllm.nn.attention import attend
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.platform import attend_cache, times_transposed
 from jaxllm.nn.quantized import Int4Matrix, Int8Matrix
-from jaxllm.parallel.sharding import make_mesh, use_mesh
+from jaxllm.parallel.mesh import make_mesh, use_mesh
 
 
 @pytest.fixture

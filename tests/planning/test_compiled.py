@@ -39,9 +39,9 @@ LONG: dict[str, dict[str, Any]] = {
 )
 def test_lowered_decode_steps(platform: str, family: str, monkeypatch: Any) -> None:
     """The loop over tokens is the only one, and no array of keys or values is transposed."""
-    lowering = importlib.import_module("jaxllm.planning.lower")
+    target = importlib.import_module("jaxllm.planning.target")
     placement = importlib.import_module("jaxllm.batch.slot_placement")
-    monkeypatch.setattr(lowering, "platform_of", lambda device: platform)
+    monkeypatch.setattr(target, "platform_of", lambda device: platform)
     monkeypatch.setattr(placement, "platform_of_arrays", lambda tree: platform)
     model = tiny.cached(family)
     (decode,) = lower(model, "decode", batch=3, prompt=16, new=48)

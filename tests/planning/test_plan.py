@@ -121,11 +121,20 @@ def test_costs_of_all_programs(family: str) -> None:
     assert by_name["train"].argument_bytes > 3 * weights  # with Adam's moments
 
 
-def test_a_decode_step_of_t5_reads_no_encoder() -> None:
-    (program,) = lower(tiny.cached("t5"), "decode", **SMALL)
-    assert program.read_weight_bytes < program.weight_bytes
-    (prefill,) = lower(tiny.cached("t5"), "prefill", **SMALL)
-    assert prefill.read_weight_bytes == prefill.weight_bytes
+def test_the_floor_counts_the_weights_that_a_step_reads() -> None:
+    """T5 without its encoder and the cross-attention's projections of keys; rows of a table."""
+    model = tiny.cached("t5")
+    decode, prefill = (lower(model, name, **SMALL)[0] for name in ("decode", "prefill"))
+    blocks = model.decoder.blocks
+    of_prefill = [model.encoder, *(x for block in blocks for x in (block.cross.k, block.cross.v))]
+    table = model.shared.weight.size
+    shared_rows = model.config.d_model * SMALL["batch"]  # one token of each row
+    unread = sum(x.size for x in jax.tree.leaves(of_prefill)) + table - shared_rows
+    bias = model.decoder.position_bias[0].table.weight.size  # all of it, for the keys' distances
+    assert 0 <= decode.weight_bytes - 4 * unread - decode.read_weight_bytes <= 4 * bias
+    assert decode.argument_weight_bytes < prefill.argument_weight_bytes == prefill.weight_bytes
+    tied = lower(tiny.make("llama", tie_word_embeddings=True), "decode", **SMALL)[0]
+    assert tied.read_weight_bytes == tied.weight_bytes
 
 
 MESH = """

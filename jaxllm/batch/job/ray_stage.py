@@ -17,7 +17,7 @@ from jaxllm.batch.rows import BatchOutput, RawRow, checked_seed
 from jaxllm.common.errors import DataError, InputError, JaxLLMError
 from jaxllm.common.optional_deps import require
 from jaxllm.loading import load
-from jaxllm.parallel.sharding import make_mesh
+from jaxllm.parallel.mesh import make_mesh
 
 RESULTS = ("text", "output_ids", "finish_reason", "error", "error_kind")
 """Columns of the results, beside `id`."""

@@ -25,7 +25,8 @@ from jaxllm.models.quantize import formats_of, quantized_shapes
 from jaxllm.models.registry import architecture_of, model_spec
 from jaxllm.models.weights import parameter_path, parameters
 from jaxllm.nn.attention import implementation_for
-from jaxllm.parallel.sharding import check_heads, parameter_sharding
+from jaxllm.parallel.mesh import check_heads
+from jaxllm.parallel.sharding import parameter_sharding
 
 WEIGHTS_FOLDER = "weights"
 

@@ -29,8 +29,9 @@ from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.strategies.token_choice import choose_greedy
 from jaxllm.models.decoder import Decoder, GenerativeModel, checked_generative
 from jaxllm.models.model import without_metadata
+from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import mesh_of, put_rows
-from jaxllm.parallel.sharding import constrain, use_mesh
+from jaxllm.parallel.sharding import constrain
 
 MOST_LOGIT_BYTES = 2**26
 """Largest size of a block of logits in bytes; limits the columns that are scored at a time."""

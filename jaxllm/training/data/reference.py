@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32
 
 from jaxllm.models.model import Model, without_metadata
+from jaxllm.parallel.mesh import use_mesh
 from jaxllm.parallel.placement import put_batch
-from jaxllm.parallel.sharding import constrain, use_mesh
+from jaxllm.parallel.sharding import constrain
 from jaxllm.training.data.batches import Batches, Epoch
 from jaxllm.training.dpo import pair_logps
 from jaxllm.training.losses import Batch

@@ -14,8 +14,9 @@ from jaxllm.common.errors import ConfigError
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
+from jaxllm.parallel.mesh import make_mesh
 from jaxllm.parallel.placement import put_tree, row_share
-from jaxllm.parallel.sharding import make_mesh, tree_shardings
+from jaxllm.parallel.sharding import tree_shardings
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data import Batches, Epoch, ModelInfo, epoch_batches, make_batches
 from jaxllm.training.data.labels import problem_of
