@@ -27,6 +27,7 @@ LAYERS = [
     {"serve", "evaluate"},
     {"batch.job"},
     {"batch"},
+    {"flax_classes"},
     {"api"},
     {"contrib"},
     {"generation"},

@@ -1,11 +1,4 @@
-"""transformers' Flax classes over jaxllm's models, for scripts that were written for them.
-
-A script changes its imports: ``from jaxllm.flax_classes import FlaxT5ForConditionalGeneration``.
-Parameters stand beside the model here, as those scripts expect: ``model.params`` is a nested dict
-with the names and layouts of transformers, and ``model(..., params=params, train=True,
-dropout_rng=rng)`` and ``model.generate(..., params=params, prng_key=key)`` take others. New code
-calls the models of `jaxllm` themselves, which are their own parameters.
-"""
+"""Base of the Flax classes: a model, and its parameters beside it."""
 
 from __future__ import annotations
 
@@ -22,28 +15,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxllm import auto, models
-from jaxllm.auto import AutoConfig, AutoTokenizer
 from jaxllm.common.errors import InputError
+from jaxllm.flax_classes.lengths import DEFAULT_MAX_LENGTH, as_dict, first_value, max_length
 from jaxllm.generation.call.output import GenerateOutput
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.models import (
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    T5Config,
-    shift_tokens_right,
-)
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.flax_params import flax_params, with_flax_params
 from jaxllm.models.model import Model
-from jaxllm.models.outputs import BaseOutput, ModelOutput, base_output
+from jaxllm.models.outputs import ModelOutput
 from jaxllm.models.pretrained import pretrained
 
-DEFAULT_MAX_LENGTH = 20
-"""Columns of a result, prompt included, where neither call nor checkpoint sets a length."""
 _NO_PARAMS = "params: the model was made with _do_init=False: give params= to each call"
 
 
@@ -101,7 +82,7 @@ class FlaxPreTrainedModel:
     @classmethod
     def from_model(cls, model: Model[Any]) -> Any:
         """Wraps a model of jaxllm in its Flax class."""
-        each = next((c for c in CLASSES if isinstance(model, c.model_class)), FlaxPreTrainedModel)
+        each = _class_of(model)
         self = each.__new__(each)
         self._set_model(model)
         return self
@@ -120,7 +101,7 @@ class FlaxPreTrainedModel:
         `options` are those of `jaxllm.AutoModel.from_pretrained`. The weights are float32, unless
         `param_dtype` is given.
         """
-        return _loaded(cls, cls.model_class, path_or_hub_id, dtype, _do_init, options)
+        return loaded(cls, cls.model_class, path_or_hub_id, dtype, _do_init, options)
 
     @property
     def module(self) -> Any:
@@ -193,7 +174,7 @@ class FlaxPreTrainedModel:
             raise InputError(f"{type(self).__name__}: give the arguments after {names} by name")
         inputs.update(zip(names, args, strict=True))
         given = {name: value for name, value in inputs.items() if value is not None}
-        key = _dropout_key(dropout_rng, train)
+        key = dropout_key(dropout_rng, train)
         out = self._bind(params)(**given, dropout_key=key)
         return out.to_tuple() if return_dict is False else out
 
@@ -213,10 +194,10 @@ class FlaxPreTrainedModel:
         """
         model = self._bind(params)
         key = jax.random.key(0) if prng_key is None else prng_key
-        defaults = _dict(model.generation_config)
-        sources = (fields, _dict(generation_config), defaults)
+        defaults = as_dict(model.generation_config)
+        sources = (fields, as_dict(generation_config), defaults)
         start = fields.get("decoder_input_ids") if model.is_encoder_decoder else input_ids
-        length = _max_length(1 if start is None else np.shape(start)[-1], sources)
+        length = max_length(1 if start is None else np.shape(start)[-1], sources)
         if length is None:
             length = fields["max_length"] = DEFAULT_MAX_LENGTH
         out = model.generate(
@@ -225,7 +206,7 @@ class FlaxPreTrainedModel:
         missing = length - out.sequences.shape[1]
         sequences = out.sequences
         if missing > 0:
-            pad = _first("pad_token_id", (*sources, vars(model.config)))
+            pad = first_value("pad_token_id", (*sources, vars(model.config)))
             pad = model.config.eos_token_ids[0] if pad is None else pad
             sequences = np.pad(sequences, ((0, 0), (0, missing)), constant_values=pad)
         if out.sequences_scores is not None:
@@ -273,133 +254,13 @@ class FlaxPreTrainedModel:
         return f"{type(self).__name__} over {self._structure!r}"
 
 
-class FlaxGPT2Model(FlaxPreTrainedModel):
-    model_class = models.GPT2Model
+def _class_of(model: Model[Any]) -> type[FlaxPreTrainedModel]:
+    """The Flax class of a model; the base where transformers has none, as for Qwen."""
+    classes = FlaxPreTrainedModel.__subclasses__()
+    return next((c for c in classes if isinstance(model, c.model_class)), FlaxPreTrainedModel)
 
 
-class FlaxGPT2LMHeadModel(FlaxPreTrainedModel):
-    model_class = models.GPT2LMHeadModel
-
-
-class FlaxLlamaModel(FlaxPreTrainedModel):
-    model_class = models.LlamaModel
-
-
-class FlaxLlamaForCausalLM(FlaxPreTrainedModel):
-    model_class = models.LlamaForCausalLM
-
-
-class FlaxMistralModel(FlaxPreTrainedModel):
-    model_class = models.MistralModel
-
-
-class FlaxMistralForCausalLM(FlaxPreTrainedModel):
-    model_class = models.MistralForCausalLM
-
-
-class FlaxT5EncoderModel(FlaxPreTrainedModel):
-    model_class = models.T5EncoderModel
-    _positional = ("input_ids", "attention_mask")
-
-
-class FlaxT5ForConditionalGeneration(FlaxPreTrainedModel):
-    model_class = models.T5ForConditionalGeneration
-    _positional = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
-
-    def encode(
-        self,
-        input_ids: Int[Array | np.ndarray, "B E"],
-        attention_mask: Int[Array | np.ndarray, "B E"] | None = None,
-        *,
-        params: Mapping[str, Any] | None = None,
-        dropout_rng: Array | None = None,
-        train: bool = False,
-        **records: Any,
-    ) -> BaseOutput:
-        """The encoder's output: `last_hidden_state` [B, E, D]."""
-        model = self._bind(params)
-        inputs = model.inputs(input_ids, None, attention_mask, None)
-        key = _dropout_key(dropout_rng, train)
-        return base_output(model.encode(inputs.input_ids, inputs.mask, key=key, **_true(records)))
-
-    def decode(
-        self,
-        decoder_input_ids: Int[Array | np.ndarray, "B T"],
-        encoder_outputs: BaseOutput | tuple[Float[Array, "B E D"], ...],
-        encoder_attention_mask: Int[Array | np.ndarray, "B E"] | None = None,
-        decoder_attention_mask: Int[Array | np.ndarray, "B T"] | None = None,
-        **options: Any,
-    ) -> Any:
-        """The decoder's output for what `encode` returned; `options` are those of a call."""
-        states = encoder_outputs[0] if isinstance(encoder_outputs, tuple) else encoder_outputs
-        return self(
-            None,
-            encoder_attention_mask,
-            decoder_input_ids,
-            decoder_attention_mask,
-            encoder_outputs=states,
-            **options,
-        )
-
-
-CLASSES: tuple[type[FlaxPreTrainedModel], ...] = (
-    FlaxGPT2LMHeadModel,
-    FlaxGPT2Model,
-    FlaxLlamaForCausalLM,
-    FlaxLlamaModel,
-    FlaxMistralForCausalLM,
-    FlaxMistralModel,
-    FlaxT5EncoderModel,
-    FlaxT5ForConditionalGeneration,
-)
-"""Flax classes that transformers has; a model of another family is a `FlaxPreTrainedModel`."""
-
-
-class _FlaxAuto:
-    """Base of the Auto classes, which have no instances."""
-
-    auto_class: ClassVar[Any]
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path_or_hub_id: str | PathLike[str],
-        *,
-        dtype: DTypeLike = "float32",
-        _do_init: bool = True,
-        **options: Any,
-    ) -> Any:
-        """Loads a checkpoint as its family's Flax class."""
-        model_class = cls.auto_class.model_class
-        return _loaded(cls, model_class, path_or_hub_id, dtype, _do_init, options)
-
-    @classmethod
-    def from_config(cls, config: ModelConfig, **options: Any) -> Any:
-        """A model with random weights; `options` are `seed` and `dtype`."""
-        return FlaxPreTrainedModel.from_model(cls.auto_class.from_config(config, **options))
-
-
-class FlaxAutoModel(_FlaxAuto):
-    auto_class = auto.AutoModel
-
-
-class FlaxAutoModelForCausalLM(_FlaxAuto):
-    auto_class = auto.AutoModelForCausalLM
-
-
-class FlaxAutoModelForSeq2SeqLM(_FlaxAuto):
-    auto_class = auto.AutoModelForSeq2SeqLM
-
-
-GPT2Tokenizer = GPT2TokenizerFast = AutoTokenizer
-LlamaTokenizer = LlamaTokenizerFast = AutoTokenizer
-T5Tokenizer = T5TokenizerFast = AutoTokenizer
-CONFIG_MAPPING: Mapping[str, Any] = {
-    name: family.config for name, family in models.FAMILIES.items()
-}
-
-
-def _loaded(
+def loaded(
     called: type,
     model_class: Any,
     path_or_hub_id: str | PathLike[str],
@@ -407,6 +268,7 @@ def _loaded(
     do_init: bool,
     options: Mapping[str, Any],
 ) -> Any:
+    """A checkpoint as its family's Flax class; see `from_pretrained`."""
     options = {"dtype": dtype, "param_dtype": "float32", **options}
     model = pretrained(model_class, path_or_hub_id, called=called, **options)
     flax_model = FlaxPreTrainedModel.from_model(model)
@@ -417,73 +279,14 @@ def _loaded(
     return flax_model, params
 
 
-def _dropout_key(rng: Array | None, train: bool) -> Array | None:
+def dropout_key(rng: Array | None, train: bool) -> Array | None:
+    """The key of a call with dropout; None: without."""
     if train and rng is None:
         raise InputError("train=True: give dropout_rng=jax.random.key(...) too")
     return rng if train else None
-
-
-def _dict(config: GenerationConfig | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return config.to_dict() if isinstance(config, GenerationConfig) else config or {}
-
-
-def _first(name: str, sources: tuple[Mapping[str, Any], ...]) -> Any:
-    return next((s[name] for s in sources if s.get(name) is not None), None)
-
-
-def _max_length(start: int, sources: tuple[Mapping[str, Any], ...]) -> int | None:
-    """Columns of the result of a prompt of `start` columns; None: no length is set."""
-    for source in sources:
-        if source.get("max_new_tokens") is not None:
-            return start + int(source["max_new_tokens"])
-        if source.get("max_length") is not None:
-            return int(source["max_length"])
-    return None
-
-
-def _true(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options without those that are None or `return_dict=True`."""
-    asked = {name: value for name, value in options.items() if value is not None}
-    if asked.pop("return_dict", True) is not True:
-        raise InputError("return_dict: give True; out.to_tuple() is the tuple")
-    return asked
 
 
 def _cast(params: Mapping[str, Any], dtype: DTypeLike) -> Any:
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params
     )
-
-
-__all__ = [
-    "CONFIG_MAPPING",
-    "AutoConfig",
-    "AutoTokenizer",
-    "FlaxAutoModel",
-    "FlaxAutoModelForCausalLM",
-    "FlaxAutoModelForSeq2SeqLM",
-    "FlaxBeamSearchOutput",
-    "FlaxGPT2LMHeadModel",
-    "FlaxGPT2Model",
-    "FlaxLlamaForCausalLM",
-    "FlaxLlamaModel",
-    "FlaxMistralForCausalLM",
-    "FlaxMistralModel",
-    "FlaxPreTrainedModel",
-    "FlaxT5EncoderModel",
-    "FlaxT5ForConditionalGeneration",
-    "GPT2Config",
-    "GPT2Tokenizer",
-    "GPT2TokenizerFast",
-    "GenerationConfig",
-    "LlamaConfig",
-    "LlamaTokenizer",
-    "LlamaTokenizerFast",
-    "MistralConfig",
-    "Qwen2Config",
-    "Qwen3Config",
-    "T5Config",
-    "T5Tokenizer",
-    "T5TokenizerFast",
-    "shift_tokens_right",
-]

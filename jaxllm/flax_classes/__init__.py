@@ -1,0 +1,78 @@
+"""transformers' Flax classes over jaxllm's models, for scripts that were written for them.
+
+A script changes its imports: ``from jaxllm.flax_classes import FlaxT5ForConditionalGeneration``.
+Parameters stand beside the model here, as those scripts expect: ``model.params`` is a nested dict
+with the names and layouts of transformers, and ``model(..., params=params, train=True,
+dropout_rng=rng)`` and ``model.generate(..., params=params, prng_key=key)`` take others. New code
+calls the models of `jaxllm` themselves, which are their own parameters.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm import models
+from jaxllm.auto import AutoConfig, AutoTokenizer
+from jaxllm.flax_classes.base import FlaxBeamSearchOutput, FlaxPreTrainedModel
+from jaxllm.flax_classes.families import (
+    FlaxAutoModel,
+    FlaxAutoModelForCausalLM,
+    FlaxAutoModelForSeq2SeqLM,
+    FlaxGPT2LMHeadModel,
+    FlaxGPT2Model,
+    FlaxLlamaForCausalLM,
+    FlaxLlamaModel,
+    FlaxMistralForCausalLM,
+    FlaxMistralModel,
+    FlaxT5EncoderModel,
+    FlaxT5ForConditionalGeneration,
+)
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    T5Config,
+    shift_tokens_right,
+)
+
+GPT2Tokenizer = GPT2TokenizerFast = AutoTokenizer
+LlamaTokenizer = LlamaTokenizerFast = AutoTokenizer
+T5Tokenizer = T5TokenizerFast = AutoTokenizer
+CONFIG_MAPPING: Mapping[str, Any] = {
+    name: family.config for name, family in models.FAMILIES.items()
+}
+
+__all__ = [
+    "CONFIG_MAPPING",
+    "AutoConfig",
+    "AutoTokenizer",
+    "FlaxAutoModel",
+    "FlaxAutoModelForCausalLM",
+    "FlaxAutoModelForSeq2SeqLM",
+    "FlaxBeamSearchOutput",
+    "FlaxGPT2LMHeadModel",
+    "FlaxGPT2Model",
+    "FlaxLlamaForCausalLM",
+    "FlaxLlamaModel",
+    "FlaxMistralForCausalLM",
+    "FlaxMistralModel",
+    "FlaxPreTrainedModel",
+    "FlaxT5EncoderModel",
+    "FlaxT5ForConditionalGeneration",
+    "GPT2Config",
+    "GPT2Tokenizer",
+    "GPT2TokenizerFast",
+    "GenerationConfig",
+    "LlamaConfig",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "MistralConfig",
+    "Qwen2Config",
+    "Qwen3Config",
+    "T5Config",
+    "T5Tokenizer",
+    "T5TokenizerFast",
+    "shift_tokens_right",
+]
