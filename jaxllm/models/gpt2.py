@@ -106,7 +106,9 @@ class GPT2Backbone(Backbone[GPT2Config]):
             )
 
         def layer_norm() -> LayerNorm:
-            return LayerNorm(c.n_embd, eps=c.layer_norm_epsilon, **dtypes)
+            # Splash attention is what a model on a TPU has.
+            one_pass = options.attn_implementation == "splash"
+            return LayerNorm(c.n_embd, eps=c.layer_norm_epsilon, one_pass=one_pass, **dtypes)
 
         def attention(layer: int) -> Attention:
             scale = size**-0.5 if c.scale_attn_weights else 1.0

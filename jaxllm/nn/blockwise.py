@@ -52,7 +52,7 @@ def attend_blocks(
         attend: ``attend(q, kv, visible=, bias=, key=)`` of a block.
         key: dropout key, split over the blocks; None in inference.
     """
-    T, dtype = q.shape[1], q.dtype
+    T = q.shape[1]
     count = math.ceil(T / QUERY_BLOCK)
 
     def blocks(x: Array | None, axis: int) -> Array | None:
@@ -80,7 +80,7 @@ def attend_blocks(
         parts = {"query_columns": columns, "query_segments": segments, "query_index": index}
         out = attend(
             q,
-            jax.tree.map(lambda x: x.astype(dtype), exact),
+            jax.tree.map(differentiated_as, kv, exact),
             visible=dataclasses.replace(mask, **parts).array(),
             bias=None if bias is None else bias.bias(slots, bias.key_columns),
             key=key,
@@ -89,3 +89,19 @@ def attend_blocks(
 
     _, out = jax.lax.scan(jax.checkpoint(one), None, queries)
     return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :T]
+
+
+@jax.custom_jvp
+def differentiated_as(x: Array, exact: Array) -> Array:
+    """Returns x, which is ``exact.astype(x.dtype)`` and has the derivative of that.
+
+    So a pass without gradients holds no array of `exact`.
+    """
+    return x
+
+
+@differentiated_as.defjvp
+def _differentiated_as_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    return primals[0], tangents[1].astype(primals[0].dtype)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxllm.nn.platform import times_transposed
+from jaxllm.nn.platform import plus_bias, times_transposed
 from jaxllm.parallel.sharding import all_gather_fsdp, constrain_gradient
 
 
@@ -52,7 +52,7 @@ class Linear(nnx.Module):
         self, x: Float[Array, "... I"], key: jax.Array | None = None
     ) -> Float[Array, "... O"]:
         y = times_transposed(x.astype(self.dtype), self.weight[...].astype(self.dtype))
-        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+        return y if self.bias is None else plus_bias(y, self.bias[...].astype(self.dtype))
 
 
 class Embedding(nnx.Module):

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as splash,
 )
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as splash_mask,
 )
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import SequenceMask
 from jaxllm.cache.kv_cache import KV
-from jaxllm.parallel.sharding import context_mesh, partition_spec
+from jaxllm.parallel.mesh import context_mesh
+from jaxllm.parallel.sharding import partition_spec
 
 TILES = (512, 256, 128)
 """Queries, and keys, of a tile."""
@@ -48,27 +51,59 @@ def attend_splash(
     """
     B, T = q.shape[:2]
     K = math.prod(kv.leading_shape) // B
-    k, v = (x.reshape(B, K, *x.shape[-2:]) for x in (kv.k, kv.v))
-    q_heads = (q.astype(jnp.float32) * scale).astype(q.dtype).transpose(0, 2, 1, 3)
+    # The projections' order of axes; XLA drops these transpositions together with those of `KV`.
+    k, v = (x.reshape(B, K, *x.shape[-2:]).transpose(0, 2, 1, 3) for x in (kv.k, kv.v))
     if mask.query_segments is None or mask.key_segments is None:
         q_ids, k_ids = jnp.ones((B, T), jnp.int32), jnp.ones((B, T), jnp.int32)
         sees_something = jnp.cumsum(mask.keys, axis=1) > 0
     else:
         q_ids, k_ids, sees_something = mask.query_segments, mask.key_segments, mask.keys
     k_ids = jnp.where(mask.keys, k_ids, -1)
-    arrays = (q_heads, k, v, q_ids.astype(jnp.int32), k_ids.astype(jnp.int32))
-    mesh, run = context_mesh(), _splash_rows
+    arrays = (q, k, v, q_ids.astype(jnp.int32), k_ids.astype(jnp.int32), sees_something)
+    mesh, run = context_mesh(), partial(_attend_rows, scale=scale)
     if mesh is not None:
-        axes = ("rows", "heads", None, None)
-        specs = [
-            partition_spec(x.shape, axes[: x.ndim] if x.ndim == 4 else axes[:1], mesh)
-            for x in arrays
-        ]
+        axes = ("rows", None, "heads", None)
+        specs = [partition_spec(x.shape, axes[: x.ndim], mesh) for x in arrays]
         run = jax.shard_map(
             run, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0], check_vma=False
         )
-    out = run(*arrays).transpose(0, 2, 1, 3)
-    return jnp.where(sees_something[:, :, None, None], out, 0)
+    return run(*arrays)
+
+
+def _attend_rows(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    q_ids: Int[Array, "B T"],
+    k_ids: Int[Array, "B T"],
+    sees_something: Bool[Array, "B T"],
+    *,
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """`attend_splash` of one device's rows and heads."""
+    q, k, v = (gradient_in_token_order(x) for x in (q, k, v))
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    out = _splash_rows(q, k, v, q_ids, k_ids).swapaxes(1, 2)
+    return in_token_order(jnp.where(sees_something[:, :, None, None], out, 0))
+
+
+def in_token_order(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Returns x, token after token in memory, as products with the projections' matrices read it.
+
+    XLA would keep the kernel's order, and copy it for each of the products and sums that read it.
+    """
+    rows = x.reshape(*x.shape[:2], -1)
+    return with_layout_constraint(rows, Layout((0, 1, 2))).reshape(x.shape)
+
+
+@jax.custom_vjp
+def gradient_in_token_order(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Returns x, whose gradient is `in_token_order`."""
+    return x
+
+
+gradient_in_token_order.defvjp(lambda x: (x, None), lambda _, gradient: (in_token_order(gradient),))
 
 
 def _splash_rows(
@@ -78,7 +113,7 @@ def _splash_rows(
     q_ids: Int[Array, "B T"],
     k_ids: Int[Array, "B T"],
 ) -> Float[Array, "B N T H"]:
-    """The kernel over one device's rows and heads, padded to whole tiles."""
+    """The kernel over heads, padded to whole tiles."""
     heads, length = q.shape[1:3]
     block = next((b for b in TILES if b <= length), TILES[-1])
     missing = -length % block

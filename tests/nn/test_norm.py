@@ -69,3 +69,16 @@ def test_normalisations_for_each_product_are_equal() -> None:
         for platform in ("tpu", "cpu")
     ]
     assert barriers == [3, 0]
+
+
+def test_one_pass_equals_two() -> None:
+    """And has the same gradient, for rows whose mean is not zero."""
+    x, direction = jnp.asarray(values((2, 3, 64)) + 0.5), jnp.asarray(values((2, 3, 64), 2.0))
+    results = []
+    for one_pass in (True, False):
+        norm = made(LayerNorm, jnp.float32)
+        norm.one_pass = one_pass
+        y, gradient = jax.vjp(norm, x)
+        results.append((y, gradient(direction)[0]))
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from jaxllm.cache.kv_cache import KV
 from jaxllm.cache.variants import QuantizedKV
 from jaxllm.nn.attention import attend
 from jaxllm.nn.head_products import padded_product
-from jaxllm.nn.platform import split_heads
+from jaxllm.nn.platform import plus_bias, split_heads
+from jaxllm.nn.platform.products import rows_by_product
 from jaxllm.nn.platform.quantized_products import (
     sum_of_groups,
     times_as_int8,
@@ -93,3 +95,14 @@ def test_queries_of_a_tpu_are_split_behind_a_barrier(
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("optimization_barrier") == count
     np.testing.assert_array_equal(split_heads(x, 3), x.reshape(2, columns, 3, 4))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gradient_of_a_bias_as_a_product(dtype: Any) -> None:
+    """Small integers, of which every sum is exact."""
+    way = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (3, 20, 16)), dtype)
+    rows, gradient = jax.vjp(functools.partial(rows_by_product, shape=way.shape), way[0, 0])
+    np.testing.assert_array_equal(rows, jnp.broadcast_to(way[0, 0], way.shape))
+    np.testing.assert_array_equal(gradient(way)[0], way.sum(axis=(0, 1)))
+    _, gradients = jax.vjp(plus_bias, way, way[0, 0])
+    np.testing.assert_array_equal(gradients(way)[1], way.sum(axis=(0, 1)))

@@ -12,7 +12,7 @@ from jaxllm.nn.platform.decoding import (
     steps_between_checks,
     writes_one_slot,
 )
-from jaxllm.nn.platform.products import times_transposed
+from jaxllm.nn.platform.products import plus_bias, times_transposed
 from jaxllm.nn.platform.quantized_products import (
     as_int8,
     dequantized_blocks,
@@ -20,7 +20,11 @@ from jaxllm.nn.platform.quantized_products import (
     times_int4_transposed,
     times_int8_transposed,
 )
-from jaxllm.nn.platform.training import after_gradient, entry_of_rows, random_uint16
+from jaxllm.nn.platform.training import (
+    after_gradient,
+    entry_of_rows,
+    random_uint16,
+)
 
 __all__ = [
     "after_gradient",
@@ -30,6 +34,7 @@ __all__ = [
     "dequantized_blocks",
     "entry_of_rows",
     "in_blocks",
+    "plus_bias",
     "random_uint16",
     "split_heads",
     "steps_between_checks",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.nn import cpu_kernels
 
 TRANSPOSED = (((1,), (1,)), ((), ()))
 """Dimension numbers of ``x W^T``."""
+SUBLANES = 8
+"""Rows of a TPU's vector register. A product of one row would become a sum again."""
 
 
 def times_transposed(x: Float[Array, "*rest I"], w: Float[Array, "O I"]) -> Float[Array, "*rest O"]:
@@ -37,3 +42,31 @@ def _few_times_transposed_jvp(
     primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     return jax.jvp(lambda x, w: jax.lax.dot_general(x, w, TRANSPOSED), primals, tangents)
+
+
+@jax.custom_jvp
+def plus_bias(y: Float[Array, "*rest O"], bias: Float[Array, " O"]) -> Float[Array, "*rest O"]:
+    """``y + bias`` in one dtype."""
+    return y + bias
+
+
+@plus_bias.defjvp
+def _plus_bias_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    of_y, of_bias = tangents
+    # PERF(tpu): its gradient, a sum over tokens, is a product too. On the vector unit the sum takes
+    # twice as long as the product with the weights; docs/plan.md.
+    by_product = functools.partial(rows_by_product, shape=of_y.shape)
+    broadcast = functools.partial(jnp.broadcast_to, shape=of_y.shape)
+    return plus_bias(*primals), of_y + jax.lax.platform_dependent(
+        of_bias, tpu=by_product, default=broadcast
+    )
+
+
+def rows_by_product(x: Float[Array, " O"], *, shape: tuple[int, ...]) -> Float[Array, "*rest O"]:
+    """``jnp.broadcast_to(x, shape)``, whose gradient is a product with ones."""
+    first = jnp.pad(x[None], ((0, SUBLANES - 1), (0, 0)))
+    ones = jnp.ones((*shape[:-1], SUBLANES), x.dtype)
+    exact = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    return jnp.matmul(ones, first, precision=exact)
