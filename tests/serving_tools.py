@@ -73,9 +73,10 @@ def running_server(
         limits=limits or Limits(),
         api_keys=api_keys,
         embedder=Embedder(model, engine.context) if embeddings else None,
+        cors_origins=cors_origins,
     )
     bound = bound_socket("127.0.0.1", 0)
-    server = HttpServer(state, bound, drain_seconds=drain_seconds, cors_origins=cors_origins)
+    server = HttpServer(state, bound, drain_seconds=drain_seconds)
     ready, failures = threading.Event(), []
 
     def main() -> None:

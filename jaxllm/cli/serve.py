@@ -151,12 +151,7 @@ def _serve(arguments: argparse.Namespace, state: ServerState, bound: socket.sock
     from jaxllm.serve.http.logs import log_to_stderr
     from jaxllm.serve.http.server import HttpServer
 
-    server = HttpServer(
-        state,
-        bound,
-        drain_seconds=arguments.drain_seconds,
-        cors_origins=tuple(arguments.cors_origin),
-    )
+    server = HttpServer(state, bound, drain_seconds=arguments.drain_seconds)
     host, port = bound.getsockname()[:2]
 
     async def serve() -> None:
@@ -210,6 +205,7 @@ def _state(arguments: argparse.Namespace, keys: tuple[bytes, ...] | None) -> Ser
         limits=Limits(body_bytes=arguments.max_body, request_seconds=arguments.request_seconds),
         api_keys=keys,
         embedder=embedder,
+        cors_origins=tuple(arguments.cors_origin),
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxllm.batch.prompt_cache import empty_prompt_cache
 from jaxllm.batch.row_groups import padded_prompts, prefill_batch
@@ -70,10 +70,10 @@ class Admission:
         """Adds tasks to the queue."""
         self.waiting.extend(tasks)
 
-    def remove(self, task: LiveTask) -> None:
-        """Removes a task that waits."""
-        self.waiting.remove(task)
-        if self._partial is not None and self._partial.task is task:
+    def remove(self, ends: Callable[[LiveTask], bool]) -> None:
+        """Removes tasks that wait, those for which `ends` is true."""
+        self.waiting = deque(itertools.filterfalse(ends, self.waiting))
+        if self._partial is not None and ends(self._partial.task):
             self._partial = None
 
     def admit(self) -> bool:
@@ -160,7 +160,8 @@ class Admission:
         start = min(partial.length, self._sizes.columns - width)
         arrays = padded_prompts([task], self._group, self._sizes, self._vocab, self._sizes.columns)
         cache = self._pool.prefill_rest(task, arrays, partial.cache, start, width)
-        self.remove(task)
+        self.waiting.popleft()
+        self._partial = None
         if partial.kept_length and self._prefixes is not None:
             self._prefixes.keep(Prefix(prompt[: partial.kept_length], cache))
         return width

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -214,11 +215,24 @@ class AsyncEngine:
             QueueFullError: too many requests wait.
             EngineStoppedError: the engine takes no requests.
         """
-        number = next(self._numbers)
-        row = self._reader.read(number, request, logprobs=logprobs, grammar=grammar)
-        stream = GenerationStream(self._thread, row)
-        self._thread.submit(live_tasks(row, self.tokenizer, stream))
-        return stream
+        return self.submit_all([request], logprobs=logprobs, grammar=grammar)[0]
+
+    def submit_all(
+        self,
+        requests: Iterable[Any],
+        *,
+        logprobs: bool = False,
+        grammar: GrammarLogitsProcessor | None = None,
+    ) -> list[GenerationStream]:
+        """Queues all of some requests, or none; arguments and errors are those of `submit`."""
+        rows = [
+            self._reader.read(next(self._numbers), request, logprobs=logprobs, grammar=grammar)
+            for request in requests
+        ]
+        streams = [GenerationStream(self._thread, row) for row in rows]
+        tasks = (live_tasks(stream.row, self.tokenizer, stream) for stream in streams)
+        self._thread.submit([*itertools.chain.from_iterable(tasks)])
+        return streams
 
     async def generate(self, request: Any, **options: Any) -> BatchOutput:
         """The whole result of a request; arguments and errors are those of `submit`."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from jaxllm.common.errors import JaxLLMError
+from jaxllm.common.errors import InputError, JaxLLMError
 from jaxllm.serve.chunks import Chunk
 from jaxllm.serve.live_rows import LiveTask
 from jaxllm.serve.live_run import LiveRun
@@ -77,9 +77,10 @@ class EngineThread:
             return len(self._arrived) + self._waiting_in_run
 
     def submit(self, tasks: list[LiveTask]) -> None:
-        """Queues the tasks of a request.
+        """Queues all of some tasks, or none.
 
         Raises:
+            InputError: the queue never has a place for so many.
             QueueFullError: the queue has no place for all of them.
             EngineStoppedError: the engine takes no requests.
         """
@@ -88,6 +89,11 @@ class EngineThread:
                 raise EngineStoppedError(f"the engine has failed ({self.failure}): restart it")
             if self._closing or not self._ready.is_set():
                 raise EngineStoppedError("the engine is not started, or is closing")
+            if len(tasks) > self._queue_size + self._slots:
+                raise InputError(
+                    f"n: {len(tasks)} sequences are asked for, but all slots and the queue hold "
+                    f"{self._queue_size + self._slots}; ask for fewer"
+                )
             unfinished = len(self._arrived) + self._waiting_in_run + self.running
             if unfinished + len(tasks) > self._queue_size + self._slots:
                 waiting = max(unfinished - self._slots, 0)
@@ -149,8 +155,7 @@ class EngineThread:
                 tasks, self._arrived = self._arrived, []
                 cancelled, self._cancelled = self._cancelled, []
                 self._run.add(tasks)
-                for request, sample in cancelled:
-                    self._run.cancel(request, sample)
+                self._run.cancel(cancelled)
                 self._note()
                 if self._run.busy:
                     return True

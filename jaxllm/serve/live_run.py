@@ -12,6 +12,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import UInt32
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.programs import DecodeProgress
@@ -19,6 +20,7 @@ from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.slot_placement import place
 from jaxllm.batch.slot_pool import SlotPool
 from jaxllm.batch.streamed_slots import Logprobs
+from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.host.allowed_tokens import WORD_BITS
 from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
@@ -112,15 +114,20 @@ class LiveRun:
         self._admission.waiting.clear()
         return tasks
 
-    def cancel(self, request: Any, sample: int) -> None:
-        """Ends a sample of a request, if it has not ended; its slot is free at once."""
+    def cancel(self, samples: Iterable[tuple[Any, int]]) -> None:
+        """Ends samples that have not ended; their slots are free at once.
+
+        Args:
+            samples: requests, each with the number of one of its samples.
+        """
+        cancelled = {(id(request), sample) for request, sample in samples}
+        if not cancelled:
+            return
 
         def ends(task: LiveTask | None) -> bool:
-            return task is not None and task.request is request and task.sample == sample
+            return task is not None and (id(task.request), task.sample) in cancelled
 
-        waiting = next(filter(ends, self._admission.waiting), None)
-        if waiting is not None:
-            self._admission.remove(waiting)
+        self._admission.remove(ends)
         self._release([slot for slot, task in enumerate(self._tasks) if ends(task)])
 
     def step(self) -> list[tuple[LiveTask, Chunk]]:
@@ -131,7 +138,9 @@ class LiveRun:
             if self._admission.admit():
                 return self._decode(0)
         self._prefill_is_next = True
-        return self._decode(1 if self._write_masks() else self._steps_per_call)
+        failed = self._write_masks()
+        has_grammars = any(task.row.grammar for task in self.running)
+        return [*failed, *self._decode(1 if has_grammars else self._steps_per_call)]
 
     def _decode(self, steps: int) -> list[tuple[LiveTask, Chunk]]:
         """Decodes; stops early if a slot is free for a task that waits."""
@@ -139,26 +148,34 @@ class LiveRun:
         free_slots = len(pool.free) + 1 if waiting else self._sizes.slots
         return self._collect(jax.device_get(pool.decode(free_slots, steps)))
 
-    def _write_masks(self) -> bool:
-        """Writes the masks of rows with a grammar into the slots; True if there are such rows."""
+    def _write_masks(self) -> list[tuple[LiveTask, Chunk]]:
+        """Writes the masks of rows with a grammar into the slots, and ends those whose grammar
+        fails, such as one that is too complex."""
         if not any(task.row.grammar for task in self.running):
-            return False
-        no_grammar = np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)
-        masks = [
-            no_grammar if task is None else task.row.mask(task.tokens, self._vocab)
-            for task in self._tasks
-        ]
+            return []
+        masks = [np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)] * len(self._tasks)
+        failed: dict[int, tuple[LiveTask, Chunk]] = {}
+        for slot, task in enumerate(self._tasks):
+            if task is None:
+                continue
+            try:
+                masks[slot] = task.row.mask(task.tokens, self._vocab)
+            except JaxLLMError as error:
+                failed[slot] = task, Chunk(task.sample, (), error=error)
+        self._release([*failed])
+        self._replace_masks(np.stack(masks))
+        return [*failed.values()]
 
+    def _replace_masks(self, masks: UInt32[np.ndarray, "B W"]) -> None:
         def replaced(processor: Any) -> Any:
             if not isinstance(processor, TokenMaskLogitsProcessor):
                 return processor
-            return jax.tree.map(lambda old: self._placed_as(np.stack(masks), old), processor)
+            return jax.tree.map(lambda old: self._placed_as(masks, old), processor)
 
         slots = self._pool.slots
         processors = LogitsProcessorList(map(replaced, slots.settings.processors))
         settings = dataclasses.replace(slots.settings, processors=processors)
         self._pool.slots = dataclasses.replace(slots, settings=settings)
-        return True
 
     def _release(self, slots: list[int]) -> None:
         """Frees slots whose rows are not finished."""

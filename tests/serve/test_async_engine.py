@@ -138,6 +138,22 @@ def test_stop_strings_and_grammars_beside_other_requests():
     assert len(others[0].texts[0].strip()) == 5
 
 
+def test_a_grammar_that_fails_ends_its_own_request_alone():
+    endless = {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}
+    grammar = jaxllm.generation.grammar.json_schema(endless, TOKENIZER)
+    row = {"input_ids": [5, 6], "max_new_tokens": 40, "eos_token_id": None}
+
+    async def use(engine: AsyncEngine) -> list[Any]:
+        requests = [engine.generate(row), engine.generate(row, grammar=grammar)]
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        return [*results, await engine.generate(row)]
+
+    first, failed, second = run(use, tokenizer=TOKENIZER)
+    assert isinstance(failed, jaxllm.errors.InputError)
+    assert "Too many items" in str(failed)
+    assert first.output_ids == second.output_ids
+
+
 def test_cancelled_requests_free_their_slots_and_the_queue_is_bounded():
     row = {"input_ids": [5, 6], "max_new_tokens": 60, "eos_token_id": None}
 

@@ -1,4 +1,4 @@
-"""`AsyncEngine` on a mesh: the tokens of one device, with grammars and cancellations."""
+"""`AsyncEngine` on a mesh: the tokens of one device, with grammars, cancellations and prefixes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from jaxllm.generation import grammar
 from jaxllm.parallel.placement import put_tree
 
 tokenizer = small_tokenizer("llama.model")
-model = tiny.make("llama", num_hidden_layers=1, vocab_size=len(tokenizer))
+sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 128}
+model = tiny.make("llama", num_hidden_layers=1, **sizes)
 pattern = grammar.regex(" ?[0-9]{3}[a-f]{2}", tokenizer)
 rows = uneven_rows(12, prompts=16, new=12, vocab=400)
 for i, row in enumerate(rows):
+    if i > 5:
+        row["input_ids"] = [*range(5, 75), *row["input_ids"]]  # a system prompt
     if i % 3:
         row |= {"do_sample": True, "temperature": 0.5 + i / 40, "top_k": 5 + i, "seed": i}
 
 async def answers(model):
-    async with AsyncEngine(model, tokenizer, slots=6, context=64) as engine:
+    async with AsyncEngine(model, tokenizer, slots=6, context=128, prefill_chunk_size=32) as engine:
         with contextlib.closing(CompileClock()) as clock:
             first = engine.submit({**rows[0], "max_new_tokens": 40, "eos_token_id": None})
             await anext(first)
@@ -35,6 +38,7 @@ async def answers(model):
                   for i, row in enumerate(rows))
             )
             assert clock.programs == 0, clock.programs
+            assert engine.prefix_counts.hits == 4
         return engine.slots, [output.output_ids for output in outputs]
 
 slots, there = asyncio.run(answers(put_tree(model, mesh(data=2, fsdp=2, tensor=2))))

@@ -138,6 +138,13 @@ def test_stop_strings_end_the_text_before_them(server, client):
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "stop"
 
 
+def test_the_answers_of_several_prompts_stream_side_by_side(client):
+    arguments: Any = {"max_tokens": 20, "logit_bias": {"2": -100}, "stream": True}
+    chunks = client.completions.create(model="tiny", prompt=["Hello", "you"], **arguments)
+    indices = [chunk.choices[0].index for chunk in chunks]
+    assert sorted(indices) != indices
+
+
 def test_log_probabilities_are_those_of_score(server, client):
     tokenizer, model = server.state.tokenizer, server.state.engine.model
     ids = tokenizer.encode("Hello")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import socket
@@ -15,12 +16,16 @@ import httpx
 import openai
 import pytest
 from serving_tools import RunningServer, running_server
+from starlette.testclient import TestClient
 
 from jaxllm.common.errors import InputError
+from jaxllm.serve.http.app import make_app
 from jaxllm.serve.http.logs import JsonFormatter
 from jaxllm.serve.http.server import bound_socket, listen
 from jaxllm.serve.http.state import Limits
 
+KEYS = (b"key-1", b"key-2", "clé".encode())
+KEY = {"Authorization": "Bearer key-1"}
 LONG = {"prompt": "a", "max_tokens": 60, "temperature": 0, "logit_bias": {"2": -100}}
 
 
@@ -28,7 +33,7 @@ LONG = {"prompt": "a", "max_tokens": 60, "temperature": 0, "logit_bias": {"2": -
 def server() -> Iterator[RunningServer]:
     limits = Limits(body_bytes=50_000, body_seconds=0.5)
     options: Any = {"queue_size": 4, "embeddings": False}
-    with running_server(limits=limits, api_keys=(b"key-1", b"key-2"), **options) as server:
+    with running_server(limits=limits, api_keys=KEYS, **options) as server:
         yield server
 
 
@@ -82,21 +87,26 @@ def test_wrong_requests_are_errors_that_name_the_field(http):
         ({"prompt": "a " * 100}, "prompt", "shorten it"),
         ({"prompt": []}, "prompt", "is empty"),
         ({"prompt": [99999]}, "prompt", "expected one token id or more"),
-        ({"n": 9}, None, "the queue holds 4"),
+        ({"n": 9}, "n", "hold 8; ask for fewer"),
+        ({"prompt": ["a", "b", "c"], "n": 3}, "n", "9 sequences are asked for"),
         ({"stream_options": {}}, "stream_options", "no effect without stream"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "if and"),
         ({"response_format": {"type": "grammar"}}, "response_format.type", "expected 'text'"),
     ]:
         answer = http.post("/v1/completions", json={**base, **change})
         error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (429 if field is None else 400, field), error
+        assert (answer.status_code, error["param"]) == (400, field), error
         assert message in error["message"]
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
     for switches in ({"chat_template": True}, {"bos_token": "<s>"}):
         answer = http.post("/v1/chat/completions", json={**chat, "chat_template_kwargs": switches})
         assert answer.json()["error"]["param"] == "chat_template_kwargs"
-    chat = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
-    assert "no images" in http.post("/v1/chat/completions", json=chat).json()["error"]["message"]
+    for message, problem in [
+        ({"role": "user", "content": [{"type": "image_url"}]}, "this server takes no images"),
+        ({"role": "assistant", "tool_calls": 5}, "tool_calls: expected a list of calls"),
+    ]:
+        answer = http.post("/v1/chat/completions", json={"messages": [message]})
+        assert problem in answer.json()["error"]["message"]
     model = http.post("/v1/completions", json={**base, "model": "gpt-5"})
     assert (model.status_code, model.json()["error"]["code"]) == (404, "model_not_found")
     assert http.post("/v1/embeddings", json={"input": "a"}).status_code == 404
@@ -137,6 +147,21 @@ def test_keys_are_asked_for_and_no_other_origin_is_told_anything(server):
     assert answer.status_code == 200
     assert "access-control-allow-origin" not in answer.headers
     assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(
+        f"{server.url}/v1/models", headers={b"Authorization": b"Bearer cl\xc3\xa9"}
+    ).is_success
+
+
+def test_pages_of_other_origins_have_no_work_done(server):
+    # As a browser sends it without asking first.
+    page = {"Origin": "http://page.example", "Content-Type": "text/plain", **KEY}
+    for origins, status in [((), 403), (("http://page.example",), 200), (("*",), 200)]:
+        state = dataclasses.replace(server.state, cors_origins=origins)
+        with TestClient(make_app(state)) as client:
+            answer = client.post("/tokenize", content='{"prompt": "a"}', headers=page)
+            assert answer.status_code == status
+            assert ("access-control-allow-origin" in answer.headers) == bool(origins)
+            assert client.post("/tokenize", json={"prompt": "a"}, headers=KEY).status_code == 200
 
 
 def test_a_full_queue_answers_429_and_the_rest_is_served(http, server):

@@ -95,7 +95,7 @@ def test_running_requests_decode_between_the_chunks_of_a_long_prompt() -> None:
     submit("cancelled", {"input_ids": long, "max_new_tokens": 4})
     assert step() == (0, 4, ["running"])
     assert step() == (CHUNK, 4, ["running"])
-    run.cancel("cancelled", 0)
+    run.cancel([("cancelled", 0)])
     submit("long", {"input_ids": long, "max_new_tokens": 4})
     submit("next", short)
     assert [step() for _ in range(6)] == [(CHUNK, 4, ["running"])] * 6

@@ -108,7 +108,7 @@ class Answer:
                 )
             limit = context - taken if max_new_tokens is None else max_new_tokens
             rows.append({"input_ids": np.asarray(ids), "max_new_tokens": limit, **fields})
-        streams = state.submit(rows, logprobs=logprobs, grammar=grammar)
+        streams = state.engine.submit_all(rows, logprobs=logprobs, grammar=grammar)
         self.usage.prompt_tokens = sum(stream.prompt_tokens for stream in streams)
         return streams
 

@@ -60,6 +60,7 @@ def endpoint(
         call = HttpCall(state, path, request)
         status = 500
         try:
+            call.check_origin()
             if not open_to_all:
                 call.check_key()
             response = await answer(call)
@@ -217,12 +218,8 @@ async def metrics(call: HttpCall) -> Response:
     return Response(content, headers={**call.headers, "content-type": content_type})
 
 
-def make_app(state: ServerState, cors_origins: tuple[str, ...] = ()) -> Starlette:
-    """The ASGI application.
-
-    Args:
-        cors_origins: origins whose pages may call the server; none by default.
-    """
+def make_app(state: ServerState) -> Starlette:
+    """The ASGI application."""
     routes = [
         endpoint(state, "/v1/chat/completions", chat_completions),
         endpoint(state, "/v1/completions", completions),
@@ -242,11 +239,11 @@ def make_app(state: ServerState, cors_origins: tuple[str, ...] = ()) -> Starlett
         return JSONResponse(failure.to_json(), failure.status, error.headers)
 
     middleware = []
-    if cors_origins:
+    if state.cors_origins:
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=list(cors_origins),
+                allow_origins=list(state.cors_origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
             )

@@ -42,11 +42,24 @@ class HttpCall:
         if keys is None:
             return
         kind, _, key = self.request.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(key.strip().encode(), known) for known in keys]
+        # The bytes as they came, which starlette decoded as Latin-1.
+        matches = [hmac.compare_digest(key.strip().encode("latin-1"), known) for known in keys]
         if kind.lower() != "bearer" or not any(matches):
             raise ApiError(
                 401, "Authorization: expected a valid API key (Bearer ...)", code="invalid_api_key"
             )
+
+    def check_origin(self) -> None:
+        """Refuses work for a page of another origin. A browser keeps the answer from it, but sends
+        some requests all the same."""
+        origin, allowed = self.request.headers.get("origin"), self.state.cors_origins
+        if self.request.method != "POST" or origin is None or {origin, "*"}.intersection(allowed):
+            return
+        raise ApiError(
+            403,
+            f"Origin: pages of {origin:.100} may not call this server, unless it is started with "
+            "--cors-origin",
+        )
 
     def end(self, status: int) -> None:
         """Counts and logs the request; the log has no prompt and no answer."""

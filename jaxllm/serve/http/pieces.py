@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 
 from jaxllm.serve.async_engine import GenerationStream
-from jaxllm.serve.chunks import TokenLogprob
+from jaxllm.serve.chunks import Chunk, TokenLogprob
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -102,23 +103,44 @@ async def pieces_of(
 
     A sample ends at a stop string, which is not in its text; the engine then frees its slot.
     """
-    for number, stream in enumerate(streams):
-        count = stream.row.samples
-        samples = [SampleText(tokenizer, stops) for _ in range(count)]
-        async for chunk in stream:
-            sample, text, used = samples[chunk.sample], "", 0
-            while used < len(chunk.tokens) and not sample.stopped:
-                text += sample.put(chunk.tokens[used])
-                used += 1
-            reason = _FINISH_REASONS[chunk.finish_reason] if chunk.finish_reason else None
-            if reason is not None:
-                text += sample.end()
-            if sample.stopped:
-                reason = "stop"
-                stream.cancel(chunk.sample)
-            logprobs = None if chunk.logprobs is None else chunk.logprobs[:used]
-            index = number * count + chunk.sample
-            yield Piece(index, text, chunk.tokens[:used], logprobs, reason)
+    samples: dict[tuple[int, int], SampleText] = {}
+    async for number, chunk in merged(streams):
+        stream, key = streams[number], (number, chunk.sample)
+        sample = samples.setdefault(key, SampleText(tokenizer, stops))
+        text, used = "", 0
+        while used < len(chunk.tokens) and not sample.stopped:
+            text += sample.put(chunk.tokens[used])
+            used += 1
+        reason = _FINISH_REASONS[chunk.finish_reason] if chunk.finish_reason else None
+        if reason is not None:
+            text += sample.end()
+        if sample.stopped:
+            reason = "stop"
+            stream.cancel(chunk.sample)
+        logprobs = None if chunk.logprobs is None else chunk.logprobs[:used]
+        index = number * stream.row.samples + chunk.sample
+        yield Piece(index, text, chunk.tokens[:used], logprobs, reason)
+
+
+async def merged(streams: Sequence[GenerationStream]) -> AsyncIterator[tuple[int, Chunk]]:
+    """The chunks of some streams as they come, each with the number of its stream."""
+
+    def next_of(number: int) -> asyncio.Future[Chunk | None]:
+        return asyncio.ensure_future(anext(streams[number], None))
+
+    pending = {next_of(number): number for number in range(len(streams))}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                number, chunk = pending.pop(future), future.result()
+                if chunk is not None:
+                    yield number, chunk
+                    pending[next_of(number)] = number
+    finally:
+        for future in pending:
+            future.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
 
 
 async def collect(pieces: AsyncIterator[Piece], count: int) -> list[Choice]:

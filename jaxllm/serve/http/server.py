@@ -70,7 +70,6 @@ class HttpServer:
 
     Args:
         drain_seconds: time that requests have to end after `stop`.
-        cors_origins: as `make_app`.
     """
 
     def __init__(
@@ -79,11 +78,10 @@ class HttpServer:
         bound: socket.socket,
         *,
         drain_seconds: float = 60.0,
-        cors_origins: tuple[str, ...] = (),
     ) -> None:
         self._state, self._socket = state, bound
         config = uvicorn.Config(
-            make_app(state, cors_origins),
+            make_app(state),
             log_config=None,
             access_log=False,
             lifespan="off",

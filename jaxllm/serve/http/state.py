@@ -7,13 +7,12 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.batch.embedder import Embedder
 from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor, json_schema
 from jaxllm.generation.settings.config import GenerationConfig
-from jaxllm.serve.async_engine import AsyncEngine, GenerationStream
+from jaxllm.serve.async_engine import AsyncEngine
 from jaxllm.serve.http.api_errors import ApiError
 from jaxllm.serve.http.api_types import ResponseFormat, SamplingFields
 from jaxllm.serve.http.metrics import ServerMetrics
@@ -42,6 +41,7 @@ class ServerState:
         model_name: its name in requests and answers.
         api_keys: None: no key is asked for.
         embedder: None: /v1/embeddings is not served.
+        cors_origins: origins whose pages may call the server; "*": all.
     """
 
     engine: AsyncEngine
@@ -50,6 +50,7 @@ class ServerState:
     limits: Limits = Limits()
     api_keys: tuple[bytes, ...] | None = None
     embedder: Embedder | None = None
+    cors_origins: tuple[str, ...] = ()
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @functools.cached_property
@@ -66,20 +67,6 @@ class ServerState:
                 param="model",
                 code="model_not_found",
             )
-
-    def submit(
-        self, rows: Sequence[dict[str, Any]], *, logprobs: bool, grammar: Any
-    ) -> list[GenerationStream]:
-        """Queues the prompts of a request: all of them, or none."""
-        streams: list[GenerationStream] = []
-        try:
-            for row in rows:
-                streams.append(self.engine.submit(row, logprobs=logprobs, grammar=grammar))
-        except BaseException:
-            for stream in streams:
-                stream.cancel()
-            raise
-        return streams
 
     async def grammar(self, response_format: ResponseFormat | None) -> Any:
         """The grammar that an answer must match, or None."""

@@ -116,6 +116,8 @@ def _template_message(number: int, message: Mapping[str, Any]) -> dict[str, Any]
         raise InputError(f"messages[{number}].content: expected a string")
     calls = message.get("tool_calls")
     if calls is not None:
+        if not isinstance(calls, list):
+            raise InputError(f"messages[{number}].tool_calls: expected a list of calls")
         result["tool_calls"] = [_template_call(number, call) for call in calls]
     return result
 
