@@ -13,7 +13,8 @@ from jaxllm.batch.memory import Prediction, memory_budget
 from jaxllm.batch.plan import PoolPlan, out_of_memory_error, plans, too_large_error
 from jaxllm.batch.queue import FinishedSequence
 from jaxllm.batch.row_groups import Group, check_processors, fits_slots, groups
-from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, RowReader, error_output
+from jaxllm.batch.row_reader import RowReader
+from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
 from jaxllm.batch.static_batches import batches, run_static_batch
 from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.arguments import checked, checked_iterable

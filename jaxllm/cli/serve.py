@@ -126,7 +126,8 @@ def api_keys(path: Path | None) -> tuple[bytes, ...] | None:
     if path is None:
         return None
     text = read_text(path, max_bytes=2**20, error=MissingFileError)
-    lines = (line.strip() for line in text.splitlines())
+    # Some editors begin a file with a byte order mark.
+    lines = (line.strip() for line in text.removeprefix("\ufeff").splitlines())
     keys = tuple(line.encode() for line in lines if line and not line.startswith("#"))
     if not keys:
         raise InputError(f"{path}: has no API key; write one per line")

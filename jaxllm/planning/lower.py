@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxllm.batch.plan import traced_programs
 from jaxllm.batch.row_groups import groups, prefill_batch
-from jaxllm.batch.rows import RawRow, RowReader
+from jaxllm.batch.row_reader import RowReader
+from jaxllm.batch.rows import RawRow
 from jaxllm.batch.sizes import sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
 from jaxllm.common.errors import InputError

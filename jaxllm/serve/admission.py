@@ -40,8 +40,10 @@ class PartialPrompt:
     task: LiveTask
     cache: Cache
     length: int
-    kept_length: int
+    kept_length: int = 0
     """Length of the prefix that will be kept of it; 0: none."""
+    repeats: bool = False
+    """The whole prompt will be kept, since it comes again."""
 
 
 class Admission:
@@ -103,7 +105,7 @@ class Admission:
         empty = self._prefixes.empty.cache
         for task in tasks:
             self.waiting.append(task)
-            self._prefill_rest(PartialPrompt(task, empty, 0, 0))
+            self._prefill_rest(PartialPrompt(task, empty, 0))
             yield
         if self._sizes.columns > self._chunk_size:
             prompt = tasks[-1].row.input_ids
@@ -129,7 +131,7 @@ class Admission:
             return None
         prefix, partial = self._plan(task, self._prefixes)
         if partial is not None:
-            self._prefixes.note(task.row.input_ids)
+            self._note([task])
         if partial is not None and partial.length:
             self._prefixes.use(prefix)
             self.counts.hits += 1
@@ -139,13 +141,15 @@ class Admission:
     def _plan(self, task: LiveTask, prefixes: PrefixStore) -> tuple[Prefix, PartialPrompt | None]:
         prompt = task.row.input_ids
         prefix, length = prefixes.longest(prompt)
-        repeats = task.sample < task.row.samples - 1
-        kept_length = prefixes.length_to_keep(prompt, length, repeats=repeats)
+        # A request's later samples are no sign that others share its prompt.
+        kept_length = 0 if task.sample else prefixes.length_to_keep(prompt)
+        comes_again = task.sample < task.row.samples - 1
+        repeats = comes_again and prefixes.is_worth_repeating(len(prompt) - length)
         if self._columns(len(prompt) - length) == self._columns(len(prompt)):
             prefix, length = prefixes.empty, 0
-        if not length and not kept_length and len(prompt) <= self._chunk_size:
+        if not (length or kept_length or repeats) and len(prompt) <= self._chunk_size:
             return prefix, None
-        return prefix, PartialPrompt(task, prefix.cache, length, kept_length)
+        return prefix, PartialPrompt(task, prefix.cache, length, kept_length, repeats)
 
     def _columns(self, length: int) -> int:
         """Columns of the calls that prefill so many tokens."""
@@ -164,6 +168,8 @@ class Admission:
         self._partial = None
         if partial.kept_length and self._prefixes is not None:
             self._prefixes.keep(Prefix(prompt[: partial.kept_length], cache))
+        if partial.repeats and self._prefixes is not None:
+            self._prefixes.repeat(Prefix(prompt, cache))
         return width
 
     def _prefill_batch(self) -> int:
@@ -171,10 +177,15 @@ class Admission:
         tasks = self._next_tasks(min(self._sizes.prefill_rows, len(self._pool.free)))
         arrays = prefill_batch(tasks, self._group, self._sizes, self._vocab)
         self._pool.prefill(tasks, arrays)
+        self._note(tasks)
+        return tasks[0].width
+
+    def _note(self, tasks: Iterable[LiveTask]) -> None:
+        """Adds the prompts of requests to the recent ones."""
         if self._prefixes is not None:
             for task in tasks:
-                self._prefixes.note(task.row.input_ids)
-        return tasks[0].width
+                if task.sample == 0:
+                    self._prefixes.note(task.row.input_ids)
 
     def _next_tasks(self, count: int) -> list[LiveTask]:
         """Removes the first task that waits, and the next ones that are prefilled with it."""

@@ -11,12 +11,14 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.generator import check_model, check_tokenizer, checked_slots
 from jaxllm.batch.memory import Prediction, fitting_slots, memory_budget
 from jaxllm.batch.plan import predict
-from jaxllm.batch.rows import BatchOutput, RowReader
+from jaxllm.batch.row_reader import RowReader
+from jaxllm.batch.rows import BatchOutput
 from jaxllm.batch.sizes import Sizes
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
@@ -103,30 +105,23 @@ class AsyncEngine:
     ) -> None:
         mesh = check_model(model)
         check_tokenizer(tokenizer)
-        _check_number("context", context)
-        _check_number("queue_size", queue_size)
-        _check_number("steps_per_call", steps_per_call)
-        _check_number("prefill_chunk_size", prefill_chunk_size)
-        _check_number("kept_prefixes", kept_prefixes, at_least=0)
+        _check_numbers(
+            context=context,
+            queue_size=queue_size,
+            steps_per_call=steps_per_call,
+            prefill_chunk_size=prefill_chunk_size,
+        )
+        _check_numbers(0, kept_prefixes=kept_prefixes)
         self.model, self.tokenizer, self.fields = model, tokenizer, fields
         self.counts = BatchCounts()
-        columns = bucket(
-            model.config.default_window if context is None else context, SMALLEST_BUCKET
-        )
+        sizes = _most_sizes(model, context, slots, mesh)
         limit = None if model.is_encoder_decoder else model.config.context_length
-        self.context = columns if limit is None else min(columns, limit)
-        bare, vocab_size = without_metadata(model), model.config.vocab_size
-        sizes = Sizes(
-            slots=0,
-            columns=columns,
-            encoder_columns=columns if model.is_encoder_decoder else None,
-            shards=row_shards(mesh),
-        ).with_slots(checked_slots(slots, mesh))
-        prefill = prefill_options(model, columns, prefill_chunk_size, kept_prefixes, mesh)
+        self.context = sizes.columns if limit is None else min(sizes.columns, limit)
+        prefill = prefill_options(model, sizes.columns, prefill_chunk_size, kept_prefixes, mesh)
         self._widths = buckets(min(self.context, prefill.longest_whole))
-        group = live_group(steps_per_call, vocab_size)
+        bare, group = without_metadata(model), live_group(steps_per_call, model.config.vocab_size)
         reader = RowReader(model, tokenizer, fields, seed, default_new_tokens)
-        self._reader = LiveRowReader(bare, reader, group, sizes.columns, sizes.encoder_columns)
+        self._reader = LiveRowReader(bare, reader, group, sizes)
         widest = self._warm_up_task(self._widths[-1])
         budget = memory_budget(memory, 1 if mesh is None else mesh.size)
 
@@ -137,13 +132,10 @@ class AsyncEngine:
         self.memory = fitting_slots(predicted, sizes.slots, sizes.shards)
         if not self.memory.fits:
             raise InputError(f"memory: {self.memory} do not fit; lower context, or raise memory")
-        sizes = dataclasses.replace(sizes, slots=self.memory.slots)
-        self._run = LiveRun(
-            bare, group, sizes, widest.row, self.counts, mesh, steps_per_call, prefill
-        )
-        self._thread = EngineThread(
-            self._run, queue_size, self._warm_up if warm_up else lambda: None
-        )
+        sizes = sizes.with_slots(self.memory.slots)
+        self._run = LiveRun(bare, group, sizes, widest.row, self.counts, mesh, prefill)
+        prepare = self._warm_up if warm_up else lambda: None
+        self._thread = EngineThread(self._run, queue_size, prepare)
         self._numbers = itertools.count()
 
     @property
@@ -258,6 +250,22 @@ class AsyncEngine:
         self._run.run_programs([self._warm_up_task(width) for width in self._widths])
 
 
-def _check_number(name: str, number: int | None, at_least: int = 1) -> None:
-    if number is not None and (not is_integer(number) or number < at_least):
-        raise InputError(f"{name}: expected an integer of {at_least} or more, found {number!r}")
+def _most_sizes(
+    model: GenerativeModel, context: int | None, slots: int | None, mesh: Mesh | None
+) -> Sizes:
+    """Sizes of the slots, as many as there are if they fit into memory."""
+    window = model.config.default_window if context is None else context
+    columns = bucket(window, SMALLEST_BUCKET)
+    sizes = Sizes(
+        slots=0,
+        columns=columns,
+        encoder_columns=columns if model.is_encoder_decoder else None,
+        shards=row_shards(mesh),
+    )
+    return sizes.with_slots(checked_slots(slots, mesh))
+
+
+def _check_numbers(at_least: int = 1, **numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and (not is_integer(number) or number < at_least):
+            raise InputError(f"{name}: expected an integer of {at_least} or more, found {number!r}")

@@ -17,7 +17,9 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxllm.batch.queue import Task
 from jaxllm.batch.row_groups import Group, fits_slots, per_row_fields, processors_of
-from jaxllm.batch.rows import BatchRow, RawRow, RowReader
+from jaxllm.batch.row_reader import RowReader
+from jaxllm.batch.rows import BatchRow, RawRow
+from jaxllm.batch.sizes import Sizes
 from jaxllm.batch.streamed_slots import StreamedSettings, StreamedSlotStrategy
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.generation.processors import LogitsProcessorList
@@ -88,6 +90,8 @@ class LiveTask(Task):
 class LiveGroup(Group):
     """The group of all live requests."""
 
+    strategy: StreamedSlotStrategy
+
     def processors(self, row: BatchRow, vocab_size: int) -> LogitsProcessorList:
         assert isinstance(row, LiveRow)
         mask = TokenMaskLogitsProcessor(row.mask((), vocab_size))
@@ -122,20 +126,11 @@ class LiveRowReader:
 
     Args:
         reader: reads the rows.
-        columns: of a slot.
-        encoder_columns: of a slot, for an encoder-decoder.
+        sizes: of the slots; their number does not matter.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        reader: RowReader,
-        group: LiveGroup,
-        columns: int,
-        encoder_columns: int | None,
-    ) -> None:
-        self._model, self._reader, self._group = model, reader, group
-        self._columns, self._encoder_columns = columns, encoder_columns
+    def __init__(self, model: Decoder, reader: RowReader, group: LiveGroup, sizes: Sizes) -> None:
+        self._model, self._reader, self._group, self._sizes = model, reader, group, sizes
         plain = self._reader.read(RawRow(0, 0, {"input_ids": [0], "max_new_tokens": 1}))
         self._check_fields(plain, None)
         self.eos = plain.eos
@@ -187,11 +182,12 @@ class LiveRowReader:
         )
 
     def _check_lengths(self, row: BatchRow) -> None:
-        prompt, limit = len(row.input_ids), self._columns
-        if self._encoder_columns is not None:
-            if prompt > self._encoder_columns:
+        prompt, limit = len(row.input_ids), self._sizes.columns
+        encoder_columns = self._sizes.encoder_columns
+        if encoder_columns is not None:
+            if prompt > encoder_columns:
                 raise InputError(
-                    f"prompt: has {prompt} tokens, but the server takes {self._encoder_columns}"
+                    f"prompt: has {prompt} tokens, but the server takes {encoder_columns}"
                 )
             prompt = 1
         if row.max_length > limit:

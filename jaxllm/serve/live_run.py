@@ -43,7 +43,6 @@ class LiveRun:
     Args:
         model: without metadata.
         plain_row: any row; free slots have its settings.
-        steps_per_call: decode steps between two reports.
         prefill: how prompts come into slots.
     """
 
@@ -55,11 +54,10 @@ class LiveRun:
         plain_row: LiveRow,
         counts: BatchCounts,
         mesh: Mesh | None,
-        steps_per_call: int,
         prefill: PrefillOptions,
     ) -> None:
         self._sizes, self._mesh, self._vocab = sizes, mesh, model.config.vocab_size
-        self._steps_per_call = steps_per_call
+        self._steps_per_call = group.strategy.window
         settings = group.settings([plain_row], self._vocab)
         self._pool = SlotPool(model, None, group, sizes, settings, counts, mesh)
         self._admission = Admission(self._pool, group, sizes, self._vocab, prefill)

@@ -40,11 +40,11 @@ class PrefillOptions:
 
     @property
     def nbytes(self) -> int:
-        """Bytes per device of all prompt caches: those that are kept, an empty one, the last one of
-        a prompt and its next one."""
-        return (
-            0 if self.cache_shapes is None else (self.kept_prefixes + 3) * nbytes(self.cache_shapes)
-        )
+        """Bytes per device of all prompt caches: those that are kept, that of a prompt that comes
+        again, an empty one, the last one of a prompt and its next one."""
+        if self.cache_shapes is None:
+            return 0
+        return (self.kept_prefixes + bool(self.kept_prefixes) + 3) * nbytes(self.cache_shapes)
 
 
 def prefill_options(

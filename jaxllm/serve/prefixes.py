@@ -40,6 +40,9 @@ class PrefixStore:
         self.empty = Prefix(np.zeros(0, np.int32), empty)
         self._kept: list[Prefix] = []
         """The one that was used last comes last."""
+        self._repeated: Prefix | None = None
+        """The last prompt that comes again. It has a place of its own, so that prompts of which
+        several samples are drawn do not drive out those that requests share."""
         self._recent_prompts: deque[Tokens] = deque(maxlen=RECENT_PROMPTS)
 
     def __len__(self) -> int:
@@ -48,23 +51,28 @@ class PrefixStore:
     def longest(self, prompt: Tokens) -> tuple[Prefix, int]:
         """The prefix that shares most tokens with a prompt, and their number; the prompt's last
         token does not count, since the first new one is chosen from its logits."""
-        lengths = [shared_length(prefix.tokens, prompt[:-1]) for prefix in self._kept]
+        prefixes = [*self._kept, self._repeated or self.empty]
+        lengths = [shared_length(prefix.tokens, prompt[:-1]) for prefix in prefixes]
         if not any(lengths):
             return self.empty, 0
         longest = int(np.argmax(lengths))
-        return self._kept[longest], lengths[longest]
+        return prefixes[longest], lengths[longest]
 
-    def length_to_keep(self, prompt: Tokens, cached: int, *, repeats: bool) -> int:
+    def length_to_keep(self, prompt: Tokens) -> int:
         """Length of a prompt's prefix that is worth keeping: one that it shares with a recent
-        prompt, and that is longer than what the store has; else 0.
+        prompt, and that is longer than what is kept; else 0."""
+        lengths = [shared_length(recent, prompt) for recent in self._recent_prompts]
+        kept = [shared_length(prefix.tokens, prompt) for prefix in self._kept]
+        length = max(lengths, default=0)
+        return length if length - max(kept, default=0) >= MIN_PREFIX else 0
+
+    def is_worth_repeating(self, length: int) -> bool:
+        """True if a prompt that comes again is kept for that.
 
         Args:
-            cached: tokens of the prompt that the store has.
-            repeats: the whole prompt comes again.
+            length: tokens of it that the store does not have.
         """
-        lengths = [shared_length(recent, prompt) for recent in self._recent_prompts]
-        length = len(prompt) if repeats else max(lengths, default=0)
-        return length if self._limit and length - cached >= MIN_PREFIX else 0
+        return bool(self._limit) and length >= MIN_PREFIX
 
     def note(self, prompt: Tokens) -> None:
         """Adds a recent prompt."""
@@ -74,17 +82,22 @@ class PrefixStore:
     def clear(self) -> None:
         """Forgets all prefixes and recent prompts."""
         self._kept.clear()
+        self._repeated = None
         self._recent_prompts.clear()
 
     def use(self, prefix: Prefix) -> None:
         """Notes that a prefix is used."""
-        if prefix is not self.empty:
+        if prefix in self._kept:
             self._kept.remove(prefix)
             self._kept.append(prefix)
 
     def keep(self, prefix: Prefix) -> None:
         """Keeps a prefix."""
         self._kept = [*self._kept, prefix][-self._limit :]
+
+    def repeat(self, prompt: Prefix) -> None:
+        """Keeps a prompt that comes again."""
+        self._repeated = prompt
 
 
 def shared_length(a: Tokens, b: Tokens) -> int:

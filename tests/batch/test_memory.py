@@ -13,7 +13,8 @@ from jaxllm.batch import slot_pool as pools
 from jaxllm.batch.memory import Prediction, memory_budget
 from jaxllm.batch.plan import PoolPlan, too_large_error
 from jaxllm.batch.queue import Task
-from jaxllm.batch.rows import RawRow, RowReader
+from jaxllm.batch.row_reader import RowReader
+from jaxllm.batch.rows import RawRow
 from jaxllm.batch.sizes import Sizes
 from jaxllm.common.errors import InputError
 from jaxllm.parallel.device_memory import nbytes

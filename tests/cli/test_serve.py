@@ -22,6 +22,8 @@ def test_keys_are_the_lines_of_a_file(tmp_path):
     file = tmp_path / "keys.txt"
     file.write_text("# of the team\nkey-1\n\n  key-2  \n", encoding="utf-8")
     assert api_keys(file) == (b"key-1", b"key-2")
+    file.write_text("clé\n", encoding="utf-8-sig")
+    assert api_keys(file) == ("clé".encode(),)
     assert api_keys(None) is None
     file.write_text("# none\n", encoding="utf-8")
     with pytest.raises(InputError, match="has no API key"):

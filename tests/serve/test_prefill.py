@@ -108,14 +108,16 @@ def test_the_last_prefixes_that_recur_are_kept() -> None:
     store = PrefixStore(2, model_of("llama", num_hidden_layers=1).init_cache(1, 16))
     tokens = np.arange(200)
     assert store.longest(tokens) == (store.empty, 0)
-    assert store.length_to_keep(tokens, 0, repeats=False) == 0
-    assert store.length_to_keep(tokens, 100, repeats=True) == 200
-    assert store.length_to_keep(tokens, 150, repeats=True) == 0  # hardly longer
+    assert store.length_to_keep(tokens) == 0
     store.note(tokens)
-    assert store.length_to_keep(np.array([*range(80), 5, 6]), 0, repeats=False) == 80
+    assert store.length_to_keep(np.array([*range(80), 5, 6])) == 80
     first, second, third = (Prefix(tokens[:n] + n, store.empty.cache) for n in (70, 80, 90))
     store.keep(first)
+    assert store.length_to_keep(first.tokens) == 0
     store.keep(second)
+    for n in (71, 72, 73):  # prompts of several samples
+        store.repeat(Prefix(-tokens[:n], store.empty.cache))
+    assert store.longest(-tokens)[1] == 73
     assert store.longest(np.array([*(tokens[:60] + 70), 0])) == (first, 60)
     assert store.longest(first.tokens) == (first, 69)  # the last token is run again
     store.use(first)
@@ -134,3 +136,30 @@ def test_models_without_chunks_refuse_the_options() -> None:
             options: dict[str, Any] = {option: 16}
             with pytest.raises(UnsupportedError, match=f"{option}: not with {reason}"):
                 AsyncEngine(model, slots=4, context=64, **options)
+
+
+def test_samples_of_one_prompt_do_not_drive_out_a_shared_prefix() -> None:
+    model = model_of("llama", num_hidden_layers=1)
+    rng = np.random.default_rng(2)
+    system = rng.integers(3, 50, 70).tolist()
+
+    def row(start: list[int], samples: int) -> dict[str, Any]:
+        prompt = [*start, *rng.integers(3, 50, 100 - len(start)).tolist()]
+        fields = {"do_sample": True, "seed": 1, "num_return_sequences": samples}
+        return {"input_ids": prompt, "max_new_tokens": 2, **fields}
+
+    async def main() -> None:
+        async with AsyncEngine(model, **OPTIONS, kept_prefixes=1) as engine:
+            for start, samples, tokens in [
+                (system, 1, 0),
+                (system, 1, 0),  # now the prefix recurs, and is kept
+                (system, 1, 70),
+                ([], 3, 2 * 99),
+                ([], 3, 2 * 99),
+                (system, 2, 2 * 70),  # still kept
+            ]:
+                before = engine.prefix_counts.tokens
+                await engine.generate(row(start, samples))
+                assert engine.prefix_counts.tokens - before == tokens
+
+    asyncio.run(main())

@@ -13,7 +13,8 @@ import numpy as np
 from jaxllm.batch.generator import BatchGenerator
 from jaxllm.batch.job.inputs.columns import ColumnChoice
 from jaxllm.batch.job.inputs.tables import without_nulls
-from jaxllm.batch.rows import BatchOutput, RawRow, checked_seed
+from jaxllm.batch.row_reader import checked_seed
+from jaxllm.batch.rows import BatchOutput, RawRow
 from jaxllm.common.errors import DataError, InputError, JaxLLMError
 from jaxllm.common.optional_deps import require
 from jaxllm.loading import load

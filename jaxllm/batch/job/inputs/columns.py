@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxllm.batch.row_prompts import PROMPT_KEYS
-from jaxllm.batch.rows import ROW_KEYS
+from jaxllm.batch.row_reader import ROW_KEYS
 from jaxllm.common.errors import DataError
 from jaxllm.common.messages import listed
 from jaxllm.generation.settings.config import FIELDS

@@ -1,0 +1,191 @@
+"""Reads the rows of a batch one by one, and checks them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxllm.batch.constraints import CONSTRAINT_KEYS, ConstraintCompiler
+from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
+from jaxllm.batch.rows import BatchRow, RawRow
+from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.messages import quoted
+from jaxllm.generation.call import prompts
+from jaxllm.generation.call.merging import merged_config
+from jaxllm.generation.inputs.arguments import CallArguments
+from jaxllm.generation.inputs.padded_batch import PaddedBatch
+from jaxllm.generation.inputs.values import is_integer
+from jaxllm.generation.settings.config import FIELDS, GenerationConfig
+from jaxllm.generation.settings.consistency import UnusedFieldWarning
+from jaxllm.generation.settings.lengths import checked_lengths, with_default_length
+from jaxllm.generation.settings.mode import generation_mode
+from jaxllm.generation.settings.special_tokens import checked_pad
+from jaxllm.generation.stopping import StopStringCriteria
+from jaxllm.generation.strategies.select_strategy import Call, registered_strategy
+from jaxllm.models.decoder import GenerativeModel
+from jaxllm.tokenizers.tokenizer import Tokenizer
+
+MAX_SEED = 2**32 - 1
+MAX_SEQUENCES = 2**20
+"""Maximum `num_return_sequences`, so that a wrong number does not take the memory of all rows."""
+MAX_SHARED_SETTINGS = 1024
+"""Different settings of rows that are kept to be shared by later rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowInput(RowPrompt):
+    """The keys of a row that are not generation fields."""
+
+    seed: int | None = None
+    schema: Annotated[dict[str, Any] | bool | None, "a JSON schema"] = None
+    regex: str | None = None
+    grammar: str | None = None
+    """A Lark grammar. The new text must match the row's schema, regex or grammar."""
+
+
+ROW_KEYS = frozenset(field.name for field in dataclasses.fields(RowInput))
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedSettings:
+    """Settings that rows with the same generation fields share."""
+
+    config: GenerationConfig
+    eos: tuple[int, ...]
+
+
+class RowReader:
+    """Reads rows: mappings, prompts or token ids.
+
+    Args:
+        fields: generation fields of all rows; a row's own override them.
+        seed: seed of rows that have none.
+        default_new_tokens: `max_new_tokens` of rows for which no length is set, as far as the
+            model's context reaches; None: as `generate`.
+        chat: a row's `prompt` is a user message, for the model's chat template.
+        system: system message of that chat.
+        constraint: `schema`, `regex` or `grammar` of rows that have none.
+    """
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        tokenizer: Tokenizer | None,
+        fields: Mapping[str, Any],
+        seed: int,
+        default_new_tokens: int | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        constraint: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._constraints = ConstraintCompiler(tokenizer, dict(constraint or {}))
+        self._fields, self._seed = dict(fields), checked_seed(seed)
+        self._default_new_tokens = default_new_tokens
+        self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
+        self._settings: dict[str, SharedSettings] = {}
+        self._with_default_length: dict[tuple[GenerationConfig, int | None], GenerationConfig] = {}
+        if constraint:
+            self._constraints.check_job(self._read_settings({}).eos)
+
+    def read(self, row: RawRow) -> BatchRow:
+        """Reads and checks a row.
+
+        Raises:
+            JaxLLMError: the row is wrong.
+        """
+        raw = row.mapping()
+        row_input = checked_row(RowInput, raw)
+        settings = self._read_settings(
+            {name: value for name, value in raw.items() if name not in ROW_KEYS}
+        )
+        input_ids = self._prompts.ids(row_input)
+        decoder_prompt = input_ids
+        if self._model.is_encoder_decoder:
+            decoder_prompt = prompts.decoder_prompt(
+                self._model, None, None, 1, settings.config
+            ).ids[0]
+        config, max_length = self._with_lengths(settings.config, decoder_prompt)
+        call = Call(
+            self._model, config, settings.eos, 1, len(decoder_prompt), max_length, CallArguments()
+        )
+        registered = registered_strategy(call)
+        seed = row_input.seed
+        own_constraint = {key: getattr(row_input, key) for key in CONSTRAINT_KEYS}
+        return BatchRow(
+            index=row.index,
+            id=row.row_id,
+            input_ids=input_ids,
+            decoder_prompt=decoder_prompt,
+            config=config,
+            eos=settings.eos,
+            max_new_tokens=max_length - len(decoder_prompt),
+            seed=self._seed if seed is None else checked_seed(seed),
+            row_number=row.index if seed is None else 0,
+            mode=registered.name if registered else generation_mode(config),
+            constraint=self._constraints.of_row(own_constraint, settings.eos, len(decoder_prompt)),
+        )
+
+    def _with_lengths(
+        self, config: GenerationConfig, decoder_prompt: Int[np.ndarray, " C"]
+    ) -> tuple[GenerationConfig, int]:
+        """The settings with a `max_new_tokens` if no length is set, and the maximum length."""
+        if self._default_new_tokens is not None:
+            limited = with_default_length(
+                config, self._model, len(decoder_prompt), self._default_new_tokens
+            )
+            # Rows that share their settings share one object.
+            key = (config, limited.max_new_tokens)
+            config = self._with_default_length.setdefault(key, limited)
+        columns = PaddedBatch(decoder_prompt[None], np.ones((1, len(decoder_prompt)), bool))
+        return checked_lengths(self._model, config, columns)
+
+    def _read_settings(self, fields: Mapping[str, Any]) -> SharedSettings:
+        """The settings of a row with these fields; rows with equal fields share them."""
+        try:
+            key = json.dumps(fields, sort_keys=True)
+        except (TypeError, ValueError):  # values that JSON lacks, such as arrays: not cached
+            return self._checked_settings(fields)
+        settings = self._settings.get(key)
+        if settings is None:
+            settings = self._checked_settings(fields)
+            if len(self._settings) == MAX_SHARED_SETTINGS:
+                self._settings.clear()
+                self._with_default_length.clear()
+            self._settings[key] = settings
+        return settings
+
+    def _checked_settings(self, fields: Mapping[str, Any]) -> SharedSettings:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UnusedFieldWarning)
+            config, eos = merged_config(self._model, None, {**self._fields, **fields})
+        for warning in caught:
+            # An unused field is an error only if the row itself sets it.
+            if isinstance(warning.message, UnusedFieldWarning) and warning.message.field in fields:
+                raise InputError(str(warning.message))
+        for name, value in config.to_dict().items():
+            if value and FIELDS[name].per_call:
+                raise UnsupportedError(f"{name}: not in a batch of rows; use jaxllm.generate")
+        if config.num_return_sequences > MAX_SEQUENCES:
+            raise InputError(
+                f"num_return_sequences: {config.num_return_sequences} is more than a row may have, "
+                f"{MAX_SEQUENCES}; give the prompt in several rows"
+            )
+        if config.stop_strings is not None:
+            if self._tokenizer is None:
+                raise InputError("stop_strings: needs a tokenizer, which this model does not have")
+            StopStringCriteria(self._tokenizer, list(config.stop_strings))
+        checked_pad(self._model, config, eos)
+        return SharedSettings(config, eos)
+
+
+def checked_seed(seed: Any) -> int:
+    if not is_integer(seed) or not 0 <= seed <= MAX_SEED:
+        raise InputError(f"seed: expected an integer from 0 to 2**32 - 1, found {quoted(seed)}")
+    return int(seed)
