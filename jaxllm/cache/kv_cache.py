@@ -264,7 +264,8 @@ class Cache:
         key_columns = jnp.arange(self.capacity, dtype=jnp.int32)
         query_columns = jnp.asarray(self.length)[..., None] + jnp.arange(T, dtype=jnp.int32)
         if branches is None:
-            visible = new_mask[:, None, :] & (key_columns <= query_columns[..., None])
+            columns = jax.lax.broadcasted_iota(jnp.int32, (len(mask), T, self.capacity), 2)
+            visible = new_mask[:, None, :] & (columns <= query_columns[..., None])
         else:
             visible = new_mask[:, None, :] & branches.seen
             key_columns, query_columns = branches.columns, branches.columns_of(query_columns)

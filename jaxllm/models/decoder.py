@@ -112,6 +112,11 @@ class GenerativeModel(Decoder, Protocol):
     generation_config: Any
     extra_eos_token_ids: tuple[int, ...]
 
+    @property
+    def cache_slot_tile(self) -> int:
+        """The device pads the slots of a KV cache to a multiple of this number."""
+        ...
+
 
 def checked_generative(model: Any, name: str) -> GenerativeModel:
     """Returns the model, which must have a language-model head.

@@ -13,6 +13,7 @@ from jaxllm.models.model import C, Model
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.models.pretrained import Generates
 from jaxllm.nn.blocks import Stack, StackOutput
+from jaxllm.nn.head_products import LANES
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.parallel.sharding import constrain
 
@@ -71,6 +72,11 @@ class LanguageModel(Generates, Model[C]):
         ``head_logits(model.head, *model.head_inputs(...))`` are the logits of `__call__`.
         """
         raise NotImplementedError
+
+    @property
+    def cache_slot_tile(self) -> int:
+        # A cache with an axis of heads has its slots in the lanes.
+        return LANES if self.decoder_stack.blocks[0].attn.cache_head_axis else 1
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
         """A self-attention cache of `capacity` columns, without tokens."""

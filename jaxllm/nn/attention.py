@@ -19,7 +19,7 @@ from jaxllm.nn.blockwise import BY_PARTS, QUERY_BLOCK, ColumnBias, attend_blocks
 from jaxllm.nn.dropout import dropout, split_key
 from jaxllm.nn.head_products import cache_has_head_axis, scores_of_keys, sums_of_values
 from jaxllm.nn.linear import Linear
-from jaxllm.nn.platform import attend_cache, split_heads
+from jaxllm.nn.platform import attend_cache, largest_scores, split_heads
 from jaxllm.nn.rope import rotate
 from jaxllm.parallel.sharding import constrain
 
@@ -72,7 +72,7 @@ def attend(
     # PERF(cpu): values are summed before the division by the softmax sums, as in FlashAttention
     # (Dao et al. 2022, arXiv:2205.14135): fewer passes over [T, S], gradients in half the time;
     # benchmarks/train.py.
-    exps = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    exps = jnp.exp(scores - jax.lax.stop_gradient(largest_scores(scores)))
     sums = exps.sum(axis=-1, keepdims=True)
     exps = dropout(exps, dropout_rate, key)
     if head_mask is not None:

@@ -307,7 +307,8 @@ class Stack(nnx.Module):
         # A scan would copy the KV caches of all layers, at every decode step.
         run_layers = scan_layers if self.scan_layers and layers is None else unroll_layers
         x, outputs = run_layers(step, x, inputs)
-        x = dropout(self.norm(x), self.output_dropout, keys[-1])
+        (x,) = self.norm.for_products(x, 1)
+        x = dropout(x, self.output_dropout, keys[-1])
         hidden, new_layers, attentions, cross_attentions = zip(*outputs, strict=True)
         crosses = output_attentions and cross_kv is not None
         return StackOutput(

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxllm.cache.kv_cache import KV
@@ -62,8 +64,7 @@ def scores_across_heads(
     the keys of several heads fill a TPU's matrix unit, and the scores fill whole tiles.
     """
     B, K, Q, H = q.shape
-    own_head = jnp.eye(K, dtype=q.dtype)[:, None, :, None]
-    extended = (q[:, :, :, None] * own_head).reshape(B, K * Q, K, H)
+    extended = q.reshape(B, K * Q, 1, H) * own_heads(K, Q, q.dtype)
     scores = jnp.einsum("bnkh,bksh->bns", extended, k, preferred_element_type=jnp.float32)
     return scores.reshape(B, K, Q, -1)
 
@@ -76,10 +77,15 @@ def values_across_heads(
     As queries in `scores_across_heads`, weights are extended by zeros for the other heads.
     """
     B, K, Q, S = weights.shape
-    own_head = jnp.repeat(jnp.eye(K, dtype=v.dtype), Q, axis=0)[:, :, None]
-    extended = weights.astype(v.dtype).reshape(B, K * Q, 1, S) * own_head
+    extended = weights.astype(v.dtype).reshape(B, K * Q, 1, S) * own_heads(K, Q, v.dtype)
     sums = jnp.einsum("bnks,bksh->bnh", extended, v, preferred_element_type=jnp.float32)
     return sums.reshape(B, K, Q, -1)
+
+
+def own_heads(heads: int, queries: int, dtype: DTypeLike) -> Float[Array, "KQ K 1"]:
+    """1 where a query, `queries` for each head, is one of the head, and else 0."""
+    # A constant: `jnp.eye` is computed anew in each decode step.
+    return jnp.asarray(np.repeat(np.eye(heads), queries, axis=0)[..., None], dtype)
 
 
 def with_query_tile(

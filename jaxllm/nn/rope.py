@@ -52,8 +52,8 @@ class Rope:
         """Cosines and sines for `rotate`; `rope_length` is 1 + the largest position so far, of the
         batch or of each row."""
         frequencies = self.frequencies(jnp.reshape(rope_length, (-1, 1, 1, 1)))
+        frequencies = jnp.concatenate([frequencies, frequencies], axis=-1)
         angle = positions[..., None, None].astype(jnp.float32) * frequencies
-        angle = jnp.concatenate([angle, angle], axis=-1)
         scale = self.attention_scaling
         return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 

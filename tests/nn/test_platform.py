@@ -81,7 +81,8 @@ def test_only_a_tpu_pads_a_single_query(platform, heads, columns, padded):
     traced = jax.jit(functools.partial(attend, scale=1.0)).trace(q, cache(), visible=visible)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert text.count("stablehlo.pad") == (2 if padded else 0)
-    assert ("optimization_barrier" in text) == padded
+    largest_apart = platform == "tpu" and columns == 1
+    assert text.count("optimization_barrier") == 2 * padded + largest_apart
 
 
 @pytest.mark.parametrize(

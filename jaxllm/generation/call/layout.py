@@ -65,12 +65,12 @@ def build_layout(
             f"num_beams: {config.num_beams} beams of {new_token_bucket} new tokens need {capacity} "
             f"slots of the cache, which has at most {MAX_COLUMNS}: lower one of the two"
         )
+    # A ring buffer overwrites columns that have left the window; a later call and
+    # output_attentions need them, and the latter the number of slots too.
+    own_cache = strategy.allows_ring_cache and not return_cache and not config.output_attentions
     if past is None:
-        # A ring buffer overwrites columns that have left the window; a later call and
-        # output_attentions need them.
-        ring = strategy.allows_ring_cache and not return_cache and not config.output_attentions
-        ring = ring and chunk_size is None  # it takes a whole prompt or single columns
-        kind = cache_kind(config, ring=ring)
+        # It takes a whole prompt or single columns.
+        kind = cache_kind(config, ring=own_cache and chunk_size is None)
         if return_cache:
             capacity = bucket(capacity, SMALLEST_BUCKET)  # the size that the next call will have
         arrays = prefill_inputs(inputs, keys, kind, new_token_bucket)
@@ -89,6 +89,10 @@ def build_layout(
             past_cache=past.cache.replace(length=past.cache.next_position),
         )
     needed = int(np.max(arrays.cache_len)) + strategy.cache_slots(call.max_new_tokens)
+    if past is None and own_cache:
+        # With the prompt's bucket, so that its exact length does not choose the program.
+        with_bucket = inputs.width + strategy.cache_slots(call.max_new_tokens)
+        capacity = tiled_slots(capacity, with_bucket, call.model.cache_slot_tile, new_slots)
     capacity = cache_capacity(config, kind, capacity, needed)
     return Layout(arrays, capacity, new_token_bucket, chunk_size)
 
@@ -216,6 +220,31 @@ def cache_kind(config: GenerationConfig, *, ring: bool) -> CacheKind:
             f"cache_implementation={name!r}"
         )
     return kind
+
+
+def tiled_slots(slots: int, needed: int, tile: int, new_slots: int) -> int:
+    """Number of cache slots, of which the device lays out multiples of `tile`.
+
+    Rounding up to buckets and then to tiles may allocate, and read at every step, tiles that the
+    call does not need.
+
+    Args:
+        slots: slots with rounding up to buckets.
+        needed: slots without rounding up the new tokens.
+        new_slots: those of the new tokens, rounded up. There are at most three results for each
+            bucket of them, so that not every number of tokens has a program of its own.
+
+    >>> tiled_slots(544, needed=512, tile=128, new_slots=512)
+    512
+    >>> tiled_slots(544, needed=520, tile=128, new_slots=512)
+    544
+    >>> tiled_slots(544, needed=512, tile=1, new_slots=512)
+    544
+    """
+    if tile == 1:
+        return slots
+    step = max(tile, new_slots // 4)
+    return min(slots, -(-needed // step) * step)
 
 
 def cache_capacity(config: GenerationConfig, kind: CacheKind, slots: int, needed: int) -> int:

@@ -290,6 +290,6 @@ def append(
         mask=mask,
         cur_len=state.cur_len + 1,
         token=token,
-        is_finished=state.is_finished | is_eos(token, settings.eos) | stopped,
+        is_finished=is_eos(token, settings.eos, state.is_finished | stopped),
         step=state.step + 1,
     )

@@ -313,11 +313,14 @@ def nonfinite_error(step: int, row: int | None = None) -> NonFiniteError:
 
 
 def is_eos(
-    tokens: Int[Array, " B *rest"], eos: Int[Array, " E"] | Int[Array, "B E"]
+    tokens: Int[Array, " B *rest"],
+    eos: Int[Array, " E"] | Int[Array, "B E"],
+    finished: Bool[Array, " B *rest"] | bool = False,
 ) -> Bool[Array, " B *rest"]:
-    """True at end tokens; `eos` has one set of them for all rows, or one for each."""
+    """True at end tokens, and where `finished` is; `eos` has one set of them for all rows, or one
+    for each."""
     sets = jnp.expand_dims(eos, tuple(range(-tokens.ndim, -1)))
-    return jnp.any(tokens[..., None] == sets, axis=-1)
+    return jnp.any((tokens[..., None] == sets) | jnp.asarray(finished)[..., None], axis=-1)
 
 
 def unconditional(out: DecodeOutput) -> Float[Array, "B V"] | None:

@@ -8,6 +8,7 @@ from jaxllm.nn.platform.attention import attend_cache
 from jaxllm.nn.platform.decoding import (
     argmax_of_rows,
     in_blocks,
+    largest_scores,
     split_heads,
     steps_between_checks,
     writes_one_slot,
@@ -34,6 +35,7 @@ __all__ = [
     "dequantized_blocks",
     "entry_of_rows",
     "in_blocks",
+    "largest_scores",
     "plus_bias",
     "random_uint16",
     "split_heads",

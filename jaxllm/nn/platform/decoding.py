@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+MAX_ROWS_APART = 8
+"""Most rows of a TPU's decode step whose largest scores are an operation of their own."""
+
 
 def split_heads(x: Float[Array, "B T D"], heads: int) -> Float[Array, "B T N H"]:
     """Splits the output of a projection into heads."""
@@ -17,6 +20,18 @@ def split_heads(x: Float[Array, "B T D"], heads: int) -> Float[Array, "B T N H"]
         barrier = jax.lax.optimization_barrier
         x = jax.lax.platform_dependent(x, tpu=barrier, default=lambda x: x)
     return x.reshape(*x.shape[:2], heads, -1)
+
+
+def largest_scores(scores: Float[Array, "B N T S"]) -> Float[Array, "B N T 1"]:
+    """The largest of each query's scores."""
+    largest = scores.max(axis=-1, keepdims=True)
+    # PERF(tpu): without the barrier XLA computes the softmax of a decode step within one operation,
+    # in which every entry of a row searches the row for its largest. With many rows that is still
+    # faster than an operation more; docs/plan.md.
+    if scores.shape[2] == 1 and len(scores) <= MAX_ROWS_APART:
+        barrier = jax.lax.optimization_barrier
+        largest = jax.lax.platform_dependent(largest, tpu=barrier, default=lambda x: x)
+    return largest
 
 
 def writes_one_slot(platform: str) -> bool:
