@@ -113,13 +113,13 @@ def test_a_window_of_everything_is_no_window_and_another_compiles_nothing():
 
 def test_no_tile_of_slots_is_allocated_that_a_call_does_not_need(monkeypatch):
     model, ids = tiny.cached("llama"), np.array(turns(0, 5))
-    settings = {"max_new_tokens": 20, **NO_EOS}
+    settings = {"max_new_tokens": 40, **NO_EOS}
     request = prepare_call(model, ids, None, None, None, settings)
     expected = jaxllm.generate(model, ids, **settings)
     monkeypatch.setattr(type(model), "cache_slot_tile", 16)
     tiled = prepare_call(model, ids, None, None, None, settings)
     width = request.layout.capacity - request.layout.new_token_bucket
-    assert (request.layout.capacity, tiled.layout.capacity) == (width + 32, 32)
+    assert (request.layout.capacity, tiled.layout.capacity) == (width + 64, 64)
     out = jaxllm.generate(model, ids, **settings)
     np.testing.assert_array_equal(out.sequences, expected.sequences)
 
