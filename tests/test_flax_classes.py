@@ -172,3 +172,14 @@ def test_an_encoder_and_a_decoder_apart():
     encoded = model.encode(IDS, np.ones_like(IDS), return_dict=True)
     decoded = model.decode(IDS[:, :4], encoded, np.ones_like(IDS))
     np.testing.assert_allclose(decoded.logits, whole.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_params_are_those_of_the_moment():
+    model, _ = loaded("tiny-gpt2 FlaxGPT2LMHeadModel")
+    first = model(IDS).logits
+    jax.jit(lambda ids: model(ids, params=model.params).logits)(IDS)  # asked for under a trace
+    model.params["transformer"]["ln_f"]["bias"] = model.params["transformer"]["ln_f"]["bias"] + 1
+    changed = model(IDS).logits
+    assert np.abs(changed - first).max() > 0.1
+    np.testing.assert_array_equal(model(IDS, params=model.params).logits, changed)
+    assert model.module(IDS).logits.tolist() == changed.tolist()

@@ -20,7 +20,12 @@ from jaxllm.flax_classes.lengths import DEFAULT_MAX_LENGTH, as_dict, first_value
 from jaxllm.generation.call.output import GenerateOutput
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import ModelConfig
-from jaxllm.models.flax_params import flax_params, with_flax_params
+from jaxllm.models.flax_params import (
+    copy_of_tree,
+    flax_params,
+    same_arrays,
+    with_flax_params,
+)
 from jaxllm.models.model import Model
 from jaxllm.models.outputs import ModelOutput
 from jaxllm.models.pretrained import pretrained
@@ -78,6 +83,7 @@ class FlaxPreTrainedModel:
         has_weights = all(isinstance(x, jax.Array) for x in jax.tree.leaves(model))
         self._bound: Any = model if has_weights else None
         self._params: Mapping[str, Any] | None = None
+        self._bound_params: Mapping[str, Any] | None = None
 
     @classmethod
     def from_model(cls, model: Model[Any]) -> Any:
@@ -127,16 +133,20 @@ class FlaxPreTrainedModel:
         if self._params is None:
             if self._bound is None:
                 raise InputError(_NO_PARAMS)
-            self._params = flax_params(self._bound)
+            with jax.ensure_compile_time_eval():  # the first who asks may be in a jax.jit
+                self._params = flax_params(self._bound)
+            self._bound_params = copy_of_tree(self._params)
         return self._params
 
     @params.setter
     def params(self, params: Mapping[str, Any]) -> None:
         self._bound, self._params = with_flax_params(self._structure, params), params
+        self._bound_params = copy_of_tree(params)
 
     def _bind(self, params: Mapping[str, Any] | None) -> Any:
-        """The model of jaxllm with `params`; None: with its own."""
-        if params is not None:
+        """The model of jaxllm with `params`; None: with its own, also if changed in place."""
+        params = self._params if params is None else params
+        if params is not None and not same_arrays(params, self._bound_params):
             return with_flax_params(self._structure, params)
         if self._bound is None:
             raise InputError(_NO_PARAMS)
@@ -275,7 +285,7 @@ def loaded(
     if do_init:
         return flax_model
     params = flax_model.params
-    flax_model._bound = flax_model._params = None
+    flax_model._bound = flax_model._params = flax_model._bound_params = None
     return flax_model, params
 
 

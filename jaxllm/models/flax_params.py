@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Shaped
@@ -65,6 +66,18 @@ def with_flax_params(model: Model[Any], params: Mapping[str, Any]) -> Any:
                 )
             changed[name] = value
     return with_parameters(model, changed)
+
+
+def copy_of_tree(params: Any) -> Any:
+    """The same arrays in new dicts."""
+    return jax.tree.map(lambda x: x, params)
+
+
+def same_arrays(first: Any, second: Any) -> bool:
+    """True for trees of the very same arrays."""
+    leaves, structure = jax.tree.flatten(first)
+    others, other = jax.tree.flatten(second)
+    return structure == other and all(a is b for a, b in zip(leaves, others, strict=True))
 
 
 def _entries(model: Model[Any]) -> dict[Path, Entry]:
