@@ -15,6 +15,7 @@ from jaxllm.cache.variants import QuantizedKV
 from jaxllm.nn.attention import attend
 from jaxllm.nn.head_products import padded_product
 from jaxllm.nn.platform import plus_bias, split_heads
+from jaxllm.nn.platform.attention import attend_cache, attend_one_query
 from jaxllm.nn.platform.products import rows_by_product
 from jaxllm.nn.platform.quantized_products import (
     sum_of_groups,
@@ -63,6 +64,34 @@ def test_padding_of_a_single_query_changes_no_product(quantized):
         expected = product(queries)
         out = jax.jit(functools.partial(padded_product, product))(queries)
         np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_attention_of_one_query_equals_eager_attention(quantized):
+    kv = cache(quantized=quantized)
+    q = 2 * jax.random.normal(jax.random.key(1), (ROWS, 1, 2 * HEADS, SIZE))
+    bias = jax.random.normal(jax.random.key(2), (1, 2 * HEADS, 1, SLOTS))
+    slots = jnp.arange(SLOTS)
+    visible = (slots < jnp.array([SLOTS - 4, 0])[:, None])[:, None, None]
+    for some_bias in (None, bias):
+        expected, _ = attend(q, kv, visible=visible, bias=some_bias, scale=0.7)
+        out = attend_one_query(q, kv, visible, some_bias, scale=0.7)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+        assert np.asarray(out[0]).any()
+        assert not np.asarray(out[1]).any()  # a row without visible slots
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+def test_only_a_gpu_keeps_scores_by_group(platform):
+    def run(q, kv, visible, bias):
+        return attend(q, kv, visible=visible, bias=bias, scale=1.0)[0]
+
+    q = jnp.zeros((ROWS, 1, 2 * HEADS, SIZE))
+    visible = jnp.ones((ROWS, 1, 1, SLOTS), bool)
+    step = functools.partial(attend_cache, run, visible=visible, bias=None, scale=1.0)
+    traced = jax.jit(step).trace(q, cache(), None)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert (f"tensor<{ROWS}x{HEADS}x2x{SLOTS}xf32>" in text) == (platform == "cuda")
 
 
 @pytest.mark.parametrize(

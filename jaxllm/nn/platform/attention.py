@@ -1,8 +1,10 @@
-"""Attention of few queries to a KV cache: a CPU reads only the slots that hold tokens."""
+"""Attention of few queries to a KV cache: a CPU reads only the slots that hold tokens, a GPU runs
+few kernels."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -37,14 +39,43 @@ def attend_cache(
         return attend(q, kv, visible, bias)
 
     splits = kv.capacity >= MIN_SPLIT_SLOTS and q.shape[1] <= MAX_SPLIT_QUERIES
+    tuned: dict[str, Callable[..., Array]] = {}
     if attends_in_kernel(q, kv, bias):
         # PERF(cpu): all cores, and the visible slots only; docs/performance.md.
-        on_cpu = attend_in_kernel(everything, scale)
+        tuned["cpu"] = attend_in_kernel(everything, scale)
     elif used_slots is not None and splits:
-        on_cpu = functools.partial(attend_used_slots, attend, used_slots)
-    else:
+        tuned["cpu"] = functools.partial(attend_used_slots, attend, used_slots)
+    if q.shape[1] == 1:
+        tuned["cuda"] = functools.partial(attend_one_query, scale=scale)
+    if not tuned:
         return everything(q, kv, visible, bias)
-    return jax.lax.platform_dependent(q, kv, visible, bias, cpu=on_cpu, default=everything)
+    return jax.lax.platform_dependent(q, kv, visible, bias, default=everything, **tuned)
+
+
+def attend_one_query(
+    q: Float[Array, "B 1 N H"],
+    kv: KV,
+    visible: Bool[Array, "B 1 1 S"],
+    bias: Float[Array, "#B N 1 S"] | None,
+    *,
+    scale: float,
+) -> Float[Array, "B 1 N H"]:
+    """Eager attention of one query for each row and head, whose weights are divided by their sums
+    before they multiply the values."""
+    # PERF(gpu): XLA makes one kernel of scale, mask and softmax if the scores keep the axes of
+    # their product and nothing is left to do after that of the values, and otherwise four;
+    # docs/plan.md.
+    batch, _, heads, _ = q.shape
+    kv_heads = math.prod(kv.leading_shape) // batch
+    group = heads // kv_heads
+    by_group = (kv_heads, group, kv.capacity)
+    scores = kv.scores(q.reshape(*kv.leading_shape, group, -1)).reshape(batch, *by_group) * scale
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32).reshape(-1, *by_group)
+    scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+    weights = jnp.where(visible, jax.nn.softmax(scores), 0).astype(q.dtype)
+    summed = kv.weighted_values(weights.reshape(*kv.leading_shape, group, -1))
+    return summed.astype(q.dtype).reshape(q.shape)
 
 
 def attends_in_kernel(q: Float[Array, "B T N H"], kv: KV, bias: Array | None) -> bool:
