@@ -25,8 +25,10 @@ from jaxllm.batch.slots import PrefillBatch, Slots
 from jaxllm.common.errors import InputError
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
+from jaxllm.nn.platform import steps_between_checks
 from jaxllm.parallel.device_memory import format_bytes, nbytes
 from jaxllm.parallel.mesh import row_shards, use_mesh
+from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 
@@ -153,13 +155,15 @@ def traced_programs(
     Args:
         shapes: the slots, as `slot_shapes` returns them.
     """
-    strategy = group.strategy
+    strategy, steps = group.strategy, steps_between_checks(platform_of_arrays(model))
     slot_ids, number = np.zeros(sizes.prefill_rows, np.int32), np.int32(1)
     return (
         prefill_slots_program.trace(
             model, shapes, batch, slot_ids, stops, strategy=strategy, sizes=sizes
         ),
-        decode_slots_program.trace(model, shapes, stops, number, number, strategy=strategy),
+        decode_slots_program.trace(
+            model, shapes, stops, number, number, strategy=strategy, steps_per_check=steps
+        ),
     )
 
 

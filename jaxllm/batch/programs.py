@@ -15,6 +15,7 @@ from jaxllm.batch.slot_strategies import SlotStrategy
 from jaxllm.batch.slots import PrefillBatch, Slots
 from jaxllm.generation.stopping import StoppingCriteriaList
 from jaxllm.models.decoder import Decoder
+from jaxllm.nn.platform import steps_between_checks
 from jaxllm.parallel.field_axes import constrain_fields
 from jaxllm.parallel.sharding import constrain
 
@@ -63,8 +64,12 @@ def decode_slots(
     max_steps: Int[Array, ""],
     *,
     strategy: SlotStrategy,
+    steps_per_check: int = 1,
 ) -> tuple[Slots, DecodeProgress]:
     """Decodes until `free_slots` slots are free, all rows are finished, or for `max_steps` steps.
+
+    Args:
+        steps_per_check: steps between two checks of these conditions; see `steps_per_check_for`.
 
     The host reads a copy: the slots themselves are overwritten by the next call, which need not
     wait for the host.
@@ -81,10 +86,24 @@ def decode_slots(
         busy_slot_steps += jnp.sum(slots.unfinished, dtype=jnp.int32)
         return strategy.step(model, slots, stops), steps + 1, busy_slot_steps
 
+    def several_steps(carry: tuple[Slots, Array, Array]) -> tuple[Slots, Array, Array]:
+        return jax.lax.fori_loop(0, steps_per_check, lambda _, carry: step(carry), carry)
+
     zero = jnp.int32(0)
-    slots, *counts = jax.lax.while_loop(continues, step, (slots, zero, zero))
+    body = step if steps_per_check == 1 else several_steps
+    slots, *counts = jax.lax.while_loop(continues, body, (slots, zero, zero))
     slots = constrain_fields(slots, batch=slots.count)
     return slots, DecodeProgress(strategy.outputs(slots), slots.unfinished, *counts)
+
+
+def steps_per_check_for(max_steps: int, platform: str) -> int:
+    """Steps between two checks of `decode_slots` that suit the platform and divide `max_steps`.
+
+    >>> [steps_per_check_for(steps, "gpu") for steps in (0, 1, 8)], steps_per_check_for(8, "cpu")
+    ([4, 1, 4], 1)
+    """
+    steps = steps_between_checks(platform)
+    return 1 if max_steps % steps else steps
 
 
 # The slots are donated: cache and sequences are updated in place.
@@ -92,5 +111,5 @@ prefill_slots_program = jax.jit(
     prefill_slots, static_argnames=("strategy", "sizes"), donate_argnames=("slots",)
 )
 decode_slots_program = jax.jit(
-    decode_slots, static_argnames=("strategy",), donate_argnames=("slots",)
+    decode_slots, static_argnames=("strategy", "steps_per_check"), donate_argnames=("slots",)
 )

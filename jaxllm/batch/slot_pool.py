@@ -13,7 +13,12 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from jaxllm.batch.counts import BatchCounts
-from jaxllm.batch.programs import DecodeProgress, decode_slots_program, prefill_slots_program
+from jaxllm.batch.programs import (
+    DecodeProgress,
+    decode_slots_program,
+    prefill_slots_program,
+    steps_per_check_for,
+)
 from jaxllm.batch.prompt_cache import extend_prompt_program, prefill_rest_program
 from jaxllm.batch.queue import Task
 from jaxllm.batch.row_groups import Group
@@ -23,6 +28,7 @@ from jaxllm.batch.slots import PrefillBatch, RowSettings, Slots
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.models.decoder import Decoder
 from jaxllm.parallel.mesh import use_mesh
+from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 
@@ -131,7 +137,9 @@ class SlotPool:
 
     def decode(self, free_slots: int, max_steps: int) -> DecodeProgress:
         """Decodes until `free_slots` slots are free, all rows are finished, or for `max_steps`
-        steps. The results are on the device, which may still be decoding."""
+        steps. The results are on the device, which may still be decoding. On a GPU the other rows
+        may be up to three steps further."""
+        platform = platform_of_arrays(self.slots.unfinished)
         with use_mesh(self._mesh):
             self.slots, progress = decode_slots_program(
                 self._model,
@@ -140,6 +148,7 @@ class SlotPool:
                 np.int32(free_slots),
                 np.int32(max_steps),
                 strategy=self._group.strategy,
+                steps_per_check=steps_per_check_for(max_steps, platform),
             )
         self._counts.add_decode_call(self._sizes, self._group)
         return progress

@@ -23,6 +23,7 @@ from jaxllm.generation.generate import program_model, run_prefill
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import decode_program, prefill_program, steps_of
 from jaxllm.models.model import Model
+from jaxllm.nn.platform import steps_between_checks
 from jaxllm.parallel.field_axes import field_shardings
 from jaxllm.parallel.mesh import row_shards, use_mesh
 from jaxllm.parallel.placement import put, put_tree
@@ -167,7 +168,8 @@ def lower_batch(
     with use_mesh(target.mesh):
         prefill, decode = traced_programs(target.model, slots, prompts, stops, group, sizes)
     numbers = cache_numbers(slots.state.cache)
-    yield target.lowered("batch.decode", decode, loops=1, **numbers)
+    loops = 1 + (steps_between_checks(target.device.platform) > 1)
+    yield target.lowered("batch.decode", decode, loops=loops, **numbers)
     yield target.lowered("batch.prefill", prefill, loops=0, **numbers)
 
 

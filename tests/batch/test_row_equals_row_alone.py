@@ -10,6 +10,7 @@ import tiny
 from batch_tools import differences, uneven_rows
 
 from jaxllm import BatchGenerator
+from jaxllm.batch import programs
 
 SMALL = {
     "llama": {"num_hidden_layers": 1},
@@ -36,6 +37,13 @@ def test_greedy_rows_equal_rows_alone():
     engine = check(model("llama"), uneven_rows(100, prompts=20, new=20), slots=8)
     assert engine.counts.rows == 100
     assert engine.counts.finish_reasons.keys() == {"eos", "length"}
+
+
+def test_rows_with_four_steps_between_checks_equal_rows_alone(monkeypatch):
+    """As on a GPU; rows end, and slots become free, between two checks."""
+    monkeypatch.setattr(programs, "steps_between_checks", lambda platform: 4)
+    engine = check(model("gpt2"), uneven_rows(16, prompts=8, new=7), slots=4)
+    assert engine.counts.decode_steps % 4 == 0
 
 
 @pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "t5"])
