@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jaxllm.checkpoint.orbax.model import load_weights, save_weights
 from jaxllm.checkpoint.save import MAX_SHARD_BYTES, check_no_model, save_model
 from jaxllm.common.arguments import checked, checked_path
 from jaxllm.common.atomic_file import write_json
+from jaxllm.common.collector import paused_collector
 from jaxllm.common.errors import CheckpointError, ConfigError, InputError
 from jaxllm.common.files import is_there
 from jaxllm.common.messages import quoted
@@ -112,9 +114,17 @@ def load(
 
     def read() -> tuple[Any, GenerationConfig, Tokenizer | None]:
         checkpoint = open_checkpoint(resolve(path_or_hub_id, revision))
-        with checkpoint.weights:
+        with checkpoint.weights, paused_collector(), ThreadPoolExecutor(1) as thread:
             generation_config = read_generation_config(checkpoint)
-            tokenizer = tokenizer_of(checkpoint)
+            # Weights are copied without Python's lock, so both take as long as the longer one.
+            tokenizer = thread.submit(tokenizer_of, checkpoint)
+
+            def report(name: str, bytes_done: int, bytes_total: int) -> None:
+                if tokenizer.done():
+                    tokenizer.result()  # a tokenizer that cannot be read ends the loading
+                if progress is not None:
+                    progress(name, bytes_done, bytes_total)
+
             model = load_model(
                 checkpoint,
                 dtype=dtype,
@@ -127,10 +137,10 @@ def load(
                 quantize=quantize,
                 quantize_embeddings=quantize_embeddings,
                 allow_nonfinite=allow_nonfinite,
-                progress=progress,
+                progress=report,
                 mesh=mesh,
             )
-        return model, generation_config, tokenizer
+            return model, generation_config, tokenizer.result()
 
     shared = mesh is not None and mesh.is_multi_process
     with progress_phase(f"loading {path_or_hub_id}") as update:

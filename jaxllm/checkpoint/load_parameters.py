@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,12 @@ from jaxllm.parallel.sharding import key_name, parameter_sharding
 ReadMatrix = Callable[["Tensor", int], QuantizedMatrix]
 """Reads the quantized matrix of parameter number n that a tensor holds."""
 LoadProgress = Callable[[str, int, int], None]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+XLA_ALIGNMENT = 64
+READ_THREADS = 2
+"""Tensors copied at a time: one thread does not use the memory's bandwidth."""
 
 
 def load_parameters(
@@ -57,37 +65,74 @@ def load_parameters(
     """
     total = sum(source.info(name).nbytes for name in entries)
     done, arrays, quantized = 0, {}, {}
-    # The largest first: what it takes to convert it comes on top of few others.
-    for name, entry in sorted(entries.items(), key=lambda item: -source.info(item[0]).nbytes):
-        info = source.info(name)
+
+    def dtype_of(name: str, ours: str) -> np.dtype:
+        dtype = expected[ours].dtype
+        if param_dtype is None:
+            dtype = jnp.promote_types(source.info(name).dtype, dtype)
+        return dtype
+
+    def read(item: tuple[str, Entry]) -> list[np.ndarray]:
+        """The tensor's parameters on the host; none if they are to be sharded or quantized."""
+        name, entry = item
+        if mesh is not None or any(layer in matrices for layer in layers_of(entry)):
+            return []
         tensor = Tensor(source, name, entry, allow_nonfinite)
-        layers = [ours.removesuffix(".weight") for ours in entry.parameters]
-        is_float = not any(layer in matrices for layer in layers)
-        whole = entry.split(tensor.read(())) if mesh is None and is_float else ()
-        for number, (ours, layer) in enumerate(zip(entry.parameters, layers, strict=True)):
+        return tensor.parameters([dtype_of(name, ours) for ours in entry.parameters])
+
+    # The largest first: what it takes to convert it comes on top of few others.
+    largest_first = sorted(entries.items(), key=lambda item: -source.info(item[0]).nbytes)
+    tensors = zip(largest_first, map_ahead(read, largest_first), strict=True)
+    for (name, entry), on_host in tensors:
+        tensor = Tensor(source, name, entry, allow_nonfinite)
+        pairs = zip(entry.parameters, layers_of(entry), strict=True)
+        for number, (ours, layer) in enumerate(pairs):
             if layer in matrices:
                 matrix = matrices[layer](tensor, number)
                 quantized[layer] = jax.block_until_ready(placed(layer, matrix, mesh))
-                continue
-            shape, dtype = expected[ours].shape, expected[ours].dtype
-            if param_dtype is None:
-                dtype = jnp.promote_types(info.dtype, dtype)
-            if mesh is None:
-                check_range(f"{info.file}: {name}", whole[number], dtype)
+            elif mesh is None:
                 # Blocking keeps the temporary copies of several tensors from piling up.
-                # A copy by NumPy: device_put may keep an aligned view of the mapped file, and
-                # jnp.array copies twice.
-                values = whole[number].astype(dtype)
-                arrays[ours] = jax.device_put(values).block_until_ready()
+                arrays[ours] = jax.device_put(on_host[number]).block_until_ready()
             else:
+                shape, dtype = expected[ours].shape, dtype_of(name, ours)
                 sharding = parameter_sharding(ours, shape, mesh)
-                read = functools.partial(tensor.read_shard, number, shape[0], dtype)
-                arrays[ours] = sharded_array(shape, sharding, read)
+                shard = functools.partial(tensor.read_shard, number, shape[0], dtype)
+                arrays[ours] = sharded_array(shape, sharding, shard)
         source.release_pages(name)
-        done += info.nbytes
+        done += source.info(name).nbytes
         if progress is not None:
             progress(name, done, total)
     return arrays, quantized
+
+
+def layers_of(entry: Entry) -> list[str]:
+    """Paths of the layers whose weights a tensor holds."""
+    return [ours.removesuffix(".weight") for ours in entry.parameters]
+
+
+def map_ahead(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """`map` in `READ_THREADS` threads, that many results ahead of the one that is used."""
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        pending: deque[Future[Result]] = deque()
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > READ_THREADS:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def host_copy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A copy in C order, which `jax.device_put` takes over on a CPU.
+
+    XLA copies an array again that is not aligned, as NumPy's own are not.
+    """
+    nbytes = values.size * dtype.itemsize
+    memory = np.empty(nbytes + XLA_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % XLA_ALIGNMENT
+    copy = memory[start : start + nbytes].view(dtype).reshape(values.shape)
+    np.copyto(copy, values, casting="unsafe")
+    return copy
 
 
 def quantizing(quantize: Quantize) -> ReadMatrix:
@@ -155,6 +200,13 @@ class Tensor:
                 "(--allow-nonfinite) to load it all the same"
             )
         return values
+
+    def parameters(self, dtypes: list[np.dtype]) -> list[np.ndarray]:
+        """Copies of the parameters that this tensor holds, cast to their dtypes."""
+        parts = self.entry.split(self.read(()))
+        for part, dtype in zip(parts, dtypes, strict=True):
+            check_range(f"{self.source.info(self.name).file}: {self.name}", part, dtype)
+        return [host_copy(part, dtype) for part, dtype in zip(parts, dtypes, strict=True)]
 
     def part(self, number: int) -> np.ndarray:
         """The whole parameter `number` that this tensor holds."""

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import tokenizers
@@ -137,7 +138,7 @@ class FastTokenizer(Tokenizer):
         return self._tokens[index] if 0 <= index < len(self._tokens) else None
 
     def get_vocab(self) -> dict[str, int]:
-        return dict(sorted(self._backend.get_vocab(True).items(), key=lambda item: item[1]))
+        return dict(sorted(self._backend.get_vocab(True).items(), key=itemgetter(1)))
 
     @property
     def special_tokens(self) -> Mapping[str, AddedToken]:
