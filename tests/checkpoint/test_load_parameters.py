@@ -8,7 +8,7 @@ from jaxllm.checkpoint.load_parameters import host_copy, map_ahead
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_jax_takes_over_the_copy(dtype):
+def test_jax_takes_over_the_copy(dtype: type):
     values = np.arange(6, dtype=np.float32).reshape(2, 3).T
     copy = host_copy(values, np.dtype(dtype))
     np.testing.assert_array_equal(copy, values.astype(dtype))

@@ -66,7 +66,7 @@ def row_keys(
 def _unused_keys(count: int) -> Key[Array, " Bn"]:
     """Keys that no row draws with; unlike `_random_keys`, making them compiles nothing."""
     shape = _key_shape(jax.config.jax_default_prng_impl)  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.random.wrap_key_data(np.zeros((count, *shape), np.uint32))
+    return jax.random.wrap_key_data(jax.device_put(np.zeros((count, *shape), np.uint32)))
 
 
 @functools.cache
