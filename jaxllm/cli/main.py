@@ -65,5 +65,5 @@ def script(name: str | None = None, program: str = "jaxllm") -> NoReturn:
     open_missing_streams()  # before the pipe of `signals` gets one of their numbers
     signals.install(program)
     code = main() if name is None else run_named(name, program)
-    gc.freeze()  # the interpreter's last collection would visit all objects of JAX, 0.3 s
+    gc.freeze()  # the interpreter's last collection would visit all objects of JAX for 0.5 s
     sys.exit(code)
