@@ -103,7 +103,8 @@ class BatchEncoder(TextEncoder):
                 ``max_length`` tokens; "only_first" and "only_second" shorten that text.
             max_length: maximum tokens of a prompt, special tokens included; a longer one is an
                 error without ``truncation``. None: the tokenizer's ``model_max_length`` for
-                ``truncation`` and ``padding="max_length"``, otherwise no limit.
+                ``truncation`` and ``padding="max_length"``, otherwise no limit. Without any limit
+                ``truncation`` warns that it cuts nothing.
             pad_to_multiple_of: rounds the padded length up to a multiple; needs ``padding``.
             bucket: the same, or ``"power_of_two"``, so that few lengths are compiled; pads by
                 itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -187,8 +188,8 @@ class TextEncoder(Vocabulary):
         max_length: int | None,
     ) -> list[int]:
         """Truncates one or two lists of ids, and adds special tokens."""
-        if check_truncation(truncation):
-            limit = self._max_length(max_length, "truncation")
+        limit = self._truncation_length(truncation, max_length)
+        if limit is not None:
             if add_special_tokens:
                 limit -= self.num_special_tokens_to_add(pair is not None)
             ids, pair = truncate(ids, pair, limit, truncation, self.truncation_side)
@@ -294,6 +295,19 @@ class TextEncoder(Vocabulary):
 
         tokens = map(self.id_to_token, range(len(self)))
         return tuple(None if token is None else encode_token(token) for token in tokens)
+
+    def _truncation_length(self, truncation: Truncation, max_length: int | None) -> int | None:
+        """The longest length that ``truncation`` leaves; None: any, as in transformers."""
+        if not check_truncation(truncation):
+            return None
+        if max_length is None and self.model_max_length == NO_MAX_LENGTH:
+            warnings.warn(
+                "truncation without max_length: the tokenizer has no model_max_length, so nothing"
+                " is truncated",
+                stacklevel=2,
+            )
+            return None
+        return self._max_length(max_length, "truncation")
 
     def _max_length(self, max_length: int | None, use: str) -> int:
         """``max_length``, or else the tokenizer's own."""

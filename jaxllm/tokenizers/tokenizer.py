@@ -25,7 +25,6 @@ from jaxllm.tokenizers.batch import (
     PaddingSide,
     ReturnTensors,
     Truncation,
-    check_truncation,
     checked_side,
     truncate,
 )
@@ -139,8 +138,8 @@ class Tokenizer(BatchEncoder):
             self._chat_ids(template, each, variables, continue_final_message, max_bytes)
             for each in chats
         ]
-        if check_truncation(truncation):
-            limit = self._max_length(max_length, "truncation")
+        limit = self._truncation_length(truncation, max_length)
+        if limit is not None:
             side = self.truncation_side
             rows = [truncate(row, None, limit, truncation, side)[0] for row in rows]
         batch = self.pad(

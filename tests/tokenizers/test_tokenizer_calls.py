@@ -255,6 +255,9 @@ def test_model_max_length_is_the_default(load_fast):
     )
     assert batch.attention_mask.sum(1).tolist() == [6, len(tokenizer.encode("a"))]
     assert batch.input_ids[0, -1] == tokenizer.eos_token_id
+    endless = load_fast("t5", model_max_length=None)
+    with pytest.warns(UserWarning, match="no model_max_length, so nothing is truncated"):
+        assert endless("a b c", truncation=True) == endless("a b c")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +265,6 @@ def test_model_max_length_is_the_default(load_fast):
     [
         ({"padding": "longes"}, InputError, "padding is 'longes'"),
         ({"truncation": "first"}, InputError, "truncation is 'first'"),
-        ({"truncation": True}, InputError, "truncation needs max_length"),
         ({"padding": "max_length"}, InputError, "padding='max_length' needs max_length"),
         ({"max_length": "9"}, InputError, "max_length is '9'"),
         ({"return_tensors": "np"}, InputError, "different lengths"),
