@@ -198,6 +198,16 @@ def test_fields_of_the_config_are_not_arguments():
         jaxllm.AutoModelForCausalLM.from_config(config, rngs=0)
 
 
+def test_configs_have_the_common_names_of_fields():
+    gpt2 = jaxllm.AutoConfig.from_pretrained(REFERENCE / "tiny-gpt2", revision="main")
+    t5 = jaxllm.AutoConfig.from_pretrained(REFERENCE / "tiny-t5")
+    assert (gpt2.hidden_size, gpt2.num_hidden_layers) == (gpt2.n_embd, gpt2.n_layer)
+    assert (t5.hidden_size, t5.num_attention_heads) == (t5.d_model, t5.num_heads)
+    assert models.GPT2Config(**gpt2.to_dict()) == gpt2
+    with pytest.raises(AttributeError, match=r"'id2label': jaxllm\.pipeline"):
+        gpt2.id2label  # noqa: B018
+
+
 def test_other_families_and_attributes():
     model = tiny.cached("t5")
     with pytest.raises(AttributeError, match=r"'params': a model is its own .* nnx.split"):

@@ -40,7 +40,7 @@ def resolve(
         MissingFileError: there is no such path, and the Hub download failed: no such model, a login
             is needed, or there is no network.
         UnsupportedError: the path is a file of another format.
-        InputError: a revision was given for a local path.
+        InputError: a revision other than "main" was given for a local path.
     """
     text = str(path_or_hub_id)
     expanded = os.path.expanduser(text)
@@ -50,7 +50,7 @@ def resolve(
             pickled = path.suffix.lower() in OTHER_FORMATS
             advice = USE_SAFETENSORS if pickled else "give its folder, a .safetensors or a .gguf"
             raise UnsupportedError(f"{path} is not a weight file that jaxllm opens: {advice}")
-        if revision is not None:
+        if revision not in (None, "main"):  # the default of transformers' scripts
             raise InputError(
                 f"revision={quoted(revision)} is for Hub ids, but {path} is a local path"
             )

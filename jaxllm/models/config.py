@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard, TypeVar
 
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError
@@ -39,9 +39,11 @@ GENERATION_KEYS = frozenset({
 # fmt: on
 
 _ELSEWHERE = {
-    "to_dict": "use dataclasses.asdict(config)",
     "update": "use dataclasses.replace(config, ...)",
     "save_pretrained": "model.save_pretrained(folder) writes it",
+    "is_encoder_decoder": "model.is_encoder_decoder has it",
+    "id2label": "jaxllm.pipeline('text-classification', ...) gives the names of labels",
+    "label2id": "jaxllm.pipeline('text-classification', ...) gives the names of labels",
 }
 MAX_LAYERS = 4096
 MAX_SIZE = 2**26
@@ -51,6 +53,9 @@ MAX_DEFAULT_WINDOW = 2048
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Config fields common to all families."""
+
+    attribute_map: ClassVar[Mapping[str, str]] = {}
+    """Other names of fields, which config.json and `config.NAME` may use too -> field."""
 
     vocab_size: int
     pad_token_id: int | None = None
@@ -107,12 +112,21 @@ class ModelConfig:
     if not TYPE_CHECKING:  # it would hide misspelt fields from type checkers
 
         def __getattr__(self, name: str) -> Any:
-            """Explains attributes of transformers' configs; called for missing names only."""
+            """Other names of fields, and hints for attributes of transformers' configs.
+
+            Called for missing names only.
+            """
+            if name in type(self).attribute_map:
+                return getattr(self, type(self).attribute_map[name])
             hint = _ELSEWHERE.get(name)
             if name in GENERATION_KEYS:
                 hint = "model.generation_config has it"
             where = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(where if hint is None else f"{where}: {hint}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as a dict."""
+        return dataclasses.asdict(self)
 
     def to_json(self, model_type: str, architecture: str) -> dict[str, Any]:
         """A config.json object from which `from_dict` restores an equal config.
@@ -147,7 +161,6 @@ def read_config(
     cls: type[C],
     raw: Mapping[str, Any],
     *,
-    aliases: Mapping[str, str] | None = None,
     handled: frozenset[str] = frozenset(),
     derived: frozenset[str] = frozenset(),
 ) -> C:
@@ -157,7 +170,6 @@ def read_config(
     of `common.config_keys`.
 
     Args:
-        aliases: other spellings of keys -> field names.
         handled: keys that the caller reads itself.
         derived: fields of `cls` that are computed from others and are not keys of the file.
 
@@ -165,7 +177,7 @@ def read_config(
         ConfigError: a value is missing, ill-typed or contradictory.
         UnsupportedError: an unknown key, or a quantized checkpoint.
     """
-    aliases = aliases or {}
+    aliases = cls.attribute_map
     hints = typing.get_type_hints(cls)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     fields = defaults.keys() - derived

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -22,14 +22,6 @@ from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.mlp import MLP
 from jaxllm.nn.norm import LayerNorm
 
-# Common names of Hugging Face configs, which its GPT-2 config accepts too.
-ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config(cfg.DecoderOnlyConfig):
@@ -37,6 +29,13 @@ class GPT2Config(cfg.DecoderOnlyConfig):
 
     `reorder_and_upcast_attn` (attention scores in float32) has no effect: they always are.
     """
+
+    attribute_map: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
 
     vocab_size: int = 50257
     n_positions: int = 1024
@@ -79,7 +78,7 @@ class GPT2Config(cfg.DecoderOnlyConfig):
 
         Raises ConfigError or UnsupportedError, naming the field.
         """
-        config = cfg.read_config(cls, raw, aliases=ALIASES)
+        config = cfg.read_config(cls, raw)
         config = cfg.without_absent_tokens(config, "pad_token_id")
         cfg.check_common(config)
         cfg.check_size(config, "n_positions", "n_embd", "n_head")

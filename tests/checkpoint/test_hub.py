@@ -84,8 +84,9 @@ class TestLocal:
                 resolve(tmp_path / name)
 
     def test_revision_of_local_path_is_an_error(self, tmp_path):
-        with pytest.raises(InputError, match="revision='main'"):
-            resolve(tmp_path, revision="main")
+        with pytest.raises(InputError, match="revision='v1'"):
+            resolve(tmp_path, revision="v1")
+        assert resolve(tmp_path, revision="main") == tmp_path
 
 
 class TestHub:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxllm.common.errors import ConfigError
 from jaxllm.common.messages import quoted
 from jaxllm.models import config as cfg
 from jaxllm.nn.activations import activation
 
-ALIASES = {
-    "hidden_size": "d_model",
-    "num_attention_heads": "num_heads",
-    "num_hidden_layers": "num_layers",
-    "head_dim": "d_kv",
-}
 # `n_positions`, in the first files, is the length of pretraining, not a limit.
 # `scalable_attention` of umT5 never had an effect.
 HANDLED = frozenset({"n_positions", "scalable_attention"})
@@ -39,6 +33,13 @@ class T5Config(cfg.ModelConfig):
     field, transformers 5 writes both, with different meanings. As version 5 always writes
     ``"tie_word_embeddings": true`` for mT5 and umT5, it is None there: scaled if tied.
     """
+
+    attribute_map: ClassVar[Mapping[str, str]] = {
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    }
 
     vocab_size: int = 32128
     d_model: int = 512
@@ -113,9 +114,7 @@ class T5Config(cfg.ModelConfig):
         """
         model_type = raw.get("model_type")
         raw = {**ABSENT.get(str(model_type), {}), **raw}
-        config = cfg.read_config(
-            cls, raw, aliases=ALIASES, handled=HANDLED, derived=frozenset({"bias_per_layer"})
-        )
+        config = cfg.read_config(cls, raw, handled=HANDLED, derived=frozenset({"bias_per_layer"}))
         if raw.get("scale_decoder_outputs") is None:
             untied = raw.get("tie_word_embeddings") is False
             unclear = model_type in ("mt5", "umt5")
