@@ -89,6 +89,8 @@ def test_parameters_apart():
     shapes = jax.eval_shape(partial(model.init_weights, input_shape=(1, 1)), jax.random.key(0))
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
     assert model.to_bf16(params)["transformer"]["ln_f"]["scale"].dtype == jnp.bfloat16
+    with pytest.raises(AttributeError, match=r"'init_cache': use model\.module\.init_cache"):
+        model.init_cache(2, 8)
     with pytest.raises(InputError, match="train=True: give dropout_rng"):
         model(IDS, train=True)
     with pytest.raises(InputError, match=r"params: missing: .*\(4 in all\)"):

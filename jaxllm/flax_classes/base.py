@@ -6,17 +6,23 @@ import dataclasses
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxllm.common.errors import InputError
-from jaxllm.flax_classes.lengths import DEFAULT_MAX_LENGTH, as_dict, first_value, max_length
+from jaxllm.flax_classes.results import (
+    DEFAULT_MAX_LENGTH,
+    FlaxBeamSearchOutput,
+    as_dict,
+    first_value,
+    max_length,
+)
 from jaxllm.generation.call.output import GenerateOutput
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import ModelConfig
@@ -27,21 +33,15 @@ from jaxllm.models.flax_params import (
     with_flax_params,
 )
 from jaxllm.models.model import Model
-from jaxllm.models.outputs import ModelOutput
 from jaxllm.models.pretrained import pretrained
 
+_ATTRIBUTES = {
+    "init_cache": "use model.module.init_cache(batch, capacity), and model.module(..., cache=...)",
+    "enable_gradient_checkpointing": "give remat=True to from_pretrained",
+    "num_parameters": "use model.module.num_parameters()",
+}
+"""Attributes that are others here, or none: what to write now."""
 _NO_PARAMS = "params: the model was made with _do_init=False: give params= to each call"
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class FlaxBeamSearchOutput(ModelOutput):
-    """Output of `generate` with beams. Bn: results, `num_return_sequences` for each prompt."""
-
-    sequences: Int[Array | np.ndarray, "Bn L"]
-    scores: Float[Array | np.ndarray, " Bn"]
-    """Score of each sequence, length penalty included. transformers leaves the penalty out for
-    sequences without an end token."""
 
 
 class FlaxPreTrainedModel:
@@ -259,6 +259,14 @@ class FlaxPreTrainedModel:
     def to_fp32(self, params: Mapping[str, Any]) -> Any:
         """`params` as float32."""
         return _cast(params, jnp.float32)
+
+    if not TYPE_CHECKING:  # it would hide misspelt attributes from type checkers
+
+        def __getattr__(self, name: str) -> Any:
+            """Explains attributes of transformers' classes; called for missing names only."""
+            where = f"{type(self).__name__!r} object has no attribute {name!r}"
+            hint = _ATTRIBUTES.get(name)
+            raise AttributeError(where if hint is None else f"{where}: {hint}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} over {self._structure!r}"

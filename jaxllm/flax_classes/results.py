@@ -1,14 +1,31 @@
-"""Length of the results of `generate`, which Flax's classes give in full."""
+"""Results of `generate` as Flax's classes give them: beams' output, and the length in full."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
 from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.models.outputs import ModelOutput
 
 DEFAULT_MAX_LENGTH = 20
 """Columns of a result, prompt included, where neither call nor checkpoint sets a length."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlaxBeamSearchOutput(ModelOutput):
+    """Output of `generate` with beams. Bn: results, `num_return_sequences` for each prompt."""
+
+    sequences: Int[Array | np.ndarray, "Bn L"]
+    scores: Float[Array | np.ndarray, " Bn"]
+    """Score of each sequence, length penalty included. transformers leaves the penalty out for
+    sequences without an end token."""
 
 
 def as_dict(config: GenerationConfig | Mapping[str, Any] | None) -> Mapping[str, Any]:
