@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
+from importlib import import_module
 
 from jaxllm import GenerationConfig
 from jaxllm.cli import signals
@@ -38,7 +39,7 @@ HELP = """\
 /help             this list
 /exit, Ctrl-D     leave
 A line that ends with \\ goes on in the next one; a message of many lines stands between two
-lines of three quotation marks.
+lines of three quotation marks. Lines that are pasted together are one message.
 Ctrl-C stops an answer, or clears the line."""
 
 
@@ -102,7 +103,9 @@ class Session:
         """Runs until the input ends, or /exit."""
         if self._is_terminal:
             with contextlib.suppress(ImportError):  # for editing lines and earlier ones
-                __import__("readline")
+                readline = import_module("readline")
+                # Pasted lines are one message; Python turns this off.
+                readline.parse_and_bind("set enable-bracketed-paste on")
             self._reporter.say("/help lists the commands; Ctrl-D leaves")
         while True:
             text = self._read()
@@ -172,6 +175,7 @@ class Session:
                 field, *value = argument.replace("=", " ", 1).split(maxsplit=1)
                 if not value:
                     raise InputError(f"/set {field}: give a value, such as: /set temperature 0.7")
+                field = field.lstrip("-").replace("-", "_")  # as an option of the command line
                 fields = answer_fields(field, parse_value(value[0]), chat.fields)
                 chat.fields = check_for_use(fields)
             case "/unset":

@@ -134,7 +134,7 @@ def test_commands(
         "two",
         "lines",
         '"""',
-        "/set max_new_tokens 3",
+        "/set max-new-tokens 3",
         "/set temprature 3",
         "/set",
         "Hello",
@@ -176,8 +176,8 @@ def test_models_that_cannot_chat(
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_an_answer_and_not_the_session(folder: Path, tmp_path: Path) -> None:
-    """In a terminal of its own, without programs of earlier starts."""
+def test_a_terminal_with_ctrl_c_and_pasted_lines(folder: Path, tmp_path: Path) -> None:
+    """Ctrl-C stops an answer and not the session; no programs of earlier starts are used."""
     command = [sys.executable, "-m", "jaxllm", "chat", str(folder), "--max-new-tokens", "400"]
     command += ["--compile-cache", str(tmp_path)]
     master, terminal = pty.openpty()
@@ -204,6 +204,9 @@ def test_ctrl_c_stops_an_answer_and_not_the_session(folder: Path, tmp_path: Path
     time.sleep(0.5)  # readline sees a signal when it waits for a key, not while it handles one
     process.send_signal(signal.SIGINT)
     wait_for(b"> ")
+    pasted = b"/set max_new_tokens\n3"  # one message: a terminal puts these marks around it
+    os.write(master, b"\x1b[200~" + pasted + b"\x1b[201~\n/set\n")
+    wait_for(b"{'max_new_tokens': 3}")
     os.write(master, b"/exit\n")
     assert process.wait(timeout=60) == 0
     os.close(master)
