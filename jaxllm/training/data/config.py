@@ -55,8 +55,9 @@ class DataConfig:
         path: JSONL, JSON, text or byte files: one, a glob, or a list of them.
         file_type: `auto` decides by the suffix.
         by_line: each line of a text file is a row.
-        dataset, dataset_name, split: a Hugging Face data set in place of `path`: a Hub id or a
-            folder that `save_to_disk` wrote (``pip install 'jaxllm[datasets]'``).
+        dataset, dataset_name, split: a Hugging Face data set in place of `path`: a Hub id, a
+            folder of CSV or Parquet files, or one that `save_to_disk` wrote (``pip install
+            'jaxllm[datasets]'``).
         format: how a row becomes an example; see docs/finetuning-data.md.
         text_field, prompt_field, completion_field: field names in the rows.
         chosen_field, rejected_field, messages_field: field names in the rows.

@@ -34,6 +34,7 @@ _SUFFIXES: Mapping[str, FileType] = {
     ".md": "text",
     ".bin": "bytes",
 }
+_TABLES = frozenset({".csv", ".tsv", ".parquet"})
 
 
 class Rows(Protocol):
@@ -119,6 +120,11 @@ def find_files(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tup
 
 
 def _type_of(file: Path) -> FileType:
+    if file.suffix.lower() in _TABLES:
+        raise DataError(
+            f"{file}: tables are read as a data set: give the folder that holds this file as"
+            " dataset, in place of path (pip install 'jaxllm[datasets]')"
+        )
     if file.suffix.lower() not in _SUFFIXES:
         raise DataError(
             f"{file}: the suffix does not tell the type of file ({', '.join(_SUFFIXES)} do); "

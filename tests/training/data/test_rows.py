@@ -99,6 +99,8 @@ def test_text_and_bytes(tmp_path):
     with pytest.raises(DataError, match=r"x\.bin: not UTF-8 \(byte 0\)"):
         open_rows(binary, file_type="text")[0]
     with pytest.raises(DataError, match="set file_type"):
+        open_rows(write(tmp_path, "x.weights", b""))
+    with pytest.raises(DataError, match="give the folder that holds this file as dataset"):
         open_rows(write(tmp_path, "x.parquet", b""))
 
 
