@@ -156,7 +156,7 @@ class Contrastive(Strategy[ContrastiveState]):
         scores = self.candidate_scores(state, probability, out)
         best = jnp.argmax(scores, axis=-1)
 
-        def slot_of_best(x: Float[Array, "*BK S H"]) -> Float[Array, "*BK 1 H"]:
+        def slot_of_best(x: Shaped[Array, "*BK S H"]) -> Shaped[Array, "*BK 1 H"]:
             slot = context.length + per_head(for_all_rows(best.astype(jnp.int32), context), x)
             return jnp.take_along_axis(x, jnp.expand_dims(slot, (-2, -1)), axis=-2)
 
