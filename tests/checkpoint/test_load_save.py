@@ -294,7 +294,7 @@ def test_progress_counts_bytes():
         ({"dtype": "half-ish"}, UnsupportedError, "'half-ish'"),
         ({"attn_implementation": "flash"}, UnsupportedError, "attn_implementation: unknown"),
         ({"architecture": "LlamaForTokenClassification"}, UnsupportedError, "architectures"),
-        ({"revision": "main"}, InputError, "revision='main'"),
+        ({"revision": "v1"}, InputError, "revision='v1'"),
         ({"mesh": object()}, InputError, "mesh: expected what jaxllm.make_mesh returns"),
     ],
 )
