@@ -101,6 +101,24 @@ def test_feature_extraction(name):
         np.testing.assert_allclose(pipe(text, pooling=None), states, rtol=2e-4, atol=1e-5)
 
 
+def test_options_of_transformers(writer):
+    """Options of calls are given once, a tokenizer by its path, and texts are truncated."""
+    folder = REFERENCE / "tiny-gpt2"
+    pipe = jaxllm.pipeline(
+        "text-generation", str(folder), str(folder), device=0, max_new_tokens=4, batch_size=1
+    )
+    assert pipe(TEXTS, batch_size=2) == writer(TEXTS, max_new_tokens=4)
+    assert pipe("Hello", max_new_tokens=2) == writer("Hello", max_new_tokens=2)
+    features = jaxllm.pipeline("feature-extraction", folder, truncation=True, max_length=2)
+    assert features("Hello", pooling=None).shape[0] == 2
+    with pytest.raises(InputError, match=r"pipeline\(\) has no `device`: leave it out"):
+        jaxllm.pipeline("text-generation", folder, device="cuda")
+    with pytest.raises(InputError, match="unknown generation field `max_token`"):
+        jaxllm.pipeline("text-generation", folder, max_token=3)
+    with pytest.raises(InputError, match="does not take top_k; its options are max_length, pool"):
+        features("Hello", top_k=2)
+
+
 def test_refusals(writer):
     with pytest.raises(UnsupportedError, match="'translation'; pipelines have text-generation"):
         jaxllm.pipeline("translation", writer.model)

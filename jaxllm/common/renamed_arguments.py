@@ -54,6 +54,13 @@ FROM_PRETRAINED = {
     "ignore_mismatched_sizes": "leave it out; a tensor that does not fit raises",
 }
 """Arguments of `from_pretrained` and `from_config`."""
+PIPELINE = {
+    **FROM_PRETRAINED,
+    "device": "leave it out; JAX uses the accelerator that it has",
+    "framework": "leave it out; there is one",
+    "model_kwargs": "give its entries as arguments",
+}
+"""Arguments of `pipeline`."""
 SAVE_PRETRAINED = {
     "params": _PARAMETERS,
     "max_shard_size": "give max_shard_bytes=",
@@ -116,6 +123,8 @@ _SATISFIED: Mapping[str, tuple[object, ...]] = {
     "token": (True,),
     "use_auth_token": (True, False),
     "subfolder": ("",),
+    "device": (0,),
+    "framework": ("flax",),
     "use_fast": (True,),
     "output_loading_info": (False,),
     "ignore_mismatched_sizes": (False,),

@@ -1,0 +1,203 @@
+"""Tasks of `pipeline`: functions of a model, its tokenizer and a list of inputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxllm.common.errors import InputError
+from jaxllm.generation.generate import generate
+from jaxllm.generation.inputs.batching import run_in_batches
+from jaxllm.generation.settings.config import GenerationConfig
+from jaxllm.generation.settings.lengths import with_default_length
+from jaxllm.models.classifier import SequenceClassifier
+from jaxllm.models.config import ModelConfig
+from jaxllm.models.decoder_only import CausalLM
+from jaxllm.models.model import BaseModel, Model, without_metadata
+from jaxllm.models.t5 import T5ForConditionalGeneration
+from jaxllm.tokenizers import Tokenizer
+from jaxllm.tokenizers.batch import Truncation
+
+Chat: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages of a conversation: ``{"role": ..., "content": ...}``."""
+T = TypeVar("T")
+Tokenized: TypeAlias = list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskModel:
+    """A model with its tokenizer, and the number of inputs of a batch."""
+
+    model: Any
+    tokenizer: Tokenizer
+    batch_size: int = 8
+
+
+def _generate(
+    pipe: TaskModel, prompts: Tokenized, key: Any, fields: Mapping[str, Any]
+) -> Iterator[list[list[int]]]:
+    """Token ids of each prompt's results: prompt and answer, or an encoder-decoder's answer."""
+    settings = GenerationConfig(**fields)
+    # In the order of the prompts: max_length counts the padding of a batch.
+    for first in range(0, len(prompts), pipe.batch_size):
+        rows = prompts[first : first + pipe.batch_size]
+        batch = pipe.tokenizer.pad(rows, padding_side="left", return_tensors="np")
+        width = batch.input_ids.shape[1]
+        config = with_default_length(settings, pipe.model, width)
+        # Row ids go on from batch to batch, so that rows draw different numbers.
+        ids = np.arange(first, first + len(rows))
+        out = generate(pipe.model, batch.input_ids, batch.attention_mask, config, key, row_ids=ids)
+        results = np.split(np.asarray(out.sequences), len(rows))
+        for prompt, sequences in zip(rows, results, strict=True):
+            start = 0 if pipe.model.is_encoder_decoder else width - len(prompt)
+            yield sequences[:, start:].tolist()
+
+
+def _text_generation(
+    pipe: TaskModel,
+    inputs: list[str | Chat],
+    *,
+    return_full_text: bool = True,
+    key: Any = None,
+    **fields: Any,
+) -> Iterator[list[dict[str, Any]]]:
+    tokenizer = pipe.tokenizer
+
+    def text_of(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    prompts = [_prompt_ids(tokenizer, each) for each in inputs]
+    sequences = _generate(pipe, prompts, key, fields)
+    for prompt, ids_of_prompt, rows in zip(inputs, prompts, sequences, strict=True):
+        # The answer begins with a space that decoding it alone would lose.
+        answers = [text_of(ids)[len(text_of(ids_of_prompt)) :] for ids in rows]
+        if return_full_text:
+            answers = [_after(prompt, answer) for answer in answers]
+        yield [{"generated_text": answer} for answer in answers]
+
+
+def _after(prompt: str | Chat, answer: str) -> str | list[Mapping[str, Any]]:
+    """The prompt and its answer: one text, or the messages of a chat."""
+    if isinstance(prompt, str):
+        return prompt + answer
+    return [*prompt, {"role": "assistant", "content": answer}]
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: str | Chat) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return tokenizer.apply_chat_template(prompt)
+
+
+def _text_to_text(
+    pipe: TaskModel, inputs: list[str], *, key: Any = None, **fields: Any
+) -> Iterator[list[dict[str, str]]]:
+    prompts = [pipe.tokenizer.encode(text) for text in inputs]
+    for results in _generate(pipe, prompts, key, fields):
+        texts = pipe.tokenizer.batch_decode(results, skip_special_tokens=True)
+        yield [{"generated_text": text} for text in texts]
+
+
+@jax.jit
+def _forward(model: Any, batch: Mapping[str, Array]) -> Any:
+    return model(**batch)
+
+
+def _outputs(
+    pipe: TaskModel,
+    inputs: list[str],
+    rows_of: Callable[[np.ndarray, Any], Sequence[T]],
+    **encoding: Any,
+) -> list[T]:
+    """Runs the model on texts.
+
+    Args:
+        encoding: options of the tokenizer.
+        rows_of: computes the result of each row, from a batch's padding mask and model output.
+    """
+    model = without_metadata(pipe.model)
+
+    def run(texts: list[str]) -> Sequence[T]:
+        batch = pipe.tokenizer(texts, bucket="power_of_two", return_tensors="np", **encoding)
+        return rows_of(np.asarray(batch.attention_mask), _forward(model, dict(batch)))
+
+    results = dict(run_in_batches(run, inputs, pipe.batch_size, length=len))
+    return [results[i] for i in range(len(inputs))]
+
+
+def _classification(
+    pipe: TaskModel,
+    inputs: list[str],
+    *,
+    top_k: int | None = 1,
+    truncation: Truncation = False,
+    max_length: int | None = None,
+) -> Iterator[Any]:
+    names, config = label_names(pipe.model), pipe.model.config
+
+    def probabilities_of(_: np.ndarray, out: Any) -> list[np.ndarray]:
+        return list(np.asarray(_probabilities(out.logits, config)))
+
+    encoding = {"truncation": truncation, "max_length": max_length}
+    for row in _outputs(pipe, inputs, probabilities_of, **encoding):
+        best = np.argsort(-row, stable=True)[:top_k]
+        labels = [{"label": names[i], "score": float(row[i])} for i in best]
+        yield labels[0] if top_k == 1 else labels
+
+
+def _probabilities(logits: Float[Array, "B C"], config: ModelConfig) -> Float[Array, "B C"]:
+    """Label probabilities by `problem_type`; a regression's values stay as they are."""
+    if config.problem_type == "regression":
+        return logits
+    if config.problem_type == "multi_label_classification" or config.num_labels == 1:
+        return jax.nn.sigmoid(logits)
+    return jax.nn.softmax(logits)
+
+
+def label_names(model: Model[Any]) -> list[str]:
+    """Names of a classifier's labels: `id2label` of its config.json, else LABEL_0, ..."""
+    config = {} if model.origin is None else json.loads(model.origin.config)
+    names = config.get("id2label") or {}
+    return [names.get(str(i), f"LABEL_{i}") for i in range(model.config.num_labels)]
+
+
+def _features(
+    pipe: TaskModel,
+    inputs: list[str],
+    *,
+    pooling: str | None = "mean",
+    truncation: Truncation = False,
+    max_length: int | None = None,
+) -> Iterator[np.ndarray]:
+    if pooling not in ("mean", None):
+        raise InputError(f"pooling is {pooling!r}: give 'mean', or None for a vector per token")
+
+    def vectors_of(masks: np.ndarray, out: Any) -> list[np.ndarray]:
+        states = np.asarray(out.last_hidden_state, np.float32)
+        return [x[mask == 1] for x, mask in zip(states, masks, strict=True)]
+
+    encoding = {"truncation": truncation, "max_length": max_length}
+    for vectors in _outputs(pipe, inputs, vectors_of, **encoding):
+        yield vectors if pooling is None else vectors.mean(0)
+
+
+@dataclass(frozen=True)
+class PipelineTask:
+    """A task of `pipeline`: base class of its models, and the function of its inputs."""
+
+    model_class: type
+    run: Callable[..., Iterator[Any]]
+
+
+TASKS: Mapping[str, PipelineTask] = {
+    "text-generation": PipelineTask(CausalLM, _text_generation),
+    "text2text-generation": PipelineTask(T5ForConditionalGeneration, _text_to_text),
+    "text-classification": PipelineTask(SequenceClassifier, _classification),
+    "feature-extraction": PipelineTask(BaseModel, _features),
+}
