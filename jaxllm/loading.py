@@ -91,26 +91,16 @@ def load(
         MissingFileError, ConfigError, CheckpointError, TokenizerError, UnsupportedError: each names
             the file and field, what was found, and what to do.
     """
-    if mesh is not None:
-        check_mesh(mesh)
-
-    checked(config, (Mapping, ModelConfig, type(None)), "config", "a config or a dict of fields")
-    if isinstance(config, Mapping):
-        for name in config:
-            checked(name, (str,), "config", "names of fields")
-    checked(architecture, (str, type, type(None)), "architecture", "a class or its name")
-    checked(attn_implementation, (str,), "attn_implementation", "a name")
-    checked(quantize, (str, type(None)), "quantize", "a name or None")
-    flags = {
+    options: dict[str, Any] = {
+        "architecture": architecture,
+        "attn_implementation": attn_implementation,
         "remat": remat,
         "scan_layers": scan_layers,
+        "quantize": quantize,
         "quantize_embeddings": quantize_embeddings,
         "allow_nonfinite": allow_nonfinite,
     }
-    for name, flag in flags.items():
-        checked(flag, (bool,), name, "True or False")
-    if progress is not None and not callable(progress):
-        raise InputError(f"progress: expected a function, found {quoted(progress)}")
+    _check_options(config, mesh, options, progress)
 
     def read() -> tuple[Any, GenerationConfig, Tokenizer | None]:
         checkpoint = open_checkpoint(resolve(path_or_hub_id, revision))
@@ -129,16 +119,10 @@ def load(
                 checkpoint,
                 dtype=dtype,
                 param_dtype=param_dtype,
-                architecture=architecture,
                 overrides=config,
-                attn_implementation=attn_implementation,
-                remat=remat,
-                scan_layers=scan_layers,
-                quantize=quantize,
-                quantize_embeddings=quantize_embeddings,
-                allow_nonfinite=allow_nonfinite,
                 progress=report,
                 mesh=mesh,
+                **options,
             )
             return model, generation_config, tokenizer.result()
 
@@ -150,6 +134,33 @@ def load(
         )
     set_generation_config(model, generation_config, tokenizer)
     return model, tokenizer
+
+
+_OPTION_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "architecture": ((str, type, type(None)), "a class or its name"),
+    "attn_implementation": ((str,), "a name"),
+    "quantize": ((str, type(None)), "a name or None"),
+}
+"""Types of the options of `load`, and what is expected in words; others are True or False."""
+
+
+def _check_options(
+    config: object, mesh: object, options: Mapping[str, Any], progress: object
+) -> None:
+    """Raises InputError for an argument of `load` of a wrong type."""
+    if mesh is not None:
+        check_mesh(mesh)
+    checked(config, (Mapping, ModelConfig, type(None)), "config", "a config or a dict of fields")
+    if isinstance(config, Mapping):
+        for name in config:
+            checked(name, (str,), "config", "names of fields")
+    for name, value in options.items():
+        types, expected = _OPTION_TYPES.get(name, ((bool,), "True or False"))
+        checked(value, types, name, expected)
+    if options["quantize"] is not None and options["allow_nonfinite"]:
+        raise InputError("allow_nonfinite: weights that are quantized must be finite")
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress: expected a function, found {quoted(progress)}")
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:

@@ -35,7 +35,6 @@ from jaxllm.checkpoint.tensor_checks import (
 )
 from jaxllm.common.errors import (
     ConfigError,
-    InputError,
     JaxLLMError,
     MissingFileError,
     UnsupportedError,
@@ -154,8 +153,6 @@ def load_model(
     }
     copies = check_parameter_names(entries, expected, spec, source)
     check_shapes(entries, expected, spec, source)
-    if quantize is not None and allow_nonfinite:
-        raise InputError("allow_nonfinite: weights that are quantized must be finite")
     arrays, matrices = load_parameters(
         entries,
         expected,
