@@ -37,7 +37,7 @@ class BatchCounts:
     """Columns of all prefills, the padding of buckets included."""
     decode_steps: int = 0
     slot_steps: int = 0
-    """Decode steps times slots. All beams of a row are one slot."""
+    """Decode steps times the slots that they decoded. All beams of a row are one slot."""
     busy_slot_steps: int = 0
     """Slot-steps occupied by an unfinished row."""
     halvings: int = 0

@@ -23,6 +23,7 @@ from jaxllm.batch.prompt_cache import extend_prompt_program, prefill_rest_progra
 from jaxllm.batch.queue import Task
 from jaxllm.batch.row_groups import Group
 from jaxllm.batch.sizes import Sizes
+from jaxllm.batch.slot_arrays import SlotArrays
 from jaxllm.batch.slot_placement import empty_slots, slot_shapes
 from jaxllm.batch.slots import PrefillBatch, RowSettings, Slots
 from jaxllm.cache.kv_cache import Cache
@@ -39,9 +40,10 @@ class SlotPool:
         model: without metadata (`without_metadata`).
         settings: settings of one row, [1], which free slots get.
         mesh: of the model.
+        few: slots that are decoded alone while the others are free; None: all always are.
 
     Attributes:
-        slots: the arrays on the device. A caller may replace leaves between two calls.
+        arrays: the slots on the device. A caller may replace leaves between two calls.
         tasks: the task in each slot; None: the slot is free.
     """
 
@@ -54,13 +56,14 @@ class SlotPool:
         settings: RowSettings,
         counts: BatchCounts,
         mesh: Mesh | None,
+        few: int | None = None,
     ) -> None:
         self._model, self._group, self._sizes, self._counts = model, group, sizes, counts
         self._mesh = mesh
         self._stops = group.criteria(tokenizer, mesh)
         self.tasks: list[Task | None] = [None] * sizes.slots
         shapes = slot_shapes(model, group.strategy, sizes, settings, mesh)
-        self.slots: Slots = empty_slots(shapes, settings)
+        self.arrays = SlotArrays(empty_slots(shapes, settings), few)
 
     @property
     def free(self) -> list[int]:
@@ -84,15 +87,16 @@ class SlotPool:
         for slot, task in zip(slot_ids, tasks, strict=False):
             self.tasks[slot] = task
         with use_mesh(self._mesh):
-            self.slots = prefill_slots_program(
+            slots = prefill_slots_program(
                 self._model,
-                self.slots,
+                self.arrays.all(),
                 arrays,
                 slot_ids,
                 self._stops,
                 strategy=self._group.strategy,
                 sizes=self._sizes,
             )
+        self.arrays.replace(slots)
         self._counts.add_prefill(tasks, self._sizes, self._group)
 
     def extend_prompt(self, cache: Cache, tokens: Int[np.ndarray, " T"], start: int) -> Cache:
@@ -120,9 +124,9 @@ class SlotPool:
         slot = self.free[0]
         self.tasks[slot] = task
         with use_mesh(self._mesh):
-            self.slots, cache = prefill_rest_program(
+            slots, cache = prefill_rest_program(
                 self._model,
-                self.slots,
+                self.arrays.all(),
                 cache,
                 np.int32(start),
                 arrays,
@@ -132,25 +136,38 @@ class SlotPool:
                 sizes=self._sizes,
                 width=width,
             )
+        self.arrays.replace(slots)
         self._counts.add_rest(width, self._sizes, self._group)
         return cache
 
     def decode(self, free_slots: int, max_steps: int) -> DecodeProgress:
         """Decodes until `free_slots` slots are free, all rows are finished, or for `max_steps`
-        steps. The results are on the device, which may still be decoding. On a GPU the other rows
-        may be up to three steps further."""
-        platform = platform_of_arrays(self.slots.unfinished)
+        steps. The results are on the device, which may still be decoding, and may have the first
+        slots only, all busy ones among them. On a GPU the other rows may be up to three steps
+        further."""
+        last_busy = max((i for i, task in enumerate(self.tasks) if task is not None), default=-1)
+        slots = self.arrays.first(last_busy + 1)
+        return self._decode(slots, free_slots - (self._sizes.slots - slots.count), max_steps)
+
+    def run_decode_programs(self) -> None:
+        """Runs each program of decoding once, without a step."""
+        self._decode(self.arrays.first(0), 1, 0)
+        self._decode(self.arrays.all(), 1, 0)
+
+    def _decode(self, slots: Slots, free_slots: int, max_steps: int) -> DecodeProgress:
+        platform, sizes = platform_of_arrays(slots.unfinished), self._sizes.with_slots(slots.count)
         with use_mesh(self._mesh):
-            self.slots, progress = decode_slots_program(
+            slots, progress = decode_slots_program(
                 self._model,
-                self.slots,
+                slots,
                 self._stops,
                 np.int32(free_slots),
                 np.int32(max_steps),
                 strategy=self._group.strategy,
                 steps_per_check=steps_per_check_for(max_steps, platform),
             )
-        self._counts.add_decode_call(self._sizes, self._group)
+        self.arrays.replace(slots)
+        self._counts.add_decode_call(sizes, self._group)
         return progress
 
     def take_finished(self, progress: DecodeProgress) -> list[tuple[int, Task]]:
@@ -160,7 +177,7 @@ class SlotPool:
             progress: of a decode call, on the host.
         """
         self._counts.add_decode_steps(
-            int(progress.steps), int(progress.busy_slot_steps), self._sizes.slots
+            int(progress.steps), int(progress.busy_slot_steps), len(progress.unfinished)
         )
         finished = []
         for slot, task in enumerate(self.tasks):

@@ -20,6 +20,7 @@ from jaxllm.batch.plan import predict
 from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput
 from jaxllm.batch.sizes import Sizes
+from jaxllm.batch.slot_arrays import few_slots
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET
 from jaxllm.generation.inputs.values import bucket, is_integer
@@ -27,6 +28,7 @@ from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import without_metadata
 from jaxllm.parallel.mesh import row_shards
+from jaxllm.parallel.placement import platform_of_arrays
 from jaxllm.serve.admission import PrefixCounts
 from jaxllm.serve.engine_thread import EngineThread
 from jaxllm.serve.generation_stream import GenerationStream
@@ -125,15 +127,20 @@ class AsyncEngine:
         widest = self._warm_up_task(self._widths[-1])
         budget = memory_budget(memory, 1 if mesh is None else mesh.size)
 
+        def few_of(slots: int) -> int | None:
+            return few_slots(slots, platform_of_arrays(bare)) if mesh is None else None
+
         def predicted(slots: int) -> Prediction:
             pool = predict(bare, None, group, budget, mesh, [widest], sizes, slots)
-            return dataclasses.replace(pool, cache=pool.cache + prefill.nbytes)
+            copy = pool.cache * (few_of(slots) or 0) // slots
+            return dataclasses.replace(pool, cache=pool.cache + copy + prefill.nbytes)
 
         self.memory = fitting_slots(predicted, sizes.slots, sizes.shards)
         if not self.memory.fits:
             raise InputError(f"memory: {self.memory} do not fit; lower context, or raise memory")
         sizes = sizes.with_slots(self.memory.slots)
-        self._run = LiveRun(bare, group, sizes, widest.row, self.counts, mesh, prefill)
+        few = few_of(sizes.slots)
+        self._run = LiveRun(bare, group, sizes, widest.row, self.counts, mesh, prefill, few)
         prepare = self._warm_up if warm_up else lambda: None
         self._thread = EngineThread(self._run, queue_size, prepare)
         self._numbers = itertools.count()

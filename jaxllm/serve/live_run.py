@@ -44,6 +44,7 @@ class LiveRun:
         model: without metadata.
         plain_row: any row; free slots have its settings.
         prefill: how prompts come into slots.
+        few: slots that are decoded alone while the others are free; None: all always are.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class LiveRun:
         counts: BatchCounts,
         mesh: Mesh | None,
         prefill: PrefillOptions,
+        few: int | None,
     ) -> None:
         self._sizes, self._mesh, self._vocab = sizes, mesh, model.config.vocab_size
         self._steps_per_call = group.strategy.window
         settings = group.settings([plain_row], self._vocab)
-        self._pool = SlotPool(model, None, group, sizes, settings, counts, mesh)
+        self._pool = SlotPool(model, None, group, sizes, settings, counts, mesh, few)
         self._admission = Admission(self._pool, group, sizes, self._vocab, prefill)
         self._prefill_is_next = True
 
@@ -105,6 +107,7 @@ class LiveRun:
         """
         for _ in self._admission.run_programs(tasks):
             self._decode(self._steps_per_call)
+        self._pool.run_decode_programs()
 
     def take_all(self) -> list[LiveTask]:
         """Ends all tasks and returns them, after a failure."""
@@ -151,7 +154,8 @@ class LiveRun:
         fails, such as one that is too complex."""
         if not any(task.row.grammar for task in self.running):
             return []
-        masks = [np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)] * len(self._tasks)
+        every_token = np.full(-(-self._vocab // WORD_BITS), ALL_TOKENS)
+        masks = [every_token] * self._pool.arrays.current.count
         failed: dict[int, tuple[LiveTask, Chunk]] = {}
         for slot, task in enumerate(self._tasks):
             if task is None:
@@ -170,23 +174,22 @@ class LiveRun:
                 return processor
             return jax.tree.map(lambda old: self._placed_as(masks, old), processor)
 
-        slots = self._pool.slots
+        slots = self._pool.arrays.current
         processors = LogitsProcessorList(map(replaced, slots.settings.processors))
         settings = dataclasses.replace(slots.settings, processors=processors)
-        self._pool.slots = dataclasses.replace(slots, settings=settings)
+        self._pool.arrays.replace(dataclasses.replace(slots, settings=settings))
 
     def _release(self, slots: list[int]) -> None:
         """Frees slots whose rows are not finished."""
         if not slots:
             return
-        unfinished = np.array(self._pool.slots.unfinished)
+        arrays = self._pool.arrays.current
+        unfinished = np.array(arrays.unfinished)
         unfinished[slots] = False
         for slot in slots:
             self._pool.tasks[slot] = None
-        arrays = self._pool.slots
-        self._pool.slots = dataclasses.replace(
-            arrays, unfinished=self._placed_as(unfinished, arrays.unfinished)
-        )
+        placed = self._placed_as(unfinished, arrays.unfinished)
+        self._pool.arrays.replace(dataclasses.replace(arrays, unfinished=placed))
 
     def _placed_as(self, new: np.ndarray, old: jax.Array) -> jax.Array:
         """A host array on the devices of the array that it replaces."""

@@ -138,6 +138,34 @@ def test_stop_strings_and_grammars_beside_other_requests():
     assert len(others[0].texts[0].strip()) == 5
 
 
+def test_few_busy_slots_are_decoded_without_the_others():
+    row = {"input_ids": [5, 6], "max_new_tokens": 40, "eos_token_id": None}
+    sampled = {"do_sample": True, "max_new_tokens": 24, "temperature": 2.0}
+    pattern = functools.partial(jaxllm.generation.grammar.regex, " ?[0-9]{30}", TOKENIZER)
+
+    async def use(engine: AsyncEngine) -> list[list[int]]:
+        request = {"input_ids": [5, 6, 7], **sampled, "seed": 7}
+        with_grammar = engine.submit(request, grammar=pattern())
+        tokens = list((await anext(with_grammar)).tokens)  # in the first slot, alone
+        streams = [engine.submit(row) for _ in range(5)]
+        for stream in streams[:2]:
+            await anext(stream)
+            stream.cancel()
+        others = [[token async for chunk in s for token in chunk.tokens] for s in streams[2:]]
+        others.append((await engine.generate(row)).output_ids[0])  # alone again
+        tokens += [token async for chunk in with_grammar for token in chunk.tokens]
+        calls = engine.counts.program_calls
+        assert calls["decode 2 x 64"] > 10
+        assert calls["decode 8 x 64"] > 5
+        return [tokens, *others]
+
+    tokens, *others = run(use, tokenizer=TOKENIZER, slots=8)
+    out = jaxllm.generate(MODEL, [[5, 6, 7]], key=7, logits_processor=[pattern()], **sampled)
+    assert tokens == np.asarray(out.sequences)[0, 3:].tolist()
+    out = jaxllm.generate(MODEL, **{**row, "input_ids": [row["input_ids"]]})
+    assert others == [np.asarray(out.sequences)[0, 2:].tolist()] * 4
+
+
 def test_a_grammar_that_fails_ends_its_own_request_alone():
     endless = {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}
     grammar = jaxllm.generation.grammar.json_schema(endless, TOKENIZER)

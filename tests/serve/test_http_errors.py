@@ -83,7 +83,7 @@ def test_wrong_requests_are_errors_that_name_the_field(http):
         ({"logit_bias": {"x": 1}}, "logit_bias", "must be a map from token ids"),
         ({"logit_bias": {"9999": 1}}, "logit_bias", "names token 9999"),
         ({"max_tokens": 0}, "max_tokens", "expected 1 or more"),
-        ({"max_tokens": 64}, "max_new_tokens", "a slot holds 64"),
+        ({"max_tokens": 64}, "max_tokens", "have 64 together; ask for at most 62"),
         ({"prompt": "a " * 100}, "prompt", "shorten it"),
         ({"prompt": []}, "prompt", "is empty"),
         ({"prompt": [99999]}, "prompt", "expected one token id or more"),
@@ -97,7 +97,12 @@ def test_wrong_requests_are_errors_that_name_the_field(http):
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, field), error
         assert message in error["message"]
+    # The default of 16 new tokens is no demand for them.
+    short = http.post("/v1/completions", json={"prompt": [5] * 60, "ignore_eos": True})
+    assert short.json()["usage"]["completion_tokens"] == 4
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+    limit = http.post("/v1/chat/completions", json={**chat, "max_completion_tokens": 64})
+    assert limit.json()["error"]["param"] == "max_completion_tokens"
     for switches in ({"chat_template": True}, {"bos_token": "<s>"}):
         answer = http.post("/v1/chat/completions", json={**chat, "chat_template_kwargs": switches})
         assert answer.json()["error"]["param"] == "chat_template_kwargs"
@@ -187,18 +192,29 @@ def test_a_full_queue_answers_429_and_the_rest_is_served(http, server):
     assert set(results) == {60, ("queue_full", True)}
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_slot(http, server, stream):
+def leaves_during_a_stream(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key-1", max_retries=0) as client:
+        stream = client.completions.create(model="tiny", stream=True, **LONG)
+        next(stream)
+        assert server.engine.running == 1
+        stream.close()
+
+
+def leaves_before_the_answer(server: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="key-1", max_retries=0)
+    with client, pytest.raises(openai.APITimeoutError):
+        client.completions.create(model="tiny", timeout=0.2, **LONG)
+
+
+@pytest.mark.parametrize("leave", [leaves_during_a_stream, leaves_before_the_answer])
+def test_a_client_that_goes_away_frees_its_slot(
+    http: httpx.Client, server: RunningServer, leave: Callable[[RunningServer], None]
+):
     with slowed(server, 0.05):
         steps = server.engine.counts.decode_steps
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            body = json.dumps({**LONG, "stream": stream})
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-1\r\n"
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-            eventually(lambda: server.engine.running == 1)
+        leave(server)
         eventually(lambda: server.engine.running == 0)
-        assert server.engine.counts.decode_steps - steps < 40  # of 60
+        assert 0 < server.engine.counts.decode_steps - steps < 40  # of 60
 
 
 def test_requests_are_logged_without_their_prompts(http, caplog):

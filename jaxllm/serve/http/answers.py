@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import secrets
 import time
 import uuid
@@ -56,15 +57,15 @@ class Answer:
     """The choices of one request, whole or in pieces.
 
     Subclasses say what a choice looks like in JSON.
-
-    Args:
-        ids: the prompts, as token ids.
-        max_new_tokens: None: as many as a slot holds.
     """
 
     object = ""
     chunk_object = ""
     id_prefix = ""
+    default_new_tokens: float = math.inf
+    """New tokens of a request without a limit; fewer where the slot ends."""
+    limit_field = "max_tokens"
+    """The request's field that limits the new tokens."""
 
     def __init__(self, state: ServerState, request: SamplingFields, usage: Usage) -> None:
         self.state, self.request, self.usage = state, request, usage
@@ -88,6 +89,10 @@ class Answer:
     ) -> list[GenerationStream]:
         """Queues the prompts.
 
+        Args:
+            prompts: token ids.
+            max_new_tokens: None: `default_new_tokens`.
+
         Raises:
             JaxLLMError: a field is wrong, a prompt is too long, or the queue is full.
         """
@@ -106,7 +111,13 @@ class Answer:
                     f"prompt: has {len(ids)} tokens, but a prompt and its answer have {context} "
                     "together; shorten it"
                 )
-            limit = context - taken if max_new_tokens is None else max_new_tokens
+            most = context - taken
+            limit = max_new_tokens or int(min(self.default_new_tokens, most))
+            if limit > most:
+                raise InputError(
+                    f"{self.limit_field}: {limit} new tokens are asked for, but a prompt and its "
+                    f"answer have {context} together; ask for at most {most}"
+                )
             rows.append({"input_ids": np.asarray(ids), "max_new_tokens": limit, **fields})
         streams = state.engine.submit_all(rows, logprobs=logprobs, grammar=grammar)
         self.usage.prompt_tokens = sum(stream.prompt_tokens for stream in streams)

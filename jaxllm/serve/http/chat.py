@@ -32,6 +32,8 @@ class ChatAnswer(Answer):
         has_tools = request.tools is not None and request.tool_choice != "none"
         self._tools = tool_names(request.tools or ()) if has_tools else []
         self._held: dict[int, str] = {}
+        if request.max_completion_tokens is not None:
+            self.limit_field = "max_completion_tokens"
 
     async def start(self) -> list[GenerationStream]:
         """Renders the messages and queues them."""

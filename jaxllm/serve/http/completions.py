@@ -13,8 +13,6 @@ from jaxllm.serve.http.logprobs_json import completion_logprobs, token_text
 from jaxllm.serve.http.pieces import Choice, Piece
 from jaxllm.serve.http.state import ServerState
 
-DEFAULT_MAX_TOKENS = 16
-
 
 class CompletionAnswer(Answer):
     """The continuations of one or more prompts."""
@@ -22,6 +20,7 @@ class CompletionAnswer(Answer):
     object = "text_completion"
     chunk_object = "text_completion"
     id_prefix = "cmpl"
+    default_new_tokens = 16
     request: CompletionRequest
 
     def __init__(self, state: ServerState, request: CompletionRequest, usage: Usage) -> None:
@@ -31,9 +30,8 @@ class CompletionAnswer(Answer):
     async def start(self) -> list[GenerationStream]:
         """Tokenizes the prompts and queues them."""
         ids = await asyncio.to_thread(prompt_ids, self.state, self.request.prompts, "prompt")
-        limit = self.request.max_tokens or DEFAULT_MAX_TOKENS
         logprobs = self.request.logprobs is not None or self.request.best_of is not None
-        return await self.submit(ids, limit, logprobs=logprobs)
+        return await self.submit(ids, self.request.max_tokens, logprobs=logprobs)
 
     def selected(self, choices: list[Choice]) -> list[Choice]:
         """The `n` most probable choices of each prompt, the best first, with `best_of`."""
