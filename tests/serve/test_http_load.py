@@ -62,12 +62,15 @@ def test_memory_is_flat_over_2000_requests():
 def test_slow_readers_and_half_open_sockets_do_not_hold_up_the_rest():
     with running_server(embeddings=False) as server:
         host, port = server.url.removeprefix("http://").split(":")
-        fields = {"prompt": "a", "max_tokens": 60, "stream": True, "n": 4, "logprobs": 20}
-        body = json.dumps(fields)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        # An answer of 8 MB, more than the system's buffers hold.
+        fields = {"messages": [{"role": "user", "content": "a"}], "logit_bias": {"2": -100}}
+        fields |= {"max_tokens": 32, "n": 128, "stream": True, "logprobs": True}
+        body = json.dumps({**fields, "top_logprobs": 20})
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         silent = [socket.create_connection((host, int(port))) for _ in range(200)]
         halves = [socket.create_connection((host, int(port))) for _ in range(200)]
-        readers = [socket.create_connection((host, int(port))) for _ in range(20)]
+        readers = [socket.create_connection((host, int(port))) for _ in range(2)]
         try:
             for connection in halves:
                 connection.sendall(head[:40].encode())
@@ -81,10 +84,11 @@ def test_slow_readers_and_half_open_sockets_do_not_hold_up_the_rest():
                     timeout=60,
                 )
                 assert answer.json()["usage"]["completion_tokens"] == 20
-            # The readers' answers wait in their streams, which have not ended, but hold no slots.
+            # The readers' answers have not ended, but hold no slots.
             assert server.engine.running == server.engine.waiting == 0
             metrics = httpx.get(f"{server.url}/metrics").text
             assert 'jaxllm_requests_total{path="/v1/completions",status="200"} 20.0' in metrics
+            assert 'jaxllm_requests_total{path="/v1/chat' not in metrics
         finally:
             for connection in (*silent, *halves, *readers):
                 connection.close()
