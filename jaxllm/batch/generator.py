@@ -20,6 +20,7 @@ from jaxllm.batch.task_run import TaskRun
 from jaxllm.common.arguments import checked, checked_iterable
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.messages import quoted
+from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.batching import is_exhausted
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
@@ -116,7 +117,18 @@ class BatchGenerator:
         Raises:
             InputError: `rows` is a single row, or no list.
         """
-        return sorted(self.stream(rows), key=lambda output: output.index)
+        rows = list(checked_iterable(rows, "rows", "a list of rows"))
+
+        def amounts(done: int, total: int) -> str:
+            return f"{done} done, {self.counts.new_tokens:,} new tokens"
+
+        outputs: list[BatchOutput] = []
+        with progress_phase(f"generating, rows: {len(rows)}", amounts) as update:
+            for output in self.stream(rows):
+                outputs.append(output)
+                if update is not None:
+                    update("", len(outputs), len(rows))
+        return sorted(outputs, key=lambda output: output.index)
 
     def stream(self, rows: Iterable[Any]) -> Iterator[BatchOutput]:
         """Outputs in the order in which rows end; raises as `generate`."""

@@ -12,10 +12,7 @@ from rich.text import Text
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.streamed_job import StreamedJob
 from jaxllm.common.compile_clock import CompileClock
-from jaxllm.common.progress import Reporter
-
-PLAIN_SECONDS = 30.0
-"""Seconds between two lines of progress where there is no terminal."""
+from jaxllm.common.progress import PLAIN_SECONDS, Reporter
 
 
 class BatchProgress:

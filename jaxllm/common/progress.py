@@ -13,11 +13,23 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+PLAIN_SECONDS = 30.0
+"""Seconds between two lines of progress where there is no terminal."""
+
 
 class Update(Protocol):
     """Progress callback of a phase; `jaxllm.load` takes it as ``progress``."""
 
     def __call__(self, name: str, done: int, total: int, /) -> None: ...
+
+
+def megabytes(done: int, total: int) -> str:
+    """What is done of a number of bytes, in words.
+
+    >>> megabytes(2_000_000, 5_000_000)
+    '2 of 5 MB'
+    """
+    return f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
 
 
 class Reporter:
@@ -53,16 +65,25 @@ class Reporter:
         self._console.print(line, markup=False, style="dim")
 
     @contextlib.contextmanager
-    def phase(self, label: str) -> Generator[Update]:
+    def phase(
+        self, label: str, amounts: Callable[[int, int], str] = megabytes
+    ) -> Generator[Update]:
         """Shows a running phase, and prints its duration if it succeeds.
 
-        Compiling that has lines of its own (`CompileReports`) is not counted.
+        Compiling that has lines of its own (`CompileReports`) is not counted. `amounts` puts what
+        is done, and the total, into words.
         """
         start, compile_seconds = time.perf_counter(), self.compile_seconds
         stop, describe = self.start(label)
+        last_line = start
 
         def update(name: str, done: int, total: int, /) -> None:
-            describe(f"{label}: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+            nonlocal last_line
+            line = f"{label}: {amounts(done, total)}"
+            describe(line)
+            if not self._is_animated and time.perf_counter() - last_line >= PLAIN_SECONDS:
+                last_line = time.perf_counter()
+                self.say(line)
 
         try:
             yield update
@@ -154,8 +175,9 @@ def set_progress(on: bool, *, least_seconds: float = 0.5) -> None:
     """Turns progress messages of the library on or off; they are off at first.
 
     They go to stderr, or to the cell of a notebook (there without a spinner): loading, the programs
-    that compile with their seconds (your own jitted functions too), and generating. What takes less
-    than `least_seconds` prints no line. A call in one process of several concerns that process
+    that compile with their seconds (your own jitted functions too), and generating; of many prompts
+    the rows and new tokens too, in a line every half minute where there is no terminal. What takes
+    less than `least_seconds` prints no line. A call in one process of several concerns that process
     alone.
     """
     while _reports:
@@ -166,10 +188,12 @@ def set_progress(on: bool, *, least_seconds: float = 0.5) -> None:
 
 
 @contextlib.contextmanager
-def progress_phase(label: str) -> Generator[Update | None]:
+def progress_phase(
+    label: str, amounts: Callable[[int, int], str] = megabytes
+) -> Generator[Update | None]:
     """A phase of the library: shown if `set_progress` is on; gives None otherwise."""
     if not _reports:
         yield None
         return
-    with _reports[0][0].phase(label) as update:
+    with _reports[0][0].phase(label, amounts) as update:
         yield update

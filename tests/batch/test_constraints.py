@@ -88,9 +88,12 @@ def test_beams_match_a_constraint(num_beams):
     jsonschema.validate(json.loads(output.text), SCHEMA)
 
 
-def test_texts_of_prompts():
+def test_texts_of_prompts(capsys):
     prompts = ["Hi", [{"role": "user", "content": "Hello"}], {"prompt": "x", "max_new_tokens": 2}]
+    jaxllm.set_progress(True, least_seconds=0)
     texts = jaxllm.generate_texts(MODEL, prompts, TOKENIZER, max_new_tokens=5, slots=4)
+    jaxllm.set_progress(False)
+    assert "generating, rows: 3: " in capsys.readouterr().err
     rows = ["Hi", {"messages": prompts[1]}, prompts[2]]
     engine = jaxllm.BatchGenerator(MODEL, TOKENIZER, max_new_tokens=5, slots=4)
     assert texts == [output.text for output in engine.generate(rows)]

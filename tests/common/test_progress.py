@@ -107,6 +107,16 @@ def test_the_library_shows_progress(
     assert capsys.readouterr().err == ""
 
 
+def test_lines_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Reporter().phase("loading") as update:
+        update("a", 1_000_000, 3_000_000)
+        monkeypatch.setattr(progress_module, "PLAIN_SECONDS", 0)
+        update("b", 2_000_000, 3_000_000)
+    assert re.fullmatch(r"loading: 2 of 3 MB\nloading: \d\.\d s\n", capsys.readouterr().err)
+
+
 def test_phases_do_not_count_compiling_again(
     progress: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
