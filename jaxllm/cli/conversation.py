@@ -76,7 +76,10 @@ class Conversation:
         prompt = continued_ids(self._tokenizer, messages, self.ids, ends)
         limit = self._model.config.context_length
         if limit is not None and len(prompt) >= limit:
-            raise InputError(f"the conversation has {len(prompt)} tokens, the model's {limit}")
+            raise InputError(
+                f"the conversation has {len(prompt)} tokens, the model's {limit} at most: send"
+                " less, or begin anew with /reset"
+            )
         config = with_default_length(self.fields, self._model, len(prompt))
         streamer = _Streamer(self._tokenizer, show, stopped)
         past = self.past if self.past is not None and begins_with(prompt, self.past) else None
