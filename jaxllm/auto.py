@@ -40,7 +40,7 @@ class _Auto:
 
         Raises:
             UnsupportedError: the family has no class for this task.
-            Other errors: those of the class's `from_pretrained`.
+            JaxLLMError: other errors of the class's `from_pretrained`.
         """
         return pretrained(cls.model_class, path_or_hub_id, called=cls, **options)
 

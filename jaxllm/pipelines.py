@@ -25,7 +25,6 @@ class Pipeline(TaskModel):
 
     Attributes:
         task: name of the task.
-        model, tokenizer: those that it runs.
         batch_size: number of inputs of a batch.
         options: options of each call, unless the call has others.
     """

@@ -61,7 +61,7 @@ class Pretrained:
         Raises:
             InputError: an argument of transformers that has another name here.
             UnsupportedError: the checkpoint's family has no model of this class.
-            Other errors: those of `jaxllm.load`.
+            JaxLLMError: other errors of `jaxllm.load`.
         """
         return pretrained(cls, path_or_hub_id, dtype=dtype, config=config, **options)
 
