@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import jaxllm
 from jaxllm.cli import signals
 from jaxllm.cli.exits import USAGE_ERROR, one_line, run_command
 from jaxllm.cli.streams import open_missing_streams
+from jaxllm.common.collector import paused_collector
 
 # Each command's module has `main(argv, program) -> int`, and is imported on use.
 COMMANDS = {
@@ -53,7 +55,8 @@ def _about(arguments: list[str]) -> int:
 def run_named(name: str, program: str, argv: Sequence[str] | None = None) -> int:
     """Runs a command; signals are handled before its module, and so JAX, is imported."""
     with signals.handled(program):
-        module = importlib.import_module(COMMANDS[name][0])
+        with paused_collector():
+            module = importlib.import_module(COMMANDS[name][0])
         return module.main(argv, program=program)
 
 
@@ -61,4 +64,6 @@ def script(name: str | None = None, program: str = "jaxllm") -> NoReturn:
     """Runs ``jaxllm``, or one command of it as a script of its own, and exits."""
     open_missing_streams()  # before the pipe of `signals` gets one of their numbers
     signals.install(program)
-    sys.exit(main() if name is None else run_named(name, program))
+    code = main() if name is None else run_named(name, program)
+    gc.freeze()  # the interpreter's last collection would visit all objects of JAX for 0.5 s
+    sys.exit(code)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.common.collector import paused_collector
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.common.progress import progress_phase
@@ -209,8 +210,9 @@ def run(model: GenerativeModel, request: Request, streamer: Streamer | None) -> 
         result, state = run_by_token(bare, request, streamer)
     else:
         with reraise_failures():
-            state = run_prefill(bare, request, prefill_program)
-            state = run_decode(strategy, bare, state, settings, max_length)
+            with paused_collector():  # a first call traces the programs
+                state = run_prefill(bare, request, prefill_program)
+                state = run_decode(strategy, bare, state, settings, max_length)
             result = fetch_result(finish_program(strategy, state, settings))
     past = past_key_values(model, request, state)
     return generate_output(request, result, past, int(result.length), int(result.steps))

@@ -5,6 +5,7 @@ A row therefore draws the same tokens in any batch, any bucket and on any device
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -52,11 +53,26 @@ def row_keys(
         InputError: `key` is not a key or a seed, `row_ids` has another shape or values that are not
             uint32, or sampling inside jax.jit without a key.
     """
+    row_ids = _checked_row_ids(row_ids, batch)
     if key is None:
-        if sampling and under_jit:
+        if not sampling:
+            return _unused_keys(batch * samples)
+        if under_jit:
             raise InputError("key: sampling inside jax.jit needs a key, as an argument")
-        key = secrets.randbits(32) if sampling else 0
-    return _random_keys(_typed_key(key), _checked_row_ids(row_ids, batch), samples)
+        key = secrets.randbits(32)
+    return _random_keys(_typed_key(key), row_ids, samples)
+
+
+def _unused_keys(count: int) -> Key[Array, " Bn"]:
+    """Keys that no row draws with; unlike `_random_keys`, making them compiles nothing."""
+    shape = _key_shape(jax.config.jax_default_prng_impl)  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.random.wrap_key_data(jax.device_put(np.zeros((count, *shape), np.uint32)))
+
+
+@functools.cache
+def _key_shape(implementation: str) -> tuple[int, ...]:
+    """Shape of the data of one key."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
 
 
 def _typed_key(key: Any) -> Key[Array, ""]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.common.errors import UnsupportedError
@@ -246,8 +247,8 @@ def decode_settings(
             extra=processor_list(call.arguments.logits_processor),
         ),
         eos=id_table("generate()", "eos_token_id", list(call.eos)),
-        pad=jnp.asarray(inputs.pad, jnp.int32),
-        max_length=jnp.asarray(call.max_length, jnp.int32),
+        pad=jnp.asarray(np.int32(inputs.pad)),
+        max_length=jnp.asarray(np.int32(call.max_length)),
         stops=stops,
         allow_nonfinite=bool(config.remove_invalid_values),
         keep_scores=bool(config.output_scores),

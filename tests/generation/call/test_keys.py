@@ -10,7 +10,9 @@ from conformance_runs import model
 from generation_tools import prompts
 
 import jaxllm
+from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError
+from jaxllm.generation.call.keys import row_keys
 
 
 def test_every_form_of_key():
@@ -24,6 +26,17 @@ def test_every_form_of_key():
     )
     np.testing.assert_array_equal(under_jit(jax.random.key(3)), runs[0])
     np.testing.assert_array_equal(under_jit(jnp.int32(3)), runs[0])
+
+
+def test_keys_of_greedy_search_compile_nothing():
+    clock = CompileClock()
+    try:
+        unused = row_keys(None, None, 3, 2, sampling=False, under_jit=False)
+    finally:
+        clock.close()
+    drawn = row_keys(0, None, 3, 2, sampling=True, under_jit=False)
+    assert (unused.shape, unused.dtype) == (drawn.shape, drawn.dtype)
+    assert clock.programs <= 1  # row ids are put on the device
 
 
 def test_sampling_inside_jit_needs_a_key():
