@@ -17,11 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxllm import load
-from jaxllm.cli.batch import (
-    add_batch_flags,
-    check_flags,
-    run_batch,
-)
+from jaxllm.cli.batch_flags import add_batch_flags, check_flags
 from jaxllm.cli.devices import (
     add_device_flags,
     is_main_process,
@@ -42,7 +38,6 @@ from jaxllm.cli.request import IdDecoder, PromptRequest, TextDecoder, print_stre
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import InputError
 from jaxllm.common.progress import Reporter
-from jaxllm.contrib.token_healing import heal
 from jaxllm.generation.call.keys import shared_key
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
@@ -121,6 +116,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.input is not None:
         reporter = Reporter(quiet=arguments.quiet)
         keep_programs(arguments, reporter)
+        from jaxllm.cli.batch import run_batch  # with pydantic, the job and the batch engine
+
         return run_batch(arguments, reporter)
     join_processes(arguments)
     prompt = _prompt(arguments) if arguments.input_ids is None else None
@@ -160,7 +157,7 @@ def _generate(
             model,
             ids,
             fields,
-            jax.random.key(seed),
+            seed,
             eos_ids,
             tokenizer=tokenizer,
             assistant_model=assistant,
@@ -239,6 +236,8 @@ def _ids(
 def _healed(model: GenerativeModel, tokenizer: Tokenizer | None, ids: list[int]) -> list[int]:
     if tokenizer is None:
         raise InputError("token_healing: needs a tokenizer, which this model does not have")
+    from jaxllm.contrib.token_healing import heal  # rarely used
+
     healed, mask = heal(model, tokenizer, [ids], None)
     return healed[0][mask[0]].tolist()
 

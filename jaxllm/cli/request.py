@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
-from jax import Array
 
 from jaxllm import GenerationConfig, generate, stream
 from jaxllm.cli.devices import is_main_process
@@ -57,7 +56,7 @@ class PromptRequest:
         model: a model that generates.
         input_ids: prompt ids (of the encoder, for an encoder-decoder).
         fields: generation fields of this call, which override the model's own.
-        key: random key for sampling.
+        seed: random seed for sampling.
         eos_ids: EOS token ids.
         arguments: further arguments of ``generate``.
     """
@@ -67,7 +66,7 @@ class PromptRequest:
         model: GenerativeModel,
         input_ids: list[int],
         fields: GenerationConfig,
-        key: Array,
+        seed: int,
         eos_ids: Iterable[int],
         **arguments: Any,
     ) -> None:
@@ -75,7 +74,7 @@ class PromptRequest:
         self._arguments = {
             "input_ids": [input_ids],
             "generation_config": fields,
-            "key": key,
+            "key": seed,
             **arguments,
         }
         self._start = 1 if model.is_encoder_decoder else len(input_ids)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Key, UInt32
 
 from jaxllm.common.errors import InputError
 from jaxllm.common.messages import quoted
-from jaxllm.generation.inputs.values import is_traced
+from jaxllm.generation.inputs.values import is_integer, is_traced
 
 RandomKey: TypeAlias = Array | np.ndarray | int | None
 """A typed PRNG key, the data of a raw one, or an int seed; None: a fresh seed."""
@@ -54,9 +54,9 @@ def row_keys(
             uint32, or sampling inside jax.jit without a key.
     """
     row_ids = _checked_row_ids(row_ids, batch)
+    if not sampling and (key is None or is_integer(key)):
+        return _unused_keys(batch * samples)
     if key is None:
-        if not sampling:
-            return _unused_keys(batch * samples)
         if under_jit:
             raise InputError("key: sampling inside jax.jit needs a key, as an argument")
         key = secrets.randbits(32)

@@ -28,10 +28,11 @@ def test_every_form_of_key():
     np.testing.assert_array_equal(under_jit(jnp.int32(3)), runs[0])
 
 
-def test_keys_of_greedy_search_compile_nothing():
+@pytest.mark.parametrize("key", [None, 4])
+def test_keys_of_greedy_search_compile_nothing(key):
     clock = CompileClock()
     try:
-        unused = row_keys(None, None, 3, 2, sampling=False, under_jit=False)
+        unused = row_keys(key, None, 3, 2, sampling=False, under_jit=False)
     finally:
         clock.close()
     drawn = row_keys(0, None, 3, 2, sampling=True, under_jit=False)
