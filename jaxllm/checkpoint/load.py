@@ -206,7 +206,7 @@ def kept_blocks(
     """Readers of the layers whose tensors are quantized in the GGUF file, by the layer's path.
 
     Raises:
-        UnsupportedError: the checkpoint is no GGUF file.
+        UnsupportedError: the checkpoint is no GGUF file, or none of its layers is quantized.
     """
     view = checkpoint.weights
     if not isinstance(view, HFView):
@@ -220,7 +220,13 @@ def kept_blocks(
         if view.quantization(name) in BLOCK_FORMATS
         for path in entry.parameters
     }
-    return {path: keeping_blocks(view) for path in layers if path in paths}
+    kept = {path: keeping_blocks(view) for path in layers if path in paths}
+    if not kept:
+        raise UnsupportedError(
+            f"{checkpoint.path}: quantize='keep', but no weight that may stay quantized has one of "
+            f"the types {', '.join(BLOCK_FORMATS)}; use 'int8' or 'int4'"
+        )
+    return kept
 
 
 def read_spec(

@@ -17,6 +17,7 @@ from jaxllm import GenerationConfig, generate, stream
 from jaxllm.cli.devices import is_main_process
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.progress import Reporter
+from jaxllm.generation.call.keys import RandomKey
 from jaxllm.models.decoder import GenerativeModel
 
 
@@ -56,7 +57,7 @@ class PromptRequest:
         model: a model that generates.
         input_ids: prompt ids (of the encoder, for an encoder-decoder).
         fields: generation fields of this call, which override the model's own.
-        seed: random seed for sampling.
+        key: random key or seed, for sampling.
         eos_ids: EOS token ids.
         arguments: further arguments of ``generate``.
     """
@@ -66,7 +67,7 @@ class PromptRequest:
         model: GenerativeModel,
         input_ids: list[int],
         fields: GenerationConfig,
-        seed: int,
+        key: RandomKey,
         eos_ids: Iterable[int],
         **arguments: Any,
     ) -> None:
@@ -74,7 +75,7 @@ class PromptRequest:
         self._arguments = {
             "input_ids": [input_ids],
             "generation_config": fields,
-            "key": seed,
+            "key": key,
             **arguments,
         }
         self._start = 1 if model.is_encoder_decoder else len(input_ids)

@@ -93,6 +93,9 @@ def test_what_cannot_be_kept(tmp_path):
     jaxllm.save_hf(tmp_path, tiny.make("llama"))
     with pytest.raises(UnsupportedError, match="quantize='keep' keeps the blocks of a quantized"):
         jaxllm.load(tmp_path, quantize="keep")
+    floats = written("llama", Q.F32, tmp_path / "f")
+    with pytest.raises(UnsupportedError, match="no weight that may stay quantized has one"):
+        load_model(open_checkpoint(floats), quantize="keep")
     path = written("llama", Q.Q8_0, tmp_path / "q")
     data = bytearray(path.read_bytes())
     blocks = gguf.GGUFReader(path)
