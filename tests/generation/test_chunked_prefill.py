@@ -45,7 +45,7 @@ def test_chunks_equal_one_prefill(family: str, size: int) -> None:
         {"num_beams": 3},
         {"penalty_alpha": 0.6, "top_k": 4},
         {"do_sample": True, "num_return_sequences": 2, "key": 3},
-        {"cache_implementation": "sliding_window", "cache_config": {"window": 4}},
+        {"cache_implementation": "sliding_window", "cache_config": {"sliding_window": 4}},
     ],
 )
 def test_strategies(fields: dict[str, Any]) -> None:
