@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
@@ -18,13 +19,13 @@ from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import LoadProgress
 from jaxllm.checkpoint.orbax.model import load_weights, save_weights
-from jaxllm.checkpoint.save import MAX_SHARD_BYTES, check_no_model, save_model
-from jaxllm.common.arguments import checked, checked_path
+from jaxllm.checkpoint.save import MAX_SHARD_BYTES, check_no_model, model_files, save_model
+from jaxllm.common.arguments import checked, checked_function, checked_path, checks_flags
 from jaxllm.common.atomic_file import write_json
 from jaxllm.common.collector import paused_collector
 from jaxllm.common.errors import CheckpointError, ConfigError, InputError
 from jaxllm.common.files import is_there
-from jaxllm.common.messages import quoted
+from jaxllm.common.messages import listed, quoted
 from jaxllm.common.progress import progress_phase
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
@@ -34,6 +35,7 @@ from jaxllm.models.weights import parameters
 from jaxllm.parallel.mesh import check_mesh
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
+from jaxllm.tokenizers.files import FILE_NAMES
 
 
 def load(
@@ -91,6 +93,7 @@ def load(
         MissingFileError, ConfigError, CheckpointError, TokenizerError, UnsupportedError: each names
             the file and field, what was found, and what to do.
     """
+    checked(path_or_hub_id, (str, PathLike), "path_or_hub_id", "a path or a Hub id")
     options: dict[str, Any] = {
         "architecture": architecture,
         "attn_implementation": attn_implementation,
@@ -159,8 +162,8 @@ def _check_options(
         checked(value, types, name, expected)
     if options["quantize"] is not None and options["allow_nonfinite"]:
         raise InputError("allow_nonfinite: weights that are quantized must be finite")
-    if progress is not None and not callable(progress):
-        raise InputError(f"progress: expected a function, found {quoted(progress)}")
+    if progress is not None:
+        checked_function(progress, "progress")
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer | None:
@@ -206,6 +209,7 @@ def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
     return GenerationConfig.from_dict(old, where=str(checkpoint.config_file))
 
 
+@checks_flags
 def save_hf(
     folder: str | PathLike[str],
     model: Model[Any],
@@ -228,7 +232,8 @@ def save_hf(
         dtype: dtype of the written tensors. None: the checkpoint's own if that is lossless, else
             the parameters'.
         max_shard_bytes: larger models are split into several files.
-        overwrite: replace a model that is in the folder.
+        overwrite: replace a model that is in the folder. Its tokenizer stays, with a warning, if
+            `tokenizer` is None.
 
     Raises:
         CheckpointError: the folder holds a model already, or cannot be written.
@@ -246,6 +251,8 @@ def save_hf(
     def write(arrays: dict[str, LazyHostArray]) -> None:
         if not overwrite:
             check_no_model(folder)
+        elif tokenizer is None and model_files(folder):
+            _warn_of_tokenizer(folder)
         save_model(folder, model, arrays, dtype=dtype, max_shard_bytes=max_shard_bytes)
         save_settings(folder, model, tokenizer)
 
@@ -256,6 +263,16 @@ def _check_saved(model: object, tokenizer: object) -> None:
     """Raises InputError unless there is a model, and a tokenizer or None."""
     checked(model, (Model,), "model", "a model")
     checked(tokenizer, (Tokenizer, type(None)), "tokenizer", "a tokenizer or None")
+
+
+def _warn_of_tokenizer(folder: Path) -> None:
+    """Warns of a tokenizer that stays in the folder of a model that is replaced."""
+    if names := [name for name in FILE_NAMES if (folder / name).exists()]:
+        warnings.warn(
+            f"{folder}: keeps the tokenizer of the model that is replaced ({listed(names)}), which "
+            "will be loaded with the new one; give tokenizer= to replace it",
+            stacklevel=2,
+        )
 
 
 def save_settings(folder: Path, model: Model[Any], tokenizer: Tokenizer | None) -> None:
@@ -335,6 +352,7 @@ def save_orbax(
     )
 
 
+@checks_flags
 def load_orbax(
     folder: str | PathLike[str],
     *,

@@ -9,8 +9,9 @@ from os import PathLike
 from typing import Any
 
 from jaxllm.auto import AutoTokenizer
-from jaxllm.common.arguments import checked_list
+from jaxllm.common.arguments import checked, checked_list
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.common.renamed_arguments import PIPELINE, drop_renamed
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.loading import load
@@ -106,9 +107,9 @@ def pipeline(
         UnsupportedError: another task, or a model of another task.
         InputError: there is no tokenizer, or an option is none of these.
     """
-    if task not in TASKS:
+    if checked(task, (str,), "task", "a name") not in TASKS:
         raise UnsupportedError(
-            f"task: {task!r}; pipelines have {', '.join(TASKS)} (a T5 summarises and translates"
+            f"task: {quoted(task)}; pipelines have {', '.join(TASKS)} (a T5 summarises and translates"
             " with 'text2text-generation', 'sentiment-analysis' is 'text-classification')"
         )
     model_class = TASKS[task].model_class

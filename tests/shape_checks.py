@@ -23,7 +23,7 @@ import numpy as np
 
 ENTRY_POINT = re.compile(
     r"jaxllm\.models\..*__call__"
-    r"|jaxllm\.(generation|contrib)\..*\.(generate|stream|score|heal_tokens|EncoderTokens\.of"
+    r"|jaxllm\.(generation|contrib)\..*\.(generate|stream|score|compute_transition_scores|heal_tokens|EncoderTokens\.of"
     r"|LogitsProcessor\.__call__|WatermarkDetector\.__call__)"
 )
 """Functions that accept whatever becomes such an array, and say themselves what does not; tests

@@ -91,6 +91,9 @@ def test_parameters_apart():
     assert model.to_bf16(params)["transformer"]["ln_f"]["scale"].dtype == jnp.bfloat16
     with pytest.raises(AttributeError, match=r"'init_cache': use model\.module\.init_cache"):
         model.init_cache(2, 8)
+    mask = jax.tree_util.tree_map_with_path(lambda path, x: "ln_f" not in str(path), params)
+    final = model.to_bf16(params, mask)["transformer"]
+    assert (final["ln_f"]["scale"].dtype, final["wte"]["embedding"].dtype) == ("f4", jnp.bfloat16)
     with pytest.raises(InputError, match="train=True: give dropout_rng"):
         model(IDS, train=True)
     with pytest.raises(InputError, match=r"params: missing: .*\(4 in all\)"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import tiny
@@ -9,7 +11,8 @@ from paths import DATA
 
 import jaxllm
 from jaxllm import models
-from jaxllm.errors import InputError, JaxLLMError
+from jaxllm.errors import InputError, JaxLLMError, UnsupportedError
+from jaxllm.generation.processors.host.grammar import regex
 
 GPT2, T5 = (DATA / "reference" / name for name in ("tiny-gpt2", "tiny-t5"))
 
@@ -43,6 +46,25 @@ MODEL_CALLS = {
     "tokenizer: expected a tok.* 3": lambda model: jaxllm.BatchGenerator(model, 3),
     "tokenizer: expected a tok": lambda model: jaxllm.AsyncEngine(model, 3),
     "rows: ": lambda m: jaxllm.BatchGenerator(m).generate(None),
+    "announce: expected a function": lambda m: jaxllm.BatchGenerator(m, announce=True),
+    "generation_config: .*names of fields": lambda m: m.generate([[1]], generation_config={1: 2}),
+    "begin_suppress_tokens": lambda m: m.generate([[1]], begin_suppress_tokens=np.array(None)),
+    "key: expected": lambda m: m.generate([[1]], do_sample=True, key=[1, [2]]),
+    "remat: expected True or False, found yes": lambda m: jaxllm.load(GPT2, remat="yes"),
+    "path_or_hub_id: .* an integer of 5001 digits": lambda m: jaxllm.load(10**5000),
+    "path_or_hub_id: expected": lambda m: jaxllm.AutoConfig.from_pretrained(10**5000),
+    "scores: expected a list": lambda m: jaxllm.compute_transition_scores([[1]], None),
+    "scores: expected an array of 3": lambda m: jaxllm.compute_transition_scores([[1]], ["x"]),
+    "batch: expected an integer": lambda m: m.init_cache("a", 4),
+    "capacity: expected an integer": lambda m: m.init_cache(1, -4),
+    "cache: expected what init_cache returns": lambda m: m([[1]], cache=3),
+    "topology: expected a name": lambda m: jaxllm.plan(GPT2, 3),
+    "dropout_key: expected": lambda m: m([[1]], dropout_key=True),
+    "output_attentions: expected": lambda m: m([[1]], output_attentions=[]),
+    "logits_to_keep: .* an integer of 5001": lambda m: m([[1]], logits_to_keep=10**5000),
+    "task: expected a name": lambda m: jaxllm.pipeline([], GPT2),
+    "data=an integer of 5001 digits": lambda m: jaxllm.make_mesh(data=10**5000),
+    "on: expected True or False": lambda m: jaxllm.set_progress("x"),
     "save_directory: expected": lambda m: jaxllm.GenerationConfig().save_pretrained(3),
 }
 
@@ -54,9 +76,25 @@ def test_of_models(message: str) -> None:
     assert len(str(failure.value)) < 500
 
 
-def test_a_long_path_of_a_model() -> None:
-    with pytest.raises(JaxLLMError, match="File name too long") as failure:
-        tiny.cached("gpt2").save_pretrained("x" * 5000)
+def test_bytes_as_a_model() -> None:
+    for call in (lambda: jaxllm.BatchGenerator(b"x"), lambda: jaxllm.generate(b"x", [[1]])):
+        with pytest.raises(UnsupportedError, match="bytes has no language-model head"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: tiny.cached("gpt2").save_pretrained(path),
+        jaxllm.load,
+        jaxllm.load_orbax,
+        jaxllm.abstract_model,
+        jaxllm.AutoTokenizer.from_pretrained,
+    ],
+)
+def test_a_long_path_of_a_model(call: Callable[[str], object]) -> None:
+    with pytest.raises(JaxLLMError) as failure:
+        call("x" * 5000)
     assert len(str(failure.value)) <= 500
 
 
@@ -73,6 +111,18 @@ TOKENIZER_CALLS = {
     ),
     "save_directory: expected a path": lambda t: t.save_pretrained(None),
     "folder: expected a path": lambda t: t.save(np.zeros(3)),
+    "index: expected a token id, found None": lambda t: t.id_to_token(None),
+    "token: expected a str": lambda t: t.token_to_id([]),
+    "rows: expected a list of lists": lambda t: t.batch_decode(np.array(None)),
+    "tokens: expected a list": lambda t: t.convert_tokens_to_ids(np.array(None)),
+    "rows: expected lists": lambda t: t.pad(np.array(None)),
+    "rows: expected lists .* holds an integer": lambda t: t.pad([10**5000]),
+    "unpaired surrogate": lambda t: t.add_tokens("\ud800"),
+    "add_special_tokens: .* found no": lambda t: t.encode("a", add_special_tokens="no"),
+    "skip_special_tokens: .* found no": lambda t: t.decode([1], skip_special_tokens="no"),
+    "return_attention_mask: .* found no": lambda t: t("a", return_attention_mask="no"),
+    "truncation: expected": lambda t: t("a", truncation=np.zeros(0)),
+    "return_tensors: expected": lambda t: t("a", return_tensors=10**5000),
 }
 
 
@@ -80,6 +130,13 @@ TOKENIZER_CALLS = {
 def test_of_tokenizers(message: str, tokenizer) -> None:
     with pytest.raises(InputError, match=message):
         TOKENIZER_CALLS[message](tokenizer)
+
+
+def test_a_long_token_with_a_grammar() -> None:
+    tokenizer = jaxllm.AutoTokenizer.from_pretrained(T5)
+    tokenizer.add_tokens("x" * 2000)
+    with pytest.raises(InputError, match="a token of 2000 bytes, but a grammar takes at most 1024"):
+        regex("a+", tokenizer)
 
 
 def test_of_a_pipeline() -> None:

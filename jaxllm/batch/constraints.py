@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.common.errors import InputError, JaxLLMError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.processors.base import logits_processor, store
 from jaxllm.generation.processors.host.allowed_tokens import (
     WORD_BITS,
@@ -110,11 +111,19 @@ class ConstraintCompiler:
     def _grammar(self, key: str, source: Any, eos: tuple[int, ...]) -> GrammarLogitsProcessor:
         if self._tokenizer is None:
             raise InputError(f"{key}: needs a tokenizer, which this model does not have")
-        cache_key = (key, json.dumps(source, sort_keys=True), eos)
+        cache_key = (key, _source_text(key, source), eos)
         if cache_key not in self._compiled:
             compiled = _COMPILE[key](source, self._tokenizer, eos_token_id=list(eos))
             self._compiled[cache_key] = compiled
         return self._compiled[cache_key]
+
+
+def _source_text(key: str, source: Any) -> str:
+    """The source of a grammar as text; raises InputError if JSON cannot hold it."""
+    try:
+        return json.dumps(source, sort_keys=True)
+    except (TypeError, ValueError) as failure:  # also more digits than Python writes
+        raise InputError(f"{key}: not JSON ({failure}), found {quoted(source)}") from None
 
 
 def only_one(constraints: dict[str, Any]) -> tuple[str, Any] | None:

@@ -17,7 +17,7 @@ from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import BatchOutput, BatchRow, RawRow, error_output
 from jaxllm.batch.static_batches import batches, run_static_batch
 from jaxllm.batch.task_run import TaskRun
-from jaxllm.common.arguments import checked, checked_iterable
+from jaxllm.common.arguments import checked, checked_function, checked_iterable, checks_flags
 from jaxllm.common.errors import InputError, JaxLLMError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.common.progress import progress_phase
@@ -71,6 +71,7 @@ class BatchGenerator:
             reported in the `error` of its output.
     """
 
+    @checks_flags
     def __init__(
         self,
         model: GenerativeModel,
@@ -90,6 +91,8 @@ class BatchGenerator:
     ) -> None:
         self.mesh = check_model(model)
         check_tokenizer(tokenizer)
+        if announce is not None:
+            checked_function(announce, "announce")
         self._slots = checked_slots(slots, self.mesh)
         GenerationConfig(**fields)
         self.model, self.tokenizer = model, tokenizer

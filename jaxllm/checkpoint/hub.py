@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from jaxllm.checkpoint.safetensors.reader import OTHER_FORMATS, USE_SAFETENSORS
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.common.messages import quoted
 
@@ -42,7 +43,7 @@ def resolve(
         UnsupportedError: the path is a file of another format.
         InputError: a revision other than "main" was given for a local path.
     """
-    text = str(path_or_hub_id)
+    text = str(checked(path_or_hub_id, (str, PathLike), "path_or_hub_id", "a path or a Hub id"))
     expanded = os.path.expanduser(text)
     if os.path.exists(expanded):  # Path.exists() raises for invalid paths
         path = Path(expanded)

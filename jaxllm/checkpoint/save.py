@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.host_arrays import LazyHostArray
 from jaxllm.checkpoint.load_parameters import check_range
-from jaxllm.checkpoint.safetensors.reader import INDEX
+from jaxllm.checkpoint.safetensors.reader import INDEX, OTHER_FORMATS
 from jaxllm.checkpoint.safetensors.writer import write_sharded
 from jaxllm.checkpoint.source import float_dtype
 from jaxllm.checkpoint.tensor_checks import tensor_name
@@ -60,13 +60,18 @@ def save_model(
 
 def check_no_model(folder: Path) -> None:
     """Raises CheckpointError if the folder holds the config or the weights of a model."""
-    names = [path.name for path in folder.iterdir()] if os.path.isdir(folder) else []
-    existing = [n for n in names if n in ("config.json", INDEX) or n.endswith(".safetensors")]
-    if existing:
+    if existing := model_files(folder):
         raise CheckpointError(
             f"{folder}: there is a model already ({listed(sorted(existing))}); use another folder, "
             "or overwrite=True to replace it"
         )
+
+
+def model_files(folder: Path) -> list[str]:
+    """Names of a folder's config and weight files, in any format."""
+    names = [path.name for path in folder.iterdir()] if os.path.isdir(folder) else []
+    weights = (".safetensors", ".gguf", *OTHER_FORMATS)
+    return [n for n in names if n in ("config.json", INDEX) or n.lower().endswith(weights)]
 
 
 def hf_tensors(

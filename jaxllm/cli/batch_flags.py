@@ -6,6 +6,7 @@ Apart from `batch`, which runs such a job: a call with one prompt imports nothin
 from __future__ import annotations
 
 import argparse
+import os
 
 from jaxllm.cli.ray_flags import check_ray_flags
 from jaxllm.common.errors import InputError
@@ -32,7 +33,9 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         "datasets:NAME, or the folder of a data set",
     )
     group.add_argument(
-        "--output", help="results in the same order: .jsonl, .csv, .tsv, .parquet, or - for stdout"
+        "--output",
+        type=os.path.expanduser,
+        help="results in the same order: .jsonl, .csv, .tsv, .parquet, or - for stdout",
     )
     group.add_argument(
         "--prompt-column", metavar="NAME", help="the column of the prompts, if not `prompt`"

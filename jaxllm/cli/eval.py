@@ -20,6 +20,7 @@ from jaxllm.cli.model_flags import (
 )
 from jaxllm.common.atomic_file import write_whole
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.files import expanded
 from jaxllm.common.progress import Reporter
 from jaxllm.common.text_file import read_text
 from jaxllm.evaluate import perplexity
@@ -58,7 +59,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="folder, .safetensors, .gguf or Hub id")
     job = parser.add_mutually_exclusive_group(required=True)
-    job.add_argument("--perplexity", type=Path, metavar="FILE", help="of this UTF-8 text")
+    job.add_argument("--perplexity", type=expanded, metavar="FILE", help="of this UTF-8 text")
     job.add_argument(
         "--tasks", type=_names, metavar="NAMES", help="tasks, groups or tags, separated by commas"
     )
@@ -73,7 +74,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     )
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
-        "--include-path", type=Path, metavar="FOLDER", help="of further tasks (YAML files)"
+        "--include-path", type=expanded, metavar="FOLDER", help="of further tasks (YAML files)"
     )
     tasks.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
     tasks.add_argument(
@@ -83,7 +84,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "--apply-chat-template", action="store_true", default=None, help="prompts are chats"
     )
     tasks.add_argument("--system", metavar="TEXT", help="system message of the prompts")
-    tasks.add_argument("--output", type=Path, metavar="FILE", help="of all results, as JSON")
+    tasks.add_argument("--output", type=expanded, metavar="FILE", help="of all results, as JSON")
     tasks.add_argument("--seed", type=int, metavar="N", help="of sampling (0)")
     add_model_flags(parser)
     parser.add_argument(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.common.errors import InputError
+from jaxllm.common.files import expanded
 
 WHICH = ("best", "last")
 
@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None, program: str = "jaxllm export") -> i
 
 def _parser(program: str) -> Parser:
     parser = Parser(prog=program, description=__doc__)
-    parser.add_argument("run", type=Path, help="the output_dir of a run")
-    parser.add_argument("out", type=Path, help="the new folder")
+    parser.add_argument("run", type=expanded, help="the output_dir of a run")
+    parser.add_argument("out", type=expanded, help="the new folder")
     parser.add_argument(
         "--step",
         help="a step, best or last (default: best, or last)",

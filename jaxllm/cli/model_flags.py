@@ -13,6 +13,7 @@ from jaxllm import load
 from jaxllm.checkpoint import bundled
 from jaxllm.common.compile_cache import enable_compile_cache
 from jaxllm.common.errors import RunError
+from jaxllm.common.files import expanded
 from jaxllm.common.progress import Reporter
 from jaxllm.models.quantize import FORMATS, KEEP
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -112,7 +113,7 @@ def add_compile_cache_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `keep_programs`."""
     cache = parser.add_mutually_exclusive_group()
     cache.add_argument(
-        "--compile-cache", type=Path, metavar="FOLDER", help="where to keep compiled programs"
+        "--compile-cache", type=expanded, metavar="FOLDER", help="where to keep compiled programs"
     )
     cache.add_argument(
         "--no-compile-cache",

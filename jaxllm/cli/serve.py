@@ -20,6 +20,7 @@ from jaxllm.cli.model_flags import (
     load_named,
 )
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
+from jaxllm.common.files import expanded
 from jaxllm.common.optional_deps import require
 from jaxllm.common.progress import Reporter
 from jaxllm.common.text_file import read_text
@@ -93,7 +94,9 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     http.add_argument("--port", type=int, default=8000, help="0: any free one (8000)")
-    http.add_argument("--api-keys", type=Path, metavar="FILE", help="keys of clients, one per line")
+    http.add_argument(
+        "--api-keys", type=expanded, metavar="FILE", help="keys of clients, one per line"
+    )
     http.add_argument(
         "--cors-origin",
         action="append",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
 
 from jaxllm.common.errors import InputError
 from jaxllm.common.files import expanded
 from jaxllm.common.messages import quoted
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -44,6 +49,13 @@ def checked_list(values: Iterable[T], name: str) -> list[T]:
     return list(checked_iterable(values, name))
 
 
+def checked_function(value: T, name: str) -> T:
+    """The value, which must be callable."""
+    if not callable(value):
+        raise InputError(f"{name}: expected a function, found {quoted(value)}")
+    return value
+
+
 def checked(value: Any, types: tuple[type, ...], name: str, expected: str) -> Any:
     """The value, an instance of one of `types`.
 
@@ -54,3 +66,33 @@ def checked(value: Any, types: tuple[type, ...], name: str, expected: str) -> An
         text = quoted(value).strip("'")
         raise InputError(f"{name}: expected {expected}, found {text} ({type(value).__name__})")
     return value
+
+
+def checks_flags(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: parameters annotated ``bool``, or ``bool | None``, take nothing else.
+
+    A text such as "no" would count as true, and the truth of an array is a ValueError.
+
+    >>> @checks_flags
+    ... def decode(ids: list[int], skip_special_tokens: bool = False) -> str: ...
+    >>> decode([1], skip_special_tokens="no")
+    Traceback (most recent call last):
+    jaxllm.common.errors.InputError: skip_special_tokens: expected True or False, found no (str)
+    """
+    flags: dict[str, tuple[int, tuple[type, ...]]] = {}
+    for position, parameter in enumerate(inspect.signature(function).parameters.values()):
+        annotation = getattr(parameter.annotation, "__name__", str(parameter.annotation))
+        if annotation in ("bool", "bool | None"):
+            types = (bool, np.bool_) if annotation == "bool" else (bool, np.bool_, type(None))
+            flags[parameter.name] = position, types
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name, (position, types) in flags.items():
+            if name in kwargs:
+                checked(kwargs[name], types, name, "True or False")
+            elif position < len(args):
+                checked(args[position], types, name, "True or False")
+        return function(*args, **kwargs)
+
+    return call

@@ -42,6 +42,8 @@ def enable_compile_cache(folder: str | PathLike[str] | None = None) -> Path:
     """
     current = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     from_environment = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if folder is not None:
+        checked_path(folder, "folder")
     path = checked_path(from_environment or folder or current or default_folder(), "folder")
     if str(path) != current:
         try:

@@ -48,7 +48,10 @@ def unknown_keys(raw: Mapping[str, Any], known: Container[str]) -> dict[str, Any
     return {
         key: value
         for key, value in raw.items()
-        if value and key not in known and key not in INERT_KEYS and not key.startswith("_")
+        if key not in known
+        and key not in INERT_KEYS
+        and not key.startswith("_")
+        and (hasattr(value, "__array__") or value)  # arrays, which no file holds, have no truth
     }
 
 

@@ -13,6 +13,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from jaxllm.common.arguments import checks_flags
+
 PLAIN_SECONDS = 30.0
 """Seconds between two lines of progress where there is no terminal."""
 
@@ -171,6 +173,7 @@ _reports: list[tuple[Reporter, CompileReports]] = []
 """The reporter of `set_progress`, if it is on."""
 
 
+@checks_flags
 def set_progress(on: bool, *, least_seconds: float = 0.5) -> None:
     """Turns progress messages of the library on or off; they are off at first.
 

@@ -248,17 +248,17 @@ class FlaxPreTrainedModel:
         """Uploads the model to the Hub; returns its URL."""
         return self._bind(params).push_to_hub(repo_id, **options)
 
-    def to_bf16(self, params: Mapping[str, Any]) -> Any:
-        """`params` as bfloat16."""
-        return _cast(params, jnp.bfloat16)
+    def to_bf16(self, params: Mapping[str, Any], mask: Any = None) -> Any:
+        """`params` as bfloat16; with a tree of booleans, those that are True there."""
+        return _cast(params, jnp.bfloat16, mask)
 
-    def to_fp16(self, params: Mapping[str, Any]) -> Any:
-        """`params` as float16."""
-        return _cast(params, jnp.float16)
+    def to_fp16(self, params: Mapping[str, Any], mask: Any = None) -> Any:
+        """`params` as float16; with a tree of booleans, those that are True there."""
+        return _cast(params, jnp.float16, mask)
 
-    def to_fp32(self, params: Mapping[str, Any]) -> Any:
-        """`params` as float32."""
-        return _cast(params, jnp.float32)
+    def to_fp32(self, params: Mapping[str, Any], mask: Any = None) -> Any:
+        """`params` as float32; with a tree of booleans, those that are True there."""
+        return _cast(params, jnp.float32, mask)
 
     if not TYPE_CHECKING:  # it would hide misspelt attributes from type checkers
 
@@ -304,7 +304,10 @@ def dropout_key(rng: Array | None, train: bool) -> Array | None:
     return rng if train else None
 
 
-def _cast(params: Mapping[str, Any], dtype: DTypeLike) -> Any:
+def _cast(params: Mapping[str, Any], dtype: DTypeLike, mask: Any) -> Any:
+    def cast(x: Any, chosen: bool) -> Any:
+        return x.astype(dtype) if chosen and jnp.issubdtype(x.dtype, jnp.floating) else x
+
     return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params
+        cast, params, jax.tree.map(lambda _: True, params) if mask is None else mask
     )

@@ -127,6 +127,6 @@ def checked_generative(model: Any, name: str) -> GenerativeModel:
     Raises:
         UnsupportedError: it has none.
     """
-    if not hasattr(model, "decode"):
+    if not (hasattr(model, "decode") and hasattr(model, "init_cache")):  # bytes have decode too
         raise UnsupportedError(f"{name}: {type(model).__name__} has no language-model head")
     return model

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.attention_view import AttentionView, SequenceMask, make_view
 from jaxllm.cache.kv_cache import KV, Cache
+from jaxllm.common.arguments import checks_flags
 from jaxllm.common.errors import InputError
 from jaxllm.models import input_checks as check
 from jaxllm.models.build_options import FLOAT32, Options
@@ -89,6 +90,7 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
     def embedding(self) -> Embedding:
         return self.backbone.embed
 
+    @checks_flags
     def hidden(
         self,
         input_ids: object = None,

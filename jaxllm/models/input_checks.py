@@ -15,7 +15,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 
 MAX_IDS = 2**30
 """Token ids in one call; an array that was broadcast may claim more than the host can check."""
@@ -184,6 +186,7 @@ def check_capacity(mask: Any, cache: Cache | None, limit: int | None, segments: 
     The length of a traced cache is not checked: under jit that is up to the caller.
     """
     B, T = mask.shape
+    checked(cache, (Cache, type(None)), "cache", "what init_cache returns")
     if cache is not None:
         if cache.mask.shape[0] != B:
             raise InputError(f"cache: holds {cache.mask.shape[0]} rows, but the call has {B}")
@@ -228,7 +231,8 @@ def columns_to_keep(keep: Any, length: int) -> Any:
     """Index of the columns of `logits_to_keep`: the last n (0: all), or given columns."""
     keep = on_host("logits_to_keep", keep)
     if not jnp.issubdtype(keep.dtype, jnp.integer) or keep.ndim > 1:
-        raise InputError(f"logits_to_keep: expected an integer or a list of them, found {keep}")
+        found = quoted(keep.tolist() if keep.dtype == object else keep)
+        raise InputError(f"logits_to_keep: expected an integer or a list of them, found {found}")
     if is_traced(keep):
         if keep.ndim == 0:
             raise InputError("logits_to_keep: a number of columns must be a Python int under jit")

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxllm.cache.attention_view import AttentionView, Branches
 from jaxllm.cache.kv_cache import Cache
+from jaxllm.common.arguments import checked
+from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.models.model import C, Model
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.models.pretrained import Generates
@@ -79,7 +83,14 @@ class LanguageModel(Generates, Model[C]):
         return LANES if self.decoder_stack.blocks[0].attn.cache_head_axis else 1
 
     def empty_cache(self, batch: int, capacity: int) -> Cache:
-        """A self-attention cache of `capacity` columns, without tokens."""
+        """A self-attention cache of `capacity` columns, without tokens.
+
+        Raises:
+            InputError: a size is no integer of 1 or more.
+        """
+        for name, size in (("batch", batch), ("capacity", capacity)):
+            if checked(size, (int, np.integer), name, "an integer of 1 or more") < 1:
+                raise InputError(f"{name}: expected an integer of 1 or more, found {quoted(size)}")
         stack = self.decoder_stack
         attn = stack.blocks[0].attn
         return Cache.empty(

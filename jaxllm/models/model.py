@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from jaxllm.common.arguments import checked
+from jaxllm.common.arguments import checked, checks_flags
 from jaxllm.common.errors import InputError
 from jaxllm.common.renamed_arguments import CALL, drop_renamed
 from jaxllm.models.config import ModelConfig, check_common
@@ -139,11 +139,13 @@ def has_arrays(tree: object) -> bool:
 
 
 def model_call(call: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Decorates a model's `__call__`: names renamed arguments, and allows for trees of labels.
+    """Decorates a model's `__call__`: checks names and flags, and allows for trees of labels.
 
     `optax.multi_transform` and `optax.masked` call a tree of labels or masks if it is callable. One
     with the structure of a model is, and returns itself then.
     """
+
+    call = checks_flags(call)
 
     @functools.wraps(call)
     def wrapped(self: M, *args: P.args, **kwargs: P.kwargs) -> Any:

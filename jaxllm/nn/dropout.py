@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.nn.platform import random_uint16
 
 LEVELS = 1 << 16
@@ -29,5 +31,15 @@ def dropout_mask(key: Array, dropped: int, shape: tuple[int, ...]) -> Bool[Array
 
 
 def split_key(key: Array | None, n: int) -> tuple[Array | None, ...]:
-    """Splits a key into n independent ones; None gives n times None."""
-    return (None,) * n if key is None else tuple(jax.random.split(key, n))
+    """Splits a key into n independent ones; None gives n times None.
+
+    Raises:
+        InputError: it is no key.
+    """
+    if key is None:
+        return (None,) * n
+    try:
+        return tuple(jax.random.split(key, n))
+    except (TypeError, ValueError):
+        found = quoted(key)
+        raise InputError(f"dropout_key: expected jax.random.key(...), found {found}") from None

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxllm.common.arguments import checked_list
 from jaxllm.common.errors import InputError
 from jaxllm.common.messages import quoted
 
@@ -41,13 +42,15 @@ def make_mesh(
     >>> dict(make_mesh(devices=jax.devices()[:1]).shape)
     {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
-    devices = jax.devices() if devices is None else list(devices)
+    devices = jax.devices() if devices is None else checked_list(devices, "devices")
     sizes = {DATA: data, FSDP: fsdp, TENSOR: tensor}
-    shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    unknown_axes = [name for name, size in sizes.items() if size == -1]
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-            raise InputError(f"mesh: {name}: expected an integer of 1 or more, or -1, found {size}")
+            raise InputError(
+                f"mesh: {name}: expected an integer of 1 or more, or -1, found {quoted(size)}"
+            )
+    shape = ", ".join(f"{name}={quoted(size)}" for name, size in sizes.items())
+    unknown_axes = [name for name, size in sizes.items() if size == -1]
     if len(unknown_axes) > 1:
         raise InputError(f"mesh: {shape}: only one axis can be -1 (what is left)")
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -55,13 +58,13 @@ def make_mesh(
         sizes[unknown_axes[0]] = len(devices) // fixed
     elif unknown_axes:
         raise InputError(
-            f"mesh: {shape}: {len(devices)} devices cannot be divided by {fixed}; change one of "
-            "the two"
+            f"mesh: {shape}: {len(devices)} devices cannot be divided by {quoted(fixed)}; "
+            "change one of the two"
         )
     elif fixed != len(devices):
         raise InputError(
-            f"mesh: {shape} makes {fixed} devices, but there are {len(devices)}; set one axis to "
-            "-1 (what is left), or name the devices"
+            f"mesh: {shape} makes {quoted(fixed)} devices, but there are {len(devices)}; set one "
+            "axis to -1 (what is left), or name the devices"
         )
     # Auto: the compiler propagates shardings; the models only add constraints (`constrain`).
     automatic = (AxisType.Auto,) * len(AXES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -92,8 +93,8 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mappin
     if path.suffix.lower() == ".gguf":
         with GGUFFile(path) as file:
             return HFView(file).config, str(path)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    path = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.isfile(path):  # False for a name that is too long
         raise MissingFileError(
             f"{path}: no such file; give a folder with config.json, or the path of one"
         )

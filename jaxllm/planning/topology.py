@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, MissingExtraError, UnsupportedError
 
 GIB = 2**30
@@ -101,7 +102,7 @@ def find_topology(name: str) -> Topology:
     >>> find_topology("cpu").chip.platform
     'cpu'
     """
-    kind, _, sizes = name.partition(":")
+    kind, _, sizes = checked(name, (str,), "topology", "a name").partition(":")
     if kind not in CHIPS:
         raise UnsupportedError(f"topology: unknown {name!r}; known: {KNOWN}")
     chip = CHIPS[kind]

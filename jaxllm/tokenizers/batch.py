@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Int32
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, TokenizerError, UnsupportedError
 from jaxllm.common.field_mapping import ArrayMapping, FieldMapping
 from jaxllm.common.messages import quoted
@@ -222,6 +223,7 @@ def _cut(ids: list[int], size: int, side: PaddingSide) -> list[int]:
 
 def check_truncation(truncation: Truncation) -> bool:
     """True if texts are truncated; raises InputError for an unknown strategy."""
+    checked(truncation, (bool, str, type(None)), "truncation", "True, False or a strategy")
     if truncation in (None, False, "do_not_truncate"):
         return False
     if truncation not in (True, "longest_first", "only_first", "only_second"):
@@ -234,16 +236,18 @@ def check_truncation(truncation: Truncation) -> bool:
 
 def check_return_tensors(return_tensors: object) -> None:
     """Raises unless arrays of NumPy or JAX, or lists, are asked for."""
+    checked(return_tensors, (str, type(None)), "return_tensors", "'np', 'jax' or None (lists)")
     if return_tensors in ("pt", "tf", "mlx"):
         raise UnsupportedError(f"return_tensors={return_tensors!r}: give 'np' or 'jax'")
     if return_tensors not in ("np", "jax", None):
-        raise InputError(f"return_tensors is {return_tensors!r}: give 'np', 'jax' or None (lists)")
+        found = quoted(return_tensors)
+        raise InputError(f"return_tensors is {found}: give 'np', 'jax' or None (lists)")
 
 
 def checked_side(
     side: object, error: type[InputError] | type[TokenizerError], name: str = "padding_side"
 ) -> PaddingSide:
     """Returns ``side``, or raises ``error`` unless it is "left" or "right"."""
-    if side not in ("left", "right"):
+    if not isinstance(side, str) or side not in ("left", "right"):
         raise error(f"{name} is {quoted(side)}: it must be 'left' or 'right'")
     return side

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.common.renamed_arguments import is_satisfied
 from jaxllm.tokenizers.batch import (
@@ -124,6 +125,8 @@ class BatchEncoder(TextEncoder):
             raise UnsupportedError(f"a tokenizer's call does not take {unsupported}")
         if text_target is not None:
             return self._with_labels(text, text_pair, text_target, return_tensors, options)
+        for name in ("return_offsets_mapping", "return_attention_mask"):
+            checked(options.get(name), (bool, type(None)), name, "True or False")
         texts = _text_list(text)
         pairs = [None] * len(texts) if text_pair is None else _text_list(text_pair)
         one_of_each = text_pair is None or isinstance(text, str) == isinstance(text_pair, str)
@@ -208,8 +211,9 @@ class BatchEncoder(TextEncoder):
     ) -> BatchEncoding | ListEncoding:
         if padding is None:
             padding = bucket is not None
+        checked(padding, (bool, str), "padding", "True, False or a strategy")
         check_return_tensors(return_tensors)
-        side = checked_side(padding_side or self.padding_side, InputError)
+        side = checked_side(self.padding_side if padding_side is None else padding_side, InputError)
         if bucket is not None and pad_to_multiple_of is not None:
             raise InputError("give bucket or pad_to_multiple_of, not both")
         if pad_to_multiple_of is not None and padding in (False, "do_not_pad"):

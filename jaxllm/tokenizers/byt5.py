@@ -74,12 +74,12 @@ class ByT5Tokenizer(Tokenizer):
     def __len__(self) -> int:
         return max(len(_FIRST) + len(self._bytes), max(self._added) + 1)
 
-    def token_to_id(self, token: str) -> int | None:
+    def _token_to_id(self, token: str) -> int | None:
         if token in self._added_ids:
             return self._added_ids[token]
         return ord(token) + len(_FIRST) if token in self._bytes else None
 
-    def id_to_token(self, index: int) -> str | None:
+    def _id_to_token(self, index: int) -> str | None:
         if index in self._added:
             return self._added[index].content
         byte = index - len(_FIRST)

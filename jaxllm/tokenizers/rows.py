@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.common.arguments import checked_list
+from jaxllm.common.arguments import checked_iterable, checked_list
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.tokenizers.batch import Span
 
 
@@ -29,18 +30,20 @@ def unpadded_rows(rows: Any) -> UnpaddedRows:
     >>> unpadded_rows([{"input_ids": [5], "labels": 1}, {"input_ids": [6, 7], "labels": 0}])
     UnpaddedRows(input_ids=[[5], [6, 7]], attention_mask=None, offset_mapping=None, labels=[1, 0])
     """
+    if not isinstance(rows, Mapping):
+        rows = list(checked_iterable(rows, "rows", "lists of token ids"))
     if isinstance(rows, Mapping):
         columns = {
             name: checked_list(values, name) for name, values in rows.items() if values is not None
         }
-    elif len(_sequence(rows)) > 0 and all(isinstance(row, Mapping) for row in rows):
+    elif rows and all(isinstance(row, Mapping) for row in rows):
         names = dict.fromkeys(name for row in rows for name in row)
         for number, row in enumerate(rows):
             if row.keys() != names.keys():
                 raise InputError(f"row {number} has {sorted(row)}, another {sorted(names)}")
         columns = {name: [row[name] for row in rows] for name in names}
     else:
-        columns = {"input_ids": list(rows)}
+        columns = {"input_ids": rows}
     unknown = columns.keys() - UnpaddedRows.__annotations__.keys()
     if unknown or "input_ids" not in columns:
         raise InputError(
@@ -50,18 +53,12 @@ def unpadded_rows(rows: Any) -> UnpaddedRows:
     for name, values in columns.items():
         if name != "labels" and not all(hasattr(row, "__len__") for row in values):
             name = "rows" if name == "input_ids" else name
-            raise InputError(f"{name}: expected lists of token ids, found {str(values)[:60]}")
+            raise InputError(f"{name}: expected lists of token ids, found {quoted(values)}")
     sizes = {name: list(map(len, values)) for name, values in columns.items() if name != "labels"}
     for name in sizes:
         if sizes[name] != sizes["input_ids"]:
             raise InputError(f"{name}: its rows have other lengths than those of input_ids")
     return UnpaddedRows(**columns)
-
-
-def _sequence(rows: object) -> Any:
-    if not hasattr(rows, "__len__"):
-        raise InputError(f"rows: expected lists of token ids, found {str(rows)[:60]}")
-    return rows
 
 
 def label_array(labels: list[Any]) -> np.ndarray:

@@ -39,6 +39,9 @@ class AddedToken:
     rstrip: bool = False
     single_word: bool = False
 
+    def __str__(self) -> str:
+        return self.content
+
 
 @dataclass(frozen=True)
 class TokenizerSettings:

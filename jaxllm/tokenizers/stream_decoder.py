@@ -69,7 +69,7 @@ def iterate_ids(ids: Any) -> Iterator[int]:
     Raises:
         InputError: ``ids`` is none of these, or has something else than ids in it.
     """
-    if _is_id(ids):
+    if is_id(ids):
         ids = (ids,)
     elif isinstance(ids, str | bytes | Mapping) or not hasattr(ids, "__iter__"):
         raise InputError(f"token ids: expected an int or a list of ints, found {_describe(ids)}")
@@ -80,7 +80,7 @@ def iterate_ids(ids: Any) -> Iterator[int]:
     elif hasattr(ids, "__len__") and len(ids) > MAX_IDS:
         raise InputError(f"token ids: {len(ids)} at once, but at most {MAX_IDS} are taken")
     for index in ids:
-        if not _is_id(index):
+        if not is_id(index):
             raise InputError(f"token ids: expected ints, found {_describe(index)}")
         index = operator.index(index)
         if index < 0:
@@ -88,7 +88,7 @@ def iterate_ids(ids: Any) -> Iterator[int]:
         yield index
 
 
-def _is_id(value: Any) -> bool:
+def is_id(value: Any) -> bool:
     """True for ints and integer scalars of NumPy and JAX."""
     if isinstance(value, bool) or getattr(value, "ndim", 0) != 0:
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Literal, TypedDict, Unpack, overload
 
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.common.arguments import checked_iterable, checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError
-from jaxllm.common.messages import quoted
 from jaxllm.tokenizers.batch import (
     PaddingSide,
     ReturnTensors,
@@ -95,6 +95,7 @@ class TextEncoder(Vocabulary):
         return_tensors: Literal["np", "jax"],
         **options: Unpack[TextOptions],
     ) -> np.ndarray | jax.Array: ...
+    @checks_flags
     def encode(
         self,
         text: str,
@@ -137,6 +138,7 @@ class TextEncoder(Vocabulary):
             return result
         return (np if return_tensors == "np" else jnp).asarray([result], np.int32)
 
+    @checks_flags
     def encode_with_offsets(
         self,
         text: str,
@@ -197,10 +199,12 @@ class TextEncoder(Vocabulary):
             return self._add_special_tokens(ids, pair)
         return ids + (pair or [])
 
+    @checks_flags
     def num_special_tokens_to_add(self, pair: bool = False) -> int:
         """Number of special tokens that encoding adds to a text, or to a pair of texts."""
         return len(self._add_special_tokens([], [] if pair else None))
 
+    @checks_flags
     def tokenize(
         self, text: str, pair: str | None = None, add_special_tokens: bool = False
     ) -> list[str]:
@@ -221,6 +225,7 @@ class TextEncoder(Vocabulary):
             text, add_special_tokens=False, split_special_tokens=True, max_bytes=max_bytes
         )
 
+    @checks_flags
     def decode(
         self,
         ids: int | Iterable[int],
@@ -237,12 +242,10 @@ class TextEncoder(Vocabulary):
         Raises:
             InputError: not an id, or not a list or one-dimensional array of ids; or not a bool.
         """
-        if not isinstance(clean_up_tokenization_spaces, bool | None):
-            value = quoted(clean_up_tokenization_spaces)
-            raise InputError(f"clean_up_tokenization_spaces: expected a bool, found {value}")
         stream = self.stream_decoder(skip_special_tokens, clean_up_tokenization_spaces)
         return stream.put(ids) + stream.end()
 
+    @checks_flags
     def batch_decode(
         self,
         rows: Iterable[Iterable[int]],
@@ -250,11 +253,11 @@ class TextEncoder(Vocabulary):
         clean_up_tokenization_spaces: bool | None = None,
     ) -> list[str]:
         """Decodes several lists of ids, or the rows of a two-dimensional array; see `decode`."""
-        if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__iter__"):
-            raise InputError(f"expected a list of lists of ids, found {type(rows).__name__}")
         options = (skip_special_tokens, clean_up_tokenization_spaces)
+        rows = checked_iterable(rows, "rows", "a list of lists of ids")
         return [self.decode(row, *options) for row in rows]
 
+    @checks_flags
     def stream_decoder(
         self, skip_special_tokens: bool = True, clean_up_tokenization_spaces: bool | None = None
     ) -> StreamDecoder:

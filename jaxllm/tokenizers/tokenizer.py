@@ -9,7 +9,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from jaxllm.common.arguments import checked, checked_list, checked_path
+from jaxllm.common.arguments import checked, checked_list, checked_path, checks_flags
 from jaxllm.common.atomic_file import write_whole
 from jaxllm.common.errors import (
     InputError,
@@ -63,6 +63,15 @@ class Tokenizer(BatchEncoder):
         """Default chat template (Jinja source), or None."""
         return self.settings.chat_templates.get("default")
 
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        if checked(template, (str, type(None)), "chat_template", "a template or None") is not None:
+            check_text(template, MAX_TEXT_BYTES)
+        templates = {} if template is None else {"default": template}
+        self.settings = replace(self.settings, chat_templates=templates)
+        self._files.pop("chat_template.jinja", None)
+        self._set_option("chat_template", template)
+
     @contextmanager
     def as_target_tokenizer(self) -> Generator[None]:
         """Context for the texts that a model should write, which these tokenizers encode like all.
@@ -71,6 +80,7 @@ class Tokenizer(BatchEncoder):
         """
         yield
 
+    @checks_flags
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -214,6 +224,7 @@ class Tokenizer(BatchEncoder):
             )
         return templates["default"]
 
+    @checks_flags
     def add_tokens(
         self,
         new_tokens: str | AddedToken | Sequence[str | AddedToken],
@@ -235,6 +246,7 @@ class Tokenizer(BatchEncoder):
         for value in values:
             if not isinstance(value, str | AddedToken) or value in ("", AddedToken("")):
                 raise InputError(f"add_tokens: {quoted(value)} is not a token")
+            check_text(str(value), MAX_TEXT_BYTES)
             if isinstance(value, str) and value in self.special_tokens:
                 continue
             token = (
@@ -265,6 +277,7 @@ class Tokenizer(BatchEncoder):
             raise InputError(f"{sorted(unknown)}: special tokens are {(*NAMED_TOKENS, *lists)}")
         named = {name: value for name, value in tokens.items() if name in NAMED_TOKENS}
         extra = [v for name in lists for v in checked_list(tokens.get(name) or (), name)]
+        named, extra = {k: _special(v) for k, v in named.items()}, [_special(v) for v in extra]
         count = self.add_tokens([*named.values(), *extra], special_tokens=True)
         for name, value in named.items():
             self.set_named_token(name, value.content if isinstance(value, AddedToken) else value)
@@ -321,3 +334,8 @@ def _are_conversations(messages: Any) -> bool:
     return bool(messages) and all(
         isinstance(each, Sequence) and not isinstance(each, str | bytes) for each in messages
     )
+
+
+def _special(token: Any) -> Any:
+    """An added token that is special; other values as they are."""
+    return replace(token, special=True) if isinstance(token, AddedToken) else token

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
+from jaxllm.common.arguments import checked, checked_list, checks_flags
 from jaxllm.common.errors import InputError, TokenizerError
 from jaxllm.common.messages import quoted
 from jaxllm.common.renamed_arguments import TOKENIZER_ATTRIBUTES
 from jaxllm.tokenizers.files import NAMED_TOKENS
 from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
-from jaxllm.tokenizers.stream_decoder import iterate_ids
+from jaxllm.tokenizers.stream_decoder import is_id, iterate_ids
 
 NO_MAX_LENGTH = int(1e30)
 """transformers' ``model_max_length`` of a tokenizer that has none."""
@@ -81,13 +82,21 @@ class Vocabulary(ABC):
     def __len__(self) -> int:
         """Number of ids: the largest id plus one."""
 
-    @abstractmethod
     def token_to_id(self, token: str) -> int | None:
         """Id of a token of the vocabulary; None if it does not exist."""
+        return self._token_to_id(checked(token, (str,), "token", "a str"))
 
-    @abstractmethod
     def id_to_token(self, index: int) -> str | None:
         """Token of an id, as in the vocabulary; None beyond the vocabulary."""
+        if not is_id(index):
+            raise InputError(f"index: expected a token id, found {quoted(index)}")
+        return self._id_to_token(int(index))
+
+    @abstractmethod
+    def _token_to_id(self, token: str) -> int | None: ...
+
+    @abstractmethod
+    def _id_to_token(self, index: int) -> str | None: ...
 
     @property
     @abstractmethod
@@ -107,15 +116,13 @@ class Vocabulary(ABC):
         self, tokens: str | list[str] | tuple[str, ...]
     ) -> int | list[int | None] | None:
         """Ids of one or more tokens; that of the unknown token, or None, for other strings."""
-        if isinstance(tokens, str):
-            index = self.token_to_id(tokens)
-            return self.unk_token_id if index is None else index
-        if isinstance(tokens, bytes | Mapping) or not isinstance(tokens, Iterable):
-            raise InputError(f"expected a str or a list of str, found {type(tokens).__name__}")
-        for token in tokens:
-            if not isinstance(token, str):
-                raise InputError(f"expected a token (a str), found {type(token).__name__}")
-        return [self.convert_tokens_to_ids(token) for token in tokens]
+        if not isinstance(tokens, str):
+            return [self._id_or_unknown(token) for token in checked_list(tokens, "tokens")]
+        return self._id_or_unknown(tokens)
+
+    def _id_or_unknown(self, token: str) -> int | None:
+        index = self.token_to_id(token)
+        return self.unk_token_id if index is None else index
 
     @overload
     def convert_ids_to_tokens(self, ids: int, skip_special_tokens: bool = False) -> str | None: ...
@@ -123,6 +130,7 @@ class Vocabulary(ABC):
     def convert_ids_to_tokens(
         self, ids: Iterable[int], skip_special_tokens: bool = False
     ) -> list[str | None]: ...
+    @checks_flags
     def convert_ids_to_tokens(
         self, ids: int | Iterable[int], skip_special_tokens: bool = False
     ) -> str | list[str | None] | None:
@@ -158,7 +166,8 @@ class Vocabulary(ABC):
         options = {**self.settings.options, name: value}
         self.settings = replace(self.settings, options=options)
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
-            if file in self._files or file == "tokenizer_config.json":
+            is_kept = file in self._files and name.endswith(("_token", "_tokens"))
+            if is_kept or file == "tokenizer_config.json":
                 content = {**json.loads(self._files.get(file, b"{}")), name: value}
                 self._files[file] = json.dumps(content, ensure_ascii=False, indent=2).encode()
 
@@ -176,6 +185,11 @@ class Vocabulary(ABC):
     def get_added_vocab(self) -> dict[str, int]:
         """Ids of the added tokens, special ones included."""
         return {token.content: index for index, token in sorted(self.settings.added.items())}
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int | None]:
+        """Ids of `additional_special_tokens`."""
+        return [self.token_to_id(token) for token in self.additional_special_tokens]
 
     @property
     def all_special_tokens(self) -> list[str]:

@@ -107,6 +107,23 @@ def test_saving_over_the_loaded_files(tmp_path):
     assert [p.name for p in folder.glob("*.safetensors*")] == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "pytorch_model.bin"])
+def test_weights_of_another_format_are_a_model_too(tmp_path, name):
+    (tmp_path / name).write_bytes(b"weights")
+    model, _ = jaxllm.load(ROOT / "gpt2_base")
+    with pytest.raises(CheckpointError, match=f"there is a model already .{name}"):
+        jaxllm.save_hf(tmp_path, model)
+
+
+def test_the_tokenizer_of_a_replaced_model_stays_with_a_warning(tmp_path):
+    model, _ = jaxllm.load(ROOT / "gpt2_base")
+    jaxllm.save_hf(tmp_path, model)
+    (tmp_path / "tokenizer.json").write_bytes(b"of an earlier model")
+    with pytest.warns(UserWarning, match=r"keeps the tokenizer .* \(tokenizer\.json\)"):
+        jaxllm.save_hf(tmp_path, model, overwrite=True)
+    assert (tmp_path / "tokenizer.json").read_bytes() == b"of an earlier model"
+
+
 def test_shards(tmp_path):
     model, _ = jaxllm.load(ROOT / "gpt2_base")
     jaxllm.save_hf(tmp_path, model, max_shard_bytes=8000)

@@ -4,7 +4,11 @@ whole."""
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,3 +144,64 @@ def test_save(tmp_path: Path, disk: Disk) -> None:
         jaxllm.save_hf(disk.folder / "model", model, tokenizer, overwrite=True)
         assert {p.name: p.read_bytes() for p in (disk.folder / "model").iterdir()} == files
         disk.unmount()
+
+
+COMMANDS = {
+    "chat": ("--max-new-tokens", 4),
+    "eval": ("--perplexity", ROOT / "LICENSE", "--context", 64),
+    "plan": ("--topology", "cpu", "--prompt", 16, "--batch", 1, "--program", "prefill"),
+}
+CLOSED = "nothing more can be written (No space left on device)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_that_print(name: str, tmp_path: Path, disk: Disk) -> None:
+    model, tokenizer = jaxllm.load(MODEL)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    jaxllm.save_hf(tmp_path / "model", model, tokenizer)
+
+    def finish(*flags: object, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "jaxllm",
+            name,
+            tmp_path / "model",
+            *COMMANDS[name],
+            *flags,
+        ]
+        words = [str(word) for word in command]
+        return subprocess.run(
+            words, cwd=ROOT, input="Hello\n", text=True, stdout=stdout, stderr=subprocess.PIPE
+        )
+
+    straight = finish()
+    assert straight.returncode == 0, straight.stderr
+    with Path("/dev/full").open("w") as full:
+        failed = finish(stdout=full)
+    errors = [line for line in failed.stderr.splitlines() if "rror" in line]
+    assert (failed.returncode, errors) == (2, [f"jaxllm {name}: error: {CLOSED}"])
+    if name != "plan":  # programs that cannot be kept are a warning
+        disk.mount(4)
+        done = finish("--compile-cache", disk.folder / "programs")
+        assert (done.returncode, done.stdout) == (0, straight.stdout)
+        assert "No space left on device" in done.stderr
+
+
+@pytest.mark.slow
+def test_serve(disk: Disk) -> None:
+    disk.mount(4)
+    flags = ("--port", 0, "--context", 64, "--compile-cache", disk.folder / "programs")
+    command = [str(word) for word in (sys.executable, "-m", "jaxllm", "serve", MODEL, *flags)]
+    body = json.dumps({"model": MODEL.name, "prompt": "Hello", "max_tokens": 3}).encode()
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        found = (re.search(r"serving \S+ on (http://\S+)", line) for line in process.stderr)
+        address = next(match for match in found if match)
+        url = f"{address[1]}/v1/completions"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 3
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143

@@ -88,3 +88,21 @@ def test_help_to_a_full_disk(words: list[str]) -> None:
         )
     assert done.returncode == 2
     assert done.stderr == "jaxllm: error: nothing more can be written (No space left on device)\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "~/run", "out"],
+        ["eval", "model", "--perplexity", "~/run"],
+    ],
+)
+def test_home_folders_are_expanded(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(words) == 2
+    assert str(tmp_path / "run") in capsys.readouterr().err

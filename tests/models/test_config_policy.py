@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from jaxllm.common.errors import ConfigError, JaxLLMError, UnsupportedError
+from jaxllm.models import T5Config, T5EncoderModel, T5ForConditionalGeneration
 from jaxllm.models.registry import model_spec
 
 # Keys of 91 config.json files of public GitHub repositories that are not fields of our configs,
@@ -174,3 +175,11 @@ def test_a_strange_value_of_any_key_is_read_or_named(family):
                 messages.append(str(error))
     assert len(messages) > 100
     assert [text for text in messages if len(text) > 500 or "\n" in text] == []
+
+
+def test_an_encoder_alone_has_no_decoder_layers() -> None:
+    sizes = {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_heads": 2}
+    config = T5Config.from_dict({**sizes, "num_layers": 1, "num_decoder_layers": 0})
+    assert T5EncoderModel.from_config(config)([[1]]).last_hidden_state.shape == (1, 1, 8)
+    with pytest.raises(ConfigError, match="num_decoder_layers: 0 is an encoder alone"):
+        T5ForConditionalGeneration.from_config(config)

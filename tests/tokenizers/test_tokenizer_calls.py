@@ -12,8 +12,9 @@ import numpy as np
 import paths
 import pytest
 
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError, TemplateError, UnsupportedError
 from jaxllm.tokenizers import BatchEncoding, Tokenizer, load_tokenizer
+from jaxllm.tokenizers.settings import AddedToken
 
 DATA = paths.DATA / "tokenizers"
 CASES = json.loads((DATA / "call_cases.json").read_text(encoding="utf-8"))
@@ -248,6 +249,30 @@ def test_named_tokens_can_be_changed(load_fast, tmp_path):
         again.pad_token_id = 100_000
 
 
+def test_added_tokens_become_special(load_fast):
+    tokenizer = load_fast("llama2")
+    token = AddedToken("<turn>", special=False)
+    assert tokenizer.add_special_tokens({"additional_special_tokens": [token]}) == 1
+    (index,) = tokenizer.additional_special_tokens_ids
+    assert tokenizer.encode(f"{token}", add_special_tokens=False) == [index]
+    assert tokenizer.decode([index], skip_special_tokens=True) == ""
+
+
+def test_a_chat_template_can_be_set(load_fast, tmp_path):
+    tokenizer = load_fast("llama2")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "hi"}]
+    again = load_tokenizer(tmp_path)
+    assert again is not None
+    assert again.apply_chat_template(chat, tokenize=False) == "hi"
+    with pytest.raises(InputError, match="chat_template: expected a template or None, found 3"):
+        again.chat_template = 3
+    again.chat_template = None
+    with pytest.raises(TemplateError, match="no default chat template"):
+        again.apply_chat_template(chat)
+
+
 def test_model_max_length_is_the_default(load_fast):
     tokenizer = load_fast("t5", model_max_length=6)
     batch = tokenizer(
@@ -269,7 +294,7 @@ def test_model_max_length_is_the_default(load_fast):
         ({"max_length": "9"}, InputError, "max_length is '9'"),
         ({"return_tensors": "np"}, InputError, "different lengths"),
         ({"return_tensors": "pt"}, UnsupportedError, "give 'np' or 'jax'"),
-        ({"return_tensors": 3}, InputError, "return_tensors is 3"),
+        ({"return_tensors": 3}, InputError, "return_tensors: expected .*, found 3"),
         ({"bucket": 8, "pad_to_multiple_of": 8}, InputError, "not both"),
         ({"padding": True, "pad_to_multiple_of": -1}, InputError, "bucket is -1"),
         ({"pad_to_multiple_of": 8}, InputError, "give padding=True with it"),
@@ -345,7 +370,9 @@ def test_clean_up_of_spaces(t5):
     with_spaces, without = (t5.decode(ids, True, value) for value in (False, True))
     assert with_spaces != without
     assert without == with_spaces.replace(" .", ".").replace(" n't", "n't")
-    with pytest.raises(InputError, match="clean_up_tokenization_spaces: expected a bool, found 1"):
+    with pytest.raises(
+        InputError, match="clean_up_tokenization_spaces: expected True or False, found 1"
+    ):
         t5.decode(ids, clean_up_tokenization_spaces=1)
 
 

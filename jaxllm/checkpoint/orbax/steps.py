@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import json
 import logging
+import os
 import re
 import shutil
 import traceback
@@ -111,7 +112,7 @@ def checksum(text: str) -> str:
 
 def numbered(folder: Path) -> list[int]:
     """Steps that have a folder, in order, complete or not."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False for a name that is too long
         return []
     names = [path.name for path in folder.iterdir() if path.is_dir()]
     return sorted(int(n) for n in names if n.isdecimal() and n.isascii() and n == str(int(n)))

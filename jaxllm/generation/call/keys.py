@@ -76,7 +76,7 @@ def _key_shape(implementation: str) -> tuple[int, ...]:
 
 
 def _typed_key(key: Any) -> Key[Array, ""]:
-    if np.ndim(key) == 0 and jnp.issubdtype(getattr(key, "dtype", type(key)), jnp.integer):
+    if is_integer(key) or (getattr(key, "ndim", 1) == 0 and jnp.issubdtype(key.dtype, jnp.integer)):
         key = jax.random.key(key if is_traced(key) else int(key) % 2**32)
     elif not hasattr(key, "dtype"):
         raise InputError(f"key: expected jax.random.key(...) or an int, found {quoted(key)}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import any_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
@@ -34,6 +35,8 @@ def merged_config(
     if generation_config is None:
         generation_config = GenerationConfig()
     elif isinstance(generation_config, Mapping):
+        for name in generation_config:
+            checked(name, (str,), "generation_config", "names of fields")
         generation_config = GenerationConfig(**generation_config)
     elif not isinstance(generation_config, GenerationConfig):
         raise InputError(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxllm.common.arguments import checked
+from jaxllm.common.arguments import checked_list, checks_flags
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.models.input_checks import is_traced
 
 
+@checks_flags
 def compute_transition_scores(
     sequences: Int[Array, "R L"],
     scores: Sequence[Float[Array, "Rows V"]],
@@ -45,17 +47,17 @@ def compute_transition_scores(
     >>> [round(float(s), 1) for s in compute_transition_scores(sequences, scores)[0]]
     [-0.1, -0.2]
     """
-    checked(scores, (Sequence, np.ndarray, jax.Array), "scores", "an array for each step")
+    scores = checked_list(scores, "scores")
     if len(scores) == 0:
         raise InputError("scores: empty; ask for them with output_scores=True")
-    stacked = jnp.stack([jnp.asarray(step, jnp.float32) for step in scores])
+    stacked = _array("scores", scores, jnp.floating, 3).astype(jnp.float32)
     steps, rows, _ = stacked.shape
-    sequences = jnp.asarray(sequences)
+    sequences = _array("sequences", sequences, jnp.integer, 2)
     if normalize_logits:
         stacked = jax.nn.log_softmax(stacked, axis=-1)
     if beam_indices is None:
         beam_indices = jnp.broadcast_to(jnp.arange(rows)[:, None], (rows, steps))
-    beam_indices = jnp.asarray(beam_indices)
+    beam_indices = _array("beam_indices", beam_indices, jnp.integer, 2)
     if beam_indices.shape[:1] != sequences.shape[:1]:
         raise InputError(
             f"beam_indices: {beam_indices.shape[0]} rows for {sequences.shape[0]} sequences; "
@@ -73,3 +75,17 @@ def compute_transition_scores(
     tokens = sequences[:, sequences.shape[1] - length :]
     token_scores = stacked[jnp.arange(length), beams, tokens]
     return jnp.where(has_token[:, :length], token_scores, 0.0)
+
+
+def _array(name: str, values: Any, dtype: Any, ndim: int) -> Array:
+    """`values` as an array with `ndim` axes; an array for each step if there are three."""
+    try:
+        array = jnp.stack([jnp.asarray(x) for x in values]) if ndim == 3 else jnp.asarray(values)
+    except (TypeError, ValueError, OverflowError):
+        array = jnp.zeros(0)
+    if array.ndim != ndim or not jnp.issubdtype(array.dtype, dtype):
+        raise InputError(
+            f"{name}: expected an array of {ndim} axes of {dtype.__name__} numbers, found "
+            f"{quoted(values)}"
+        )
+    return array

@@ -85,7 +85,7 @@ def token_ids(value: object) -> tuple[int, ...]:
         raise BadValueError("a list of token ids")
     try:
         return tuple(integer(0)(item) for item in value)
-    except BadValueError:
+    except (BadValueError, TypeError):  # an array without axes is an Iterable too
         raise BadValueError("a list of token ids") from None
 
 

@@ -128,7 +128,8 @@ class T5Config(cfg.ModelConfig):
         cfg.check_common(config)
         sizes = ("d_model", "d_kv", "d_ff", "num_heads")
         cfg.check_size(config, *sizes)
-        cfg.check_size(config, "num_layers", "decoder_layers", limit=cfg.MAX_LAYERS)
+        decoder = ("decoder_layers",) if config.decoder_layers != 0 else ()  # 0: an encoder alone
+        cfg.check_size(config, "num_layers", *decoder, limit=cfg.MAX_LAYERS)
         cfg.check_rate(config, "dropout_rate")
         cfg.check_positive(config, "layer_norm_epsilon", "initializer_factor")
         buckets, distance = (

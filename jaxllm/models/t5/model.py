@@ -155,6 +155,8 @@ class T5ForConditionalGeneration(T5Encoder, LanguageModel[T5Config]):
 
     def __init__(self, config: T5Config, options: Options = FLOAT32, *, rngs: nnx.Rngs | None):
         super().__init__(config, options, rngs=rngs)
+        if config.decoder_layers == 0:
+            raise ConfigError("num_decoder_layers: 0 is an encoder alone: a T5EncoderModel")
         self.decoder = make_stack(config, options, decoder=True, rngs=rngs)
         head = (config.d_model, config.vocab_size)
         self.lm_head = (
@@ -368,7 +370,9 @@ def shift_tokens_right(
     >>> shift_tokens_right(jnp.array([[5, 6, -100, -100]]), 0, 2).tolist()
     [[2, 5, 6, 0]]
     """
-    ids = jnp.asarray(input_ids)
+    ids = jnp.asarray(check.on_host("input_ids", input_ids))
+    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise InputError(f"input_ids: expected token ids [B, T], found {ids.dtype}{[*ids.shape]}")
     start = jnp.full_like(ids[:, :1], decoder_start_token_id)
     shifted = jnp.concatenate([start, ids[:, :-1]], axis=1)
     return jnp.where(shifted == IGNORED, pad_token_id, shifted)

@@ -107,12 +107,12 @@ class SentencePieceTokenizer(Tokenizer):
     def __len__(self) -> int:
         return max(self.vocab_size, max(self._added, default=-1) + 1)
 
-    def token_to_id(self, token: str) -> int | None:
+    def _token_to_id(self, token: str) -> int | None:
         if token in self._added_ids:
             return self._added_ids[token]
         return self._model.piece_to_id(token) if token in self._model.vocabulary else None
 
-    def id_to_token(self, index: int) -> str | None:
+    def _id_to_token(self, index: int) -> str | None:
         if index in self._added:
             return self._added[index].content
         return self._model.pieces[index] if 0 <= index < self.vocab_size else None

@@ -131,10 +131,10 @@ class FastTokenizer(Tokenizer):
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def token_to_id(self, token: str) -> int | None:
+    def _token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
-    def id_to_token(self, index: int) -> str | None:
+    def _id_to_token(self, index: int) -> str | None:
         return self._tokens[index] if 0 <= index < len(self._tokens) else None
 
     def get_vocab(self) -> dict[str, int]:

@@ -42,6 +42,7 @@ from jaxllm.generation.processors.host.allowed_tokens import (
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 _STATES = 4096  # cached states per grammar; a state is small and quick to copy
+MAX_TOKEN_BYTES = 1024  # llguidance panics at a longer one
 _LOCK = threading.Lock()  # programs on several devices may call at once
 
 
@@ -288,6 +289,12 @@ def _wrapped_tokenizer(
     by_ends = _VOCABULARIES.setdefault(tokenizer, {})
     if ends not in by_ends:
         vocabulary = GrammarVocabulary(tokenizer)
+        longest = max(map(len, vocabulary.tokens), default=0)
+        if longest > MAX_TOKEN_BYTES:
+            raise InputError(
+                f"grammar: the tokenizer has a token of {longest} bytes, but a grammar takes at "
+                f"most {MAX_TOKEN_BYTES}"
+            )
         by_ends[ends] = llguidance().LLTokenizer(vocabulary, eos_token=list(ends)), vocabulary
     return by_ends[ends]
 
