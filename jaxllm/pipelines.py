@@ -110,7 +110,8 @@ def pipeline(
     if checked(task, (str,), "task", "a name") not in TASKS:
         raise UnsupportedError(
             f"task: {quoted(task)}; pipelines have {', '.join(TASKS)} (a T5 summarises and"
-            " translates with 'text2text-generation', 'sentiment-analysis' is 'text-classification')"
+            " translates with 'text2text-generation'; 'sentiment-analysis' is"
+            " 'text-classification')"
         )
     model_class = TASKS[task].model_class
     options = drop_renamed("pipeline()", options, PIPELINE)
