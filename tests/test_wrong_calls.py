@@ -11,7 +11,7 @@ from paths import DATA
 
 import jaxllm
 from jaxllm import models
-from jaxllm.errors import InputError, JaxLLMError, UnsupportedError
+from jaxllm.errors import ConfigError, InputError, JaxLLMError, UnsupportedError
 from jaxllm.generation.processors.host.grammar import regex
 
 GPT2, T5 = (DATA / "reference" / name for name in ("tiny-gpt2", "tiny-t5"))
@@ -50,6 +50,7 @@ MODEL_CALLS = {
     "generation_config: .*names of fields": lambda m: m.generate([[1]], generation_config={1: 2}),
     "begin_suppress_tokens": lambda m: m.generate([[1]], begin_suppress_tokens=np.array(None)),
     "key: expected": lambda m: m.generate([[1]], do_sample=True, key=[1, [2]]),
+    "revision: expected a branch": lambda m: jaxllm.load(GPT2, revision=3),
     "remat: expected True or False, found yes": lambda m: jaxllm.load(GPT2, remat="yes"),
     "path_or_hub_id: .* an integer of 5001 digits": lambda m: jaxllm.load(10**5000),
     "path_or_hub_id: expected": lambda m: jaxllm.AutoConfig.from_pretrained(10**5000),
@@ -74,6 +75,12 @@ def test_of_models(message: str) -> None:
     with pytest.raises(InputError, match=message) as failure:
         MODEL_CALLS[message](tiny.cached("gpt2"))
     assert len(str(failure.value)) < 500
+
+
+def test_an_empty_array_as_a_setting() -> None:
+    for name in ("pad_token_id", "do_sample", "stop_strings"):
+        with pytest.raises(ConfigError, match=name):
+            jaxllm.GenerationConfig.from_dict({name: np.zeros(0)})
 
 
 def test_bytes_as_a_model() -> None:

@@ -44,6 +44,7 @@ def resolve(
         InputError: a revision other than "main" was given for a local path.
     """
     text = str(checked(path_or_hub_id, (str, PathLike), "path_or_hub_id", "a path or a Hub id"))
+    checked(revision, (str, type(None)), "revision", "a branch, tag or commit")
     expanded = os.path.expanduser(text)
     if os.path.exists(expanded):  # Path.exists() raises for invalid paths
         path = Path(expanded)

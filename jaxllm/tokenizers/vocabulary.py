@@ -217,7 +217,7 @@ class Vocabulary(ABC):
     def model_max_length(self, value: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise InputError(f"model_max_length: expected a positive number, found {quoted(value)}")
-        self._set_option("model_max_length", value)
+        self._set_option("model_max_length", min(value, NO_MAX_LENGTH))
 
     if not TYPE_CHECKING:  # it would hide misspelt attributes from type checkers
 

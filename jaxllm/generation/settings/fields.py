@@ -218,7 +218,8 @@ class Settings:
         values = {}
         for name, value in fields.items():
             field = cls.fields.get(name)
-            if field is None or value is None or (field.unset is not None and value == field.unset):
+            is_unset = value is None or (field is not None and (value == field.unset) is True)
+            if field is None or is_unset:
                 continue
             try:
                 values[name] = checked_value(field, value, where, ConfigError)
