@@ -121,8 +121,8 @@ class BatchCommand(Command):
 
     @property
     def rows_done(self) -> int:
-        parts = self.output.parent.glob("out.jsonl.*/part-*.jsonl")
-        return sum(part.read_bytes().count(b"\n") for part in parts)
+        journal = self.output.parent / "out.jsonl.parts" / "rows.jsonl"
+        return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
     def results(self) -> list[Path]:
         return [path for path in self.output.parent.iterdir() if path.name != "rows.jsonl"]
