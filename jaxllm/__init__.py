@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from jaxllm.generation.scoring.score import ScoreOutput, score
     from jaxllm.generation.scoring.transition_scores import compute_transition_scores
     from jaxllm.generation.settings.config import GenerationConfig
-    from jaxllm.loading import load, load_orbax, push_to_hub, save_hf, save_orbax
+    from jaxllm.loading import load, load_orbax
     from jaxllm.parallel.mesh import make_mesh
     from jaxllm.pipelines import Pipeline, pipeline
     from jaxllm.planning import abstract_model, lower, plan
+    from jaxllm.saving import push_to_hub, save_hf, save_orbax
     from jaxllm.serve import AsyncEngine
 
 __version__ = "0.1.0"
@@ -97,9 +98,9 @@ _MODULE_OF = {
     "make_mesh": "parallel.mesh",
     "pipeline": "pipelines",
     "plan": "planning",
-    "push_to_hub": "loading",
-    "save_hf": "loading",
-    "save_orbax": "loading",
+    "push_to_hub": "saving",
+    "save_hf": "saving",
+    "save_orbax": "saving",
     "score": "generation.scoring.score",
     "set_progress": "common.progress",
     "stream": "generation.generate",

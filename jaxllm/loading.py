@@ -1,41 +1,31 @@
-"""Loads and saves a model with its tokenizer, in Hugging Face's format and in Orbax's."""
+"""Loads a model with its tokenizer, from Hugging Face's format, GGUF and Orbax's."""
 
 from __future__ import annotations
 
-import tempfile
-import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxllm.checkpoint.host_arrays import LazyHostArray, with_host_arrays
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import Checkpoint, load_model, open_checkpoint
 from jaxllm.checkpoint.load_parameters import LoadProgress
-from jaxllm.checkpoint.orbax.model import load_weights, save_weights
-from jaxllm.checkpoint.save import MAX_SHARD_BYTES, check_no_model, model_files, save_model
+from jaxllm.checkpoint.orbax.model import load_weights
 from jaxllm.common.arguments import checked, checked_function, checked_path, checks_flags
-from jaxllm.common.atomic_file import write_json
 from jaxllm.common.collector import paused_collector
 from jaxllm.common.errors import CheckpointError, ConfigError, InputError
 from jaxllm.common.files import is_there
-from jaxllm.common.messages import listed, quoted
 from jaxllm.common.progress import progress_phase
-from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.config import GENERATION_KEYS, ModelConfig
 from jaxllm.models.model import Model
-from jaxllm.models.weights import parameters
 from jaxllm.parallel.mesh import check_mesh
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_gguf
-from jaxllm.tokenizers.files import FILE_NAMES
 
 
 def load(
@@ -106,37 +96,46 @@ def load(
     _check_options(config, mesh, options, progress)
 
     def read() -> tuple[Any, GenerationConfig, Tokenizer | None]:
-        checkpoint = open_checkpoint(resolve(path_or_hub_id, revision))
-        with checkpoint.weights, paused_collector(), ThreadPoolExecutor(1) as thread:
-            generation_config = read_generation_config(checkpoint)
-            # Weights are copied without Python's lock, so both take as long as the longer one.
-            tokenizer = thread.submit(tokenizer_of, checkpoint)
-
-            def report(name: str, bytes_done: int, bytes_total: int) -> None:
-                if tokenizer.done():
-                    tokenizer.result()  # a tokenizer that cannot be read ends the loading
-                if progress is not None:
-                    progress(name, bytes_done, bytes_total)
-
-            model = load_model(
-                checkpoint,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                overrides=config,
-                progress=report,
-                mesh=mesh,
-                **options,
-            )
-            return model, generation_config, tokenizer.result()
+        return _read(
+            resolve(path_or_hub_id, revision),
+            update if progress is None else progress,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            overrides=config,
+            mesh=mesh,
+            **options,
+        )
 
     shared = mesh is not None and mesh.is_multi_process
     with progress_phase(f"loading {path_or_hub_id}") as update:
-        progress = update if progress is None else progress
         model, generation_config, tokenizer = (
             in_all_processes(read, CheckpointError) if shared else read()
         )
     set_generation_config(model, generation_config, tokenizer)
     return model, tokenizer
+
+
+def _read(
+    path: Path, progress: LoadProgress | None, **options: Any
+) -> tuple[Any, GenerationConfig, Tokenizer | None]:
+    """The model of a local checkpoint, its generation config and its tokenizer.
+
+    Weights are copied without Python's lock, so that a thread reads the tokenizer meanwhile.
+    `options` are those of `load_model`.
+    """
+    checkpoint = open_checkpoint(path)
+    with checkpoint.weights, paused_collector(), ThreadPoolExecutor(1) as thread:
+        generation_config = read_generation_config(checkpoint)
+        tokenizer = thread.submit(tokenizer_of, checkpoint)
+
+        def report(name: str, bytes_done: int, bytes_total: int) -> None:
+            if tokenizer.done():
+                tokenizer.result()  # a tokenizer that cannot be read ends the loading
+            if progress is not None:
+                progress(name, bytes_done, bytes_total)
+
+        model = load_model(checkpoint, progress=report, **options)
+        return model, generation_config, tokenizer.result()
 
 
 _OPTION_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -207,149 +206,6 @@ def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
     names = GENERATION_KEYS | special
     old: Mapping[str, Any] = {k: v for k, v in checkpoint.config.items() if k in names}
     return GenerationConfig.from_dict(old, where=str(checkpoint.config_file))
-
-
-@checks_flags
-def save_hf(
-    folder: str | PathLike[str],
-    model: Model[Any],
-    tokenizer: Tokenizer | None = None,
-    *,
-    dtype: DTypeLike | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    overwrite: bool = False,
-) -> None:
-    """Saves a model as a folder that transformers 4 and 5 load: configs, weights, tokenizer.
-
-    Loading a checkpoint and saving it gives the same tensor names, shapes, dtypes and bytes. Every
-    weight file is read back and compared before it gets its final name. Weights are copied to the
-    host one tensor at a time. With several processes, process 0 writes, but all must call.
-
-    Args:
-        folder: created if it does not exist.
-        model: a loaded model, or one of your own config.
-        tokenizer: its files are written too.
-        dtype: dtype of the written tensors. None: the checkpoint's own if that is lossless, else
-            the parameters'.
-        max_shard_bytes: larger models are split into several files.
-        overwrite: replace a model that is in the folder. Its tokenizer stays, with a warning, if
-            `tokenizer` is None.
-
-    Raises:
-        CheckpointError: the folder holds a model already, or cannot be written.
-        TokenizerError: a file of the tokenizer cannot be written.
-        InputError: the model has LoRA, which `save_adapter` and `merge_lora` are for.
-        UnsupportedError: the weights are quantized, which only `save_orbax` writes.
-    """
-    folder = checked_path(folder, "folder")
-    _check_saved(model, tokenizer)
-    if not is_integer(max_shard_bytes) or max_shard_bytes < 1:
-        raise InputError(
-            f"max_shard_bytes: expected a positive integer, found {quoted(max_shard_bytes)}"
-        )
-
-    def write(arrays: dict[str, LazyHostArray]) -> None:
-        if not overwrite:
-            check_no_model(folder)
-        elif tokenizer is None and model_files(folder):
-            _warn_of_tokenizer(folder)
-        save_model(folder, model, arrays, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        save_settings(folder, model, tokenizer)
-
-    with_host_arrays(parameters(model), write)
-
-
-def _check_saved(model: object, tokenizer: object) -> None:
-    """Raises InputError unless there is a model, and a tokenizer or None."""
-    checked(model, (Model,), "model", "a model")
-    checked(tokenizer, (Tokenizer, type(None)), "tokenizer", "a tokenizer or None")
-
-
-def _warn_of_tokenizer(folder: Path) -> None:
-    """Warns of a tokenizer that stays in the folder of a model that is replaced."""
-    if names := [name for name in FILE_NAMES if (folder / name).exists()]:
-        warnings.warn(
-            f"{folder}: keeps the tokenizer of the model that is replaced ({listed(names)}), which "
-            "will be loaded with the new one; give tokenizer= to replace it",
-            stacklevel=2,
-        )
-
-
-def save_settings(folder: Path, model: Model[Any], tokenizer: Tokenizer | None) -> None:
-    """Writes generation_config.json and the tokenizer's files."""
-    settings = model.generation_config
-    if settings is not None:
-        write_json(folder / "generation_config.json", settings.to_json())
-    if tokenizer is not None:
-        tokenizer.save(folder)
-
-
-def push_to_hub(
-    repo_id: str,
-    model: Model[Any],
-    tokenizer: Tokenizer | None = None,
-    *,
-    private: bool | None = None,
-    revision: str | None = None,
-    commit_message: str = "Upload model",
-    **options: Any,
-) -> str:
-    """Uploads the files of `save_hf` to the Hugging Face Hub, and returns the commit's URL.
-
-    Args:
-        repo_id: repository such as ``"me/my-model"``, created if it does not exist.
-        model: a loaded model, or one of your own config.
-        tokenizer: its files are uploaded too.
-        private: for a new repository; None: as the organisation's setting.
-        revision: branch to commit to. None: the main one.
-        commit_message: first line of the commit.
-        options: `dtype` and `max_shard_bytes` of `save_hf`.
-
-    Raises:
-        CheckpointError: the upload failed: no login, no right to write, or no network.
-    """
-    import huggingface_hub  # a slow import, which local files do not need
-
-    with tempfile.TemporaryDirectory() as folder:
-        save_hf(folder, model, tokenizer, **options)
-        try:
-            api = huggingface_hub.HfApi()
-            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-            commit = api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                revision=revision,
-                commit_message=commit_message,
-            )
-        except Exception as failure:  # errors of the client and of its HTTP library
-            reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-            raise CheckpointError(
-                f"{repo_id!r}: not uploaded to the Hub ({reason}); log in with `hf auth login`"
-            ) from failure
-    return commit.commit_url
-
-
-def save_orbax(
-    folder: str | PathLike[str], model: Model[Any], tokenizer: Tokenizer | None = None
-) -> None:
-    """Saves a model in Orbax's format, with a digest of every parameter.
-
-    Parameters keep their dtypes, and the Hugging Face metadata is kept: `load_orbax` and then
-    `save_hf` write the same bytes as `load` and then `save_hf`. An older model in the folder is
-    deleted once the new one is on disk.
-
-    Raises:
-        CheckpointError: it could not be written; an older model is intact.
-        RunError: another process writes to the folder.
-    """
-    folder = checked_path(folder, "folder")
-    _check_saved(model, tokenizer)
-    save_weights(folder, model)
-    # Weights are written by all processes, the other files by process 0.
-    leads = jax.process_index() == 0
-    in_all_processes(
-        lambda: save_settings(folder, model, tokenizer) if leads else None, CheckpointError
-    )
 
 
 @checks_flags

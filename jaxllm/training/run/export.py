@@ -16,9 +16,9 @@ from jaxllm.common.atomic_file import write_json
 from jaxllm.common.errors import ConfigError, MissingFileError, RunError, naming_file
 from jaxllm.common.strict_json import read_json
 from jaxllm.common.validation import from_plain
-from jaxllm.loading import save_hf
 from jaxllm.models.model import Model
 from jaxllm.models.weights import parameters, with_parameters
+from jaxllm.saving import save_hf
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.lora import merge_lora
 from jaxllm.training.output_files import replacing_folder, write_text, writing
