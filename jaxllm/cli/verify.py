@@ -22,7 +22,7 @@ from jaxllm.checkpoint.hub import resolve
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.models.model import Model
-from jaxllm.models.t5.model import T5EncoderModel
+from jaxllm.models.t5 import T5EncoderModel
 
 TOLERANCE = 1e-4
 MAX_PROMPT_TOKENS = 64

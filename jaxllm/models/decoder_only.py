@@ -22,9 +22,10 @@ from jaxllm.models.language_model import LanguageModel, take_column
 from jaxllm.models.losses import causal_loss
 from jaxllm.models.model import BaseModel, Model, model_call
 from jaxllm.models.outputs import BaseOutput, CausalLMOutput, DecodeOutput, base_output
-from jaxllm.nn.blocks import Context, Stack, StackOutput, shallow_copy
+from jaxllm.nn.blocks import Context, shallow_copy
 from jaxllm.nn.dropout import split_key
 from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.stack import Stack, StackOutput
 
 C = TypeVar("C", bound=DecoderOnlyConfig)
 

@@ -17,10 +17,11 @@ from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
 from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.activations import activation
 from jaxllm.nn.attention import Attention
-from jaxllm.nn.blocks import Block, Stack
+from jaxllm.nn.blocks import Block
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.mlp import MLP
 from jaxllm.nn.norm import LayerNorm
+from jaxllm.nn.stack import Stack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

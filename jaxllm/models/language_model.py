@@ -16,9 +16,9 @@ from jaxllm.common.messages import quoted
 from jaxllm.models.model import C, Model
 from jaxllm.models.outputs import DecodeOutput
 from jaxllm.models.pretrained import Generates
-from jaxllm.nn.blocks import Stack, StackOutput
 from jaxllm.nn.head_products import LANES
 from jaxllm.nn.linear import Embedding, Linear
+from jaxllm.nn.stack import Stack, StackOutput
 from jaxllm.parallel.sharding import constrain
 
 

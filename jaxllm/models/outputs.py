@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.cache.kv_cache import Cache
 from jaxllm.common.field_mapping import ArrayMapping
-from jaxllm.nn.blocks import StackOutput
+from jaxllm.nn.stack import StackOutput
 
 PerLayer = tuple[Float[Array, " ..."], ...] | None
 

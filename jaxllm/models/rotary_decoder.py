@@ -20,12 +20,13 @@ from jaxllm.models.decoder_only import Backbone
 from jaxllm.models.weights import Table, linear, norm, same
 from jaxllm.nn.activations import activation
 from jaxllm.nn.attention import Attention
-from jaxllm.nn.blocks import Block, Stack
+from jaxllm.nn.blocks import Block
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.mlp import GatedMLP
 from jaxllm.nn.norm import RMSNorm
 from jaxllm.nn.rope import Rope
 from jaxllm.nn.rope_config import rope_from_config, rope_to_config
+from jaxllm.nn.stack import Stack
 
 ROPE_KEYS = frozenset(
     {

@@ -6,7 +6,7 @@ Every layer is a Flax NNX module that is never changed after it is built. Positi
 
 from jaxllm.nn.activations import activation
 from jaxllm.nn.attention import Attention
-from jaxllm.nn.blocks import Block, Stack, StackOutput
+from jaxllm.nn.blocks import Block
 from jaxllm.nn.linear import Embedding, Linear
 from jaxllm.nn.lora import LoraLinear
 from jaxllm.nn.mlp import MLP, GatedMLP
@@ -14,6 +14,7 @@ from jaxllm.nn.norm import LayerNorm, RMSNorm
 from jaxllm.nn.relative_bias import RelativeBias
 from jaxllm.nn.rope import Rope
 from jaxllm.nn.rope_config import rope_from_config
+from jaxllm.nn.stack import Stack, StackOutput
 
 __all__ = [
     "MLP",

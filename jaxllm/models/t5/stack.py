@@ -14,11 +14,12 @@ from jaxllm.models.build_options import Options
 from jaxllm.models.t5.config import T5Config
 from jaxllm.nn.activations import activation
 from jaxllm.nn.attention import Attention
-from jaxllm.nn.blocks import Block, Stack
+from jaxllm.nn.blocks import Block
 from jaxllm.nn.linear import Linear
 from jaxllm.nn.mlp import MLP, GatedMLP
 from jaxllm.nn.norm import RMSNorm
 from jaxllm.nn.relative_bias import RelativeBias
+from jaxllm.nn.stack import Stack
 
 
 def wo_dtypes(dtype: DTypeLike, param_dtype: DTypeLike) -> dict[str, DTypeLike]:

@@ -19,7 +19,7 @@ from jaxllm.models.input_checks import IGNORED
 from jaxllm.models.model import Model
 from jaxllm.models.t5.model import T5ForConditionalGeneration
 from jaxllm.models.weights import parameters
-from jaxllm.nn.blocks import Stack
+from jaxllm.nn.stack import Stack
 
 
 @dataclasses.dataclass(frozen=True)
