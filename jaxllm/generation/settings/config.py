@@ -11,6 +11,7 @@ from jaxllm.generation.settings.field_checks import (
     biases,
     boolean,
     choice,
+    converted_by,
     decay,
     ids_in,
     integer,
@@ -34,6 +35,7 @@ from jaxllm.generation.settings.mode import (
     SAMPLING_OR_CONTRASTIVE,
 )
 
+_WATERMARK = "jaxllm.contrib.watermark"
 _OTHER_VOCABULARY = "assistants of another vocabulary"
 
 
@@ -197,8 +199,9 @@ class GenerationConfig(Settings):
         off=False, per_call=True, provider="jaxllm.contrib.token_healing")
     guidance_scale: float | None = setting(default=None, converter=number("(-inf, inf)"),
         doc="scale of classifier-free guidance; 1 is off", slots=False)
-    watermarking_config: Any = setting(default=None, converter=anything,
-        doc="watermark: green lists or SynthID", slots=False, provider="jaxllm.contrib.watermark")
+    watermarking_config: Any = setting(default=None,
+        converter=converted_by(_WATERMARK, "watermarking_config"),
+        doc="watermark: green lists or SynthID", slots=False, provider=_WATERMARK)
 
     # Outputs
     output_attentions: bool = setting(default=False, converter=boolean,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array
 
+from jaxllm.common.errors import InputError
 from jaxllm.generation.inputs.values import (
     Number,
     id_list,
@@ -202,6 +204,18 @@ def options(value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise BadValueError("a map from names to values")
     return {name: to_scalar(item) for name, item in value.items()}
+
+
+def converted_by(module: str, function: str) -> Callable[[object], Any]:
+    """Converts by a function of a module that is imported with the first value."""
+
+    def check(value: object) -> Any:
+        try:
+            return getattr(import_module(module), function)(value)
+        except InputError as error:
+            raise BadValueError(f"valid ({error})") from None
+
+    return check
 
 
 def anything(value: object) -> Any:
