@@ -104,7 +104,7 @@ def test_json_of_a_config_comes_back():
     again = GenerationConfig.from_dict(json.loads(text))
     assert again.watermarking_config == config.watermarking_config
     assert again.eos_token_id == (1, 2)
-    with pytest.raises(ConfigError, match="f.json: `watermarking_config` must be valid .*`bias`"):
+    with pytest.raises(ConfigError, match=r"f\.json: `watermarking_config` .*`bias`"):
         GenerationConfig.from_dict({"watermarking_config": {"bias": "2"}}, where="f.json")
     for fields in ({"sequence_bias": {(1,): -np.inf}}, {"constraints": [PhrasalConstraint([5])]}):
         with pytest.raises(InputError, match=f"`{next(iter(fields))}`=.* cannot be written"):
