@@ -285,12 +285,23 @@ def with_tied_head(spec: ModelSpec, source: WeightSource) -> ModelSpec:
     return dataclasses.replace(spec, config=dataclasses.replace(config, tie_word_embeddings=tied))
 
 
+def compute_dtype_of(path: Path, platform: str) -> str:
+    """Name of the compute dtype that `load_model` chooses for a checkpoint on a platform."""
+    with open_checkpoint(path).weights as source:
+        return default_dtype(float_dtypes(source), platform).name
+
+
+def float_dtypes(source: WeightSource) -> list[np.dtype]:
+    """Dtypes of the tensors that are floats; float32 if there are none."""
+    dtypes = [source.info(name).dtype for name in source.names()]
+    return [dtype for dtype in dtypes if dtype in FLOATS] or [np.dtype(np.float32)]
+
+
 def choose_dtypes(
     source: WeightSource, dtype: DTypeLike | None, param_dtype: DTypeLike | None
 ) -> tuple[np.dtype, np.dtype]:
     """The compute and parameter dtypes; None: those of the file, but float32 on a CPU."""
-    dtypes = [source.info(name).dtype for name in source.names()]
-    dtypes = [dtype for dtype in dtypes if dtype in FLOATS] or [np.dtype(np.float32)]
+    dtypes = float_dtypes(source)
     compute_dtype = float_dtype("dtype", dtype) or default_dtype(dtypes)
     weight_dtype = float_dtype("param_dtype", param_dtype)
     if weight_dtype is None:

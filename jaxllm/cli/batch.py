@@ -5,16 +5,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxllm.batch.job.file_digests import checkpoint_digests
 from jaxllm.batch.job.inputs import Source, read_source
 from jaxllm.batch.job.inputs.openai_requests import OpenAIRequests
 from jaxllm.batch.job.job import Job, RowEngine
-from jaxllm.batch.job.job_files import check_output, read_json_file, report_file
+from jaxllm.batch.job.job_files import (
+    ENVIRONMENT,
+    check_output,
+    read_json_file,
+    report_file,
+    started_elsewhere,
+)
 from jaxllm.batch.job.outputs import output_writer
 from jaxllm.batch.job.streamed_job import StreamedJob
 from jaxllm.checkpoint.hub import resolve
@@ -22,13 +30,14 @@ from jaxllm.cli import signals
 from jaxllm.cli.batch_engines import check_task, column_choice, constraint, load_engine
 from jaxllm.cli.batch_flags import STREAM
 from jaxllm.cli.batch_progress import BatchProgress
-from jaxllm.cli.batch_ray import ray_engine
+from jaxllm.cli.batch_ray import actor_platform, ray_engine
 from jaxllm.cli.devices import local_mesh
 from jaxllm.cli.field_flags import generation_fields
 from jaxllm.cli.model_flags import model_options, model_path
 from jaxllm.cli.ray_flags import RAY
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.progress import Reporter
+from jaxllm.parallel.environment import devices, jax_settings, versions
 
 NO_SUCCESS = 1
 """Exit code of a job in which no row succeeded."""
@@ -47,10 +56,10 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
         reporter.say(f"{arguments.output} is finished; there is nothing to resume")
         report = read_json_file(report_file(Path(arguments.output)))
         return exit_code(report["rows"] - sum(report["errors"].values()), reporter)
-    for remark in source.remarks():
+    for remark in remarks(arguments, source, identity):
         reporter.say(remark)
     with contextlib.closing(CompileClock()) as clock:
-        engine = row_engine(arguments, source, mesh, clock, reporter)
+        engine = row_engine(arguments, source, mesh, clock, reporter, identity["--dtype"])
         job: Job | StreamedJob
         if arguments.output == STREAM:
             job = StreamedJob(engine, source, sys.stdout.buffer)
@@ -88,12 +97,23 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
     )
     check_task(arguments, source)
     source.check_rows()
-    identity = job_identity(arguments)
+    platform = actor_platform(arguments) if arguments.engine == RAY else jax.default_backend()
+    identity = job_identity(arguments, platform)
     if arguments.output == STREAM:
         return source, identity, False
     output, whole = Path(arguments.output), {**identity, **source.identity}
     output_writer(output)
     return source, identity, check_output(output, whole, resume=bool(arguments.resume))
+
+
+def remarks(
+    arguments: argparse.Namespace, source: Source, identity: Mapping[str, Any]
+) -> list[str]:
+    """Remarks on the input, and on an environment that is not the one in which a job began."""
+    elsewhere = None
+    if arguments.output != STREAM:
+        elsewhere = started_elsewhere(Path(arguments.output), identity)
+    return source.remarks() + ([] if elsewhere is None else [f"{arguments.output} {elsewhere}"])
 
 
 def row_engine(
@@ -102,10 +122,15 @@ def row_engine(
     mesh: Mesh | None,
     clock: CompileClock,
     reporter: Reporter,
+    dtype: str,
 ) -> RowEngine:
-    """What answers the rows: a model that is loaded here, or actors of a Ray cluster."""
+    """What answers the rows: a model that is loaded here, or actors of a Ray cluster.
+
+    Args:
+        dtype: compute dtype of all actors, whatever their devices are.
+    """
     if arguments.engine == RAY:
-        return ray_engine(arguments, source, clock)
+        return ray_engine(arguments, source, clock, dtype)
     are_requests = isinstance(source, OpenAIRequests)
     return load_engine(arguments, constraint(arguments), are_requests, mesh, reporter)()
 
@@ -117,15 +142,19 @@ def exit_code(successes: int, reporter: Reporter) -> int:
     return NO_SUCCESS
 
 
-def job_identity(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that results depend on besides the input; a resumed job must have the same."""
+def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]:
+    """All that results depend on besides the input; a resumed job must have the same.
+
+    Args:
+        platform: of the devices that answer the rows.
+    """
     path = model_path(arguments)
     task = {name: getattr(arguments, name) for name in ("context", "score", "embed")}
     task |= constraint(arguments)
     fields = sorted(generation_fields(arguments).items())
     return {
         "--model": str(Path(path).resolve() if Path(path).exists() else path),
-        **model_options(arguments),
+        **model_options(arguments, platform),
         "--seed": arguments.seed or 0,
         "--chat": arguments.chat,
         "--system": arguments.system,
@@ -133,4 +162,6 @@ def job_identity(arguments: argparse.Namespace) -> dict[str, Any]:
         **{"--" + name.replace("_", "-"): value for name, value in fields},
         "--whole-digest": bool(arguments.whole_digest),
         **checkpoint_digests(resolve(path), whole=bool(arguments.whole_digest)),
+        **jax_settings(),
+        ENVIRONMENT: versions() | ({} if arguments.engine == RAY else devices()),
     }

@@ -18,15 +18,28 @@ from jaxllm.cli.model_flags import keep_programs
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.progress import Reporter
 
+DEFAULT_RESOURCES: Mapping[str, float] = {"CPU": 1}
 
-def ray_engine(arguments: argparse.Namespace, source: Source, clock: CompileClock) -> RayEngine:
+
+def actor_platform(arguments: argparse.Namespace) -> str:
+    """Platform of the actors, by what they take of the cluster."""
+    names = (arguments.actor_resources or DEFAULT_RESOURCES).keys()
+    return "tpu" if "TPU" in names else "gpu" if "GPU" in names else "cpu"
+
+
+def ray_engine(
+    arguments: argparse.Namespace, source: Source, clock: CompileClock, dtype: str
+) -> RayEngine:
     """The engine of ``--engine ray`` for the rows of a job.
+
+    Args:
+        dtype: compute dtype in all actors, which would choose it by their own devices.
 
     Raises:
         JaxLLMError: there is no such cluster.
     """
     # An actor has another working directory.
-    absolute: dict[str, Any] = {}
+    absolute: dict[str, Any] = {"dtype": dtype}
     if arguments.model is not None and Path(arguments.model).exists():
         absolute["model"] = str(Path(arguments.model).absolute())
     if arguments.compile_cache is not None:
@@ -41,7 +54,7 @@ def ray_engine(arguments: argparse.Namespace, source: Source, clock: CompileCloc
         load,
         clock,
         actors=arguments.actors,
-        resources=arguments.actor_resources or {"CPU": 1},
+        resources=arguments.actor_resources or DEFAULT_RESOURCES,
         address=arguments.address,
     )
 

@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 
 from jaxllm import load
 from jaxllm.checkpoint import bundled
+from jaxllm.checkpoint.hub import resolve
+from jaxllm.checkpoint.load import compute_dtype_of
 from jaxllm.common.compile_cache import enable_compile_cache
 from jaxllm.common.errors import RunError
 from jaxllm.common.files import expanded
@@ -55,11 +57,13 @@ def model_path(arguments: argparse.Namespace) -> str | Path:
     return bundled.smollm2() if arguments.model is None else arguments.model
 
 
-def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def model_options(arguments: argparse.Namespace, platform: str) -> dict[str, Any]:
     """The options of `add_model_flags`, by which a resumed job knows that the model is the same.
 
-    All of them change results. Except for the dtypes, those that are not used are left out.
+    All of them change results. Except for the dtypes, those that are not used are left out. The
+    compute dtype is the one that is chosen if none is given, which depends on the platform.
     """
+    path = resolve(model_path(arguments))
     options = {
         "--quantize": arguments.quantize,
         "--float-embeddings": not arguments.quantize_embeddings,
@@ -68,7 +72,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "--config": dict(arguments.config),
     }
     return {
-        "--dtype": arguments.dtype,
+        "--dtype": arguments.dtype or compute_dtype_of(path, platform),
         "--param-dtype": arguments.param_dtype,
         **{name: value for name, value in options.items() if value},
     }

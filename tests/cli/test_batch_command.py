@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pyarrow
 import pytest
 from paths import ROOT
@@ -26,7 +27,7 @@ from jaxllm import BatchGenerator
 from jaxllm.batch import BatchOutput
 from jaxllm.batch.job.inputs import read_source
 from jaxllm.batch.job.job import Job
-from jaxllm.batch.job.job_files import report_file
+from jaxllm.batch.job.job_files import journal_folder, report_file
 from jaxllm.cli.batch_progress import BatchProgress
 from jaxllm.cli.generate import main
 from jaxllm.common.compile_clock import CompileClock
@@ -154,24 +155,59 @@ def test_input_that_is_refused_before_loading(tmp_path, capsys, lines, why):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def one_bit_changed(data: bytes | None) -> bytes:
+    assert data is not None
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
 def test_another_model_under_the_same_path_is_refused(tmp_path, capsys):
     model = Path(shutil.copytree(MODEL, tmp_path / "model"))
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hello", "max_new_tokens": 2}])
     files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl", "--resume")
     assert in_process(capsys, "--model", model, *files)[0] == 0
     changes = {
-        "model weights": (model / "model.safetensors", b"\x00"),
+        "model weights": (model / "model.safetensors", None),  # one bit
         "model config": (model / "config.json", b" "),
         "generation config": (model / "generation_config.json", b" "),
         "tokenizer": (next(model.glob("tokenizer*")), b" "),
     }
     for name, (path, more) in changes.items():
         before = path.read_bytes() if path.exists() else None
-        path.write_bytes((before or b"{}") + more)
+        path.write_bytes(one_bit_changed(before) if more is None else (before or b"{}") + more)
         code, err = in_process(capsys, "--model", model, *files)
         assert (code, f"{name}: was " in err) == (2, True), err
         path.unlink() if before is None else path.write_bytes(before)
     assert in_process(capsys, "--model", model.rename(tmp_path / "moved"), *files)[0] == 0
+
+
+def test_what_a_job_computes_with_is_compared(tmp_path, capsys, monkeypatch):
+    """The default dtype depends on the device, and random numbers on the environment."""
+    jaxllm.save_hf(tmp_path / "model", *jaxllm.load(MODEL), dtype="bfloat16")
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hello", "max_new_tokens": 2}])
+    out = tmp_path / "out.jsonl"
+    job = ("--model", tmp_path / "model", "--input", tmp_path / "rows.jsonl", "--output", out)
+    assert in_process(capsys, *job)[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        code, err = in_process(capsys, *job, "--resume")
+        assert (code, "--dtype: was 'float32' when this" in err) == (2, True), err
+        assert in_process(capsys, *job, "--resume", "--dtype", "float32")[0] == 0
+    with jax.default_prng_impl("rbg"):
+        code, err = in_process(capsys, *job, "--resume")
+    assert (code, "jax_default_prng_impl: was 'threefry2x32'" in err) == (2, True), err
+    report = json.loads(report_file(out).read_text())
+    parts = journal_folder(out)
+    parts.mkdir()
+    out.unlink()
+    began = report["settings"]
+    for environment, code, remark in (
+        ({}, 2, "earlier version"),
+        ({"environment": began["environment"] | {"kind": "x"}}, 0, 'kind: was "x", is "cpu"'),
+    ):
+        old = {name: value for name, value in began.items() if name != "environment"}
+        (parts / "job.json").write_text(json.dumps(old | environment))
+        found, err = in_process(capsys, *job, "--resume")
+        assert (found, remark in err) == (code, True), err
 
 
 def test_stdin_and_stdout(tmp_path, capsysbinary, monkeypatch):

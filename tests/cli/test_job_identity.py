@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 
 import pytest
+from paths import ROOT
 
 from jaxllm.cli.model_flags import add_model_flags, model_options
 
+MODEL = ROOT / "tests" / "data" / "conformance" / "models" / "s_llama_tok"
 VALUES = {
     "--dtype": "bfloat16",
     "--param-dtype": "bfloat16",
@@ -26,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def options(*words: str) -> dict[str, object]:
-    return model_options(parser().parse_args(words))
+    return model_options(parser().parse_args(words, argparse.Namespace(model=MODEL)), "cpu")
 
 
 @pytest.mark.parametrize("flag", [x for a in parser()._actions for x in a.option_strings])

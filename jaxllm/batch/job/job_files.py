@@ -14,8 +14,11 @@ from jaxllm.common.errors import MissingFileError, RunError, naming_file
 from jaxllm.common.messages import quoted
 from jaxllm.common.run_lock import LOCK_FILE, RunLock
 from jaxllm.common.strict_json import read_json
+from jaxllm.parallel.environment import changed_environment
 
-NOT_COMPARED = frozenset({"--model"})
+ENVIRONMENT = "environment"
+"""The part of an identity that has versions and devices, where the caller gives them."""
+NOT_COMPARED = frozenset({"--model", ENVIRONMENT})
 """Parts of an identity that may change: the model's files are compared, not their path."""
 _MAX_IDENTITY_BYTES = 1 << 24
 _JOURNAL_FILES = frozenset({"rows.jsonl", "merged", "job.json", "finished.json", LOCK_FILE})
@@ -141,8 +144,27 @@ def is_of_journal(path: Path) -> bool:
         return True
 
 
+def started_elsewhere(output: Path, identity: Mapping[str, Any]) -> str | None:
+    """A remark on versions and devices that are other ones than when an unfinished job began."""
+    started = started_file(journal_folder(output))
+    if not started.exists():
+        return None
+    return changed_environment(read_json_file(started)[ENVIRONMENT], identity[ENVIRONMENT])
+
+
 def check_identity(before: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Checks that a job is the one that was begun.
+
+    Raises:
+        RunError: it is not; names the first part that differs.
+    """
     now = json.loads(json.dumps(identity))  # as read from a file
+    if ENVIRONMENT in now and ENVIRONMENT not in before:
+        raise RunError(
+            "this job is of an earlier version of jaxllm, which did not note the dtype and the "
+            "settings of JAX that it computed with; finish it with that version, or begin another "
+            "output"
+        )
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
         if old != new and name not in NOT_COMPARED:

@@ -11,23 +11,19 @@ import datetime
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxllm.common.errors import RunError
 from jaxllm.common.strict_json import read_json
+from jaxllm.parallel.environment import devices, versions
 from jaxllm.training.monitor.secret_values import arguments_without_secrets, without_secrets
 from jaxllm.training.output_files import write_text, writing
 
-PACKAGES = ("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _MAX_CARD_BYTES = 1 << 26
 
 
@@ -176,28 +172,6 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             fields[prefix + name] = value
     return fields
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that a run depends on."""
-    installed = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
-
-
-def devices() -> dict[str, Any]:
-    """Platform, kind and number of devices, and number of processes."""
-    first = jax.devices()[0]
-    return {
-        "platform": first.platform,
-        "kind": first.device_kind,
-        "count": jax.device_count(),
-        "processes": jax.process_count(),
-    }
 
 
 def git_commit(folder: Path) -> dict[str, Any] | None:

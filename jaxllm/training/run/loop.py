@@ -31,6 +31,7 @@ from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, NoLog
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.sinks import Sink
 from jaxllm.training.run.early_stopping import Patience
+from jaxllm.training.run.run_folder import settings_of
 from jaxllm.training.run.setup import Setup, eval_batch_size, predicted
 from jaxllm.training.state import TRAINED, TrainState
 from jaxllm.training.step import Metrics
@@ -302,6 +303,7 @@ class Loop:
             "recipe": to_plain(self.recipe),
             "data": self.setup.batches.state(),
             "base": dict(self.base),
+            "settings": settings_of(state.model),
             "evaluated": evaluated,
             **self.patience_meta(),
         }

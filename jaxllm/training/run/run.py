@@ -15,6 +15,7 @@ from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import RunError
 from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
+from jaxllm.parallel.environment import changed_environment
 from jaxllm.parallel.processes import in_all_processes
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.examples import Examples
@@ -46,8 +47,10 @@ from jaxllm.training.run.run_folder import (
     check_base,
     check_new,
     check_same,
+    check_unchanged,
     folder_of,
     saved_steps,
+    settings_of,
 )
 from jaxllm.training.run.setup import Setup, set_up
 from jaxllm.training.state import TRAINED, TrainState, parameter_count
@@ -114,6 +117,8 @@ def train(
         keeper = sample_keeper(folder, leads)
         patience = patience_of(recipe, saved)
         loop = Loop(setup, checkpoints, progress, log, sinks, base, patience, keeper)
+        if (elsewhere := moved(card)) is not None:
+            say(f"{folder} {elsewhere}")
         if start == 0:
             sample_before(folder, loop, state)
         evaluated = saved.get("evaluated", False)
@@ -175,7 +180,7 @@ def start_or_resume(
         in_all_processes(lambda: check_new(folder), RunError)
     has_checkpoint = resume and bool(saved_steps(folder))
     if has_checkpoint:
-        check_same(checkpoints.read().meta["recipe"], recipe, folder)
+        check_same(checkpoints.read().meta, recipe, folder)
     setup = with_reference(set_up(recipe, say), folder, stored=has_checkpoint, say=say)
     base = base_of(setup.state.model, setup.state.frozen)
     saved: Mapping[str, Any] = {}
@@ -197,6 +202,8 @@ def restore(
     state = setup.state
     target = {name: abstract(getattr(state, name)) for name in TRAINED}
     arrays, meta, _ = checkpoints.restore(target=target)
+    if "settings" in meta:  # not in checkpoints of earlier versions
+        check_unchanged(meta["settings"], settings_of(state.model), folder)
     check_base(meta["base"], base, folder)
     setup.batches.restore(meta["data"])
     return state.replace(**arrays), meta
@@ -218,6 +225,12 @@ def open_logs(
     card = write_run_card(folder, card)
     sinks = open_sinks(setup.recipe, folder, card, resume_at)
     return log, [stack.enter_context(contextlib.closing(sink)) for sink in sinks], card
+
+
+def moved(card: RunCard) -> str | None:
+    """A remark if the last start of a run has other versions or devices than the one before."""
+    before, now = ({**x.versions, **x.devices} for x in ([card.starts[-1], *card.starts])[-2:])
+    return changed_environment(before, now)
 
 
 def write_report(

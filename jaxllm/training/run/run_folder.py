@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxllm.checkpoint.orbax.digest import digests
 from jaxllm.checkpoint.orbax.steps import numbered
@@ -16,11 +17,13 @@ from jaxllm.common.files import expanded
 from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
 from jaxllm.models.registry import architecture_of
+from jaxllm.parallel.environment import changes, jax_settings
 from jaxllm.training.monitor.run_card import flat
 from jaxllm.training.run.recipe import CHANGEABLE, Recipe
 from jaxllm.training.state import Params
 
 CHECKPOINTS = "checkpoints"
+DTYPE = "model.dtype"
 
 
 def folder_of(recipe: Recipe) -> Path:
@@ -69,28 +72,30 @@ def check_new(folder: Path) -> None:
 def check_same(saved: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
     """Checks that a resumed run has its original recipe, except for `CHANGEABLE` fields.
 
+    Args:
+        saved: metadata of its checkpoint.
+
     Raises:
         RunError: fields differ; they are named with both values.
     """
-    if changed := changes(fixed_fields(saved), fixed_fields(to_plain(recipe))):
+    before, now = fixed_fields(saved["recipe"]), fixed_fields(to_plain(recipe))
+    if "settings" in saved:  # has the dtype that was chosen where the recipe has none
+        before[DTYPE] = now[DTYPE] = None
+    check_unchanged(before, now, folder)
+
+
+def settings_of(model: Model[Any]) -> dict[str, Any]:
+    """What a run computes with, as chosen where the recipe does not say it."""
+    return {DTYPE: model.dtype.name, **jax_settings()}
+
+
+def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
+    """Raises RunError, which names them, if settings are not those that a run was started with."""
+    if changed := changes(before, now):
         raise RunError(
             f"{folder}: the run was started with other settings ({changed}); resume with those, or "
             "start a new run in another folder"
         )
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describes the first five differing fields with both values; empty if none differ.
-
-    >>> changes({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": "x"})
-    'b: was 2, is 3; c: was null, is "x"'
-    """
-    differences = [
-        f"{name}: was {json.dumps(before.get(name))}, is {json.dumps(now.get(name))}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-    ]
-    return "; ".join(differences[:5])
 
 
 def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,8 +112,15 @@ def base_of(model: Model[Any], frozen: Params) -> dict[str, Any]:
     config = flat(model.config.to_json(*architecture_of(model)))
     settings = model.generation_config
     generation = {} if settings is None else json.loads(json.dumps(settings.to_json()))
-    tensors = dict(sorted(digests(frozen).items()))
+    # As float32, since another device may keep the same weights in another dtype; one by one, so
+    # that there is one copy at a time.
+    tensors = {path: digests({path: as_float32(frozen[path])})[path] for path in sorted(frozen)}
     return {"config": config, "generation_config": generation, "tensors": tensors}
+
+
+def as_float32(x: jax.Array) -> jax.Array:
+    """Floats of fewer bits as float32, which is exact; other arrays are unchanged."""
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:

@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_runs import go_on, measured, plain, run_of, saved, spoil, stops, tiny
 
 from jaxllm import save_hf
+from jaxllm.checkpoint import load
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import CheckpointError, ConfigError, DataError, RunError
 from jaxllm.models.weights import parameters
@@ -177,6 +180,22 @@ def test_a_changed_base_is_refused(tmp_path: Path):
     shutil.copytree(bases[1], folder)
     with pytest.raises(RunError, match=r"the base model is not the one .* tensors differ"):
         go_on(spec, max_steps=4)
+
+
+def test_a_run_on_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where half precision is the default of the device, its dtype is named, and can be given."""
+    first = train(tiny(tmp_path, output_dir=str(tmp_path / "new"), max_steps=1), quiet=True)
+    save_hf(tmp_path / "base", first.model, first.tokenizer, dtype="bfloat16")
+    spec = tiny(tmp_path, model={"path": str(tmp_path / "base")}, lora={"rank": 2}, max_steps=1)
+    train(spec, quiet=True)
+    monkeypatch.setattr(load, "default_dtype", lambda dtypes: np.dtype(jnp.bfloat16))
+    with pytest.raises(RunError, match=r'model\.dtype: was "float32", is "bfloat16"'):
+        go_on(spec, max_steps=2)
+    # The frozen weights are the same, kept in bfloat16.
+    given = replace(spec, model=replace(spec.model, dtype="float32"))
+    assert go_on(given, max_steps=2).step == 2
+    with jax.default_matmul_precision("highest"), pytest.raises(RunError, match="matmul_precision"):
+        go_on(given, max_steps=3)
 
 
 def test_a_damaged_checkpoint_is_passed_over(
