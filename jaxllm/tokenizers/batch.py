@@ -67,7 +67,7 @@ class ListEncoding(_Settable, FieldMapping):
     """Ids and mask of a text, or of several, as lists (``return_tensors=None``); also a mapping."""
 
     input_ids: list[int] | list[list[int]]
-    attention_mask: list[int] | list[list[int]] | None
+    attention_mask: list[int] | list[list[int]] | None = None
     offset_mapping: list[Span] | list[list[Span]] | None = None
     labels: list[Any] | None = None
     """Labels of the rows that ``pad`` got, of ``text_target``, or that were set."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import jax
 import numpy as np
 
 from jaxllm.common.arguments import checked
@@ -54,6 +55,43 @@ class BatchEncoder(TextEncoder):
     """
 
     padding_side: PaddingSide
+
+    @overload
+    def encode(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        *,
+        return_tensors: None = None,
+        **options: Unpack[EncodingOptions],
+    ) -> list[int]: ...
+    @overload
+    def encode(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        *,
+        return_tensors: Literal["np", "jax"],
+        **options: Unpack[EncodingOptions],
+    ) -> np.ndarray | jax.Array: ...
+    def encode(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        *,
+        return_tensors: ReturnTensors = None,
+        **options: Unpack[EncodingOptions],
+    ) -> Any:
+        """Encodes a text, or a pair of texts; options and errors are those of ``__call__``.
+
+        Args:
+            text: the text.
+            text_pair: a second text; Llama gives ``BOS text BOS pair``, T5 ``text </s> pair </s>``.
+            return_tensors: None for a list of ids; "np" or "jax" for an array [1, T] of int32.
+        """
+        if not isinstance(text, str):
+            raise InputError(f"a text must be a str, not {type(text).__name__}")
+        return self(text, text_pair, return_tensors=return_tensors, **options).input_ids
 
     @overload
     def __call__(
@@ -113,10 +151,14 @@ class BatchEncoder(TextEncoder):
             return_offsets_mapping: ``offset_mapping`` [B, T, 2] too, start and end of each token
                 in its text, in characters; only tokenizers of a tokenizer.json have it.
             return_attention_mask: False leaves the mask out of lists.
-            add_special_tokens, split_special_tokens, max_bytes: as for :meth:`encode`.
+            add_special_tokens: add BOS and EOS as the model's tokenizer does.
+            split_special_tokens: treat a special token in the text, such as ``</s>``, as plain
+                text. Off by default, as in transformers; turn it on for untrusted text.
+            max_bytes: maximum length of a text, in bytes of UTF-8.
 
         Raises:
-            InputError: no prompt, an empty one without BOS, or one that is too long.
+            InputError: no prompt, an empty one without BOS, one that is too long, or that is not a
+                ``str`` or has unpaired surrogates.
             UnsupportedError: another option of transformers.
         """
         unknown = options.keys() - EncodingOptions.__annotations__.keys()
@@ -141,7 +183,7 @@ class BatchEncoder(TextEncoder):
                 [ids for ids, _ in encoded], offset_mapping=[spans for _, spans in encoded]
             )
         else:
-            rows = UnpaddedRows([self.encode(*each, **encoding) for each in both])
+            rows = UnpaddedRows([self._encode(*each, **encoding) for each in both])
         batch = self._pad(rows, return_tensors, **padding)
         if options.get("return_attention_mask") is False:
             if not isinstance(batch, ListEncoding):

@@ -79,6 +79,9 @@ class ByT5Tokenizer(Tokenizer):
             return self._added_ids[token]
         return ord(token) + len(_FIRST) if token in self._bytes else None
 
+    def _id_or_unknown(self, token: str) -> int | None:
+        return self.token_to_id(token)  # as in transformers: no text has an unknown byte
+
     def _id_to_token(self, index: int) -> str | None:
         if index in self._added:
             return self._added[index].content

@@ -6,20 +6,14 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Literal, TypedDict, Unpack, overload
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from typing import TypedDict
 
 from jaxllm.common.arguments import checked_iterable, checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError
 from jaxllm.tokenizers.batch import (
     PaddingSide,
-    ReturnTensors,
     Span,
     Truncation,
-    check_return_tensors,
     check_truncation,
     truncate,
 )
@@ -31,7 +25,7 @@ MAX_TEXT_BYTES = 1_000_000
 
 
 class TextOptions(TypedDict, total=False):
-    """Options of :meth:`TextEncoder.encode`."""
+    """Options of an encoding without padding."""
 
     add_special_tokens: bool
     truncation: Truncation
@@ -77,52 +71,19 @@ class TextEncoder(Vocabulary):
         """Whether `clean_up_tokenization_spaces` acts on this tokenizer's texts."""
         return True
 
-    @overload
-    def encode(
-        self,
-        text: str,
-        text_pair: str | None = None,
-        *,
-        return_tensors: None = None,
-        **options: Unpack[TextOptions],
-    ) -> list[int]: ...
-    @overload
-    def encode(
-        self,
-        text: str,
-        text_pair: str | None = None,
-        *,
-        return_tensors: Literal["np", "jax"],
-        **options: Unpack[TextOptions],
-    ) -> np.ndarray | jax.Array: ...
     @checks_flags
-    def encode(
+    def _encode(
         self,
         text: str,
         text_pair: str | None = None,
         *,
-        return_tensors: ReturnTensors = None,
         add_special_tokens: bool = True,
         truncation: Truncation = False,
         max_length: int | None = None,
         split_special_tokens: bool | None = None,
         max_bytes: int = MAX_TEXT_BYTES,
-    ) -> list[int] | np.ndarray | jax.Array:
-        """Encodes a text, or a pair of texts.
-
-        Args:
-            text: the text.
-            text_pair: a second text; Llama gives ``BOS text BOS pair``, T5 ``text </s> pair </s>``.
-            return_tensors: None for a list of ids; "np" or "jax" for an array [1, T] of int32.
-            add_special_tokens: add BOS and EOS as the model's tokenizer does.
-            truncation, max_length: as for ``__call__``.
-            split_special_tokens: treat a special token in the text, such as ``</s>``, as plain
-                text. Off by default, as in transformers; turn it on for untrusted text.
-            max_bytes: maximum length of a text, in bytes of UTF-8.
-
-        Raises:
-            InputError: a text is not a ``str``, is too long, or has unpaired surrogates.
-        """
+    ) -> list[int]:
+        """Encodes a text, or a pair of texts, to ids without padding."""
         if split_special_tokens is None:
             split_special_tokens = self.settings.flag("split_special_tokens", False)
 
@@ -132,11 +93,7 @@ class TextEncoder(Vocabulary):
 
         ids = encode(text)
         pair = None if text_pair is None else encode(text_pair)
-        result = self._assemble(ids, pair, add_special_tokens, truncation, max_length)
-        check_return_tensors(return_tensors)
-        if return_tensors is None:
-            return result
-        return (np if return_tensors == "np" else jnp).asarray([result], np.int32)
+        return self._assemble(ids, pair, add_special_tokens, truncation, max_length)
 
     @checks_flags
     def encode_with_offsets(
@@ -150,9 +107,10 @@ class TextEncoder(Vocabulary):
         split_special_tokens: bool | None = None,
         max_bytes: int = MAX_TEXT_BYTES,
     ) -> tuple[list[int], list[Span]]:
-        """Encodes as :meth:`encode`, and returns ids and the span of characters of each.
+        """Encodes as ``encode``, and returns ids and the span of characters of each.
 
-        A span is (start, end) in its own text; (0, 0) for tokens that were added.
+        A span is (start, end) in its own text; (0, 0) for tokens that were added. Nothing is
+        padded, and ``max_length`` acts with ``truncation`` only.
 
         Raises:
             UnsupportedError: the tokenizer has no offsets (sentencepiece, ByT5).
@@ -221,7 +179,7 @@ class TextEncoder(Vocabulary):
 
     def encode_user(self, text: str, *, max_bytes: int = MAX_TEXT_BYTES) -> list[int]:
         """Encodes untrusted text: special tokens in it are plain text; adds none."""
-        return self.encode(
+        return self._encode(
             text, add_special_tokens=False, split_special_tokens=True, max_bytes=max_bytes
         )
 

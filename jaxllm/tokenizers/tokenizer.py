@@ -263,12 +263,17 @@ class Tokenizer(BatchEncoder):
         self._rebuild(replace(self.settings, added=dict(sorted(added.items()))))
         return len(self) - before
 
-    def add_special_tokens(self, tokens: Mapping[str, Any]) -> int:
+    @checks_flags
+    def add_special_tokens(
+        self, tokens: Mapping[str, Any], replace_extra_special_tokens: bool = True
+    ) -> int:
         """Sets named tokens such as ``pad_token``, adding those that are new; returns how many are.
 
         Args:
             tokens: token by name; under ``additional_special_tokens`` or ``extra_special_tokens`` a
-                list of further special tokens, which are added to those there are.
+                list of further special tokens.
+            replace_extra_special_tokens: the list takes the place of `additional_special_tokens`;
+                otherwise it is added to them. Tokens that leave the list stay special.
         """
         lists = ("additional_special_tokens", "extra_special_tokens")
         checked(tokens, (Mapping,), "tokens", "a dict of tokens by name")
@@ -282,11 +287,11 @@ class Tokenizer(BatchEncoder):
         for name, value in named.items():
             self.set_named_token(name, value.content if isinstance(value, AddedToken) else value)
         special = [self.special_tokens[str(getattr(each, "content", each))] for each in extra]
-        every = dict.fromkeys((*self.settings.extra, *special))
-        names = [token.content for token in every]
-        self.settings = replace(self.settings, extra=tuple(every))
         if extra:
-            self._set_option("additional_special_tokens", names)
+            kept = () if replace_extra_special_tokens else self.settings.extra
+            every = tuple(dict.fromkeys((*kept, *special)))
+            self.settings = replace(self.settings, extra=every)
+            self._set_option("additional_special_tokens", [token.content for token in every])
         return count
 
     @abstractmethod

@@ -65,6 +65,7 @@ class Vocabulary(ABC):
 
     vocab_size: int
     special_ids: frozenset[int]
+    _added: Mapping[int, AddedToken]
 
     bos_token, bos_token_id = _NamedToken(), _NamedTokenId()
     eos_token, eos_token_id = _NamedToken(), _NamedTokenId()
@@ -184,7 +185,7 @@ class Vocabulary(ABC):
 
     def get_added_vocab(self) -> dict[str, int]:
         """Ids of the added tokens, special ones included."""
-        return {token.content: index for index, token in sorted(self.settings.added.items())}
+        return {token.content: index for index, token in sorted(self._added.items())}
 
     @property
     def additional_special_tokens_ids(self) -> list[int | None]:

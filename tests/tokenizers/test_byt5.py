@@ -35,6 +35,7 @@ def test_ids(case):
     assert tokenizer(["a", "bcd"], padding=True) == expected["padded"]
     assert [len(tokenizer), tokenizer.vocab_size] == expected["sizes"]
     assert sorted(tokenizer.special_ids) == expected["special_ids"]
+    assert tokenizer.convert_tokens_to_ids(["a", "ab"]) == [100, None]
 
 
 def test_texts(case):

@@ -38,6 +38,11 @@ def t5(load_fast) -> Tokenizer:
     return load_fast("t5")
 
 
+@pytest.fixture
+def t5_copy(load_fast) -> Tokenizer:
+    return load_fast("t5")
+
+
 def test_lists_match_transformers(case):
     tokenizer, expected = case
     assert tokenizer("Nice to meet you.") == expected["single"]
@@ -258,6 +263,24 @@ def test_added_tokens_become_special(load_fast):
     assert tokenizer.decode([index], skip_special_tokens=True) == ""
 
 
+def test_lists_of_special_tokens_are_replaced_or_continued(t5_copy):
+    """As in transformers: the list is replaced by default, and the tokens keep their ids."""
+    before = t5_copy.additional_special_tokens
+    assert "<extra_id_0>" in before
+    kept = {"replace_extra_special_tokens": False}
+    t5_copy.add_special_tokens({"extra_special_tokens": ["<a>"]}, **kept)
+    assert t5_copy.additional_special_tokens == [*before, "<a>"]
+    t5_copy.add_special_tokens({"additional_special_tokens": ["<b>"]})
+    assert t5_copy.additional_special_tokens == ["<b>"]
+    t5_copy.add_special_tokens({"sep_token": "<a>"})
+    assert t5_copy.additional_special_tokens == ["<b>"]
+    ids = t5_copy.encode("<extra_id_0><a><b>", add_special_tokens=False)
+    assert t5_copy.decode(ids, skip_special_tokens=True) == ""
+    added = t5_copy.get_added_vocab()
+    assert added["<extra_id_0>"] == ids[0]
+    assert list(added) == sorted(added, key=added.__getitem__)
+
+
 def test_a_chat_template_can_be_set(load_fast, tmp_path):
     tokenizer = load_fast("llama2")
     tokenizer.chat_template = "{{ messages[0].content }}"
@@ -348,6 +371,12 @@ def test_what_scripts_do_with_encodings(t5):
     array = t5.encode("Hello world", return_tensors="jax")
     assert (array.shape, array.dtype) == ((1, len(t5.encode("Hello world"))), "int32")
     assert t5.encode("Nice", return_tensors="np").tolist() == [t5.encode("Nice")]
+    padded = t5.encode("Nice", padding="max_length", max_length=9, padding_side="left")
+    assert padded == [t5.pad_token_id] * (9 - len(t5.encode("Nice"))) + t5.encode("Nice")
+    with pytest.raises(InputError, match=r"prompt 0 has \d+ tokens, but max_length is 2"):
+        t5.encode("Hello world", max_length=2)
+    with pytest.raises(InputError, match="a text must be a str, not list"):
+        t5.encode(["Nice"])
     with pytest.raises(AttributeError, match="'encode_plus': call it: tokenizer"):
         t5.encode_plus("Nice")
 
@@ -357,6 +386,7 @@ def test_options_that_ask_for_what_happens_anyway(t5):
     assert t5("Nice", **options) == t5("Nice")
     without = t5(["Nice", "a b c"], return_attention_mask=False)
     assert dict(without) == {"input_ids": [t5.encode("Nice"), t5.encode("a b c")]}
+    assert dict(t5("Nice", return_attention_mask=False)) == {"input_ids": t5.encode("Nice")}
     with pytest.raises(UnsupportedError, match="arrays have their mask"):
         t5(["Nice"], return_attention_mask=False, return_tensors="np")
     t5.model_max_length = 3

@@ -179,8 +179,9 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _decode_rules(self) -> DecodeRules:
         flags = self._model.flags
-        extra = {token.content for token in self.settings.extra}
-        plain = set(self._added_ids) - set(self._special)
+        named = set(self.special_tokens_map.values())
+        extra = set(self.additional_special_tokens)
+        other = set(self._added_ids) - named - extra
         beyond = {t for t in extra if self._added_ids[t] >= self.vocab_size}
         return DecodeRules(
             fixed_text=self._model.fixed_text,
@@ -188,7 +189,7 @@ class SentencePieceTokenizer(Tokenizer):
             strip_chunk_start=flags.add_dummy_prefix or flags.remove_extra_whitespaces,
             strip_all_chunk_starts=flags.remove_extra_whitespaces,
             special=frozenset(self._special),
-            separate=frozenset(plain | beyond),
+            separate=frozenset(other | beyond),
             add_prefix_space=self.add_prefix_space,
             space_before_chunk="inner" if self.legacy else "never",
             space_after_first_special=self.add_prefix_space,

@@ -83,11 +83,10 @@ class FastTokenizer(Tokenizer):
         self._decoder = spec["decoder"]
         self._template = read_template(spec["post_processor"])
         self._is_bpe = spec["model"]["type"] == "BPE"
-        self._special = {
-            entry["content"]: parse_added_token(entry, source)
-            for entry in spec["added_tokens"]
-            if entry["special"]
+        self._added = {
+            entry["id"]: parse_added_token(entry, source) for entry in spec["added_tokens"]
         }
+        self._special = {token.content: token for token in self._added.values() if token.special}
         self.vocab_size = len(spec["model"]["vocab"])
         vocabulary = self.get_vocab()
         self._tokens = list(vocabulary)
