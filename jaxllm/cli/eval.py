@@ -19,7 +19,7 @@ from jaxllm.cli.model_flags import (
     load_named,
 )
 from jaxllm.common.atomic_file import write_whole
-from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.errors import InputError, RunError, UnsupportedError, naming_file
 from jaxllm.common.files import expanded
 from jaxllm.common.progress import Reporter
 from jaxllm.common.text_file import read_text
@@ -157,8 +157,8 @@ def _run_tasks(arguments: argparse.Namespace, reporter: Reporter) -> int:
             run_tasks,
         )
     output: Path | None = arguments.output
-    if output is not None and not output.parent.is_dir():
-        raise InputError(f"--output: {output.parent} is not a folder")
+    if output is not None:
+        _check_output(output)
     with reporter.phase("loading the tasks"):
         tasks = load_tasks(arguments.tasks, arguments.include_path)
     model, tokenizer = _load(arguments, reporter)
@@ -181,8 +181,21 @@ def _run_tasks(arguments: argparse.Namespace, reporter: Reporter) -> int:
     )
     print(results_table(results))
     if output is not None:
-        write_whole(output, results_json(results))
+        with naming_file(output, RunError, "written"):
+            write_whole(output, results_json(results))
     return 0
+
+
+def _check_output(path: Path) -> None:
+    """Raises a JaxLLMError now if the results could not be written after hours."""
+    with naming_file(path, InputError, "written"):
+        if not path.parent.is_dir():
+            raise InputError(f"--output: {path.parent} is not a folder")
+        path.with_name(f".{path.name}.partial").exists()  # an error if the name is too long
+        if path.exists() or path.is_symlink():
+            raise InputError(f"--output: {path} exists already; give another file, or remove it")
+        if not os.access(path.parent, os.W_OK):
+            raise InputError(f"--output: {path.parent}: no permission to write a file")
 
 
 def _load(arguments: argparse.Namespace, reporter: Reporter) -> tuple[GenerativeModel, Tokenizer]:

@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
+import harness_runs
 import pytest
 from paths import ROOT
 from tiny_runs import measured, saved, write_recipe
 
 import jaxllm
+from jaxllm.cli import eval as eval_command
 from jaxllm.cli import export, generate, train
 from jaxllm.common.errors import JaxLLMError
 
@@ -41,7 +44,8 @@ class Disk:
             pytest.skip("file systems cannot be mounted here")
 
     def unmount(self) -> None:
-        subprocess.run(["umount", str(self.folder)], capture_output=True)
+        # Lazily, since a library may have a file of it mapped.
+        subprocess.run(["umount", "-l", str(self.folder)], capture_output=True)
 
 
 @pytest.fixture
@@ -187,6 +191,30 @@ def test_commands_that_print(name: str, tmp_path: Path, disk: Disk) -> None:
         done = finish("--compile-cache", disk.folder / "programs")
         assert (done.returncode, done.stdout) == (0, straight.stdout)
         assert "No space left on device" in done.stderr
+
+
+def test_eval_tasks(tmp_path: Path, disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tasks' own copy of their data, then the results, which are printed all the same."""
+    harness_runs.write_model("llama", tmp_path / "model")
+    out = disk.folder / "results.json"
+    flags = (tmp_path / "model", "--tasks", "local_choice", "--include-path", ".", "--limit", 2)
+    flags += ("--quiet", "--no-compile-cache", "--output", out)
+    for cache in (disk.folder, tmp_path):
+        disk.mount(4)
+        (disk.folder / "full").write_bytes(bytes(4096))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(harness_runs.FOLDER)
+            patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache / "datasets"))
+            code = eval_command.main([*map(str, flags)], "x")
+            printed, errors = capsys.readouterr()
+            assert (code, errors.count("\n")) == (2, 1), errors
+            assert re.search("No space left on device|Not enough disk space", errors), errors
+            assert not out.exists()
+            assert ("local_choice" in printed) == (cache == tmp_path)
+            disk.mount(1000, "remount")
+            assert eval_command.main([*map(str, flags)], "x") == 0
+        assert len(json.loads(out.read_bytes())["samples"]["local_choice"]) == 2
+        disk.unmount()
 
 
 @pytest.mark.slow

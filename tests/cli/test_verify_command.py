@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,6 +111,19 @@ def test_equal_models_pass(
     printed = capsys.readouterr().out
     assert "OK: " in printed
     assert "100.00%" in printed
+
+
+def test_full_stdout(
+    reference: type[Reference],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["verify", str(MODELS / "s_llama_tok"), "--prompt", "Hello"]) == 2
+    errors = capsys.readouterr().err
+    line = "jaxllm verify: error: nothing more can be written (No space left on device)\n"
+    assert errors == line
 
 
 def test_different_models_fail(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import filecmp
 import json
 import os
 import time
@@ -75,7 +76,7 @@ class Journal:
         try:
             with naming_file(self.folder, RunError, "written"):
                 self._open(identity, resume=resume)
-                self._file: BinaryIO = self._rows.open("ab")
+                self._file: BinaryIO = self._rows.open("a+b")
                 self._offset = self._rows.stat().st_size
         except BaseException:
             self._lock.release()
@@ -135,26 +136,59 @@ class Journal:
 
         Raises:
             RunError: a row is missing.
+            DataError: another program has changed the file.
         """
         self.commit()
-        with self._rows.open("rb") as file:
-            for index in range(count):
-                place = self.done.get(index)
-                if place is None:
-                    raise RunError(f"{self.folder}: row {index} is missing; run with --resume")
-                file.seek(place.offset)
-                yield json.loads(file.read(place.length))
+        for index in range(count):
+            place = self.done.get(index)
+            if place is None:
+                raise RunError(f"{self.folder}: row {index} is missing; run with --resume")
+            with naming_file(self._rows, RunError, "read"):
+                data = os.pread(self._file.fileno(), place.length, place.offset)
+            yield self._checked_record(data, index)
+
+    def _checked_record(self, data: bytes, index: int) -> dict[str, Any]:
+        """The record in some bytes of the file of rows, which must be that of row `index`."""
+        with contextlib.suppress(ValueError):
+            record = json.loads(data)
+            if (record["job"], record["index"]) == (self.job_id, index):
+                return record
+        raise DataError(
+            f"{self._rows}: was changed by another program while the job ran; run with --resume"
+        )
 
     def merge(self, count: int, write: Writer) -> None:
-        """Writes the output of rows 0 to count - 1, and renames it into place at the end."""
+        """Writes the output of rows 0 to count - 1, and renames it into place at the end.
+
+        Raises:
+            RunError: it cannot be written; or another program has put a file in its place, or
+                removed the journal, while the job ran.
+        """
         partial = self.folder / "merged"
+        self._check_place()
         with naming_file(self.output, RunError, "written"):
             with partial.open("wb") as file:
                 write(file, lambda: (record["line"] for record in self.records(count)))
                 file.flush()
                 os.fsync(file.fileno())
+            # An equal one is this job's own, which a kill has kept from being reported.
+            if self.output.exists() and not filecmp.cmp(partial, self.output, shallow=False):
+                raise RunError(
+                    f"{self.output}: another file has taken its place while the job ran; move "
+                    "that, and go on with --resume"
+                )
             os.replace(partial, self.output)
             sync_folder(self.output.parent)
+
+    def _check_place(self) -> None:
+        """Raises RunError if the file of rows is not the one that this job writes to."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), self._rows.stat()):
+                return
+        raise RunError(
+            f"{self.folder}: was removed or replaced while the job ran, and its rows with it; run "
+            "the job again"
+        )
 
     def remove(self) -> None:
         """Removes the folder. Call it after the output and the report are written.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +132,15 @@ def test_a_damaged_line_is_named(tmp_path):
 
 
 def test_merging_is_repeated_after_a_crash_in_it(tmp_path):
+    """A crash in the merge, then between the new name of the output and the clean-up."""
     run(job(tmp_path, ROWS, resume=True), until=9)
-    (tmp_path / "out.jsonl.parts" / "merged").write_bytes(b"half")
-    (tmp_path / "out.jsonl").write_bytes(b"of a crash between the new name and the clean-up\n")
+    parts, kept = tmp_path / "out.jsonl.parts", tmp_path / "kept"
+    (parts / "merged").write_bytes(b"half")
+    shutil.copytree(parts, kept)
     lines = run(job(tmp_path, ROWS, resume=True))
     assert [line["id"] for line in lines] == [row["id"] for row in ROWS]
+    kept.rename(parts)
+    assert run(job(tmp_path, ROWS, resume=True)) == lines
 
 
 def test_what_is_refused(tmp_path):

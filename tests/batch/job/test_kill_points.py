@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -156,3 +157,37 @@ def test_a_file_added_during_the_job_stays(tmp_path):
             added.write_text("precious")
     assert list(added.parent.iterdir()) == [added]
     assert work.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("out.jsonl", b"of another program", "another file has taken its place .* move that"),
+        ("out.jsonl.parts/rows.jsonl", b"", "was changed by another program"),
+        ("out.jsonl.parts/rows.jsonl", None, "was removed or replaced while the job ran"),
+        ("out.jsonl.parts", None, "was removed or replaced while the job ran"),
+    ],
+)
+def test_files_that_others_change_during_the_job(tmp_path, name, content, why):
+    """Nothing of theirs is overwritten or taken for a row, and the job can be run again."""
+    work, path = recorded_job.recorded_job(tmp_path), tmp_path / name
+    expected = run(work)
+    work.output.unlink()
+    report_file(work.output).unlink()
+    with contextlib.closing(CompileClock()) as clock:
+        rows = recorded_job.recorded_job(tmp_path).run(clock)
+        next(rows)
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+        with pytest.raises((RunError, DataError), match=why):
+            list(rows)
+    if name == "out.jsonl":
+        with pytest.raises(RunError, match=why):
+            run(recorded_job.recorded_job(tmp_path))
+        assert path.read_bytes() == content
+        path.unlink()
+    assert run(recorded_job.recorded_job(tmp_path)) == expected
