@@ -8,7 +8,11 @@ from typing import Any, ClassVar
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import open_checkpoint, read_spec
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
-from jaxllm.common.renamed_arguments import FROM_PRETRAINED, drop_renamed
+from jaxllm.common.renamed_arguments import (
+    FROM_PRETRAINED,
+    TOKENIZER_FROM_PRETRAINED,
+    drop_renamed,
+)
 from jaxllm.loading import tokenizer_of
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
@@ -129,7 +133,9 @@ class AutoTokenizer:
             MissingFileError: there are no tokenizer files.
             TokenizerError, UnsupportedError: as `jaxllm.tokenizers.load_tokenizer`.
         """
-        options = drop_renamed("AutoTokenizer.from_pretrained()", options, FROM_PRETRAINED)
+        options = drop_renamed(
+            "AutoTokenizer.from_pretrained()", options, TOKENIZER_FROM_PRETRAINED
+        )
         path = resolve(path_or_hub_id, revision, weights=False)
         tokenizer = load_tokenizer(path, **options) if path.is_dir() else None
         if tokenizer is None and (path.is_file() or list(path.glob("*.gguf"))):

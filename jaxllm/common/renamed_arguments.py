@@ -54,6 +54,11 @@ FROM_PRETRAINED = {
     "ignore_mismatched_sizes": "leave it out; a tensor that does not fit raises",
 }
 """Arguments of `from_pretrained` and `from_config`."""
+TOKENIZER_FROM_PRETRAINED = {
+    **FROM_PRETRAINED,
+    "do_lower_case": "leave it out; these tokenizers keep the case",
+}
+"""Arguments of a tokenizer's `from_pretrained`."""
 PIPELINE = {
     **FROM_PRETRAINED,
     "device": "leave it out; JAX uses the accelerator that it has",
@@ -125,7 +130,8 @@ _SATISFIED: Mapping[str, tuple[object, ...]] = {
     "subfolder": ("",),
     "device": (0,),
     "framework": ("flax",),
-    "use_fast": (True,),
+    "use_fast": (True, False),
+    "do_lower_case": (False,),
     "output_loading_info": (False,),
     "ignore_mismatched_sizes": (False,),
     "push_to_hub": (False,),

@@ -69,6 +69,7 @@ class ByT5Tokenizer(Tokenizer):
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> ByT5Tokenizer:
         """Loads a folder with tokenizer_config.json."""
+        files.refuse_options((), "a ByT5Tokenizer")
         return cls(settings, files.contents, source=str(files.folder / "tokenizer_config.json"))
 
     def __len__(self) -> int:

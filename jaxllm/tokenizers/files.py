@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,26 @@ FILE_NAMES = (
 )
 OPTIONS = (
     *("padding_side", "truncation_side", "model_max_length", "chat_template"),
-    *("split_special_tokens", "additional_special_tokens", *NAMED_TOKENS),
+    *("split_special_tokens", "additional_special_tokens", "extra_special_tokens"),
+    *("clean_up_tokenization_spaces", *NAMED_TOKENS),
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "legacy"),
 )
 """Fields of tokenizer_config.json that a call of `load_tokenizer` may override."""
+CLASS_OPTIONS = frozenset({"add_bos_token", "add_eos_token", "add_prefix_space", "legacy"})
+"""Those of them that act on some classes of tokenizers alone."""
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""transformers 5's folder of the chat templates beside the default one, NAME.jinja."""
+
+
+def additional_templates(folder: Path) -> list[Path]:
+    """Files of the chat templates beside the default one."""
+    return sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))
+
+
+def drop_template_files(contents: dict[str, bytes]) -> None:
+    """Removes the files that take precedence over tokenizer_config.json's chat template."""
+    for name in [name for name in contents if name.endswith(".jinja")]:
+        del contents[name]
 
 
 class TokenizerFiles:
@@ -48,6 +65,7 @@ class TokenizerFiles:
         if not folder.is_dir():
             raise MissingFileError(f"{folder}: no such folder")
         self.folder = folder
+        self.options = dict(options or {})
         unknown = (options or {}).keys() - OPTIONS
         if unknown:
             raise UnsupportedError(
@@ -59,6 +77,8 @@ class TokenizerFiles:
             for name in FILE_NAMES
             if is_there(folder / name, TokenizerError)
         }
+        for path in additional_templates(folder):
+            self.contents[f"{TEMPLATES_FOLDER}/{path.name}"] = self._read(path)
         if options:
             self._override(options)
 
@@ -74,7 +94,21 @@ class TokenizerFiles:
                 text = json.dumps(content, default=asdict, ensure_ascii=False, indent=2)
                 self.contents[name] = text.encode()
         if "chat_template" in options:
-            self.contents.pop("chat_template.jinja", None)
+            drop_template_files(self.contents)
+
+    def refuse_options(self, taken: Collection[str], kind: str) -> None:
+        """Raises for options of a call that act on other classes than this one.
+
+        Args:
+            taken: those of `CLASS_OPTIONS` that act.
+            kind: name of the class, for the message.
+        """
+        given = {name for name, value in self.options.items() if value is not None}
+        if idle := sorted((given & CLASS_OPTIONS) - set(taken)):
+            raise UnsupportedError(
+                f"{', '.join(idle)}: without effect on {kind} in {self.folder}, whose files decide;"
+                " leave it out"
+            )
 
     @staticmethod
     def _read(path: Path) -> bytes:

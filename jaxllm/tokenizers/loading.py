@@ -29,8 +29,10 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
         folder: the folder.
         options: fields that override those of tokenizer_config.json, also in the files that `save`
             writes: `padding_side`, `truncation_side`, `model_max_length`, `chat_template`,
-            `split_special_tokens`, `additional_special_tokens`, and named tokens such as
-            `pad_token`, as a string, an `AddedToken` or None.
+            `split_special_tokens`, `additional_special_tokens`, `clean_up_tokenization_spaces`,
+            and named tokens such as `pad_token`, as a string, an `AddedToken` or None; Llama's
+            class also has `add_bos_token` and `add_eos_token`, GPT-2's `add_prefix_space`,
+            sentencepiece models `add_prefix_space` and `legacy`.
 
     Raises:
         MissingFileError: the folder does not exist.

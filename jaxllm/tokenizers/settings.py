@@ -1,7 +1,7 @@
 """Reads a tokenizer's settings: special tokens, flags, chat templates.
 
 The files are ``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json`` and
-``chat_template.jinja``; precedence is as in transformers 4.57's
+``chat_template.jinja`` with ``additional_chat_templates``; precedence is as in transformers 4.57's
 ``PreTrainedTokenizerBase._from_pretrained``.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import TokenizerError
 from jaxllm.common.messages import quoted
-from jaxllm.tokenizers.files import NAMED_TOKENS, TokenizerFiles
+from jaxllm.tokenizers.files import NAMED_TOKENS, TEMPLATES_FOLDER, TokenizerFiles
 
 # Default tokens of transformers' classes.
 LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -234,14 +235,17 @@ def _refuse_repeats(contents: list[str], source: str) -> None:
 def _read_chat_templates(
     files: TokenizerFiles, options: dict[str, Any], source: str
 ) -> dict[str, str]:
+    named = [name for name in files.contents if name.startswith(f"{TEMPLATES_FOLDER}/")]
+    templates = {Path(name).stem: files.text(name) for name in named}
     if "chat_template.jinja" in files:
-        return {"default": files.text("chat_template.jinja")}
+        templates["default"] = files.text("chat_template.jinja")
+    if templates:
+        return templates
     value = options.get("chat_template")
     if value is None:
         return {}
     if isinstance(value, str):
         return {"default": value}
-    templates = {}
     for entry in value if isinstance(value, list) else [value]:
         name = entry.get("name") if isinstance(entry, dict) else None
         template = entry.get("template") if isinstance(entry, dict) else None
@@ -252,3 +256,14 @@ def _read_chat_templates(
             )
         templates[name] = template
     return templates
+
+
+def template_option(templates: Mapping[str, str]) -> object:
+    """Chat templates as in tokenizer_config.json: one as a string, several as a list.
+
+    >>> template_option({"default": "a"}), template_option({"rag": "b"}), template_option({})
+    ('a', [{'name': 'rag', 'template': 'b'}], None)
+    """
+    if templates.keys() <= {"default"}:
+        return templates.get("default")
+    return [{"name": name, "template": text} for name, text in templates.items()]

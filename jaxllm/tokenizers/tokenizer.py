@@ -31,8 +31,13 @@ from jaxllm.tokenizers.batch import (
 from jaxllm.tokenizers.batch_encoder import BatchEncoder
 from jaxllm.tokenizers.chat import continuation
 from jaxllm.tokenizers.chat import templates as chat
-from jaxllm.tokenizers.files import FILE_NAMES, NAMED_TOKENS
-from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
+from jaxllm.tokenizers.files import (
+    FILE_NAMES,
+    NAMED_TOKENS,
+    additional_templates,
+    drop_template_files,
+)
+from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings, template_option
 from jaxllm.tokenizers.text_encoder import MAX_TEXT_BYTES, check_text
 
 # Options of transformers' apply_chat_template that would become template variables here.
@@ -64,13 +69,16 @@ class Tokenizer(BatchEncoder):
         return self.settings.chat_templates.get("default")
 
     @chat_template.setter
-    def chat_template(self, template: str | None) -> None:
-        if checked(template, (str, type(None)), "chat_template", "a template or None") is not None:
-            check_text(template, MAX_TEXT_BYTES)
-        templates = {} if template is None else {"default": template}
+    def chat_template(self, template: str | Mapping[str, str] | None) -> None:
+        kinds = (str, Mapping, type(None))
+        checked(template, kinds, "chat_template", "a template, a dict of them by name or None")
+        templates = {"default": template} if isinstance(template, str) else dict(template or {})
+        for name, each in templates.items():
+            check_text(checked(name, (str,), "chat_template", "names"), MAX_TEXT_BYTES)
+            check_text(each, MAX_TEXT_BYTES)
         self.settings = replace(self.settings, chat_templates=templates)
-        self._files.pop("chat_template.jinja", None)
-        self._set_option("chat_template", template)
+        drop_template_files(self._files)
+        self._set_option("chat_template", template_option(templates))
 
     @contextmanager
     def as_target_tokenizer(self) -> Generator[None]:
@@ -325,11 +333,13 @@ class Tokenizer(BatchEncoder):
             folder.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
             with naming_file(folder / name, TokenizerError, "written"):
+                (folder / name).parent.mkdir(exist_ok=True)
                 write_whole(folder / name, content)
-        for name in FILE_NAMES:  # of an earlier tokenizer, which `load_tokenizer` would read too
-            if name not in self._files:
-                with naming_file(folder / name, TokenizerError, "written"):
-                    (folder / name).unlink(missing_ok=True)
+        # Those of an earlier tokenizer, which `load_tokenizer` would read too:
+        for path in [*(folder / name for name in FILE_NAMES), *additional_templates(folder)]:
+            if path.relative_to(folder).as_posix() not in self._files:
+                with naming_file(path, TokenizerError, "written"):
+                    path.unlink(missing_ok=True)
 
 
 def _are_conversations(messages: Any) -> bool:

@@ -179,6 +179,21 @@ class Vocabulary(ABC):
         return {name: named[name].content for name in NAMED_TOKENS if name in named}
 
     @property
+    def model_input_names(self) -> list[str]:
+        """Names of what an encoding gives a model."""
+        return ["input_ids", "attention_mask"]
+
+    @property
+    def extra_special_tokens(self) -> list[str]:
+        """transformers 5's name of `additional_special_tokens`."""
+        return self.additional_special_tokens
+
+    @property
+    def extra_special_tokens_ids(self) -> list[int | None]:
+        """transformers 5's name of `additional_special_tokens_ids`."""
+        return self.additional_special_tokens_ids
+
+    @property
     def additional_special_tokens(self) -> list[str]:
         """Special tokens without a name of their own."""
         return [token.content for token in self.settings.extra]

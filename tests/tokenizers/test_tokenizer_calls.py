@@ -289,11 +289,56 @@ def test_a_chat_template_can_be_set(load_fast, tmp_path):
     again = load_tokenizer(tmp_path)
     assert again is not None
     assert again.apply_chat_template(chat, tokenize=False) == "hi"
-    with pytest.raises(InputError, match="chat_template: expected a template or None, found 3"):
+    with pytest.raises(InputError, match=r"chat_template: expected a template, a dict .*, found 3"):
         again.chat_template = 3
     again.chat_template = None
     with pytest.raises(TemplateError, match="no default chat template"):
         again.apply_chat_template(chat)
+
+
+def test_named_chat_templates_are_kept(load_fast, tmp_path):
+    """By name in one file as transformers 4 writes them, or in a folder as 5 does."""
+    tokenizer, chat = load_fast("llama2"), [{"role": "user", "content": "hi"}]
+    tokenizer.chat_template = {"default": "plain", "tool_use": "tools"}
+    tokenizer.add_tokens("<new>")
+    tokenizer.save_pretrained(tmp_path)
+    templates = tmp_path / "additional_chat_templates"
+    for default, tool in (("plain", "tools"), ("of a file", "of a folder")):
+        again = load_tokenizer(tmp_path)
+        assert again is not None
+        assert again.apply_chat_template(chat, tokenize=False) == default
+        assert again.apply_chat_template(chat, tokenize=False, tools=[]) == tool
+        templates.mkdir(exist_ok=True)
+        (templates / "tool_use.jinja").write_text("of a folder")
+        (tmp_path / "chat_template.jinja").write_text("of a file")
+    again.save_pretrained(tmp_path / "saved")
+    names = {path.name for path in (tmp_path / "saved").rglob("*.jinja")}
+    assert names == {"tool_use.jinja", "chat_template.jinja"}
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert not list((tmp_path / "saved").rglob("*.jinja"))
+    with pytest.raises(InputError, match="chat_template: expected names, found 3"):
+        tokenizer.chat_template = {3: "plain"}
+
+
+@pytest.mark.parametrize("spec", ["tokenizer.json", "vocab.json"])
+def test_the_prefix_space_of_gpt2_follows_the_settings(spec, fast_folder, tmp_path):
+    folder = fast_folder("gpt2", add_prefix_space=True)
+    if spec == "vocab.json":
+        model = json.loads((folder / "tokenizer.json").read_text())["model"]
+        (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+        (folder / "merges.txt").write_text("\n".join(merges))
+        (folder / "tokenizer.json").unlink()
+    prefixed, plain = load_tokenizer(folder), load_tokenizer(folder, add_prefix_space=False)
+    assert prefixed is not None
+    assert plain is not None
+    assert prefixed.encode("Hello") == plain.encode(" Hello") != plain.encode("Hello")
+    prefixed.save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert again is not None
+    assert again.encode("Hello") == prefixed.encode("Hello")
+    with pytest.raises(UnsupportedError, match="add_bos_token, legacy: without effect on a"):
+        load_tokenizer(folder, legacy=True, add_bos_token=True, add_eos_token=None)
 
 
 def test_model_max_length_is_the_default(load_fast):

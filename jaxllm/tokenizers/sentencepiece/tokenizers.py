@@ -20,7 +20,7 @@ from jaxllm.tokenizers.added_tokens import (
     with_eos,
 )
 from jaxllm.tokenizers.batch import PaddingSide
-from jaxllm.tokenizers.files import TokenizerFiles
+from jaxllm.tokenizers.files import CLASS_OPTIONS, TokenizerFiles
 from jaxllm.tokenizers.sentencepiece.decoding import SPACE, DecodeRules, PiecesToText
 from jaxllm.tokenizers.sentencepiece.model import WITHOUT_DUMMY_PREFIX, SentencePieceModel
 from jaxllm.tokenizers.settings import (
@@ -47,6 +47,7 @@ class SentencePieceTokenizer(Tokenizer):
         model_file: name of the model's file in a folder.
         default_tokens: named tokens of transformers' class, used where no file names others.
         default_side: padding side, used where no file names one.
+        options: fields of tokenizer_config.json that act on this class and not on all.
 
     Raises:
         TokenizerError: the model is malformed, or the settings contradict it.
@@ -55,6 +56,7 @@ class SentencePieceTokenizer(Tokenizer):
     model_file: ClassVar[str]
     default_tokens: ClassVar[Mapping[str, str]]
     default_side: ClassVar[PaddingSide]
+    options: ClassVar[frozenset[str]] = frozenset({"add_prefix_space", "legacy"})
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class SentencePieceTokenizer(Tokenizer):
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> Self:
         """Loads a folder that has the file ``model_file``."""
+        files.refuse_options(cls.options, f"a {cls.__name__}")
         source = str(files.folder / cls.model_file)
         # tokenizer.json lists the added tokens if no other file does.
         if "added_tokens_decoder" not in settings.options and "tokenizer.json" in files:
@@ -210,6 +213,7 @@ class LlamaTokenizer(SentencePieceTokenizer):
     model_file = "tokenizer.model"
     default_tokens = LLAMA_TOKENS
     default_side = "left"
+    options = CLASS_OPTIONS
 
     def __init__(
         self,

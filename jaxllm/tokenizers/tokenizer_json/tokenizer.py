@@ -35,6 +35,7 @@ from jaxllm.tokenizers.settings import (
     AddedToken,
     TokenizerSettings,
     parse_added_token,
+    template_option,
 )
 from jaxllm.tokenizers.stream_decoder import Stage
 from jaxllm.tokenizers.tokenizer import Tokenizer
@@ -102,15 +103,21 @@ class FastTokenizer(Tokenizer):
         """Loads a folder with tokenizer.json, with the defaults of its ``tokenizer_class``.
 
         As in transformers 4.57, ``add_bos_token`` and ``add_eos_token`` apply to Llama's class,
-        which has BOS by default. For other classes, and for a file with neither, as transformers 5
-        writes it, the file's post-processor decides.
+        which has BOS by default, and ``add_prefix_space`` to GPT-2's. For other classes, and for a
+        Llama's file without either, as transformers 5 writes it, tokenizer.json decides.
         """
         source = str(files.folder / "tokenizer.json")
         spec = parse_json(files.contents["tokenizer.json"], source=source, error=TokenizerError)
         side: PaddingSide = "right"
         options = dict(settings.options)
         flags = {name: options.pop(name, None) for name in ("add_bos_token", "add_eos_token")}
-        match (settings.tokenizer_class or "").removesuffix("Fast"):
+        class_name = (settings.tokenizer_class or "").removesuffix("Fast")
+        acting = {
+            "LlamaTokenizer": ("add_bos_token", "add_eos_token"),
+            "GPT2Tokenizer": ("add_prefix_space",),
+        }
+        files.refuse_options(acting.get(class_name, ()), "a tokenizer.json of this class")
+        match class_name:
             case "LlamaTokenizer":
                 settings = settings.with_defaults(**LLAMA_TOKENS)
                 if any(flag is not None for flag in flags.values()):
@@ -120,6 +127,7 @@ class FastTokenizer(Tokenizer):
                 side = "left"
             case "GPT2Tokenizer":
                 settings = settings.with_defaults(**GPT2_TOKENS)
+                _set_prefix_space(spec, settings.flag("add_prefix_space", False))
             case "T5Tokenizer":
                 settings = settings.with_defaults(**T5_TOKENS)
             case _:
@@ -223,6 +231,13 @@ class FastTokenizer(Tokenizer):
         return not self._is_bpe
 
 
+def _set_prefix_space(spec: object, value: bool) -> None:
+    """Sets ``add_prefix_space`` of a byte-level pre-tokenizer that stands alone."""
+    splitter = spec.get("pre_tokenizer") if isinstance(spec, dict) else None
+    if isinstance(splitter, dict) and splitter.get("type") == "ByteLevel":
+        splitter["add_prefix_space"] = value
+
+
 def _convert_errors(action: Callable[[], T], source: str) -> T:
     """Calls the Rust library and converts its errors; its panics are not ``Exception``s."""
     try:
@@ -292,8 +307,8 @@ def _written_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -
         **settings.options,
         **{name: t.content for name in NAMED_TOKENS if (t := settings.named.get(name))},
     }
-    if "default" in settings.chat_templates:
-        config["chat_template"] = settings.chat_templates["default"]
+    if settings.chat_templates:
+        config["chat_template"] = template_option(settings.chat_templates)
     return {
         "tokenizer.json": backend.to_str(pretty=True).encode(),
         "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),
@@ -313,6 +328,7 @@ class GPT2Tokenizer(FastTokenizer):
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> GPT2Tokenizer:
+        files.refuse_options(("add_prefix_space",), "a GPT2Tokenizer")
         vocabulary = files.json_object("vocab.json")
         prefix_space = settings.flag("add_prefix_space", False)
         spec = {
