@@ -196,7 +196,7 @@ def float_dtype(name: str, value: DTypeLike | None) -> np.dtype | None:
         return None
     try:
         dtype = jnp.dtype(value)
-    except (TypeError, ValueError):  # the latter for text that is no Unicode
+    except (TypeError, ValueError, SyntaxError):  # text that is no Unicode, thousands of digits
         dtype = None
     if dtype not in FLOATS:
         raise UnsupportedError(

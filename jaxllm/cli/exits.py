@@ -89,12 +89,24 @@ def _exit_code(command: Callable[[list[str]], int], program: str, arguments: lis
         if failure.errno == errno.ENAMETOOLONG:
             print_error(program, f"{failure.filename}: {failure.strerror}")
             return USAGE_ERROR
+        if is_folder_gone():
+            print_error(program, "the current folder has been removed; change to another one")
+            return USAGE_ERROR
         if failure.errno not in FULL:
             raise
         close_stdout()
         where = f"{failure.filename}: " if failure.filename else ""
         print_error(program, f"{where}nothing more can be written ({failure.strerror})")
         return USAGE_ERROR
+
+
+def is_folder_gone() -> bool:
+    """True if the current folder, to which paths are relative, has been removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def backend_failure() -> str | None:

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from jaxllm.cli.exits import Parser, run_command
 from jaxllm.common.errors import InputError
 from jaxllm.common.files import expanded
+from jaxllm.common.messages import quoted
 
 WHICH = ("best", "last")
+
+MAX_DIGITS = 18
+"""Of a step's number."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "jaxllm export") -> int:
@@ -40,8 +44,8 @@ def _run(argv: list[str], program: str) -> int:
     options = _parser(program).parse_args(argv)
     step = options.step
     if step is not None and step not in WHICH:
-        if not step.isdecimal():
-            raise InputError(f"--step: expected a number, best or last, found {step!r}")
+        if not step.isdecimal() or len(step) > MAX_DIGITS:
+            raise InputError(f"--step: expected a number, best or last, found {quoted(step)}")
         step = int(step)
     from jaxllm.training.run.export import export
 

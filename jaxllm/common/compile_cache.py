@@ -51,7 +51,7 @@ def enable_compile_cache(folder: str | PathLike[str] | None = None) -> Path:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
-        except (OSError, RuntimeError) as failure:
+        except (OSError, RuntimeError, ValueError) as failure:  # the last for a null byte
             reason = getattr(failure, "strerror", None) or failure
             raise RunError(
                 f"{path} cannot be written ({reason}): compiled programs are not kept"

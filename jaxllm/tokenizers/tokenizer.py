@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -325,6 +326,13 @@ class Tokenizer(BatchEncoder):
         folder = checked_path(save_directory, "save_directory")
         self.save(folder)
         return tuple(str(folder / name) for name in self._files)
+
+    def digest(self) -> str:
+        """Digest of the files that `save` writes, 16 hexadecimal digits."""
+        digest = hashlib.sha256()
+        for name, content in sorted(self._files.items()):
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        return digest.hexdigest()[:16]
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Saves the tokenizer; see :meth:`save_pretrained`."""

@@ -38,6 +38,7 @@ CASES = {
     "text: binary": (("eval", MODEL, "--perplexity", "binary"), "not UTF-8 (byte"),
     "keys: a folder": (("serve", MODEL, "--api-keys", "folder"), "Is a directory"),
     "run: a link to itself": (("export", "loop", "out"), "not the folder of a run"),
+    "run: an endless number": (("export", "folder", "out", "--step", "9" * 5000), "--step: expe"),
     "recipe: a folder": (("train", "folder"), "Is a directory"),
     "recipe: binary": (("train", "binary"), "binary: cannot be read"),
     "tolerance: nan": (("verify", MODEL, "--tolerance", "nan"), "above 0, but is nan"),
@@ -106,3 +107,10 @@ def test_home_folders_are_expanded(
     monkeypatch.setenv("HOME", str(tmp_path))
     assert main(words) == 2
     assert str(tmp_path / "run") in capsys.readouterr().err
+
+
+def test_in_a_folder_that_was_removed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.chdir(folder / "folder")  # `folder` changes back
+    (folder / "folder").rmdir()
+    assert main(["generate", "--model", "model", "a"]) == 2
+    assert "the current folder has been removed" in capsys.readouterr().err

@@ -10,8 +10,10 @@ from typing import Any
 from jaxllm.checkpoint.load import gguf_in
 from jaxllm.common.errors import CheckpointError, naming_file
 
-HEAD_BYTES = 16 << 20
-"""Bytes at the start of a weight file that are always hashed: headers, a GGUF file's vocabulary."""
+HEAD_BYTES = {".gguf": 64 << 20}
+"""Bytes at the start of a weight file that are always hashed, by its suffix: the largest header, of
+a GGUF file with the vocabulary."""
+DEFAULT_HEAD_BYTES = 16 << 20
 STRIDE_BYTES = 1 << 20
 """Distance of the samples in the rest of a weight file."""
 SAMPLE_BYTES = 4096
@@ -69,9 +71,10 @@ def _digest(files: Sequence[Path], *, whole: bool) -> str | None:
         with naming_file(path, CheckpointError, "read"), path.open("rb") as file:
             size = path.stat().st_size
             digest.update(f"{path.name}\0{size}\0".encode())
-            _update(digest, file, size if whole else min(size, HEAD_BYTES))
+            head = size if whole else HEAD_BYTES.get(path.suffix.lower(), DEFAULT_HEAD_BYTES)
+            _update(digest, file, min(size, head))
             if not whole:
-                for offset in range(HEAD_BYTES, size, STRIDE_BYTES):
+                for offset in range(head, size, STRIDE_BYTES):
                     file.seek(offset)
                     digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]

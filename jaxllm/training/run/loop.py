@@ -303,7 +303,7 @@ class Loop:
             "recipe": to_plain(self.recipe),
             "data": self.setup.batches.state(),
             "base": dict(self.base),
-            "settings": settings_of(state.model),
+            "settings": settings_of(state.model, self.setup.tokenizer),
             "evaluated": evaluated,
             **self.patience_meta(),
         }

@@ -18,6 +18,7 @@ from jaxllm.common.validation import to_plain
 from jaxllm.models.model import Model
 from jaxllm.models.registry import architecture_of
 from jaxllm.parallel.environment import changes, jax_settings
+from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.monitor.run_card import flat
 from jaxllm.training.run.recipe import CHANGEABLE, Recipe
 from jaxllm.training.state import Params
@@ -84,9 +85,9 @@ def check_same(saved: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
     check_unchanged(before, now, folder)
 
 
-def settings_of(model: Model[Any]) -> dict[str, Any]:
-    """What a run computes with, as chosen where the recipe does not say it."""
-    return {DTYPE: model.dtype.name, **jax_settings()}
+def settings_of(model: Model[Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a run computes with besides its recipe and data."""
+    return {DTYPE: model.dtype.name, "tokenizer": tokenizer.digest(), **jax_settings()}
 
 
 def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:

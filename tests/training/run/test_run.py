@@ -177,6 +177,11 @@ def test_a_changed_base_is_refused(tmp_path: Path):
     with pytest.raises(RunError, match=r"base model .* \(eos_token_id: was 256, is \[256, 7\]\)"):
         go_on(spec, max_steps=4)
     shutil.rmtree(folder)
+    shutil.copytree(bases[0], folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")  # no token differs
+    with pytest.raises(RunError, match="tokenizer: was "):
+        go_on(spec, max_steps=4)
+    shutil.rmtree(folder)
     shutil.copytree(bases[1], folder)
     with pytest.raises(RunError, match=r"the base model is not the one .* tensors differ"):
         go_on(spec, max_steps=4)
