@@ -32,6 +32,7 @@ from jaxllm.models.flax_params import (
     same_arrays,
     with_flax_params,
 )
+from jaxllm.models.language_model import LanguageModel
 from jaxllm.models.model import Model
 from jaxllm.models.pretrained import pretrained
 
@@ -56,6 +57,7 @@ class FlaxPreTrainedModel:
     """
 
     model_class: ClassVar[Any]
+    main_input_name: ClassVar[str] = "input_ids"
     _positional: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "position_ids")
     """Names of the positional arguments of a call."""
 
@@ -92,6 +94,11 @@ class FlaxPreTrainedModel:
         self = each.__new__(each)
         self._set_model(model)
         return self
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """True for models with an LM head."""
+        return issubclass(cls.model_class, LanguageModel)
 
     @classmethod
     def from_pretrained(

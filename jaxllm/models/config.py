@@ -22,6 +22,8 @@ INERT_MODEL_KEYS = frozenset({
     # Implied by the class.
     "model_type", "architectures", "is_encoder_decoder", "is_decoder", "n_ctx",
     "cross_attention_hidden_size",
+    # Token types are embedded by no family here; a checkpoint that has such weights is refused.
+    "type_vocab_size",
     # Label names (only their number is used), and heads that jaxllm does not have.
     "id2label", "label2id", "predict_special_tokens", "classifier_dropout", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
@@ -41,7 +43,6 @@ GENERATION_KEYS = frozenset({
 _ELSEWHERE = {
     "update": "use dataclasses.replace(config, ...)",
     "save_pretrained": "model.save_pretrained(folder) writes it",
-    "is_encoder_decoder": "model.is_encoder_decoder has it",
     "id2label": "jaxllm.pipeline('text-classification', ...) gives the names of labels",
     "label2id": "jaxllm.pipeline('text-classification', ...) gives the names of labels",
 }
@@ -50,12 +51,28 @@ MAX_SIZE = 2**26
 MAX_DEFAULT_WINDOW = 2048
 
 
+class _ConfigType(type):
+    """Class of the config classes: keys of config.json that are no fields are read as in a file."""
+
+    if not TYPE_CHECKING:  # it would hide misspelt fields from type checkers
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            if args or values.keys() <= {field.name for field in dataclasses.fields(cls)}:
+                return super().__call__(*args, **values)
+            return cls.from_dict({"model_type": cls.__name__, **values})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Config fields common to all families."""
+class ModelConfig(metaclass=_ConfigType):
+    """Config fields common to all families.
+
+    Their other names and the keys of config.json that are no fields, such as `rope_scaling` and
+    `use_cache`, are taken too, and read as by `from_dict`.
+    """
 
     attribute_map: ClassVar[Mapping[str, str]] = {}
     """Other names of fields, which config.json and `config.NAME` may use too -> field."""
+    is_encoder_decoder: ClassVar[bool] = False
 
     vocab_size: int
     pad_token_id: int | None = None

@@ -9,7 +9,13 @@ import pytest
 import tiny
 
 from jaxllm.common.errors import ConfigError, JaxLLMError, UnsupportedError
-from jaxllm.models import T5Config, T5EncoderModel, T5ForConditionalGeneration
+from jaxllm.models import (
+    GPT2Config,
+    LlamaConfig,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+)
 from jaxllm.models.registry import model_spec
 
 # Keys of 91 config.json files of public GitHub repositories that are not fields of our configs,
@@ -183,3 +189,14 @@ def test_an_encoder_alone_has_no_decoder_layers() -> None:
     assert T5EncoderModel.from_config(config)([[1]]).last_hidden_state.shape == (1, 1, 8)
     with pytest.raises(ConfigError, match="num_decoder_layers: 0 is an encoder alone"):
         T5ForConditionalGeneration.from_config(config)
+
+
+def test_a_config_is_made_of_the_keys_of_config_json():
+    named = GPT2Config(hidden_size=64, num_attention_heads=4, use_cache=False, type_vocab_size=16)
+    assert named == GPT2Config(n_embd=64, n_head=4)
+    rope: dict[str, Any] = {"rope_theta": 1e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert LlamaConfig(**rope) == LlamaConfig.from_dict(rope)
+    with pytest.raises(
+        UnsupportedError, match=r"^n_layers \(3\), foo \(1\): unknown in .*GPT2Config"
+    ):
+        GPT2Config(n_layers=3, foo=1)

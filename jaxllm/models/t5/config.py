@@ -41,6 +41,8 @@ class T5Config(cfg.ModelConfig):
         "head_dim": "d_kv",
     }
 
+    is_encoder_decoder: ClassVar[bool] = True
+
     vocab_size: int = 32128
     d_model: int = 512
     d_kv: int = 64
