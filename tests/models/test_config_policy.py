@@ -200,3 +200,5 @@ def test_a_config_is_made_of_the_keys_of_config_json():
         UnsupportedError, match=r"^n_layers \(3\), foo \(1\): unknown in .*GPT2Config"
     ):
         GPT2Config(n_layers=3, foo=1)
+    assert T5Config().is_encoder_decoder
+    assert not GPT2Config().is_encoder_decoder
