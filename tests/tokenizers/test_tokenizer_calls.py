@@ -113,6 +113,9 @@ def test_added_tokens_of_tokenizers_without_a_json(name, tmp_path):
     again = load_tokenizer(tmp_path / "saved")
     assert again is not None
     assert (again.encode(text), again.sep_token_id) == (ids, size + 1)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<SEP>"]})
+    tokenizer.add_tokens("<newer>")
+    assert tokenizer.additional_special_tokens == ["<SEP>"]
     with pytest.raises(UnsupportedError, match="has no offsets"):
         tokenizer("a", return_offsets_mapping=True)
 

@@ -128,7 +128,9 @@ class SentencePieceTokenizer(Tokenizer):
         model, source = self._files[self.model_file], self._source
         settings = replace(settings, added={**self._added, **settings.added})
         files = with_added_tokens(self._files, settings)
+        extra = settings.extra  # without T5's sentinels, if the list was replaced
         self._become(type(self)(model, settings, files, source=source))
+        self.settings = replace(self.settings, extra=extra)
 
     def _encode_text(self, text: str) -> list[int]:
         return list(map(self._id, self._split([text], self._any_added)))
