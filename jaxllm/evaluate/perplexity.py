@@ -28,8 +28,11 @@ class PerplexityOutput:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative log-likelihood of a token."""
-        return math.exp(-self.log_likelihood / self.tokens)
+        """exp of the mean negative log-likelihood of a token; infinity on overflow."""
+        try:
+            return math.exp(-self.log_likelihood / self.tokens)
+        except OverflowError:
+            return math.inf
 
     @property
     def bits_per_byte(self) -> float:

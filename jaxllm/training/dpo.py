@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -58,7 +59,7 @@ class DPOConfig:
     loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
 
     def __post_init__(self):
-        if self.beta <= 0:
+        if not 0 < self.beta < math.inf:
             raise ConfigError(f"beta: expected more than 0, found {self.beta}")
         if not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(f"label_smoothing: expected 0 to 0.5, found {self.label_smoothing}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.classifier import SequenceClassifier
@@ -40,7 +41,7 @@ class LossSums:
     count: Float[Array, ""]
     """Number of counted labels (language models) or rows (classifiers)."""
     correct: Float[Array, ""]
-    """Number of counted labels that have the largest logit."""
+    """Number of counted labels that are predicted: that have the first of the largest logits."""
     extra: dict[str, Float[Array, ""]] = dataclasses.field(default_factory=dict)
     """Further sums, by the names of their means among the metrics (see `dpo.DPOLoss`)."""
 
@@ -80,7 +81,7 @@ class TokenLoss:
     def __post_init__(self):
         if not 0 <= self.label_smoothing < 1:
             raise InputError(f"label_smoothing: expected 0 to 1, found {self.label_smoothing}")
-        if self.z_loss < 0:
+        if not 0 <= self.z_loss < math.inf:
             raise InputError(f"z_loss: expected 0 or more, found {self.z_loss}")
 
     def of_model(
@@ -107,13 +108,24 @@ class TokenLoss:
         if self.z_loss:
             losses = losses + self.z_loss * jnp.square(log_z)
         counted = labels != IGNORED
-        # PERF(cpu): argmax would take several times as long as max; benchmarks/train.py.
-        right = label_logits(logits, labels) >= jnp.max(logits, axis=-1)
+        right = is_argmax(logits, labels)
         return LossSums(
             loss=jnp.where(counted, losses, 0.0).sum(),
             count=counted.sum(dtype=jnp.float32),
             correct=(right & counted).sum(dtype=jnp.float32),
         )
+
+
+def is_argmax(logits: Float[Array, "*B V"], labels: Int[Array, "*B"]) -> Bool[Array, "*B"]:
+    """True where the label is the index of the largest logit, of several equal ones the first.
+
+    Half-precision logits often are equal, and those of a model that has collapsed always.
+    PERF(cpu): jnp.argmax would take several times as long as max and any; benchmarks/train.py.
+    """
+    largest = jnp.max(logits, axis=-1)
+    before = jnp.arange(logits.shape[-1]) < labels[..., None]
+    is_first = ~jnp.any(before & (logits >= largest[..., None]), axis=-1)
+    return is_first & (label_logits(logits, labels) >= largest)
 
 
 def inputs_and_labels(batch: Batch) -> tuple[dict[str, Any], Any]:

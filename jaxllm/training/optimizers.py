@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -64,9 +65,9 @@ class OptimizerConfig:
                 continue
             if name not in known:
                 raise ConfigError(f"{name}: {self.name} has none; it has {', '.join(known)}")
-            if value < 0 or (name != "eps" and value >= 1):
+            if not 0 <= value < (math.inf if name == "eps" else 1):
                 raise ConfigError(f"{name}: expected 0 to 1, found {value}")
-        if self.learning_rate <= 0:
+        if not 0 < self.learning_rate < math.inf:
             raise ConfigError(f"learning_rate: expected more than 0, found {self.learning_rate}")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps: expected 0 or more, found {self.warmup_steps}")
@@ -88,8 +89,10 @@ class OptimizerConfig:
             )
         for name in ("weight_decay", "clip_norm"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name}: expected more than 0, or none; found {value}")
+        if self.weight_decay is None and self.no_decay != OptimizerConfig.no_decay:
+            raise ConfigError("no_decay: has no effect without weight_decay")
         for pattern in self.no_decay:
             try:
                 re.compile(pattern)

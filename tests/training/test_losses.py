@@ -14,7 +14,7 @@ import tiny
 
 from jaxllm.common.errors import InputError
 from jaxllm.models.lora import LoraConfig, add_lora
-from jaxllm.training.losses import CausalLoss, Seq2SeqLoss, TokenLoss, loss_for
+from jaxllm.training.losses import CausalLoss, Seq2SeqLoss, TokenLoss, is_argmax, loss_for
 from jaxllm.training.state import split_model
 
 
@@ -64,6 +64,15 @@ def test_the_definition(smoothing, z):
     np.testing.assert_allclose(float(sums.loss), total, rtol=1e-5)
     assert float(sums.count) == (labels != -100).sum() == 12
     assert float(sums.correct) == right
+
+
+def test_of_equal_logits_the_first_is_predicted():
+    """Not all of them: a model that has collapsed would have an accuracy of 1."""
+    logits = jnp.asarray([[0.0] * 4] * 4 + [[1.0, 3.0, 3.0, 2.0]] * 4)
+    labels = jnp.asarray([0, 1, 2, 3, 0, 1, 2, -100])
+    assert float(TokenLoss().of_tokens(logits, labels).correct) == 2
+    right = is_argmax(logits, labels)
+    assert right.tolist() == (jnp.argmax(logits, -1) == labels).tolist()
 
 
 def test_labels_of_minus_100_have_no_gradient():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,7 +162,12 @@ def test_schedules():
         ({"final_factor": 0.1}, "final_factor: .*with constant"),
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"clip_norm": 0.0}, "clip_norm"),
-        ({"no_decay": ("(",)}, "no_decay: .* is not a regex"),
+        ({"weight_decay": 0.1, "no_decay": ("(",)}, "no_decay: .* is not a regex"),
+        ({"no_decay": ("norm",)}, "no_decay: has no effect without weight_decay"),
+        *(
+            ({name: math.nan}, f"{name}: expected")
+            for name in ("learning_rate", "b1", "eps", "weight_decay", "clip_norm")
+        ),
     ],
 )
 def test_settings_that_cannot_be(settings, message):

@@ -68,8 +68,8 @@ def generation_rows(
 ) -> list[EvalPrompt]:
     """Converts the first `limit` rows to prompts, with the same tokens as in training.
 
-    The prompt of a conversation is everything before its last answer. Rows dropped by
-    `on_too_long: drop` are dropped here as well.
+    The prompt of a conversation is everything before its last answer. With `on_too_long` of drop
+    or truncate, rows that are left out of the loss are left out here, and sources are as long.
 
     Args:
         check: raises a JaxLLMError for the ids of an invalid prompt, such as one that is too long.
@@ -90,9 +90,13 @@ def generation_rows(
             break
         row = rows[number]
         try:
-            if config.on_too_long == "drop" and not fit(encode(row), limits, "drop")[0]:
-                continue
             ids, reference = prompt_of(row, config, tokenizer, eos, model)
+            if config.on_too_long != "error":
+                examples, _ = fit(encode(row), limits, config.on_too_long)
+                if not examples:
+                    continue
+                if model.kind == "seq2seq":
+                    ids = examples[0].sequences[0].input_ids.tolist()
             check(ids)
         except JaxLLMError as error:
             raise DataError(f"{rows.where(number)}: {error}") from None

@@ -8,6 +8,7 @@ recomputation (remat) are not counted.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -122,22 +123,28 @@ def model_flops(model: Model[Any], trainable: Collection[str] | None = None) -> 
     """Estimates the FLOPs of a training step: 6 per matrix element and token, plus attention.
 
     A matrix element takes 2 FLOPs forward, 2 for the gradient of the activations, and 2 for its own
-    gradient, the last only if it is trained. Attention takes 12 per layer, token pair and
-    head element (all pairs, including those hidden by a causal mask or window). Not counted:
-    embedding lookups, norms, softmax, adapters.
+    gradient, the last only if it is trained. Attention takes 4 forward and 8 backward per layer,
+    token pair and head element (all pairs, including those hidden by a causal mask or window).
+    Blocks below the lowest trained parameter have no backward pass. Not counted: embedding lookups,
+    norms, softmax, adapters.
 
     Args:
         model: a model, whose arrays may be abstract.
         trainable: paths of the parameters that get gradients; None: all. With LoRA, only
             those of the adapters.
     """
+    params = parameters(model)
+    trained = params.keys() if trainable is None else trainable
+    lowest = min(map(_depth, trained), default=ABOVE)
     elements = {"token": 0.0, "source": 0.0}
-    for path, leaf in parameters(model).items():
+    for path, leaf in params.items():
         if len(leaf.shape) == 2 and not _is_looked_up(path, model):
-            cost = 6.0 if trainable is None or path in trainable else 4.0
+            depth = ABOVE if path in EMBEDDINGS else _depth(path)  # a tied one is the head
+            cost = 2.0 + 2.0 * (depth >= lowest) + 2.0 * (path in trained)
             elements["source" if _reads_source(path) else "token"] += cost * float(leaf.size)
     if isinstance(model, T5ForConditionalGeneration):
-        encoder, decoder = _attention(model.encoder), _attention(model.decoder)
+        encoder = _attention(model.encoder, "encoder", lowest)
+        decoder = _attention(model.decoder, "decoder", lowest)
         return ModelFlops(
             per_token=elements["token"],
             per_pair=decoder,
@@ -146,15 +153,38 @@ def model_flops(model: Model[Any], trainable: Collection[str] | None = None) -> 
             per_cross_pair=decoder,
         )
     assert isinstance(model, DecoderOnly)
-    return ModelFlops(per_token=elements["token"], per_pair=_attention(model.backbone.stack))
+    attention = _attention(model.backbone.stack, "backbone.stack", lowest)
+    return ModelFlops(per_token=elements["token"], per_pair=attention)
+
+
+EMBEDDINGS = ("backbone.embed.weight", "shared.weight")
+ABOVE = (3, 0)
+"""Depth of what comes after all blocks."""
+
+
+def _depth(path: str) -> tuple[int, int]:
+    """Position of a parameter in the order of computation: part of the model, and block.
+
+    >>> _depth("shared.weight") < _depth("encoder.blocks.3.mlp.up.weight")
+    True
+    >>> _depth("backbone.stack.blocks.9.attn.q.lora_a") < _depth("backbone.stack.norm.weight")
+    True
+    """
+    block = re.search(r"\bblocks\.(\d+)\.", path)
+    if block is not None:
+        return (1 if path.startswith("encoder.") else 2), int(block[1])
+    if path.startswith("encoder."):  # its norm; or the relative bias, which all blocks read
+        return (1, 0) if "position_bias" in path else (2, -1)
+    if "position_bias" in path:
+        return (2, 0)
+    return (0, 0) if path.startswith(("shared.", "backbone.embed", "backbone.positions")) else ABOVE
 
 
 def _is_looked_up(path: str, model: Model[Any]) -> bool:
     """True for matrices used only for lookup. A tied embedding is also the LM head's matrix."""
     if "positions" in path or "position_bias" in path:
         return True
-    embeds = path in ("backbone.embed.weight", "shared.weight")
-    return embeds and getattr(model, "lm_head", model) is not None
+    return path in EMBEDDINGS and getattr(model, "lm_head", model) is not None
 
 
 def _reads_source(path: str) -> bool:
@@ -162,5 +192,10 @@ def _reads_source(path: str) -> bool:
     return path.startswith("encoder.") or ".cross.k." in path or ".cross.v." in path
 
 
-def _attention(stack: Stack) -> float:
-    return 12.0 * sum(block.attn.heads * block.attn.head_dim for block in stack.blocks)
+def _attention(stack: Stack, name: str, lowest: tuple[int, int]) -> float:
+    """FLOPs of the blocks' attention, for each pair of tokens."""
+    total = 0.0
+    for number, block in enumerate(stack.blocks):
+        has_backward = _depth(f"{name}.blocks.{number}.") >= lowest
+        total += (12.0 if has_backward else 4.0) * block.attn.heads * block.attn.head_dim
+    return total

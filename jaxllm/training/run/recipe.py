@@ -12,6 +12,7 @@ from jaxllm.training.data import DataConfig
 from jaxllm.training.dpo import DPOConfig
 from jaxllm.training.evaluation.generation_metrics import check_metrics
 from jaxllm.training.lora import LoraConfig
+from jaxllm.training.losses import TokenLoss
 from jaxllm.training.optimizers import OptimizerConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -101,8 +102,8 @@ class Evaluation:
         at_least(1, self, "every", "batch_size", "rows")
         at_least(0, self, "samples")
         check_metrics(self.metrics)
-        if not self.metrics and (self.fields or self.rows):
-            raise ConfigError("fields, rows: have no effect without metrics")
+        if not self.metrics and (self.fields or self.rows or self.samples != Evaluation.samples):
+            raise ConfigError("fields, rows, samples: have no effect without metrics")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,6 +216,7 @@ class Recipe:
             raise ConfigError(f"ema_decay: expected 0 to 1, found {self.ema_decay}")
         if self.lora is not None and self.trainable:
             raise ConfigError("trainable: LoRA trains its adapters; use lora.modules_to_save")
+        TokenLoss(self.label_smoothing, self.z_loss)  # raises what it raises
         self._check_preferences()
         for pattern in self.trainable:
             try:

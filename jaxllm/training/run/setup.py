@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
@@ -14,7 +15,7 @@ from jaxllm.common.errors import ConfigError
 from jaxllm.generation.call.merging import merged_config
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.models.model import Model
-from jaxllm.parallel.mesh import make_mesh
+from jaxllm.parallel.mesh import make_mesh, row_shards
 from jaxllm.parallel.placement import put_tree, row_share
 from jaxllm.parallel.sharding import tree_shardings
 from jaxllm.tokenizers import Tokenizer
@@ -32,13 +33,14 @@ from jaxllm.training.evaluation.generation_metrics import score_texts
 from jaxllm.training.losses import Loss, loss_for
 from jaxllm.training.monitor.flops import ModelFlops, model_flops
 from jaxllm.training.monitor.sinks import tensorboard_package, wandb_package
-from jaxllm.training.optimizers import make_optimizer, make_schedule
+from jaxllm.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from jaxllm.training.run.early_stopping import is_lower_better
 from jaxllm.training.run.initial_model import initial_model, trainable_paths
 from jaxllm.training.run.recipe import Recipe
-from jaxllm.training.state import TrainState
+from jaxllm.training.state import Params, TrainState
 from jaxllm.training.step import Step, make_train_step
 
+NOT_DIVIDED = "cannot be split over {} devices (mesh: data * fsdp); give a multiple"
 SECONDS = 10.0
 """Time between two progress reports while rows are encoded."""
 
@@ -70,6 +72,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
     """
     sizes = recipe.mesh
     mesh = make_mesh(data=sizes.data, fsdp=sizes.fsdp, tensor=sizes.tensor)
+    check_rows(recipe, mesh)
     check_files_and_packages(recipe)
     start = time.perf_counter()
     model, tokenizer = initial_model(recipe)
@@ -86,6 +89,7 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
         trainable=trainable_paths(recipe, model),
         ema=recipe.ema_decay is not None,
     )
+    check_no_decay(recipe.optimizer, state.params)
     smoothed = {"label_smoothing": recipe.label_smoothing, "z_loss": recipe.z_loss}
     preferences = None if recipe.dpo is None else DPOLoss(recipe.dpo)
     return Setup(
@@ -107,6 +111,37 @@ def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
         eval_batches=eval_batches,
         prompts=prompts,
     )
+
+
+def check_no_decay(config: OptimizerConfig, params: Params) -> None:
+    """Checks that each pattern of `no_decay` matches a trained parameter, unless it is a default.
+
+    Raises:
+        ConfigError: one matches none.
+    """
+    for pattern in set(config.no_decay) - set(OptimizerConfig.no_decay):
+        if not any(re.search(pattern, path) for path in params):
+            raise ConfigError(
+                f"optimizer.no_decay: {pattern!r} matches no trained parameter, such as "
+                f"{next(iter(params))}"
+            )
+
+
+def check_rows(recipe: Recipe, mesh: Mesh) -> None:
+    """Checks that the rows of every batch divide over the devices, before the run needs them to.
+
+    Raises:
+        ConfigError: those of the training or of the evaluation do not.
+    """
+    shards = row_shards(mesh)
+    if recipe.batch_size % shards:
+        raise ConfigError(f"batch_size: {recipe.batch_size} rows {NOT_DIVIDED.format(shards)}")
+    rows = eval_batch_size(recipe)
+    if recipe.eval_data is not None and rows % shards:
+        raise ConfigError(
+            f"evaluation.batch_size: {rows} rows (by default those of a training micro-batch) "
+            f"{NOT_DIVIDED.format(shards)}"
+        )
 
 
 def load_data(

@@ -83,7 +83,26 @@ def test_frozen_parameters_get_no_gradient() -> None:
     model = tiny.cached("gpt2")
     every = model_flops(model).per_token
     assert model_flops(model, trainable=parameters(model)).per_token == every
-    assert model_flops(model, trainable=()).per_token == pytest.approx(every * 4 / 6)
+    lowest = "backbone.stack.blocks.0.attn.q.lora_a"
+    assert model_flops(model, trainable=(lowest,)).per_token == pytest.approx(every * 4 / 6)
+
+
+def test_blocks_below_the_lowest_trained_parameter_have_no_backward_pass() -> None:
+    model = tiny.make("llama", num_hidden_layers=4)
+    weights = parameters(model)
+
+    def size(*parts: str) -> int:
+        names = (path for path in weights if path.startswith(parts) and weights[path].ndim == 2)
+        return sum(weights[path].size for path in names)
+
+    blocks, head = size("backbone.stack.blocks.0."), size("lm_head")
+    upper = [path for path in weights if ".blocks.2." in path]
+    actual = model_flops(model, trainable=upper)
+    assert actual.per_token == blocks * (2 + 2 + 6 + 4) + head * 4
+    assert actual.per_pair == 32 * (4 + 4 + 12 + 12)
+    assert model_flops(model, ["lm_head.weight"]).per_pair == 32 * 4 * 4
+    t5 = model_flops(tiny.cached("t5"), ["decoder.blocks.0.cross.q.weight"])
+    assert t5.per_pair == t5.per_cross_pair == 3 * t5.per_source_pair == 12 * 2 * 32
 
 
 def test_each_side_of_t5_has_its_own_tokens() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jax.sharding import AbstractMesh
 from tiny_runs import plain, recipe
 
 from jaxllm.common.errors import ConfigError, DataError, MissingExtraError
@@ -16,7 +17,7 @@ from jaxllm.tokenizers.byte_level import byte_tokenizer
 from jaxllm.training.data import DataConfig, ModelInfo
 from jaxllm.training.evaluation.generation import generation_rows
 from jaxllm.training.run.recipe import Evaluation, ModelSource
-from jaxllm.training.run.setup import SECONDS, rows_progress, set_up
+from jaxllm.training.run.setup import SECONDS, check_rows, rows_progress, set_up
 
 CAUSAL = ModelInfo(kind="causal", vocab_size=260, context_length=32)
 
@@ -102,6 +103,32 @@ def test_rows_that_are_dropped_are_not_generated_for(tmp_path: Path):
     assert [list(row.prompt) for row in actual] == [[97], [100]]
     assert len(generation_rows(dropping, byte_tokenizer(), CAUSAL, 1)) == 1
     assert len(generation_rows(data, byte_tokenizer(), CAUSAL)) == 3
+
+
+def test_prompts_are_as_long_as_in_training(tmp_path: Path):
+    """Cut sources, and no prompt that is cut before its answer."""
+    data = DataConfig(**pairs(tmp_path, "a", "c" * 40, "d"), on_too_long="truncate")
+    actual = generation_rows(data, byte_tokenizer(), CAUSAL)
+    assert [list(row.prompt) for row in actual] == [[97], [100]]
+    fields = {"format": "seq2seq", "source_field": "prompt", "target_field": "completion"}
+    model = replace(CAUSAL, kind="seq2seq")
+    cut = generation_rows(replace(data, **fields), byte_tokenizer(), model)[1]
+    assert list(cut.prompt) == [ord("c")] * 31 + [byte_tokenizer().eos_token_id]
+
+
+def test_patterns_and_batches_are_checked_before_the_first_step(tmp_path: Path):
+    spec = recipe(tmp_path)
+    optimizer = replace(spec.optimizer, no_decay=("position_bias", "embedd"))
+    with pytest.raises(ConfigError, match=r"no_decay: 'embedd' matches no trained parameter"):
+        set_up(replace(spec, optimizer=optimizer), print)
+    mesh: Any = AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
+    check_rows(replace(spec, accumulation=2), mesh)
+    spec = replace(spec, eval_data=spec.data)
+    check_rows(spec, mesh)
+    with pytest.raises(ConfigError, match=r"^evaluation.batch_size: 2 rows .* over 4 devices"):
+        check_rows(replace(spec, accumulation=2), mesh)
+    with pytest.raises(ConfigError, match=r"^batch_size: 6 rows cannot be split over 4 devices"):
+        check_rows(replace(spec, batch_size=6), mesh)
 
 
 @pytest.mark.parametrize("answer", [{}, {"content": None}, {"content": [{"text": "a"}]}])
