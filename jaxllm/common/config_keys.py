@@ -18,18 +18,22 @@ INERT_KEYS = frozenset({
     "keys_to_ignore_at_inference", "output_attentions", "output_hidden_states", "output_past",
     "output_scores", "return_dict", "return_dict_in_generate", "torchscript", "use_return_dict",
     # Provenance.
-    "auto_class", "custom_pipelines", "finetuning_task", "is_llama_config", "model_name",
-    "name_or_path", "tags", "transformers.js_config", "transformers_version", "unsloth_fixed",
-    "unsloth_optimized", "unsloth_version", "version",
+    "author", "auto_class", "base_model", "custom_pipelines", "datasets", "description",
+    "finetuning_task", "is_llama_config", "language", "library_name", "license", "model_name",
+    "name_or_path", "pipeline_tag", "tags", "transformers.js_config", "transformers_version",
+    "unsloth_fixed", "unsloth_optimized", "unsloth_version", "version",
     # Execution in other programs: dtypes, kernels, caches, memory.
-    "attn_implementation", "chunk_size_feed_forward", "dtype", "flash_attention",
-    "flash_attn_2_enabled", "low_cpu_mem_usage", "torch_dtype", "use_bfloat16", "use_cache",
-    "use_flash_attention", "use_flash_attention_2", "use_flash_attn", "use_flashattn",
-    # Tokenizers.
-    "additional_special_tokens", "cls_token_id", "mask_token_id", "max_seq_length",
-    "max_sequence_length", "model_max_length", "padding_side", "prefix", "sep_token_id",
-    "tokenizer_class", "tokenizer_file", "tokenizer_name", "tokenizer_path", "tokenizer_type",
-    "unk_token_id", "vocab_file",
+    "attention_implementation", "attn_implementation", "chunk_size_feed_forward", "device_map",
+    "dtype", "flash_attention", "flash_attn_2_enabled", "low_cpu_mem_usage", "model_parallel",
+    "move_model_to_device", "selective_checkpoint_enabled", "sequence_parallel_enabled",
+    "torch_dtype", "use_bfloat16", "use_cache", "use_flash_attention", "use_flash_attention_2",
+    "use_flash_attn", "use_flashattn", "use_sdpa",
+    # Tokenizers, and the chats of custom code.
+    "additional_special_tokens", "assistant_token_id", "bos_token", "bot_token_id", "chat_format",
+    "cls_token", "cls_token_id", "eos_token", "mask_token", "mask_token_id", "max_seq_length",
+    "max_sequence_length", "max_window_size", "model_max_length", "pad_token", "padding_side",
+    "prefix", "sep_token", "sep_token_id", "tokenizer_class", "tokenizer_file", "tokenizer_name",
+    "tokenizer_path", "tokenizer_type", "unk_token", "unk_token_id", "user_token_id", "vocab_file",
     # Training runs.
     "bf16", "deepspeed", "fp16", "gradient_checkpointing", "ignore_index",
     "label_smoothing", "learning_rate", "neftune_noise_alpha", "num_train_epochs", "seed",

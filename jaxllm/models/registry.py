@@ -165,7 +165,7 @@ def model_spec(raw: Mapping[str, Any], architecture: str | type | None = None) -
         ConfigError: an invalid value.
     """
     checked(raw, (Mapping,), "config", "a config.json object")
-    model_type = raw.get("model_type")
+    model_type = raw.get("model_type") or _type_of_class(raw)
     if not isinstance(model_type, str):
         raise ConfigError(
             f"model_type: expected one of {_names(FAMILIES)}, found {quoted(model_type)}; if the "
@@ -174,6 +174,7 @@ def model_spec(raw: Mapping[str, Any], architecture: str | type | None = None) -
     if model_type not in FAMILIES:
         raise UnsupportedError(f"model_type: {quoted(model_type)}; jaxllm has {_names(FAMILIES)}")
     family = FAMILIES[model_type]
+    raw = {**raw, "model_type": model_type}
     if isinstance(architecture, type):
         return ModelSpec(family, _derived(architecture, raw, family), family.config.from_dict(raw))
     name = architecture if architecture is not None else _listed(raw, family)
@@ -185,6 +186,17 @@ def model_spec(raw: Mapping[str, Any], architecture: str | type | None = None) -
             "load(..., architecture=NAME) or --architecture NAME"
         )
     return ModelSpec(family, name, family.config.from_dict(raw))
+
+
+def _type_of_class(raw: Mapping[str, Any]) -> str | None:
+    """The `model_type` that a file without one has by its class, as the first files of GPT-2."""
+    listed = raw.get("architectures")
+    if not isinstance(listed, list) or len(listed) != 1:
+        return None
+    for model_type, family in FAMILIES.items():
+        if listed[0] in (*family.classes, *family.aliases):
+            return model_type
+    return None
 
 
 def _derived(base: type, raw: Mapping[str, Any], family: Family) -> str:
@@ -201,8 +213,10 @@ def _derived(base: type, raw: Mapping[str, Any], family: Family) -> str:
 def _listed(raw: Mapping[str, Any], family: Family) -> str:
     """Class name in the file's `architectures`; by default the language model."""
     listed = raw.get("architectures")
-    if listed is None or listed == []:
+    if not listed:
         return next(iter(family.classes))
+    if isinstance(listed, str):
+        return listed
     if not isinstance(listed, list) or not isinstance(listed[0], str):
         raise ConfigError(f"architectures: expected a list of names, found {quoted(listed)}")
     return listed[0]

@@ -98,8 +98,17 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
         Raises ConfigError or UnsupportedError, naming the field.
         """
         # Files converted from Qwen2 to any of these families keep its window's keys, switched off.
-        no_window = raw.get("use_sliding_window") is False
-        handled = ROPE_KEYS | ({"sliding_window", "max_window_layers"} if no_window else set())
+        handled = ROPE_KEYS
+        if raw.get("use_sliding_window") is False:
+            handled |= {"sliding_window", "max_window_layers"}
+        elif not (
+            raw.get("use_sliding_window")
+            or raw.get("sliding_window", getattr(cls, "sliding_window", None))
+        ):
+            handled |= {"max_window_layers"}
+            types = raw.get("layer_types")
+            if isinstance(types, list) and all(name == "full_attention" for name in types):
+                handled |= {"layer_types"}
         if raw.get("position_embedding_type") in ("rope", "rotary"):  # as these families have it
             handled |= {"position_embedding_type"}
         config = cfg.read_config(cls, raw, handled=handled, derived=frozenset({"rope"}))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.messages import quoted, shortened
 from jaxllm.nn.rope import Rope
@@ -34,7 +35,8 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 ROPE_TYPES = tuple(REQUIRED)
 # Some versions of transformers write these for every type, even where they have no effect.
-COMMON = ("rope_type", "rope_theta", "original_max_position_embeddings")
+# `finetuned` is a note of YaRN's authors.
+COMMON = ("rope_type", "rope_theta", "original_max_position_embeddings", "finetuned")
 
 
 def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions: int) -> Rope:
@@ -117,11 +119,14 @@ class _Parameters:
                 f"{', '.join(ROPE_TYPES)}"
             )
         known = {*COMMON, *REQUIRED[rope_type], *OPTIONAL.get(rope_type, ())}
-        for key in self.values:
-            if key not in known:
-                raise UnsupportedError(
-                    f"{self.field}.{shortened(key)}: not a parameter of rope type {rope_type!r}"
-                )
+        if rope_type == "default" and self.values.get("factor") == 1:
+            known.add("factor")  # no scaling, however it is spelled
+        unknown = unknown_keys(self.values, known)
+        if unknown:
+            raise UnsupportedError(
+                f"{self.field}: {describe_keys(unknown)}: not a parameter of rope type "
+                f"{rope_type!r}"
+            )
         for key in REQUIRED[rope_type]:
             if key not in self.values:
                 raise ConfigError(f"{self.field}.{key}: missing; rope type {rope_type!r} needs it")

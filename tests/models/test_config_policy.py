@@ -18,7 +18,7 @@ from jaxllm.models import (
 )
 from jaxllm.models.registry import model_spec
 
-# Keys of 91 config.json files of public GitHub repositories that are not fields of our configs,
+# Keys of 94 config.json files of public GitHub repositories that are not fields of our configs,
 # with a value that occurs: (repository, number of files, model_type, class, keys).
 PLAIN = {"use_cache": True, "transformers_version": "4.28.1"}
 SAVED = {**PLAIN, "torch_dtype": "float32"}
@@ -54,6 +54,12 @@ READ = [
      "T5ForConditionalGeneration", T5_SAVED),
     ("peytongolden/CODET-5-SMALL-Fine-Tuning", 1, "t5", "T5ForConditionalGeneration",
      {**T5_SAVED, "gradient_checkpointing": False}),
+    ("LavenderCheng/LLM-Project---Team-5", 1, "gpt2", "GPT2LMHeadModel",
+     {**SUMMARY, **SAVED, "bos_token": 0, "eos_token": 2}),
+    ("aws-neuron/neuronx-distributed", 1, "llama", "LlamaForCausalLM",
+     {**SAVED, "sequence_parallel_enabled": False, "move_model_to_device": True}),
+    ("a config.json in a report of ALI Studio", 1, "llama", "LlamaForCausalLM",
+     {"use_cache": True, "use_sdpa": True, "torch_dtype": "float32"}),
 ]  # fmt: skip
 DFLASH = {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 16}
 DFLASH |= {"dflash_config": {"mask_token_id": 151669}, "num_target_layers": 36}
@@ -97,6 +103,46 @@ def test_qwens_windows_that_are_off_are_no_obstacle_for_llama():
         model_spec({**plain, "use_sliding_window": True, "sliding_window": 32768})
 
 
+def test_the_class_of_a_file_without_a_model_type_decides():
+    """As in Bala-Yarabikki/Textgeneration_GPT2; and a class is a name as well as a list of one."""
+    plain = tiny.CONFIGS["gpt2"]
+    for classes in (["GPT2LMHeadModel"], ["GPT2Model"]):
+        read = model_spec({**plain, "model_type": None, "architectures": classes})
+        assert read == model_spec({**plain, "architectures": classes[0]})
+    with pytest.raises(ConfigError, match="model_type: expected one of"):
+        model_spec({**plain, "model_type": None, "architectures": ["BertModel"]})
+
+
+SCALED = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("keys", "equal"),
+    [
+        ({"rope_scaling": {**SCALED, "finetuned": True}}, {"rope_scaling": SCALED}),
+        ({"rope_scaling": {**SCALED, "alpha": False, "_x": 1}}, {"rope_scaling": SCALED}),
+        ({"rope_scaling": {"rope_type": "default", "factor": 1.0}}, {}),
+        ({"layer_types": ["full_attention"] * 2, "max_window_layers": 2}, {}),
+    ],
+)
+def test_rope_and_windows_that_change_nothing(keys, equal):
+    plain = tiny.CONFIGS["llama"]
+    assert model_spec({**plain, **keys}).config == model_spec({**plain, **equal}).config
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
+        {"rope_scaling": {**SCALED, "alpha": 1000.0}},
+        {"layer_types": ["sliding_attention"] * 2},
+    ],
+)
+def test_rope_and_windows_that_may_change_something(keys):
+    with pytest.raises(UnsupportedError, match=next(iter(keys))):
+        model_spec({**tiny.CONFIGS["llama"], **keys})
+
+
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row[0]}-{row[2]}")
 def test_models_of_another_kind_are_refused(row):
     """Also if their class is named as one of ours: the keys say what is different."""
@@ -109,7 +155,7 @@ def test_models_of_another_kind_are_refused(row):
 
 
 def test_number_of_files():
-    assert sum(row[1] for row in (*READ, *REFUSED)) == 91
+    assert sum(row[1] for row in (*READ, *REFUSED)) == 94
 
 
 def test_unknown_keys_are_named_all_at_once():

@@ -43,7 +43,7 @@ INERT_ADAPTER_KEYS = frozenset(
 # Fields that may exclude some of the targets.
 NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
 # Initialisations that leave the base weights alone; the others (PiSSA, OLoRA, ...) change them.
-KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
+KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 # Allowed patterns of rank_pattern and alpha_pattern: they match in linear time.
 PLAIN_PATTERN = re.compile(r"\^?[\w.\\-]+\$?")
 

@@ -196,10 +196,10 @@ class Settings:
     def from_dict(cls, fields: Mapping[str, Any], where: str = "generation_config.json") -> Self:
         """Creates settings from the contents of a file.
 
-        null means unset, and so does -1 as a special token. ``explicit`` stays empty. Numbers of
-        sampling fields are checked when something is sampled (`consistency.check_for_use`): many
-        files hold ``"temperature": 0.0``. Unknown keys are ignored or raise by the policy of
-        `common.config_keys`.
+        null means unset, and so do an empty list, object or string, and -1 as a special token.
+        ``explicit`` stays empty. Numbers of sampling fields are checked when something is sampled
+        (`consistency.check_for_use`): many files hold ``"temperature": 0.0``. Unknown keys are
+        ignored or raise by the policy of `common.config_keys`.
 
         Raises:
             ConfigError: ``fields`` is no mapping, or a field is unknown or invalid; the message
@@ -208,17 +208,19 @@ class Settings:
         if not isinstance(fields, Mapping):
             raise ConfigError(f"{where}: must hold an object, but holds {type(fields).__name__}")
         unknown = unknown_keys(fields, {*cls.fields, "architectures", "model_type"})
-        if len(unknown) > 1 and not unknown.keys() & GENERATE_ARGUMENTS:
-            raise ConfigError(
-                f"{where}: unknown generation fields {describe_keys(unknown)}: remove them, or set "
-                "them to null"
-            )
-        for name in unknown:
+        for name in unknown.keys() & GENERATE_ARGUMENTS:
             cls._field(name, where, ConfigError)
+        if unknown:
+            close = cls._nearest(next(iter(unknown))) if len(unknown) == 1 else ""
+            raise ConfigError(
+                f"{where}: unknown generation field{'s' * (len(unknown) > 1)} "
+                f"{describe_keys(unknown)}: remove from the file, or set to null{close}"
+            )
         values = {}
         for name, value in fields.items():
             field = cls.fields.get(name)
-            is_unset = value is None or (field is not None and (value == field.unset) is True)
+            is_empty = isinstance(value, str | list | dict) and not value
+            is_unset = value is None or is_empty or (field and (value == field.unset) is True)
             if field is None or is_unset:
                 continue
             try:

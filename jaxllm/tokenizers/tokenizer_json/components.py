@@ -54,6 +54,12 @@ _COMPONENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "Sequence": {"processors": "list"},
         "ByteLevel": _BYTE_LEVEL,
         "TemplateProcessing": {"single": "template", "pair": "template", "special_tokens": dict},
+        "RobertaProcessing": {
+            "sep": "token",
+            "cls": "token",
+            "trim_offsets": bool,
+            "add_prefix_space": bool,
+        },
     },
     "decoder": {
         "Sequence": {"decoders": "list"},
@@ -103,7 +109,7 @@ def check_component(section: str, value: object, source: str, size: int) -> None
         if rule == "list":
             _check_list(section, component[field], f"{where}.{field}", size)
         else:
-            _check_field(rule, component[field], f"{where}.{field}")
+            _check_field(rule, component[field], f"{where}.{field}", size)
     if name == "TemplateProcessing":
         _check_template_tokens(component, where, size)
 
@@ -117,7 +123,7 @@ def _check_list(section: str, value: object, source: str, size: int) -> None:
         check_component(section, item, f"{source}[{number}]", size)
 
 
-def _check_field(rule: object, value: object, source: str) -> None:
+def _check_field(rule: object, value: object, source: str, size: int) -> None:
     if isinstance(rule, tuple):
         valid = value in rule
     elif isinstance(rule, type):
@@ -128,6 +134,9 @@ def _check_field(rule: object, value: object, source: str) -> None:
         valid = isinstance(value, str) and 0 < len(value) <= 4
     elif rule == "count":
         valid = is_count(value)
+    elif rule == "token":
+        token, index = value if isinstance(value, list) and len(value) == 2 else (None, None)
+        valid = isinstance(token, str) and is_count(index) and index < size
     elif rule == "template":
         valid = isinstance(value, list) and len(value) <= 64
     elif rule == "charsmap":

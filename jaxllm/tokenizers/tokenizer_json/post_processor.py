@@ -43,11 +43,17 @@ def read_template(
 ) -> tuple[list[str | list[int]], list[str | list[int]]]:
     """Reads the templates for one and two sequences: lists of ids, "A" and "B" for sequences."""
     steps = [] if processor is None else processor.get("processors", [processor])
-    templates = [step for step in steps if step["type"] == "TemplateProcessing"]
+    templates = [step for step in steps if step["type"] != "ByteLevel"]
     if not templates:
         return ["A"], ["A", "B"]
     if len(templates) > 1:
-        raise TokenizerError("tokenizer.json: post_processor: two TemplateProcessing")
+        raise TokenizerError(
+            "tokenizer.json: post_processor: more than one of TemplateProcessing and "
+            "RobertaProcessing"
+        )
+    if templates[0]["type"] == "RobertaProcessing":  # of CodeT5
+        cls, sep = [templates[0]["cls"][1]], [templates[0]["sep"][1]]
+        return [cls, "A", sep], [cls, "A", sep, sep, "B", sep]
     tokens = templates[0]["special_tokens"]
 
     def read(pieces: list[dict[str, Any]]) -> list[str | list[int]]:

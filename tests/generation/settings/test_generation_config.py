@@ -318,6 +318,11 @@ def test_keys_without_effect_are_no_obstacle():
     )
     file = {"_note": 3, "alibi": False, "chat_format": "", "tokenizer_path": "x", "top_k": 3}
     assert GenerationConfig.from_dict(file).to_dict() == {"top_k": 3}
+    chat = {"user_token_id": 195, "assistant_token_id": 196, "chat_format": "chatml"}
+    empty = {"bad_words_ids": [], "eos_token_id": [], "sequence_bias": {}}
+    assert GenerationConfig.from_dict({**chat, **empty, "max_window_size": 6144}).to_dict() == {}
+    with pytest.raises(ConfigError, match=r"field profiles .* set to null"):
+        GenerationConfig.from_dict({"profiles": {"creative": {}}})
     offloaded = GenerationConfig.from_dict({"cache_implementation": "hybrid", "cache_config": {}})
     assert check_for_use(offloaded).to_dict() == {}
 

@@ -183,6 +183,23 @@ def change(path: str, value):
 
 
 REGEX = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+ROBERTA = {"type": "RobertaProcessing", "sep": ["b", 1], "cls": ["a", 0]}
+ROBERTA |= {"trim_offsets": True, "add_prefix_space": False}
+
+
+def test_special_tokens_around_a_text_as_in_codet5():
+    file = {**spec(), "post_processor": ROBERTA}
+    tokenizer = FastTokenizer(file, TokenizerSettings())
+    backend = tokenizers.Tokenizer.from_str(json.dumps(file))
+    assert tokenizer.encode("a b") == backend.encode("a b").ids
+    assert tokenizer.encode("a b", "c d") == backend.encode("a b", "c d").ids
+    for wrong in (["b"], ["b", 10**6], [1, "b"], "b"):
+        with pytest.raises(TokenizerError, match=r"RobertaProcessing\.sep"):
+            FastTokenizer(
+                {**file, "post_processor": {**ROBERTA, "sep": wrong}}, TokenizerSettings()
+            )
+
+
 TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
 
 
