@@ -30,13 +30,12 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 }
 """Parameters that each RoPE type needs."""
 OPTIONAL: dict[str, tuple[str, ...]] = {
-    "yarn": YARN_PARAMETERS,
+    "yarn": (*YARN_PARAMETERS, "finetuned"),  # a note of YaRN's authors
     "longrope": ("factor", "attention_factor"),
 }
 ROPE_TYPES = tuple(REQUIRED)
 # Some versions of transformers write these for every type, even where they have no effect.
-# `finetuned` is a note of YaRN's authors.
-COMMON = ("rope_type", "rope_theta", "original_max_position_embeddings", "finetuned")
+COMMON = ("rope_type", "rope_theta", "original_max_position_embeddings")
 
 
 def rope_from_config(config: Mapping[str, Any], *, head_dim: int, max_positions: int) -> Rope:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.common.errors import TemplateError
+from jaxllm.common.messages import shortened
 
 MAX_TEMPLATE_BYTES = 64 * 2**10
 MAX_OUTPUT_CHARACTERS = 2**20
@@ -117,7 +118,7 @@ def render_in_sandbox(template: str, variables: Mapping[str, Any], now: float) -
             _worker = None
             raise TemplateError(f"the chat template {_explain(status)}")
     if "error" in answer:
-        raise TemplateError(f"the chat template failed: {answer['error']}")
+        raise TemplateError(f"the chat template failed: {shortened(answer['error'], 300)}")
     return answer["text"]
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from jaxllm.common.errors import ConfigError, MissingFileError
+from jaxllm.common.errors import ConfigError, MissingFileError, naming_file
+from jaxllm.common.text_file import read_text
 from jaxllm.common.validation import admits_null, from_plain
 from jaxllm.training.run.recipe import Recipe
 
@@ -56,19 +57,13 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Reads the fields of a YAML file."""
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    with naming_file(path, ConfigError, "read"):
+        is_missing = not path.exists()
+    if is_missing:
         near = difflib.get_close_matches(path.name, names_beside(path), n=1)
         hint = f"; is it {path.with_name(near[0])}?" if near else ""
-        raise MissingFileError(f"{path}: no such file{hint}") from None
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:  # also not UTF-8, and a null byte in the path
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{path}: cannot be read ({reason})") from None
+        raise MissingFileError(f"{path}: no such file{hint}")
+    text = read_text(path, max_bytes=MAX_FILE_BYTES, error=ConfigError)
     try:
         raw = yaml.load(text, Loader=StrictLoader)
     except NOT_YAML as error:

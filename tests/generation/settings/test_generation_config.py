@@ -187,6 +187,8 @@ def test_impossible_values_are_named(name, value):
         if name == "top_k":
             with pytest.raises(ConfigError, match="`top_k` must be"):
                 check_for_use(file.replace(penalty_alpha=0.6))
+    elif isinstance(value, str | list | dict) and not value:  # off in a file
+        assert GenerationConfig.from_dict({name: value}).to_dict() == {}
     else:
         with pytest.raises(ConfigError, match=f"^here.json: `{name}` must be"):
             GenerationConfig.from_dict({name: value}, where="here.json")
@@ -195,7 +197,7 @@ def test_impossible_values_are_named(name, value):
 def test_unknown_fields_get_a_suggestion():
     with pytest.raises(InputError, match="`temprature`; did you mean `temperature`"):
         GenerationConfig(temprature=1.0)
-    with pytest.raises(ConfigError, match=r"^f.json: unknown .*`max_new_token`; did you mean"):
+    with pytest.raises(ConfigError, match=r"^f.json: unknown .*max_new_token .*; did you mean"):
         GenerationConfig.from_dict({"max_new_token": 1}, "f.json")
     with pytest.raises(ConfigError, match=r"^f.json: .*fields alibi \(1\), swing \(2.0\): remove"):
         GenerationConfig.from_dict({"alibi": 1, "top_k": 3, "swing": 2.0}, "f.json")

@@ -184,9 +184,9 @@ def test_overrides_are_named_where_they_are_wrong(tmp_path: Path):
         ("seed: " + "[" * 20_000, "not YAML: "),
         ("seed: " + "{a: " * 20_000, "not YAML: "),
         ("seed: \x00", "not YAML: "),
-        (b"seed: \xff\xfe", "cannot be read"),
-        (b"\xff\xfes\x00e\x00", "cannot be read"),
-        (b"a" * (2**20 + 1), "larger than 1048576 bytes"),
+        (b"seed: \xff\xfe", "not UTF-8"),
+        (b"\xff\xfes\x00e\x00", "not UTF-8"),
+        (b"a" * (2**20 + 1), "more than 1048576 bytes"),
     ],
 )
 def test_hostile_and_broken_files(
@@ -216,3 +216,5 @@ def test_a_file_that_is_not_there(tmp_path: Path):
         read_recipe(tmp_path / "smollm2-lora.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_recipe(tmp_path)
+    with pytest.raises(ConfigError, match="more than 1048576 bytes"):
+        read_recipe(Path("/dev/zero"))
