@@ -135,7 +135,7 @@ def _check_field(rule: object, value: object, source: str, size: int) -> None:
     elif rule == "count":
         valid = is_count(value)
     elif rule == "token":
-        token, index = value if isinstance(value, list) and len(value) == 2 else (None, None)
+        token, index = value if isinstance(value, list) and len(value) == 2 else (None, -1)
         valid = isinstance(token, str) and is_count(index) and index < size
     elif rule == "template":
         valid = isinstance(value, list) and len(value) <= 64
