@@ -7,13 +7,12 @@ malicious files has not been reviewed. The rest of the file, its vocabulary, is 
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.common.errors import TokenizerError, UnsupportedError
 from jaxllm.common.messages import quoted
+from jaxllm.tokenizers.tokenizer_json.charsmap import is_charsmap
 from jaxllm.tokenizers.tokenizer_json.regex_check import check_regex
 
 _BYTE_LEVEL = {"add_prefix_space": bool, "trim_offsets": bool, "use_regex": bool}
@@ -140,7 +139,7 @@ def _check_field(rule: object, value: object, source: str, size: int) -> None:
     elif rule == "template":
         valid = isinstance(value, list) and len(value) <= 64
     elif rule == "charsmap":
-        valid = _is_charsmap(value)
+        valid = is_charsmap(value)
     else:
         return _check_pattern(value, source, regex_allowed=rule == "pattern")
     if not valid:
@@ -156,16 +155,6 @@ def _check_pattern(value: object, source: str, *, regex_allowed: bool) -> None:
         if not regex_allowed:
             raise UnsupportedError(f"{source}: a regular expression in a decoder")
         check_regex(text, source)
-
-
-def _is_charsmap(value: Any) -> bool:
-    """True for a sentencepiece normalisation table: size in bytes, trie, strings."""
-    try:
-        blob = base64.b64decode(value, validate=True)
-    except (binascii.Error, TypeError, ValueError):
-        return False
-    size = int.from_bytes(blob[:4], "little")
-    return len(blob) > 4 and size % 4 == 0 and 0 < size <= len(blob) - 4
 
 
 def _check_template_tokens(component: dict[str, Any], source: str, size: int) -> None:

@@ -1,8 +1,10 @@
 """tokenizer.json: parity with transformers 5.23, and the checks before parsing."""
 
+import base64
 import json
 import pickle
 import random
+import struct
 
 import paths
 import pytest
@@ -182,6 +184,13 @@ def change(path: str, value):
     return apply
 
 
+def charsmap(units: list[int], strings: bytes = b"x\0") -> dict:
+    """A normalizer whose trie has these units, and the value 99 at unit 1."""
+    trie = struct.pack("<I256I", 1024, *units, *[99] * (256 - len(units)))
+    table = base64.b64encode(trie + strings).decode()
+    return {"type": "Precompiled", "precompiled_charsmap": table}
+
+
 REGEX = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 ROBERTA = {"type": "RobertaProcessing", "sep": ["b", 1], "cls": ["a", 0]}
 ROBERTA |= {"trim_offsets": True, "add_prefix_space": False}
@@ -234,6 +243,9 @@ TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
             r"lacks the fields \['pattern'\]",
         ),
         (change("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAA"}), "charsmap"),
+        (change("normalizer", charsmap([1 << 20])), "charsmap"),  # leads out of the array
+        (change("normalizer", charsmap([1024 | 256])), "charsmap"),  # a value beyond the strings
+        (change("normalizer", charsmap([256], b"\xff")), "charsmap"),  # no UTF-8
         (
             change(
                 "post_processor", TEMPLATE | {"single": [{"Sequence": {"id": "B", "type_id": 0}}]}
