@@ -34,9 +34,11 @@ INERT_KEYS = frozenset({
     "max_sequence_length", "max_window_size", "model_max_length", "pad_token", "padding_side",
     "prefix", "sep_token", "sep_token_id", "tokenizer_class", "tokenizer_file", "tokenizer_name",
     "tokenizer_path", "tokenizer_type", "unk_token", "unk_token_id", "user_token_id", "vocab_file",
-    # Training runs.
-    "bf16", "deepspeed", "fp16", "gradient_checkpointing", "ignore_index",
-    "label_smoothing", "learning_rate", "neftune_noise_alpha", "num_train_epochs", "seed",
+    # Training runs, and dropout of other families.
+    "attention_probs_dropout_prob", "attn_pdrop", "bf16", "deepspeed", "embd_pdrop", "fp16",
+    "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "ignore_index",
+    "label_smoothing", "learning_rate", "neftune_noise_alpha", "num_train_epochs",
+    "pretraining_tp", "resid_pdrop", "seed",
     "task_specific_params", "tf_legacy_loss", "train_batch_size", "use_gradient_checkpointing",
     "warmup_steps", "weight_decay",
 })

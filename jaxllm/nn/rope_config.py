@@ -137,8 +137,10 @@ class _Parameters:
         return default if value is None else _number(f"{self.field}.{key}", value, low=low)
 
     def positions(self, key: str, default: int) -> int:
-        """A number of positions."""
+        """A number of positions, which other tools may write as a float."""
         value = self.values.get(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
             raise ConfigError(
                 f"{self.field}.{key}: expected an integer >= 1, found {quoted(value)}"

@@ -2,7 +2,7 @@
 
 A file of a kilobyte can turn a short prompt into gigabytes, for example with eight normalizers that
 replace "a" by ten of them, or search it for hours with a regular expression of quadratic cost. So
-growth is computed before a file is used, and unknown regular expressions are timed on the start
+growth is computed before a file is used, and unknown regular expressions are timed on both ends
 of a long text before they see the whole of it.
 """
 
@@ -143,23 +143,24 @@ def has_unknown_regex(spec: Mapping[str, Any]) -> bool:
 
 
 def check_seconds(encode: Callable[[str], Any], text: str, source: str) -> None:
-    """Encodes the first 256, 512, 1024, ... characters of a text, to see if they take too long.
+    """Encodes 256, 512, 1024, ... characters at both ends of a text, to see if they take too long.
 
     A regular expression of quadratic or cubic cost would take hours for a text of a megabyte, and
-    nothing can stop the library while it runs.
+    nothing can stop the library while it runs. The end matters too: ``\\s+$`` matches spaces at
+    once where they end the text, but takes quadratic time where another character does.
 
     Raises:
         InputError: the CPU time of a part was beyond 0.25 s and 4 µs per byte.
     """
     length = _FIRST_PROBE_CHARACTERS
     while length < len(text):
-        part = text[:length]
-        start = time.thread_time()
-        encode(part)
-        seconds = time.thread_time() - start
-        if seconds > max(_FREE_SECONDS, _SECONDS_PER_BYTE * _size(part)):
-            raise InputError(
-                f"{source}: its regular expressions took {seconds:.1f} s for the first {length}"
-                f" of {len(text)} characters: give a shorter text"
-            )
+        for where, part in (("first", text[:length]), ("last", text[-length:])):
+            start = time.thread_time()
+            encode(part)
+            seconds = time.thread_time() - start
+            if seconds > max(_FREE_SECONDS, _SECONDS_PER_BYTE * _size(part)):
+                raise InputError(
+                    f"{source}: its regular expressions took {seconds:.1f} s for the {where}"
+                    f" {length} of {len(text)} characters: give a shorter text"
+                )
         length *= 2

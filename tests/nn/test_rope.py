@@ -86,6 +86,14 @@ def test_yarn_where_the_ramp_has_no_width(truncate):
     assert np.isfinite(rope.frequencies(jnp.int32(1))).all()
 
 
+def test_files_of_yarn():
+    """`finetuned` says how the model was trained; some tools write sizes as floats."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    plain = rope_from_config({"rope_scaling": scaling}, head_dim=16, max_positions=64)
+    other = scaling | {"original_max_position_embeddings": 16.0, "finetuned": True}
+    assert rope_from_config({"rope_scaling": other}, head_dim=16, max_positions=64) == plain
+
+
 @pytest.mark.parametrize(
     ("raw", "error", "field"),
     [

@@ -34,6 +34,7 @@ _COMPONENTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "NFD": {},
         "NFKC": {},
         "NFKD": {},
+        "Nmt": {},
         "Lowercase": {},
         "Strip": {"strip_left": bool, "strip_right": bool},
         "StripAccents": {},
@@ -114,8 +115,10 @@ def check_component(section: str, value: object, source: str, size: int) -> None
 
 
 def _check_list(section: str, value: object, source: str, size: int) -> None:
-    if not isinstance(value, list) or len(value) > 64:
-        raise TokenizerError(f"{source}: not a list of at most 64 components")
+    # Each step of a pre-tokenizer may split a long text into hundreds of thousands of parts.
+    limit = 16 if section == "pre_tokenizer" else 64
+    if not isinstance(value, list) or len(value) > limit:
+        raise TokenizerError(f"{source}: not a list of at most {limit} components")
     for number, item in enumerate(value):
         if isinstance(item, dict) and item.get("type") == "Sequence":
             raise UnsupportedError(f"{source}[{number}]: a Sequence inside a Sequence")
