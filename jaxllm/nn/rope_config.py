@@ -30,7 +30,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 }
 """Parameters that each RoPE type needs."""
 OPTIONAL: dict[str, tuple[str, ...]] = {
-    "yarn": (*YARN_PARAMETERS, "finetuned"),  # a note of YaRN's authors
+    "yarn": YARN_PARAMETERS,
     "longrope": ("factor", "attention_factor"),
 }
 ROPE_TYPES = tuple(REQUIRED)
@@ -120,11 +120,12 @@ class _Parameters:
         known = {*COMMON, *REQUIRED[rope_type], *OPTIONAL.get(rope_type, ())}
         if rope_type == "default" and self.values.get("factor") == 1:
             known.add("factor")  # no scaling, however it is spelled
-        unknown = unknown_keys(self.values, known)
+        if rope_type == "yarn":
+            known.add("finetuned")  # says how the model was trained
+        unknown = {f"{self.field}.{k}": v for k, v in unknown_keys(self.values, known).items()}
         if unknown:
             raise UnsupportedError(
-                f"{self.field}: {describe_keys(unknown)}: not a parameter of rope type "
-                f"{rope_type!r}"
+                f"{describe_keys(unknown)}: not a parameter of rope type {rope_type!r}"
             )
         for key in REQUIRED[rope_type]:
             if key not in self.values:

@@ -38,7 +38,12 @@ from jaxllm.tokenizers.files import (
     additional_templates,
     drop_template_files,
 )
-from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings, template_option
+from jaxllm.tokenizers.settings import (
+    MAX_ADDED_TOKEN_BYTES,
+    AddedToken,
+    TokenizerSettings,
+    template_option,
+)
 from jaxllm.tokenizers.text_encoder import MAX_TEXT_BYTES, check_text
 
 # Options of transformers' apply_chat_template that would become template variables here.
@@ -256,6 +261,10 @@ class Tokenizer(BatchEncoder):
             if not isinstance(value, str | AddedToken) or value in ("", AddedToken("")):
                 raise InputError(f"add_tokens: {quoted(value)} is not a token")
             check_text(str(value), MAX_TEXT_BYTES)
+            if len(str(value).encode()) > MAX_ADDED_TOKEN_BYTES:
+                raise InputError(
+                    f"add_tokens: {quoted(value)} has more than {MAX_ADDED_TOKEN_BYTES} bytes"
+                )
             if isinstance(value, str) and value in self.special_tokens:
                 continue
             token = (

@@ -89,8 +89,9 @@ LLAMA = [
     ("quantization", {"group_size": 64, "bits": 4}),
     ("sliding_window", 16),
     ("model_type", "mistral"),
-    ("model_type", None),
-    ("architectures", "LlamaForCausalLM"),
+    ("model_type", 3),
+    ("architectures", "MistralForCausalLM"),
+    ("architectures", [3]),
     ("architectures", ["MistralForCausalLM"]),
 ]
 GPT2 = [

@@ -149,7 +149,7 @@ def test_overridden_config_is_saved(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(ROOT / "gpt2_base", folder)
     raw = config_of(folder) | {"logit_scale": 2.0}
-    del raw["model_type"]
+    del raw["model_type"], raw["architectures"]
     (folder / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=r"model_type: .*config=\{"):
         jaxllm.load(folder)

@@ -40,7 +40,7 @@ CASES = {
     "run: a link to itself": (("export", "loop", "out"), "not the folder of a run"),
     "run: an endless number": (("export", "folder", "out", "--step", "9" * 5000), "--step: expe"),
     "recipe: a folder": (("train", "folder"), "Is a directory"),
-    "recipe: binary": (("train", "binary"), "binary: cannot be read"),
+    "recipe: binary": (("train", "binary"), "binary: not UTF-8 (byte 0)"),
     "tolerance: nan": (("verify", MODEL, "--tolerance", "nan"), "above 0, but is nan"),
     "topology": (("plan", MODEL, "--topology", "abacus"), "topology: unknown 'abacus'"),
     "a command": (("x\ny",), "no command 'x y'"),

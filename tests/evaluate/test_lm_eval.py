@@ -205,7 +205,7 @@ def test_command(folders: dict[str, Path], tmp_path: Path, capsys: pytest.Captur
         (["--tasks", "local_answer", "--output", "no/such.json"], "--output: no is not a folder"),
         (["--tasks", "local_answer", "--output", str(output)], "results.json exists already"),
         (["--tasks", "local_answer", "--output", str(tmp_path)], "exists already"),
-        (["--tasks", "local_answer", "--output", "x" * 245], "File name too long"),
+        (["--tasks", "local_answer", "--output", "x" * 250], "File name too long"),
         (["--tasks", "local_choice", "--include-path", "none"], "include_path: none is not"),
         (["--tasks", "local_group,local_choice"], "tasks: Duplicate task 'local_choice'"),
         (["--tasks", "local_choice", "--limit", "-1"], "limit: expected a positive number"),

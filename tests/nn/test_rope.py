@@ -100,7 +100,7 @@ def test_files_of_yarn():
         ({"rope_scaling": {"rope_type": "mrope"}}, UnsupportedError, "rope_scaling.rope_type"),
         ({"rope_parameters": {"rope_type": "linear"}}, ConfigError, "rope_parameters.factor"),
         ({"rope_scaling": {"type": "linear", "factor": True}}, ConfigError, "factor"),
-        ({"rope_scaling": {"finetuned": True}}, UnsupportedError, "rope_scaling: finetuned"),
+        ({"rope_scaling": {"finetuned": True}}, UnsupportedError, "rope_scaling.finetuned"),
         ({"rope_parameters": {"full_attention": {"a": 1}}}, UnsupportedError, "full_attention"),
         ({"rope_theta": "1e4"}, ConfigError, "rope_theta"),
         ({"rope_theta": 1}, ConfigError, "rope_theta"),

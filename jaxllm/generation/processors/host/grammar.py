@@ -315,7 +315,7 @@ class GrammarVocabulary:
         # Weak: the cache must not keep the tokenizer alive.
         self._encode = weakref.WeakMethod(tokenizer.encode_user)
         self._ids = {t: i for i, t in enumerate(self.tokens) if t and i not in special}
-        self._longest = max(map(len, self._ids))
+        self._longest = max(map(len, self._ids), default=0)
         self.unwritable = b""  # rest of the last text that tokens cannot spell
 
     def __call__(self, text: str) -> list[int]:
