@@ -57,8 +57,11 @@ def test_accumulated_steps_equal_one_step(family):
         for name in ("loss", "tokens", "accuracy"):
             np.testing.assert_allclose(metrics[name], first[name], rtol=1e-6)
         for path, x in params.items():
-            assert float(jnp.abs(full[path] - before[path]).max()) > 0, path
-            np.testing.assert_allclose(x, full[path], atol=1e-6, err_msg=path)
+            change = float(jnp.abs(full[path] - before[path]).max())
+            assert change > 0, path
+            # Gradients are summed in another order; weights are rounded to 2**-24 of their size.
+            rounding = 2**-16 * change + 2**-23 * float(jnp.abs(x).max())
+            np.testing.assert_allclose(x, full[path], rtol=0, atol=rounding, err_msg=path)
 
 
 @pytest.mark.parametrize("family", tiny.mostly("gpt2"))
