@@ -22,8 +22,8 @@ MAX_BPE_ENTRIES = 11 * 2**16
 """Tokens and merges of a BPE model; 408,000 in Llama 3's."""
 MAX_PREFIXES = 5 * 2**18
 """Different prefixes of the pieces of a Unigram model, in bytes; about three for a piece."""
-# Unigram compares each position of a text with pieces up to the longest.
-MAX_PIECE_BYTES = 256
+# Unigram compares each position of a text with pieces up to the longest; sentencepiece's have 64.
+MAX_PIECE_BYTES = 128
 _TOP_LEVEL = {
     "version",
     "truncation",

@@ -354,6 +354,10 @@ def test_texts_that_a_normalizer_makes_too_long_are_refused():
     [
         (change("added_tokens/0/content", "<" * 257), "has more than 256 bytes"),
         (change("model/vocab/" + "x" * 1025, 400), "has more than 1024 bytes"),
+        (
+            change("model", {"type": "Unigram", "unk_id": 0, "vocab": [["x" * 129, 0.0]]}),
+            "has more than 128 bytes",
+        ),
     ],
 )
 def test_long_tokens_are_refused(changes, message):
