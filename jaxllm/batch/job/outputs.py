@@ -88,7 +88,8 @@ def _write_parquet(file: BinaryIO, lines: Lines) -> None:
         values = [line.get(name) for line in lines()]
         try:
             return pyarrow.array(values)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):  # values of several types
+        # Values of several types, or an integer of more than 64 bits.
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError):
             return pyarrow.array([None if value is None else _cell(value) for value in values])
 
     parquet.write_table(pyarrow.table({name: column(name) for name in _columns(lines)}), file)
