@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxllm.batch.embedder import Embedder, Pooling
+from jaxllm.batch.embedder import NOT_FINITE, Embedder, Pooling
 from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
 from jaxllm.batch.row_task import RowTask
-from jaxllm.batch.rows import BatchOutput, RawRow
+from jaxllm.batch.rows import BatchOutput, RawRow, error_output
+from jaxllm.common.errors import NonFiniteError
 from jaxllm.models.model import Model
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -69,6 +70,8 @@ class RowEmbedder(RowTask[np.ndarray, np.ndarray]):
     def output(
         self, row: RawRow, item: Int[np.ndarray, " T"], result: Float[np.ndarray, " D"]
     ) -> BatchOutput:
+        if not np.isfinite(result).all():
+            return error_output(row, NonFiniteError(NOT_FINITE))
         return EmbeddedRow(
             index=row.index,
             id=row.row_id,

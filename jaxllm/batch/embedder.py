@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.inputs.padded_batch import SMALLEST_BUCKET, padded_rows
 from jaxllm.generation.inputs.values import bucket
@@ -23,6 +23,9 @@ BATCH_ROWS = 8
 """Texts of one call of the program."""
 FILLER = np.zeros(1, np.int32)
 """Token ids of the texts that fill up a batch."""
+NOT_FINITE = (
+    "the model's hidden states are NaN or infinite; check the weights, or use --dtype float32"
+)
 Pooling = Literal["mean", "last"]
 
 
@@ -53,7 +56,7 @@ class Embedder:
         assert self._context is not None
         width = SMALLEST_BUCKET
         while width <= bucket(self._context, SMALLEST_BUCKET):
-            self.embed([np.zeros(min(width, self._context), np.int32)])
+            self._run([np.zeros(min(width, self._context), np.int32)])
             width *= 2
 
     def check_length(self, name: str, ids: Sized) -> None:
@@ -64,14 +67,21 @@ class Embedder:
     def embed(self, texts: Sequence[Any]) -> list[Float[np.ndarray, " D"]]:
         """The embeddings of texts, given as token ids; each has the length 1.
 
-        Batches are filled up to `rows` texts, so that `warm_up` has compiled every program, and
-        halved if device memory runs out.
-
         Raises:
             InputError: a text is empty or too long.
+            NonFiniteError: the hidden states of a text are NaN or infinite.
         """
         for number, ids in enumerate(texts):
             self.check_length(f"input[{number}]", ids)
+        embeddings = self._run(texts)
+        for number, embedding in enumerate(embeddings):
+            if not np.isfinite(embedding).all():
+                raise NonFiniteError(f"input[{number}]: {NOT_FINITE}")
+        return embeddings
+
+    def _run(self, texts: Sequence[Any]) -> list[Float[np.ndarray, " D"]]:
+        """Embeds texts in batches, filled up to `rows` so that `warm_up` has compiled every
+        program, and halved if device memory runs out."""
         full = [*map(np.asarray, texts), *[FILLER] * (-len(texts) % self.rows)]
         results = dict(run_in_batches(self.embed_batch, full, self.rows, length=len))
         return [results[i] for i in range(len(texts))]
@@ -79,7 +89,8 @@ class Embedder:
     def embed_batch(self, texts: Sequence[Int[np.ndarray, " _"]]) -> list[Float[np.ndarray, " D"]]:
         """The embeddings of texts that run at once, in a program for this number of texts.
 
-        The number is rounded up to whole shards of the rows.
+        The number is rounded up to whole shards of the rows. An embedding is NaN if the model's
+        hidden states are not finite.
         """
         fillers = [FILLER] * (-len(texts) % row_shards(self._mesh))
         tokens, mask = padded_rows(
@@ -109,4 +120,6 @@ def _pooled(
         x = jnp.sum(x * weights, axis=1) / jnp.sum(weights, axis=1)
     else:
         x = x[jnp.arange(x.shape[0]), jnp.sum(mask, axis=1) - 1]
-    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    norm = jnp.linalg.norm(x, axis=-1, keepdims=True)
+    # Divided by an infinite norm, what is finite would be 0; the smallest norm is torch's.
+    return jnp.where(jnp.isfinite(norm), x / jnp.maximum(norm, 1e-12), jnp.nan)

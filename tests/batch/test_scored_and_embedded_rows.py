@@ -13,6 +13,7 @@ from jaxllm.batch import embedder
 from jaxllm.batch.embedded_rows import RowEmbedder
 from jaxllm.batch.rows import RawRow
 from jaxllm.batch.scored_rows import RowScorer
+from jaxllm.common.errors import NonFiniteError
 
 TOKENIZER = chat_tokenizer()
 
@@ -85,6 +86,18 @@ def test_embeddings_are_pooled_states_of_length_1():
         np.testing.assert_allclose(output.embedding, expected, atol=1e-5)
     assert outputs[1].to_dict().keys() == {"id", "embedding"}
     assert "expected a list of token ids" in outputs[2].error
+
+
+@pytest.mark.parametrize("scale", [np.nan, 1e30])
+def test_hidden_states_that_are_not_finite(scale):
+    """With 1e30 each is finite, but not the square of their length."""
+    model = tiny.make("llama", vocab_size=len(TOKENIZER))
+    norms = jax.tree.map(lambda x: x * scale if x.ndim == 1 else x, model)
+    (output,) = answers(RowEmbedder(norms, TOKENIZER), ["Hello"])
+    assert output.error_kind == "NonFiniteError"
+    server = embedder.Embedder(norms, model.config.context_length)
+    with pytest.raises(NonFiniteError, match=r"input\[0\]: the model's hidden states are NaN"):
+        server.embed([[5, 6]])
 
 
 def test_smaller_batches_are_embedded_when_memory_runs_out(monkeypatch):
