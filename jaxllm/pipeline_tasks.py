@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxllm.common.errors import InputError
+from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.settings.config import GenerationConfig
@@ -26,7 +26,6 @@ from jaxllm.tokenizers.batch import Truncation
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 """Messages of a conversation: ``{"role": ..., "content": ...}``."""
-T = TypeVar("T")
 Tokenized: TypeAlias = list[list[int]]
 
 
@@ -112,22 +111,31 @@ def _forward(model: Any, batch: Mapping[str, Array]) -> Any:
 def _outputs(
     pipe: TaskModel,
     inputs: list[str],
-    rows_of: Callable[[np.ndarray, Any], Sequence[T]],
+    rows_of: Callable[[np.ndarray, Any], Sequence[np.ndarray]],
     **encoding: Any,
-) -> list[T]:
+) -> list[np.ndarray]:
     """Runs the model on texts.
 
     Args:
         encoding: options of the tokenizer.
         rows_of: computes the result of each row, from a batch's padding mask and model output.
+
+    Raises:
+        NonFiniteError: a result is NaN or infinite.
     """
     model = without_metadata(pipe.model)
 
-    def run(texts: list[str]) -> Sequence[T]:
+    def run(texts: list[str]) -> Sequence[np.ndarray]:
         batch = pipe.tokenizer(texts, bucket="power_of_two", return_tensors="np", **encoding)
         return rows_of(np.asarray(batch.attention_mask), _forward(model, dict(batch)))
 
     results = dict(run_in_batches(run, inputs, pipe.batch_size, length=len))
+    for number in range(len(inputs)):
+        if not np.isfinite(results[number]).all():
+            raise NonFiniteError(
+                f"inputs[{number}]: the model's output is NaN or infinite; check the weights, or "
+                "load it with dtype='float32'"
+            )
     return [results[i] for i in range(len(inputs))]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 import tiny
 from paths import DATA
 
 import jaxllm
-from jaxllm.errors import InputError, UnsupportedError
+from jaxllm.errors import InputError, NonFiniteError, UnsupportedError
+from jaxllm.models.model import BaseModel
 from jaxllm.tokenizers.byte_level import byte_tokenizer
 
 REFERENCE = DATA / "reference"
@@ -99,6 +101,19 @@ def test_feature_extraction(name):
         states = pipe.model(**pipe.tokenizer([text], return_tensors="np")).last_hidden_state[0]
         np.testing.assert_allclose(vector, np.mean(states, 0), rtol=2e-4, atol=1e-5)
         np.testing.assert_allclose(pipe(text, pooling=None), states, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", ["feature-extraction", "text-classification"])
+def test_outputs_that_are_not_finite(task):
+    tokenizer = byte_tokenizer()
+    if task == "feature-extraction":
+        model = jaxllm.load(REFERENCE / "tiny-llama", architecture=BaseModel)[0]
+    else:
+        name = "LlamaForSequenceClassification"
+        model = tiny.make("llama", architecture=name, vocab_size=len(tokenizer))
+    pipe = jaxllm.pipeline(task, jax.tree.map(lambda x: x * np.nan, model), tokenizer)
+    with pytest.raises(NonFiniteError, match=r"inputs\[0\]: the model's output is NaN"):
+        pipe("Hello")
 
 
 def test_options_of_transformers(writer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -137,8 +138,9 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     seconds = time.perf_counter() - start
     reporter.say(f"{output.tokens} tokens, {output.tokens / seconds:.0f} tokens/s")
+    is_finite = math.isfinite(output.perplexity)
     result = {
-        "perplexity": output.perplexity,
+        "perplexity": output.perplexity if is_finite else None,  # JSON has no infinity
         "bits_per_byte": output.bits_per_byte,
         "log_likelihood": output.log_likelihood,
         "tokens": output.tokens,
