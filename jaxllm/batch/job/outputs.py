@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -86,11 +87,12 @@ def _write_parquet(file: BinaryIO, lines: Lines) -> None:
 
     def column(name: str) -> Any:
         values = [line.get(name) for line in lines()]
-        try:
-            return pyarrow.array(values)
-        # Values of several types, or an integer of more than 64 bits.
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError):
-            return pyarrow.array([None if value is None else _cell(value) for value in values])
+        # Objects would become a struct of all their keys, and Parquet has none without any.
+        if not any(isinstance(value, Mapping) for value in values):
+            # Refused: values of several types, integers of more than 64 bits.
+            with contextlib.suppress(pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError):
+                return pyarrow.array(values)
+        return pyarrow.array([None if value is None else _cell(value) for value in values])
 
     parquet.write_table(pyarrow.table({name: column(name) for name in _columns(lines)}), file)
 
