@@ -111,7 +111,10 @@ class RunCheckpoints:
                 self._lock.release()
 
     def steps(self) -> list[int]:
-        """The committed steps, in order."""
+        """The committed steps, in order.
+
+        The first process deletes expired ones, which the others may still see for a moment.
+        """
         return steps_on_disk.complete(self.folder)
 
     def latest(self) -> int | None:

@@ -16,6 +16,7 @@ folder, port, count, index, step, task = sys.argv[1:]
 import jax, jax.numpy as jnp, numpy as np
 if int(count) > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxllm.checkpoint.orbax import RunCheckpoints
 from jaxllm.common.errors import CheckpointError, RunError
@@ -53,6 +54,8 @@ with RunCheckpoints(folder, keep=2, **options) as checkpoints:
     for step in (step, step + 1, step + 2):
         checkpoints.save(step, state(step), {"by": int(count), "step": step})
     checkpoints.wait()
+    if int(count) > 1:
+        multihost_utils.sync_global_devices("the first process has deleted expired steps")
     assert saved == [step - 2, step - 1, step], saved
     print("saved", checkpoints.steps())
 """
