@@ -53,7 +53,7 @@ class RunCheckpoints:
             (from a background thread). None: a warning of the logger "jaxllm".
 
     Raises:
-        RunError: another process writes to the folder.
+        RunError: another process writes to the folder; or its name is not in UTF-8.
     """
 
     def __init__(
@@ -71,6 +71,12 @@ class RunCheckpoints:
         if mode not in ("min", "max"):
             raise InputError(f"mode: expected 'min' or 'max', found {mode!r}")
         self.folder = expanded(folder).absolute()
+        try:
+            str(self.folder).encode()
+        except UnicodeEncodeError:
+            raise RunError(
+                f"{self.folder}: Orbax takes names in UTF-8 alone; use another folder"
+            ) from None
         self.keep, self.mode, self.writable = keep, mode, writable
         self._on_saved = on_saved
         self._on_problem = on_problem or logging.getLogger("jaxllm").warning

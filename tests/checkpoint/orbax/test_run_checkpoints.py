@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -264,6 +265,12 @@ def test_invalid_arguments(tmp_path):
         RunCheckpoints(tmp_path, mode="lowest")  # pyright: ignore[reportArgumentType]
     with RunCheckpoints(tmp_path) as checkpoints, pytest.raises(InputError, match="step"):
         checkpoints.save(-1, {}, {})
+
+
+def test_a_folder_that_orbax_cannot_name(tmp_path):
+    """Its first save would fail, after the steps before it."""
+    with pytest.raises(RunError, match="Orbax takes names in UTF-8 alone"):
+        RunCheckpoints(tmp_path / os.fsdecode(b"\xff"))
 
 
 def test_one_writer_and_any_readers(checkpoints):
