@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from jaxllm.common.optional_deps import require
 from jaxllm.training.monitor.metrics_log import is_scalar, iterate_metrics
+from jaxllm.training.output_files import write_text
 
 # Otherwise W&B sends the command line with its secrets, and data about the machine.
 QUIET = {"x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True}
@@ -109,7 +110,7 @@ class WandbSink:
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / "wandb_id"
         if resume_at is None or not id_file.exists():
-            id_file.write_text(secrets.token_hex(6), encoding="utf-8")
+            write_text(id_file, secrets.token_hex(6))
         self._run = module.init(
             project=project,
             name=folder.resolve().name,

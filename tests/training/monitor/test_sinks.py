@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from jaxllm.common.errors import MissingExtraError
+from jaxllm.common.errors import MissingExtraError, RunError
 from jaxllm.training.monitor.metrics_log import MetricsLog
 from jaxllm.training.monitor.sinks import Sink, TensorBoardSink, WandbSink
 
@@ -103,3 +107,28 @@ def test_a_missing_package_is_named(
     with pytest.raises(MissingExtraError, match=rf"{module}: pip install 'jaxllm\[{extra}\]'"):
         make(tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_id_of_a_wandb_run_is_never_half_of_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[str] = []
+    wandb = SimpleNamespace(init=lambda **made: started.append(made["id"]), Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    WandbSink(tmp_path)
+    WandbSink(tmp_path, resume_at=3)
+    assert started[0] == started[1]
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        with pytest.raises(RunError, match=r"wandb_id: .*No space left"):
+            WandbSink(tmp_path)
+    WandbSink(tmp_path, resume_at=3)
+    assert len(started) == 3
+    assert started[0] == started[2]
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
