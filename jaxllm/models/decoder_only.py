@@ -250,7 +250,7 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
             attention_mask: 1 at real tokens; None means all. Positions count real tokens only, so
                 left-padded, right-padded and unpadded rows give the same logits.
             labels: token ids, -100 at ignored positions; `loss` is their mean cross-entropy, each
-                predicted by the logits of the previous position.
+                predicted by the logits of the previous position (no padding predicts a token).
             logits_to_keep: 0 for all columns, n for the last n, or the indices of columns.
             options: `segment_ids` [B, T] instead of the mask, for packed rows (0 at pads, a
                 document's number from 1 elsewhere), `position_ids` [B, T], `inputs_embeds`,
@@ -269,7 +269,7 @@ class CausalLM(DecoderOnly, LanguageModel[DecoderOnlyConfig]):
         loss = None
         if labels is not None:
             labels = check.checked_labels(labels, x.shape[:2], logits)
-            loss = causal_loss(logits, labels, options.get("segment_ids"))
+            loss = causal_loss(logits, labels, options.get("segment_ids"), attention_mask)
         return CausalLMOutput(
             logits=logits,
             loss=loss,

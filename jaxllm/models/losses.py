@@ -50,16 +50,26 @@ def token_loss(logits: Float[Array, "B T V"], labels: Int[Array, "B T"]) -> Floa
 
 
 def next_labels(
-    labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None = None
+    labels: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None = None,
+    attention_mask: Any = None,
 ) -> Int[Array, "B T"]:
     """Labels shifted left: each position predicts the next label of the same document.
 
+    No padding predicts a row's first token, so that the padding side does not change the loss.
+
     >>> next_labels(jnp.array([[5, 6, 7, 8]]), jnp.array([[1, 1, 2, 2]])).tolist()
     [[6, -100, 8, -100]]
+    >>> next_labels(jnp.array([[5, 6, 7, 8]]), attention_mask=jnp.array([[0, 1, 1, 1]])).tolist()
+    [[-100, 7, 8, -100]]
     """
     labels = jnp.asarray(labels)
     if segments is not None:
         labels = jnp.where(document_starts(jnp.asarray(segments)), IGNORED, labels)
+    if attention_mask is not None:
+        real = jnp.asarray(attention_mask) != 0
+        first = real & document_starts(real.astype(jnp.int32))
+        labels = jnp.where(first, IGNORED, labels)
     return jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
 
 
@@ -67,9 +77,10 @@ def causal_loss(
     logits: Float[Array, "B T V"],
     labels: Int[Array, "B T"],
     segments: Int[Array, "B T"] | None = None,
+    attention_mask: Any = None,
 ) -> Float[Array, ""]:
     """Causal LM loss: position t predicts the label at t + 1; the shift is done here."""
-    return token_loss(logits, next_labels(labels, segments))
+    return token_loss(logits, next_labels(labels, segments, attention_mask))
 
 
 def classification_loss(

@@ -142,7 +142,8 @@ def inputs_and_labels(batch: Batch) -> tuple[dict[str, Any], Any]:
 def causal_inputs_and_labels(batch: Batch) -> tuple[dict[str, Any], Array]:
     """Inputs of a causal language model, and the labels [B, T] that its logits predict."""
     inputs, labels = inputs_and_labels(batch)
-    return inputs, next_labels(labels, batch.get("segment_ids"))
+    mask = batch.get("attention_mask")
+    return inputs, next_labels(labels, batch.get("segment_ids"), mask)
 
 
 def seq2seq_inputs_and_labels(
@@ -164,7 +165,7 @@ class CausalLoss(TokenLoss):
     """Loss of a causal language model.
 
     `labels` [B, T] are aligned with the input tokens; each is predicted from the position before
-    it. In packed rows the first token of a segment (`segment_ids`) is not predicted.
+    it. The first token of a segment (`segment_ids`) is not predicted, nor that after left padding.
     """
 
     def __call__(self, model: CausalLM, batch: Batch, key: Array | None = None) -> LossSums:

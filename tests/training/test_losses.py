@@ -95,6 +95,25 @@ def test_the_mean_is_the_model_s_own_loss(family):
     np.testing.assert_allclose(float(sums.loss / sums.count), float(expected), rtol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_side_of_the_padding_changes_nothing(family):
+    """Padding on the left would else predict the first token of its row, from nothing."""
+    model = tiny.cached(family)
+    ids = np.random.default_rng(0).integers(3, 50, (1, 6)).astype(np.int32)
+    mask, left, right = np.ones_like(ids), ((0, 0), (3, 0)), ((0, 0), (0, 3))
+
+    def both(pad):
+        batch = {"input_ids": np.pad(ids, pad), "attention_mask": np.pad(mask, pad)}
+        labels = np.pad(ids, pad, constant_values=-100)
+        sums = loss_for(model)(model, {**batch, "labels": labels})
+        own = model(batch["input_ids"], batch["attention_mask"], labels=labels).loss
+        return float(sums.count), float(sums.loss / sums.count), float(own)
+
+    expected = pytest.approx(both(right), rel=1e-5)
+    assert both(left) == expected
+    assert expected == (5, *[float(model(ids, labels=ids).loss)] * 2)
+
+
 PROBLEMS = {
     "single_label_classification": (3, np.array([2, 0, 1, 2], np.int32)),
     "multi_label_classification": (3, np.array([[1, 0, 1]] * 2 + [[0, 0, 1]] * 2, np.float32)),
