@@ -150,7 +150,8 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
     """
     path = model_path(arguments)
     task = {name: getattr(arguments, name) for name in ("context", "score", "embed")}
-    task |= constraint(arguments)
+    task = {name: value for name, value in task.items() if value}
+    task |= constraint(arguments)  # an empty schema is one too: any JSON value
     fields = sorted(generation_fields(arguments).items())
     return {
         "--model": str(Path(path).resolve() if Path(path).exists() else path),
@@ -158,7 +159,7 @@ def job_identity(arguments: argparse.Namespace, platform: str) -> dict[str, Any]
         "--seed": arguments.seed or 0,
         "--chat": arguments.chat,
         "--system": arguments.system,
-        **{f"--{name}": value for name, value in task.items() if value},
+        **{f"--{name}": value for name, value in task.items()},
         **{"--" + name.replace("_", "-"): value for name, value in fields},
         "--whole-digest": bool(arguments.whole_digest),
         **checkpoint_digests(resolve(path), whole=bool(arguments.whole_digest)),

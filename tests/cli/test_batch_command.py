@@ -165,18 +165,21 @@ def test_another_model_under_the_same_path_is_refused(tmp_path, capsys):
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hello", "max_new_tokens": 2}])
     files = ("--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out.jsonl", "--resume")
     assert in_process(capsys, "--model", model, *files)[0] == 0
-    changes = {
-        "model weights": (model / "model.safetensors", None),  # one bit
-        "model config": (model / "config.json", b" "),
-        "generation config": (model / "generation_config.json", b" "),
-        "tokenizer": (next(model.glob("tokenizer*")), b" "),
-    }
-    for name, (path, more) in changes.items():
+    (model / "additional_chat_templates").mkdir()
+    for name, path, more in (
+        ("model weights", model / "model.safetensors", None),  # one bit
+        ("model config", model / "config.json", b" "),
+        ("generation config", model / "generation_config.json", b" "),
+        ("tokenizer", next(model.glob("tokenizer*")), b" "),
+        ("tokenizer", model / "additional_chat_templates" / "rag.jinja", b" "),
+    ):
         before = path.read_bytes() if path.exists() else None
         path.write_bytes(one_bit_changed(before) if more is None else (before or b"{}") + more)
         code, err = in_process(capsys, "--model", model, *files)
         assert (code, f"{name}: was " in err) == (2, True), err
         path.unlink() if before is None else path.write_bytes(before)
+    code, err = in_process(capsys, "--model", model, *files, "--schema", "{}")
+    assert (code, "--schema: was None when this job began, and is {} now" in err) == (2, True), err
     assert in_process(capsys, "--model", model.rename(tmp_path / "moved"), *files)[0] == 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxllm.checkpoint.load import gguf_in
 from jaxllm.common.errors import CheckpointError, naming_file
+from jaxllm.tokenizers.files import FILE_NAMES, TEMPLATES_FOLDER
 
 HEAD_BYTES = {".gguf": 64 << 20}
 """Bytes at the start of a weight file that are always hashed, by its suffix: the largest header, of
@@ -20,10 +21,7 @@ SAMPLE_BYTES = 4096
 
 FILES = {
     "model config": ("config.json", "*.safetensors.index.json", "adapter_config.json"),
-    "tokenizer": (
-        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-        *("added_tokens.json", "vocab.json", "merges.txt", "*.model", "chat_template.*"),
-    ),
+    "tokenizer": (*FILE_NAMES, f"{TEMPLATES_FOLDER}/*.jinja"),
     "generation config": ("generation_config.json",),
 }
 

@@ -149,7 +149,7 @@ class Journal:
 
     def _checked_record(self, data: bytes, index: int) -> dict[str, Any]:
         """The record in some bytes of the file of rows, which must be that of row `index`."""
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             record = json.loads(data)
             if (record["job"], record["index"]) == (self.job_id, index):
                 return record
