@@ -178,8 +178,11 @@ def _cosine(config: OptimizerConfig) -> optax.Schedule:
 
 
 def _inverse_sqrt(config: OptimizerConfig) -> optax.Schedule:
-    """The peak times sqrt(w / step) from step w on, the end of the warmup (Raffel et al. 2019)."""
-    start = max(config.warmup_steps, 1)
+    """The peak times sqrt(w / step) from step w on, the end of the warmup (Raffel et al. 2019).
+
+    Without warmup w is 10,000, T5's, and the steps count from it, as in transformers.
+    """
+    start = config.warmup_steps or 10_000
     # Steps are negative during the warmup, which has its own schedule.
     return lambda step: config.learning_rate * (start / (jnp.maximum(step, 0) + start)) ** 0.5
 
@@ -230,8 +233,9 @@ def _adafactor(
     config: OptimizerConfig, schedule: optax.Schedule, options: dict[str, Any]
 ) -> optax.GradientTransformation:
     """Adafactor with T5's settings (Shazeer & Stern 2018, arXiv:1804.04235; Raffel et al. 2019):
-    updates relative to each parameter's size and clipped, factored second moments that decay as
-    1 - t^-0.8. T5 was fine-tuned at a constant 1e-3."""
+    updates relative to each parameter's size and clipped, factored second moments (of matrices with
+    both sides above 127, as in T5X) that decay as 1 - t^-0.8. T5 was fine-tuned at a constant 1e-3.
+    """
     decay = config.weight_decay
     return optax.adafactor(
         schedule,

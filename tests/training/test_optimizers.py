@@ -145,6 +145,8 @@ def test_schedules():
     ]
     assert at([2, 6, 10], schedule="cosine", schedule_steps=10, warmup_steps=2) == [2.0, 1.0, 0.0]
     assert at([2, 4, 16, 64], schedule="inverse_sqrt", warmup_steps=4) == [1.0, 2.0, 1.0, 0.5]
+    # Without warmup as transformers: from T5's 10,000 steps on.
+    assert at([0, 1, 30_000], schedule="inverse_sqrt") == [2.0, 1.9999, 1.0]
 
 
 @pytest.mark.parametrize(
