@@ -8,7 +8,8 @@ from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokeniz
 from jaxllm.tokenizers.settings import AddedToken
 from jaxllm.tokenizers.stream_decoder import StreamDecoder
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer, GPT2Tokenizer
+from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer
+from jaxllm.tokenizers.tokenizer_json.vocabulary_files import GPT2Tokenizer
 
 __all__ = [
     "AddedToken",

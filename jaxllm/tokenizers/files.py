@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm.common.errors import MissingFileError, TokenizerError, UnsupportedError, naming_file
 from jaxllm.common.files import is_there
+from jaxllm.common.messages import quoted
 from jaxllm.common.placeholders import check_not_placeholder
 from jaxllm.common.strict_json import parse_json
 
@@ -43,6 +44,12 @@ OPTIONS = (
 """Fields of tokenizer_config.json that a call of `load_tokenizer` may override."""
 CLASS_OPTIONS = frozenset({"add_bos_token", "add_eos_token", "add_prefix_space", "legacy"})
 """Those of them that act on some classes of tokenizers alone."""
+CLASS_OF_MODEL = {
+    "gpt2": "GPT2Tokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+}
+"""transformers' classes of byte-level tokenizers by model type, for files that name no class."""
 TEMPLATES_FOLDER = "additional_chat_templates"
 """transformers 5's folder of the chat templates beside the default one, NAME.jinja."""
 
@@ -96,6 +103,28 @@ class TokenizerFiles:
         if "chat_template" in options:
             drop_template_files(self.contents)
 
+    def add_class(self) -> None:
+        """Sets the class that only config.json says, where transformers looks for it too.
+
+        It is saved, because config.json is no file of the tokenizer.
+        """
+        options = self.json_object("tokenizer_config.json")
+        if options.get("tokenizer_class") is not None:
+            return
+        if not is_there(self.folder / "config.json", TokenizerError):
+            return
+        config = self._parsed("config.json", self._read(self.folder / "config.json"))
+        name = config.get("tokenizer_class")
+        if name is None and not {"tokenizer.model", "spiece.model"} & self.contents.keys():
+            name = CLASS_OF_MODEL.get(str(config.get("model_type")))
+        if name is not None and not isinstance(name, str):
+            raise TokenizerError(
+                f"{self.folder / 'config.json'}: tokenizer_class is {quoted(name)}, not a string"
+            )
+        if name is not None:
+            text = json.dumps({**options, "tokenizer_class": name}, ensure_ascii=False, indent=2)
+            self.contents["tokenizer_config.json"] = text.encode()
+
     def refuse_options(self, taken: Collection[str], kind: str) -> None:
         """Raises for options of a call that act on other classes than this one.
 
@@ -127,10 +156,11 @@ class TokenizerFiles:
 
     def json_object(self, name: str) -> dict[str, Any]:
         """Reads the file ``name`` as a JSON object; empty if it is missing."""
-        if name not in self.contents:
-            return {}
+        return self._parsed(name, self.contents[name]) if name in self.contents else {}
+
+    def _parsed(self, name: str, content: bytes) -> dict[str, Any]:
         source = str(self.folder / name)
-        value = parse_json(self.contents[name], source=source, error=TokenizerError)
+        value = parse_json(content, source=source, error=TokenizerError)
         if not isinstance(value, dict):
             raise TokenizerError(f"{source}: holds {type(value).__name__}, not an object")
         return value

@@ -21,6 +21,7 @@ from jaxllm.tokenizers.settings import AddedToken, TokenizerSettings
 from jaxllm.tokenizers.tokenizer import Tokenizer
 from jaxllm.tokenizers.tokenizer_json.regex_check import LLAMA3_PATTERN, QWEN2_PATTERN
 from jaxllm.tokenizers.tokenizer_json.tokenizer import BYTE_LEVEL, FastTokenizer
+from jaxllm.tokenizers.tokenizer_json.vocabulary_files import split_before_bytes
 
 MAX_TOKENS = 2**20
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -29,15 +30,8 @@ _PLACEHOLDER = re.compile(r"\[PAD\d+\]")
 _GPT2 = [{**BYTE_LEVEL, "use_regex": True}]
 # Split digits one by one before splitting words.
 _DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2]
-
-
-def _split(pattern: str) -> list[dict[str, Any]]:
-    split = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return [{"type": "Split", **split}, {**BYTE_LEVEL, "use_regex": False}]
-
-
-_LLAMA3 = _split(LLAMA3_PATTERN)
-_QWEN2 = _split(QWEN2_PATTERN)
+_LLAMA3 = split_before_bytes(LLAMA3_PATTERN)
+_QWEN2 = split_before_bytes(QWEN2_PATTERN)
 # tokenizer.ggml.pre -> pre-tokenizers of a byte-level vocabulary, as in llama.cpp's
 # llama-vocab.cpp. "default", which llama.cpp warns about, is GPT-2's in transformers.
 _PRE_TOKENIZERS = {

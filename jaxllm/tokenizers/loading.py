@@ -12,7 +12,8 @@ from jaxllm.tokenizers.files import TokenizerFiles
 from jaxllm.tokenizers.sentencepiece.tokenizers import LlamaTokenizer, T5Tokenizer
 from jaxllm.tokenizers.settings import read_settings
 from jaxllm.tokenizers.tokenizer import Tokenizer
-from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer, GPT2Tokenizer
+from jaxllm.tokenizers.tokenizer_json.tokenizer import FastTokenizer
+from jaxllm.tokenizers.tokenizer_json.vocabulary_files import CLASSES
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt")
 
@@ -20,10 +21,11 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.jso
 def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | None:
     """Loads the tokenizer of a Hugging Face folder; None if it has no tokenizer files.
 
-    ``tokenizer_class`` in tokenizer_config.json decides. ``LlamaTokenizer`` and ``T5Tokenizer`` are
-    read from their sentencepiece model if present, since it defines their ids; all others, and
-    these two without a model, from tokenizer.json. ``ByT5Tokenizer`` needs neither. Without a
-    class, the first of these files that is present decides.
+    ``tokenizer_class`` in tokenizer_config.json decides, or in config.json, or its ``model_type``,
+    as in transformers. ``LlamaTokenizer`` and ``T5Tokenizer`` are read from their sentencepiece
+    model if present, since it defines their ids; all others, and these two without a model, from
+    tokenizer.json; without one, GPT-2's, RoBERTa's and Qwen2's from vocab.json and merges.txt.
+    ``ByT5Tokenizer`` needs none. Without a class, the first of these files decides.
 
     Args:
         folder: the folder.
@@ -40,6 +42,7 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
         UnsupportedError: another type of tokenizer, or another option.
     """
     files = TokenizerFiles(Path(folder), options)
+    files.add_class()
     settings = read_settings(files)
     class_name = (settings.tokenizer_class or "").removesuffix("Fast")
     if class_name == "ByT5Tokenizer":
@@ -53,10 +56,13 @@ def load_tokenizer(folder: str | PathLike[str], **options: Any) -> Tokenizer | N
         return T5Tokenizer.from_files(files, settings)
     if "tokenizer.json" in files:
         return FastTokenizer.from_files(files, settings)
-    if {"vocab.json", "merges.txt"} <= set(files.contents) and class_name in ("GPT2Tokenizer", ""):
-        return GPT2Tokenizer.from_files(files, settings)
+    if {"vocab.json", "merges.txt"} <= set(files.contents):
+        byte_level = CLASSES.get(class_name or "GPT2Tokenizer")
+        if byte_level is not None:
+            return byte_level.from_files(files, settings)
     raise UnsupportedError(
         f"{files.folder}: cannot read a {class_name or 'tokenizer'} from {', '.join(present)}:"
         " supported are tokenizer.json, LlamaTokenizer with tokenizer.model, T5Tokenizer with"
-        " spiece.model and GPT2Tokenizer with vocab.json and merges.txt, ByT5Tokenizer"
+        f" spiece.model, {', '.join(CLASSES)} with vocab.json and merges.txt, ByT5Tokenizer;"
+        " save_pretrained of transformers 5's AutoTokenizer writes a tokenizer.json of others"
     )

@@ -18,7 +18,16 @@ from jaxllm.tokenizers.files import NAMED_TOKENS, TEMPLATES_FOLDER, TokenizerFil
 
 # Default tokens of transformers' classes.
 LLAMA_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-GPT2_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+GPT2_TOKENS: dict[str, str] = dict.fromkeys(
+    ("bos_token", "eos_token", "unk_token"), "<|endoftext|>"
+)
+QWEN2_TOKENS: dict[str, str] = dict.fromkeys(
+    ("eos_token", "unk_token", "pad_token"), "<|endoftext|>"
+)
+ROBERTA_TOKENS = {
+    **LLAMA_TOKENS,
+    **{"sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>", "mask_token": "<mask>"},
+}
 T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 MAX_ADDED_TOKENS = 2**17
 MAX_ADDED_TOKEN_BYTES = 256

@@ -7,7 +7,6 @@ The tokenizers library splits text into tokens, after the file has been checked.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -31,6 +30,7 @@ from jaxllm.tokenizers.settings import (
     GPT2_TOKENS,
     LLAMA_TOKENS,
     MAX_ADDED_TOKENS,
+    QWEN2_TOKENS,
     T5_TOKENS,
     AddedToken,
     TokenizerSettings,
@@ -73,7 +73,7 @@ class FastTokenizer(Tokenizer):
     ) -> None:
         super().__init__(settings, files or {}, padding_side)
         spec = check_tokenizer_json(spec, source)
-        spec["added_tokens"] = _all_added_tokens(spec, settings, source)
+        spec["added_tokens"] = all_added_tokens(spec, settings, source)
         spec["post_processor"] = choose_post_processor(spec, settings)
         decoder_stages(spec["decoder"])  # raises for unsupported decoders
         self._growth = check_growth(spec, source)
@@ -130,6 +130,8 @@ class FastTokenizer(Tokenizer):
                 _set_prefix_space(spec, settings.flag("add_prefix_space", False))
             case "T5Tokenizer":
                 settings = settings.with_defaults(**T5_TOKENS)
+            case "Qwen2Tokenizer":
+                settings = settings.with_defaults(**QWEN2_TOKENS)
             case _:
                 pass
         settings = replace(settings, options=options)
@@ -265,7 +267,7 @@ def _build(spec: Mapping[str, Any], source: str) -> tokenizers.Tokenizer:
     return backend
 
 
-def _all_added_tokens(
+def all_added_tokens(
     spec: Mapping[str, Any], settings: TokenizerSettings, source: str
 ) -> list[dict[str, Any]]:
     """Merges the added tokens of tokenizer.json and of the settings as in transformers."""
@@ -313,34 +315,3 @@ def _written_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -
         "tokenizer.json": backend.to_str(pretty=True).encode(),
         "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),
     }
-
-
-def read_merges(text: str) -> list[str]:
-    """Reads the merges of a merges.txt, without its version line and empty lines."""
-    lines = re.split(r"\r?\n", text)
-    if lines[0].startswith("#version"):
-        lines = lines[1:]
-    return [line for line in lines if line]
-
-
-class GPT2Tokenizer(FastTokenizer):
-    """Byte-level BPE from vocab.json and merges.txt, with the ids of transformers' class."""
-
-    @classmethod
-    def from_files(cls, files: TokenizerFiles, settings: TokenizerSettings) -> GPT2Tokenizer:
-        files.refuse_options(("add_prefix_space",), "a GPT2Tokenizer")
-        vocabulary = files.json_object("vocab.json")
-        prefix_space = settings.flag("add_prefix_space", False)
-        spec = {
-            "added_tokens": [],
-            "pre_tokenizer": {**BYTE_LEVEL, "add_prefix_space": prefix_space, "use_regex": True},
-            "decoder": {**BYTE_LEVEL, "use_regex": True},
-            "model": {
-                "type": "BPE",
-                "vocab": vocabulary,
-                "merges": read_merges(files.text("merges.txt")),
-            },
-        }
-        settings = settings.with_defaults(**GPT2_TOKENS)
-        source = str(files.folder / "vocab.json")
-        return cls(spec, settings, files.contents, source=source)

@@ -120,6 +120,41 @@ def test_gpt2_from_vocab_and_merges(tmp_path, fast_cases):
     assert tokenizer.pad_token_id is None
 
 
+VOCABULARY_CASES = json.loads((DATA / "vocabulary_cases.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", VOCABULARY_CASES["cases"])
+def test_the_class_of_a_vocabulary(tmp_path, name):
+    """Named in tokenizer_config.json or config.json, or that of the model type; saved with it."""
+    expected, model = VOCABULARY_CASES["cases"][name], spec("gpt2")["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    for file in ("config", "tokenizer_config"):
+        (tmp_path / f"{file}.json").write_text(json.dumps(expected[file]))
+    load_tokenizer(tmp_path).save(tmp_path / "saved")
+    for tokenizer in (load_tokenizer(tmp_path), load_tokenizer(tmp_path / "saved")):
+        for text, ids in zip(VOCABULARY_CASES["texts"], expected["ids"], strict=True):
+            assert tokenizer.encode(text) == ids, text
+        assert tokenizer.encode(*VOCABULARY_CASES["texts"][7:9]) == expected["pair"]
+        assert {each: getattr(tokenizer, each) for each in expected["named"]} == expected["named"]
+
+
+def test_the_model_type_gives_a_tokenizer_json_its_class(fast_folder):
+    """As in the folder of GPT-2 itself: else it would have no EOS, and no space before a text."""
+    folder = fast_folder("gpt2", tokenizer_class=None, add_prefix_space=True)
+    options = json.loads((folder / "tokenizer_config.json").read_text())
+    for token in ("bos_token", "eos_token", "unk_token"):
+        options.pop(token, None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(options))
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_token == tokenizer.bos_token == "<|endoftext|>"
+    assert tokenizer.encode("Hello") == tokenizer.encode(" Hello")
+    (folder / "config.json").write_text('{"model_type": "gpt2", "tokenizer_class": 3}')
+    with pytest.raises(TokenizerError, match=r"config\.json: tokenizer_class is 3, not a string"):
+        load_tokenizer(folder)
+
+
 def test_folder_without_tokenizer_files(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert load_tokenizer(tmp_path) is None
@@ -129,6 +164,15 @@ def test_unsupported_tokenizer_names_its_files(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GemmaTokenizer"}')
     with pytest.raises(UnsupportedError, match=r"GemmaTokenizer from tokenizer\.model"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(UnsupportedError, match=r"Qwen2Tokenizer with.*writes a tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "RobertaTokenizer", "sep_token": null}'
+    )
+    with pytest.raises(TokenizerError, match=r"puts sep_token around texts.*name a token"):
         load_tokenizer(tmp_path)
 
 
