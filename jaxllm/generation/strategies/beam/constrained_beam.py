@@ -16,6 +16,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.cache.kv_cache import Cache
@@ -30,12 +31,15 @@ from jaxllm.generation.strategies.beam.constraints import ConstraintProgress, Tr
 from jaxllm.generation.strategies.beam.hypotheses import (
     WORST,
     Hypotheses,
+    largest,
     length_normalized,
     take_per_row,
 )
 from jaxllm.generation.strategies.sample import record_step
 from jaxllm.generation.strategies.strategy import DecodeSettings, PrefillInputs
 
+FORBIDDEN = float(np.finfo(np.float32).min)
+"""Score in place of minus infinity of a continuation, as `remove_invalid_values` has it."""
 BANK_WEIGHT = 100.0
 """Weight of a bank against a log-probability when candidates are sorted."""
 
@@ -107,6 +111,9 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         total = scores.reshape(*state.running.scores.shape, -1) + state.running.scores[..., None]
         sums = total.reshape(logits.shape)
         state = record_step(state, ~state.is_finished, logits, sums, settings)
+        # A constraint may leave only forbidden tokens, if `forced_eos_token_id` ends a sequence
+        # before it is fulfilled. They are chosen then, as in transformers.
+        total = jnp.maximum(total, FORBIDDEN)
         candidates = best_candidates(total, state, settings)
         # Only sequences that fulfil all constraints enter the pool.
         complete = (
@@ -116,7 +123,9 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         finished, final = self.extend_pool(
             state, state.running, state.finished, candidates, enters, settings
         )
-        best = NextBeams(*candidates.next_beams(self.num_beams), progress=state.progress)
+        value = jnp.where(candidates.finishes, -jnp.inf, candidates.value)
+        running = dataclasses.replace(candidates, value=value).next_beams(self.num_beams)
+        best = NextBeams(*running, progress=state.progress)
         best = self.merge_by_bank(state, total, best)
         running = state.running.extend(best.beam, best.token, best.value, state.cur_len, state.step)
         return advance(
@@ -206,10 +215,12 @@ class ConstrainedBeamSearch(BeamStrategy[ConstrainedState]):
         is_returned = (complete | too_few) & ~state.is_finished[:, None]
         length = state.cur_len - state.start_len
         scores = length_normalized(state.running.scores, length, self.length_penalty)
-        unfinished = dataclasses.replace(
-            state.running, scores=jnp.where(is_returned, scores, WORST)
-        )
-        return state.finished.join(unfinished).best(self.num_beams)[0]
+        every = state.finished.join(dataclasses.replace(state.running, scores=scores))
+        # Sequences of forbidden tokens are below the empty places of the pool, but come first.
+        in_pool = state.finished.scores > WORST
+        is_candidate = jnp.concatenate([in_pool, is_returned], axis=1)
+        order = jnp.where(is_candidate, jnp.maximum(every.scores, FORBIDDEN), -jnp.inf)
+        return every.take(largest(order, self.num_beams)[1])
 
 
 def order_by_bank(

@@ -282,3 +282,21 @@ def test_what_beams_cannot_do_is_named():
         jaxllm.generate(net, [[5]], num_beams=2, num_return_sequences=3)
     with pytest.raises(InputError, match="early_stopping"):
         jaxllm.generate(net, [[5]], num_beams=2, early_stopping="sometimes")
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_constraints_that_a_forced_end_token_cuts_off(remove):
+    """The forced end token forbids what the constraint wants, and sequences of forbidden tokens are
+    returned with their scores, as in transformers 4.56, not empty places of the pool."""
+    _, ids, mask = prompts("s_llama")
+    fields = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 3, "eos_token_id": 2}
+    fields |= {"forced_eos_token_id": 2, "pad_token_id": 0, "remove_invalid_values": remove}
+    out = jaxllm.generate(
+        model("s_llama"), ids, mask, force_words_ids=[[7, 8, 9, 10]], output_scores=True, **fields
+    )
+    new = np.asarray(out.sequences)[:, -3:]
+    assert not (new == 2).any()
+    assert {7, 8} & set(new.flat)
+    for row in new.reshape(len(ids), 3, 3).tolist():
+        assert len(set(map(tuple, row))) == 3
+    np.testing.assert_allclose(out.sequences_scores, np.finfo(np.float32).min / 3, rtol=1e-6)
