@@ -54,6 +54,10 @@ class BatchEncoding(_Settable, ArrayMapping):
     attention_mask: Int32[np.ndarray | jax.Array, "B T"]
     offset_mapping: Int32[np.ndarray | jax.Array, "B T 2"] | None = None
     """Start and end of each token in its text, with ``return_offsets_mapping``; else None."""
+    special_tokens_mask: Int32[np.ndarray | jax.Array, "B T"] | None = None
+    """1 at added tokens and padding, with ``return_special_tokens_mask``; else None."""
+    length: Int32[np.ndarray | jax.Array, " B"] | None = None
+    """Length of each row, padding included, with ``return_length``; else None."""
     labels: np.ndarray | jax.Array | None = None
     """Labels of the rows that ``pad`` got, or that were set, [B] or [B, N]."""
     decoder_input_ids: np.ndarray | jax.Array | None = None
@@ -69,6 +73,10 @@ class ListEncoding(_Settable, FieldMapping):
     input_ids: list[int] | list[list[int]]
     attention_mask: list[int] | list[list[int]] | None = None
     offset_mapping: list[Span] | list[list[Span]] | None = None
+    special_tokens_mask: list[int] | list[list[int]] | None = None
+    """1 at added tokens and padding, with ``return_special_tokens_mask``; else None."""
+    length: list[int] | None = None
+    """Length of each row, padding included, with ``return_length``; else None."""
     labels: list[Any] | None = None
     """Labels of the rows that ``pad`` got, of ``text_target``, or that were set."""
     decoder_input_ids: list[Any] | None = None

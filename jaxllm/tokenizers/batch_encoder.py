@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import jax
 import numpy as np
@@ -29,6 +29,11 @@ from jaxllm.tokenizers.batch import (
 from jaxllm.tokenizers.rows import UnpaddedRows, label_array, unpadded_rows
 from jaxllm.tokenizers.text_encoder import MAX_TEXT_BYTES, TextEncoder, TextOptions
 
+FILLERS = {"attention_mask": 0, "offset_mapping": (0, 0), "special_tokens_mask": 1}
+"""Values at padding."""
+DETAILS = ("return_offsets_mapping", "return_special_tokens_mask")
+"""Options for which an encoding says more of its tokens than their ids."""
+
 
 class PaddingOptions(TypedDict, total=False):
     """Options of :meth:`Tokenizer.pad`."""
@@ -45,6 +50,8 @@ class EncodingOptions(PaddingOptions, TextOptions, total=False):
 
     return_offsets_mapping: bool
     return_attention_mask: bool | None
+    return_special_tokens_mask: bool
+    return_length: bool
 
 
 class BatchEncoder(TextEncoder):
@@ -151,6 +158,9 @@ class BatchEncoder(TextEncoder):
             return_offsets_mapping: ``offset_mapping`` [B, T, 2] too, start and end of each token
                 in its text, in characters; only tokenizers of a tokenizer.json have it.
             return_attention_mask: False leaves the mask out of lists.
+            return_special_tokens_mask: ``special_tokens_mask`` [B, T] too, 1 at tokens that were
+                added to the texts and at padding.
+            return_length: ``length`` [B] too, the number of tokens with padding.
             add_special_tokens: add BOS and EOS as the model's tokenizer does.
             split_special_tokens: treat a special token in the text, such as ``</s>``, as plain
                 text. Off by default, as in transformers; turn it on for untrusted text.
@@ -167,7 +177,7 @@ class BatchEncoder(TextEncoder):
             raise UnsupportedError(f"a tokenizer's call does not take {unsupported}")
         if text_target is not None:
             return self._with_labels(text, text_pair, text_target, return_tensors, options)
-        for name in ("return_offsets_mapping", "return_attention_mask"):
+        for name in (*DETAILS, "return_attention_mask", "return_length"):
             checked(options.get(name), (bool, type(None)), name, "True or False")
         texts = _text_list(text)
         pairs = [None] * len(texts) if text_pair is None else _text_list(text_pair)
@@ -177,10 +187,13 @@ class BatchEncoder(TextEncoder):
         encoding: Any = {k: v for k, v in options.items() if k in TextOptions.__annotations__}
         padding: Any = {k: v for k, v in options.items() if k in PaddingOptions.__annotations__}
         both = zip(texts, pairs, strict=True)
-        if options.get("return_offsets_mapping"):
-            encoded = [self.encode_with_offsets(*each, **encoding) for each in both]
+        spans, special = (bool(options.get(name)) for name in DETAILS)
+        if spans or special:
+            encoded = [self._encode_details(*each, with_spans=spans, **encoding) for each in both]
             rows = UnpaddedRows(
-                [ids for ids, _ in encoded], offset_mapping=[spans for _, spans in encoded]
+                [each.ids for each in encoded],
+                offset_mapping=[each.spans or [] for each in encoded] if spans else None,
+                special_tokens_mask=[e.special_tokens_mask for e in encoded] if special else None,
             )
         else:
             rows = UnpaddedRows([self._encode(*each, **encoding) for each in both])
@@ -189,9 +202,14 @@ class BatchEncoder(TextEncoder):
             if not isinstance(batch, ListEncoding):
                 raise UnsupportedError("return_attention_mask=False: arrays have their mask")
             batch = replace(batch, attention_mask=None)
+        lengths: Any = [len(row) for row in cast(list[Any], batch.input_ids)]
         if isinstance(batch, ListEncoding) and isinstance(text, str):
-            return ListEncoding(**{name: value[0] for name, value in batch.items()})
-        return batch
+            batch = ListEncoding(**{name: value[0] for name, value in batch.items()})
+        if not options.get("return_length"):
+            return batch
+        if isinstance(batch, ListEncoding):
+            return replace(batch, length=lengths)
+        return as_tensors(replace(batch, length=np.asarray(lengths, np.int32)), return_tensors)
 
     def _with_labels(
         self, text: Any, text_pair: Any, target: Any, return_tensors: Any, options: Any
@@ -279,7 +297,12 @@ class BatchEncoder(TextEncoder):
         if length is None and return_tensors is None:
             masks = rows.attention_mask or [[1] * len(row) for row in ids]
             lists = (list(map(list, values)) for values in (ids, masks))
-            return ListEncoding(*lists, offset_mapping=rows.offset_mapping, labels=rows.labels)
+            return ListEncoding(
+                *lists,
+                offset_mapping=rows.offset_mapping,
+                special_tokens_mask=rows.special_tokens_mask,
+                labels=rows.labels,
+            )
         if length is None:
             length = len(ids[0])
             if any(len(row) != length for row in ids):
@@ -304,17 +327,13 @@ class BatchEncoder(TextEncoder):
         """Rows padded to ``length``, as NumPy arrays."""
         pad = self.pad_token_id if self.pad_token_id is not None else self.eos_token_id
         batch = pad_rows(rows.input_ids, 0 if pad is None else pad, side, length)
-        mask, spans, labels = rows.attention_mask, rows.offset_mapping, rows.labels
-        return BatchEncoding(
-            batch.input_ids,
-            batch.attention_mask
-            if mask is None
-            else np.asarray(pad_values(mask, 0, side, length), np.int32),
-            offset_mapping=None
-            if spans is None
-            else np.asarray(pad_values(spans, (0, 0), side, length), np.int32),
-            labels=None if labels is None else label_array(labels),
-        )
+        padded = {
+            name: np.asarray(pad_values(values, filler, side, length), np.int32)
+            for name, filler in FILLERS.items()
+            if (values := getattr(rows, name)) is not None
+        }
+        labels = None if rows.labels is None else label_array(rows.labels)
+        return replace(batch, **padded, labels=labels)
 
     def _without_empty_rows(self, rows: UnpaddedRows) -> UnpaddedRows:
         """Rows in which BOS stands for an empty prompt."""
@@ -323,13 +342,18 @@ class BatchEncoder(TextEncoder):
             raise InputError(
                 f"prompt {empty} is empty, and the tokenizer has no BOS token to begin with"
             )
-        ids, mask, spans = rows.input_ids, rows.attention_mask, rows.offset_mapping
-        return UnpaddedRows(
-            [row if len(row) > 0 else [self.bos_token_id] for row in ids],
-            None if mask is None else [row if len(row) > 0 else [1] for row in mask],
-            None if spans is None else [row or [(0, 0)] for row in spans],
-            rows.labels,
-        )
+        of_bos = {
+            "input_ids": self.bos_token_id,
+            "attention_mask": 1,
+            "offset_mapping": (0, 0),
+            "special_tokens_mask": 1,
+        }
+        filled = {
+            name: [row if len(row) > 0 else [value] for row in values]
+            for name, value in of_bos.items()
+            if (values := getattr(rows, name)) is not None
+        }
+        return replace(rows, **filled)
 
 
 def _text_list(texts: object) -> list[Any]:

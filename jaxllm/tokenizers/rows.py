@@ -21,14 +21,16 @@ class UnpaddedRows:
     input_ids: list[Sequence[int]]
     attention_mask: list[Sequence[int]] | None = None
     offset_mapping: list[list[Span]] | None = None
+    special_tokens_mask: list[list[int]] | None = None
     labels: list[Any] | None = None
 
 
 def unpadded_rows(rows: Any) -> UnpaddedRows:
     """Rows of a batch: from lists of ids, from dicts with ``input_ids``, or from a dict of lists.
 
-    >>> unpadded_rows([{"input_ids": [5], "labels": 1}, {"input_ids": [6, 7], "labels": 0}])
-    UnpaddedRows(input_ids=[[5], [6, 7]], attention_mask=None, offset_mapping=None, labels=[1, 0])
+    >>> rows = unpadded_rows([{"input_ids": [5], "labels": 1}, {"input_ids": [6, 7], "labels": 0}])
+    >>> rows.input_ids, rows.labels
+    ([[5], [6, 7]], [1, 0])
     """
     if not isinstance(rows, Mapping):
         rows = list(checked_iterable(rows, "rows", "lists of token ids"))
@@ -47,8 +49,8 @@ def unpadded_rows(rows: Any) -> UnpaddedRows:
     unknown = columns.keys() - UnpaddedRows.__annotations__.keys()
     if unknown or "input_ids" not in columns:
         raise InputError(
-            f"rows have {sorted(columns)}: pad takes input_ids, attention_mask, offset_mapping and"
-            " labels"
+            f"rows have {sorted(columns)}: pad takes input_ids, attention_mask, offset_mapping,"
+            " special_tokens_mask and labels"
         )
     for name, values in columns.items():
         if name != "labels" and not all(hasattr(row, "__len__") for row in values):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypedDict
 
@@ -32,6 +33,17 @@ class TextOptions(TypedDict, total=False):
     max_length: int | None
     split_special_tokens: bool | None
     max_bytes: int
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """A text, or a pair of texts, as tokens without padding."""
+
+    ids: list[int]
+    special_tokens_mask: list[int]
+    """1 for tokens that were added to the texts, 0 for their own."""
+    spans: list[Span] | None
+    """Start and end of each token in its text, (0, 0) for those that were added."""
 
 
 class TextEncoder(Vocabulary):
@@ -115,6 +127,32 @@ class TextEncoder(Vocabulary):
         Raises:
             UnsupportedError: the tokenizer has no offsets (sentencepiece, ByT5).
         """
+        encoded = self._encode_details(
+            *(text, text_pair),
+            with_spans=True,
+            add_special_tokens=add_special_tokens,
+            truncation=truncation,
+            max_length=max_length,
+            split_special_tokens=split_special_tokens,
+            max_bytes=max_bytes,
+        )
+        assert encoded.spans is not None
+        return encoded.ids, encoded.spans
+
+    @checks_flags
+    def _encode_details(
+        self,
+        text: str,
+        text_pair: str | None = None,
+        *,
+        with_spans: bool,
+        add_special_tokens: bool = True,
+        truncation: Truncation = False,
+        max_length: int | None = None,
+        split_special_tokens: bool | None = None,
+        max_bytes: int = MAX_TEXT_BYTES,
+    ) -> EncodedText:
+        """Encodes as ``_encode``, and says which tokens were added, and each token's span."""
         if split_special_tokens is None:
             split_special_tokens = self.settings.flag("split_special_tokens", False)
         ids: list[int] = []
@@ -122,15 +160,21 @@ class TextEncoder(Vocabulary):
         counts = []
         for each in [text] if text_pair is None else [text, text_pair]:
             check_text(each, max_bytes)
-            its_ids, its_spans = self._encode_spans(each, split_special_tokens)
+            if with_spans:
+                its_ids, its_spans = self._encode_spans(each, split_special_tokens)
+                spans += its_spans
+            elif split_special_tokens:
+                its_ids = self._encode_parts([each])
+            else:
+                its_ids = self._encode_text(each)
             ids += its_ids
-            spans += its_spans
             counts.append(len(its_ids))
         first, pair = _placeholders(*counts)
         places = self._assemble(first, pair, add_special_tokens, truncation, max_length)
-        return (
-            [ids[-1 - i] if i < 0 else i for i in places],
-            [spans[-1 - i] if i < 0 else (0, 0) for i in places],
+        return EncodedText(
+            ids=[ids[-1 - i] if i < 0 else i for i in places],
+            special_tokens_mask=[int(i >= 0) for i in places],
+            spans=[spans[-1 - i] if i < 0 else (0, 0) for i in places] if with_spans else None,
         )
 
     def _encode_spans(self, text: str, split_special_tokens: bool) -> tuple[list[int], list[Span]]:

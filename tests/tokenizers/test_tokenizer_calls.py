@@ -52,18 +52,21 @@ def test_lists_match_transformers(case):
         assert tokenizer(BATCH, SECOND, **options) == result, options
 
 
-def test_offsets_match_transformers(case):
+def test_offsets_masks_of_special_tokens_and_lengths_match_transformers(case):
     tokenizer, expected = case
+    details = dict.fromkeys(
+        ("return_offsets_mapping", "return_special_tokens_mask", "return_length"), True
+    )
 
     def lists(*texts, **options) -> dict:
-        encoding = tokenizer(*texts, return_offsets_mapping=True, **options)
+        encoding = tokenizer(*texts, **details, **options)
         return json.loads(json.dumps(dict(encoding)))
 
     for options, result in expected["offsets"]:
         assert lists(BATCH, **options) == result, options
     pairs = lists(BATCH, SECOND, truncation=True, max_length=9)
     assert pairs == expected["pair_offsets"]
-    arrays = tokenizer(BATCH[2:], padding=True, return_tensors="np", return_offsets_mapping=True)
+    arrays = tokenizer(BATCH[2:], padding=True, return_tensors="np", **details)
     padded = lists(BATCH[2:], padding=True)
     assert {name: value.tolist() for name, value in arrays.items()} == padded
 
@@ -118,6 +121,11 @@ def test_added_tokens_of_tokenizers_without_a_json(name, tmp_path):
     assert tokenizer.additional_special_tokens == ["<SEP>"]
     with pytest.raises(UnsupportedError, match="has no offsets"):
         tokenizer("a", return_offsets_mapping=True)
+    marked = tokenizer("a", "b", return_special_tokens_mask=True, return_length=True)
+    pairs = zip(marked.input_ids, marked.special_tokens_mask, strict=True)
+    own = tokenizer.encode("a", "b", add_special_tokens=False)
+    assert [index for index, is_added in pairs if not is_added] == own
+    assert marked.length == [len(own) + 2]
 
 
 def test_dicts_are_padded(t5):
@@ -369,7 +377,8 @@ def test_model_max_length_is_the_default(load_fast):
         ({"bucket": 8, "pad_to_multiple_of": 8}, InputError, "not both"),
         ({"padding": True, "pad_to_multiple_of": -1}, InputError, "bucket is -1"),
         ({"pad_to_multiple_of": 8}, InputError, "give padding=True with it"),
-        ({"return_length": True}, UnsupportedError, r"\['return_length'\]"),
+        ({"return_length": "yes"}, InputError, "return_length: expected True or False"),
+        ({"return_token_type_ids": True}, UnsupportedError, r"\['return_token_type_ids'\]"),
         ({"text_pair": ["a"]}, InputError, "1 second texts for 2 texts"),
         ({"text_pair": "ab"}, InputError, "1 second texts for 2 texts"),
         (

@@ -46,6 +46,10 @@ OFFSET_CALLS = [
     {"truncation": True, "max_length": 5, "padding": "max_length"},
     {"add_special_tokens": False},
 ]
+DETAILS = ("offset_mapping", "special_tokens_mask", "length")
+RETURN_DETAILS = dict.fromkeys(
+    ("return_offsets_mapping", "return_special_tokens_mask", "return_length"), True
+)
 NEW_TOKENS = ["<new>", "Hello", "é!"]
 NEW_SPECIAL = {"sep_token": "<SEP>", "additional_special_tokens": ["<u>"]}
 NEW_TEXTS = ["a<new> Hello b<new>c", " Hello<SEP> é! <u>.<u> x", "Hello world<SEP>"]
@@ -56,7 +60,7 @@ def lists(encoding):
 
 
 def with_offsets(encoding):
-    return {**lists(encoding), "offset_mapping": encoding["offset_mapping"]}
+    return {**lists(encoding), **{name: encoding[name] for name in DETAILS}}
 
 
 def extended(tokenizer):
@@ -92,11 +96,11 @@ def describe(folder):
         "calls": [[options, lists(tokenizer(BATCH, **options))] for options in CALLS],
         "pairs": [[options, lists(tokenizer(BATCH, SECOND, **options))] for options in PAIR_CALLS],
         "offsets": [
-            [options, with_offsets(tokenizer(BATCH, return_offsets_mapping=True, **options))]
+            [options, with_offsets(tokenizer(BATCH, **RETURN_DETAILS, **options))]
             for options in OFFSET_CALLS
         ],
         "pair_offsets": with_offsets(
-            tokenizer(BATCH, SECOND, return_offsets_mapping=True, truncation=True, max_length=9)
+            tokenizer(BATCH, SECOND, **RETURN_DETAILS, truncation=True, max_length=9)
         ),
         "extended": extended(AutoTokenizer.from_pretrained(folder)),
         "left": lists(left(BATCH, SECOND, truncation=True, max_length=9)),
