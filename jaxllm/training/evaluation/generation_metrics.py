@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import string
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from jaxllm.common.errors import InputError
@@ -61,14 +62,28 @@ def accuracy(pairs: Sequence[tuple[Hashable, Hashable]]) -> MetricValues:
 def rouge(pairs: Pairs, *, use_stemmer: bool = False) -> MetricValues:
     """Mean F-measures of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004), by rouge-score.
 
+    Its words are of ASCII letters and digits; a reference in another script always scores 0, of
+    which a warning tells.
+
     Raises:
         MissingExtraError: rouge-score is not installed.
     """
     module = require("rouge_score.rouge_scorer", extra="metrics", purpose="ROUGE scores")
     _check(pairs)
+    without_words = sum(not any(map(_has_rouge_words, _several(wanted))) for _, wanted in pairs)
+    if without_words:
+        warnings.warn(
+            f"rouge: {without_words} of {len(pairs)} references have no ASCII letter or digit, and"
+            " score 0 whatever the prediction; use chrf for other scripts",
+            stacklevel=2,
+        )
     scorer = module.RougeScorer(list(ROUGE_KINDS), use_stemmer=use_stemmer)
     rows = [scorer.score_multi(_several(references), text) for text, references in pairs]
     return {kind: sum(row[kind].fmeasure for row in rows) / len(rows) for kind in ROUGE_KINDS}
+
+
+def _has_rouge_words(reference: str) -> bool:
+    return re.search("[a-z0-9]", reference.lower()) is not None or not reference.strip()
 
 
 def bleu(pairs: Pairs) -> MetricValues:

@@ -58,6 +58,14 @@ def test_rouge_is_the_librarys() -> None:
     assert gm.rouge(PAIRS) != pytest.approx(gm.rouge(SINGLE))
 
 
+def test_references_that_rouge_cannot_score_are_told() -> None:
+    """A perfect answer in another script has a ROUGE of 0, in rouge-score too."""
+    pairs = [("Привет", ["Привет"]), ("a", ["你好", "a"]), ("", [""]), ("Grüße", ["Grüße"])]
+    with pytest.warns(UserWarning, match="rouge: 1 of 4 references have no ASCII letter"):
+        assert gm.rouge(pairs)["rouge1"] == 0.5
+    assert gm.chrf(pairs[:1]) == {"chrf": 100.0}
+
+
 def test_bleu_and_chrf_are_the_librarys() -> None:
     streams = [[references[0] for references in REFERENCES]]
     assert gm.bleu(SINGLE)["bleu"] == sacrebleu.BLEU().corpus_score(PREDICTIONS, streams).score
