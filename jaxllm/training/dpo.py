@@ -137,9 +137,8 @@ class DPOLoss:
         logps, counts = pair_logps(model, batch, key, self.max_logits)
         counted = counts.min(axis=1) > 0
         ratios = logps - jnp.asarray(batch[REFERENCE])
-        if self.config.loss_type == "ipo":
-            ratios = ratios / jnp.maximum(counts, 1)
         rewards = self.config.beta * ratios
+        scores = ratios / jnp.maximum(counts, 1) if self.config.loss_type == "ipo" else ratios
         margins = rewards[:, 0] - rewards[:, 1]
         correct = (margins > 0).astype(jnp.float32)
 
@@ -148,7 +147,7 @@ class DPOLoss:
 
         sums = (*rewards.T, margins, correct, *logps.T)
         return LossSums(
-            loss=total(pair_losses(ratios[:, 0], ratios[:, 1], self.config)),
+            loss=total(pair_losses(scores[:, 0], scores[:, 1], self.config)),
             count=counted.sum(dtype=jnp.float32),
             correct=total(correct),
             extra=dict(zip(METRICS, map(total, sums), strict=True)),

@@ -123,6 +123,19 @@ def test_chunks_of_the_vocabulary_change_nothing(family: str):
         np.testing.assert_allclose(chunked[1][path], expected, atol=2e-5, err_msg=path)
 
 
+def test_the_rewards_are_those_of_the_answers_with_each_loss():
+    """Beta times the log-ratio of the whole answer, as in TRL 1.16, though IPO's loss has means."""
+    model, batch = tiny.cached("gpt2"), batch_of("gpt2")
+    logps = np.asarray(written_logps(model, batch))[:2]
+    rewards = 0.3 * (logps - batch["reference_logps"][:2])
+    margins = rewards[:, 0] - rewards[:, 1]
+    for config in CONFIGS:
+        extra = {name: float(x) for name, x in DPOLoss(config)(model, batch).extra.items()}
+        assert extra["rewards/margins"] == pytest.approx(margins.sum(), rel=1e-4)
+        assert extra["rewards/chosen"] == pytest.approx(rewards[:, 0].sum(), rel=1e-4)
+        assert extra["rewards/accuracies"] == (margins > 0).sum()
+
+
 def test_training_changes_the_answers():
     """A model comes to prefer other answers to its own, and then gives them."""
     model = tiny.make("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
