@@ -181,8 +181,14 @@ def start_or_resume(
     has_checkpoint = resume and bool(saved_steps(folder))
     if has_checkpoint:
         check_same(checkpoints.read().meta, recipe, folder)
-    setup = with_reference(set_up(recipe, say), folder, stored=has_checkpoint, say=say)
-    base = base_of(setup.state.model, setup.state.frozen)
+    setup = set_up(recipe, say)
+    # LoRA's reference is the frozen model.
+    is_reference = recipe.dpo is not None and recipe.lora is None
+    reference = setup.state.params if is_reference else None
+    base = base_of(setup.state.model, setup.state.frozen, reference)
+    if has_checkpoint:  # before another model's log-probabilities are stored
+        check_base(checkpoints.read().meta["base"], base, folder)
+    setup = with_reference(setup, folder, stored=has_checkpoint, say=say)
     saved: Mapping[str, Any] = {}
     if has_checkpoint:
         state, saved = restore(checkpoints, setup, base, folder)

@@ -108,15 +108,25 @@ def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def base_of(model: Model[Any], frozen: Params) -> dict[str, Any]:
-    """Config, generation config, and digests of the frozen parameters, which checkpoints omit."""
+def base_of(
+    model: Model[Any], frozen: Params, reference: Params | None = None
+) -> dict[str, Any]:
+    """Config, generation config, and digests of the frozen parameters, which checkpoints omit.
+
+    Args:
+        reference: trained parameters before the first step, if a run compares with them (DPO).
+    """
     config = flat(model.config.to_json(*architecture_of(model)))
     settings = model.generation_config
     generation = {} if settings is None else json.loads(json.dumps(settings.to_json()))
+
     # As float32, since another device may keep the same weights in another dtype; one by one, so
     # that there is one copy at a time.
-    tensors = {path: digests({path: as_float32(frozen[path])})[path] for path in sorted(frozen)}
-    return {"config": config, "generation_config": generation, "tensors": tensors}
+    def digest(params: Params) -> dict[str, Any]:
+        return {path: digests({path: as_float32(params[path])})[path] for path in sorted(params)}
+
+    base = {"config": config, "generation_config": generation, "tensors": digest(frozen)}
+    return base if reference is None else {**base, "reference": digest(reference)}
 
 
 def as_float32(x: jax.Array) -> jax.Array:
@@ -131,6 +141,8 @@ def check_base(saved: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -
         RunError: they differ.
     """
     before, tensors = saved["tensors"], now["tensors"]
+    if "reference" in saved and "reference" in now:  # an export or an earlier version has none
+        before, tensors = {**before, **saved["reference"]}, {**tensors, **now["reference"]}
     paths = before.keys() | tensors.keys()
     differing = sorted(path for path in paths if before.get(path) != tensors.get(path))
     what = changes(saved["config"], now["config"]) or changes(

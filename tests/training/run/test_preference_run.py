@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 from tiny_runs import go_on, measured, plain, preference_fields, saved
 
+import jaxllm
 from jaxllm.common.errors import ConfigError, DataError, RunError
 from jaxllm.common.validation import from_plain
+from jaxllm.training.run.initial_model import initial_model
 from jaxllm.training.run.recipe import Recipe
 from jaxllm.training.run.reference import FILE
 from jaxllm.training.run.run import train
@@ -65,6 +68,28 @@ def test_all_weights_of_other_families(tmp_path: Path, family: str):
     metrics = train(recipe, quiet=True).metrics
     assert metrics["eval_rewards/accuracies"] == 1.0
     assert metrics["eval_rewards/margins"] > 1
+
+
+def test_another_base_model_computes_no_reference(tmp_path: Path):
+    """Log-probabilities of new evaluation data would be those of another model."""
+    source = {"path": str(tmp_path / "model"), "tokenizer": "bytes"}
+    recipe = preferences(tmp_path, lora=None, max_steps=2, model=source)
+
+    def save_model(seed: int) -> None:
+        net, _ = initial_model(preferences(tmp_path, lora=None, seed=seed))
+        jaxllm.save_hf(tmp_path / "model", net, overwrite=True)
+
+    save_model(0)
+    stored = train(dataclasses.replace(recipe, max_steps=1), quiet=True).folder / FILE
+    before = stored.read_bytes()
+    save_model(1)
+    path = tmp_path / "other.jsonl"
+    path.write_text((tmp_path / "pairs.jsonl").read_text().replace("yes", "yea"))
+    assert recipe.eval_data is not None
+    other = dataclasses.replace(recipe.eval_data, path=str(path))
+    with pytest.raises(RunError, match="base model is not the one .* tensors differ"):
+        go_on(recipe, eval_data=other)
+    assert stored.read_bytes() == before
 
 
 @pytest.mark.parametrize(
