@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from jaxllm.common.errors import (
     UnsupportedError,
     naming_file,
 )
-from jaxllm.common.messages import quoted
+from jaxllm.common.messages import listed, quoted
 from jaxllm.tokenizers.batch import (
     ListEncoding,
     Padding,
@@ -222,11 +223,18 @@ class Tokenizer(BatchEncoder):
         )
 
     def _select_template(self, chat_template: str | None, has_tools: bool) -> str:
+        """The template for a call; what looks like a name has to be one, unlike in transformers."""
         templates = self.settings.chat_templates
         if chat_template is not None:
             if not isinstance(chat_template, str):
                 raise InputError(
                     f"chat_template: expected a str, found {type(chat_template).__name__}"
+                )
+            if chat_template not in templates and re.fullmatch(r"[\w.-]{1,100}", chat_template):
+                raise InputError(
+                    f"chat_template: {quoted(chat_template)} is no template, which would write the "
+                    "messages, nor the name of one of this tokenizer's: "
+                    + (listed(sorted(templates)) or "it has none")
                 )
             return templates.get(chat_template, chat_template)
         if has_tools and "tool_use" in templates:

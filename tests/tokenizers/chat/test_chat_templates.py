@@ -215,7 +215,7 @@ def test_chat_template_file_takes_precedence(fast_folder):
 def test_templates_are_limited(tokenizer, impatient_worker, template, message):
     with pytest.raises(TemplateError, match=message):
         tokenizer.apply_chat_template([], chat_template=template, tokenize=False)
-    assert tokenizer.apply_chat_template([], chat_template="fine", tokenize=False) == "fine"
+    assert tokenizer.apply_chat_template([], chat_template="is fine", tokenize=False) == "is fine"
 
 
 def test_extensions_of_transformers(tokenizer):
@@ -269,6 +269,13 @@ def nested(levels: int, copies: int) -> list:
 def test_invalid_messages(tokenizer, messages, message):
     with pytest.raises(InputError, match=message):
         tokenizer.apply_chat_template(messages, chat_template="{{ messages[0].content }}")
+
+
+@pytest.mark.parametrize("name", ["tool_us", "rag-2.1", "Default"])
+def test_a_name_of_no_template(tokenizer, name):
+    """It would be the whole prompt, without the messages."""
+    with pytest.raises(InputError, match=f"chat_template: '{name}' is no template"):
+        tokenizer.apply_chat_template([], chat_template=name, tokenize=False)
 
 
 def test_forms_of_the_result(tokenizer):

@@ -135,7 +135,7 @@ def test_patterns_and_batches_are_checked_before_the_first_step(tmp_path: Path):
 def test_answers_that_are_no_text(tmp_path: Path, answer: dict[str, Any]):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", **answer}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    data = DataConfig(format="chat", path=str(tmp_path / "chat.jsonl"), chat_template="x")
+    data = DataConfig(format="chat", path=str(tmp_path / "chat.jsonl"), chat_template="{{ 1 }}")
     with pytest.raises(DataError, match=r"chat\.jsonl:1: messages\[1\]: .* compare texts"):
         generation_rows(data, byte_tokenizer(), CAUSAL)
 
