@@ -108,9 +108,7 @@ def fixed_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def base_of(
-    model: Model[Any], frozen: Params, reference: Params | None = None
-) -> dict[str, Any]:
+def base_of(model: Model[Any], frozen: Params, reference: Params | None = None) -> dict[str, Any]:
     """Config, generation config, and digests of the frozen parameters, which checkpoints omit.
 
     Args:

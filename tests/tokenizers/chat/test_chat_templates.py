@@ -354,7 +354,11 @@ def test_a_chat_that_ends_inside_its_last_message(tokenizer, template, texts, ex
     [
         ([], {}, "the last message has no text"),
         ([{"role": "user"}], {}, "the last message has no text"),
-        ([{"role": "user", "content": "x"}], {"chat_template": "y"}, "leaves out the last message"),
+        (
+            [{"role": "user", "content": "x"}],
+            {"chat_template": "y y"},
+            "leaves out the last message",
+        ),
         ([{"role": "user", "content": "x"}], {"add_generation_prompt": True}, "not with continue"),
     ],
 )

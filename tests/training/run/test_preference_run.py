@@ -87,7 +87,7 @@ def test_another_base_model_computes_no_reference(tmp_path: Path):
     path.write_text((tmp_path / "pairs.jsonl").read_text().replace("yes", "yea"))
     assert recipe.eval_data is not None
     other = dataclasses.replace(recipe.eval_data, path=str(path))
-    with pytest.raises(RunError, match="base model is not the one .* tensors differ"):
+    with pytest.raises(RunError, match=r"base model is not the one .* tensors differ"):
         go_on(recipe, eval_data=other)
     assert stored.read_bytes() == before
 
