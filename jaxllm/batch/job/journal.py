@@ -5,7 +5,7 @@ The journal of an output `out.jsonl` is the folder `out.jsonl.parts`:
 - `job.json`, the job's identity (all that its results depend on), while the job is unfinished;
 - `writer.lock`, the lock of the process that runs the job;
 - `rows.jsonl`, the finished rows. Every record has the id of its job, so that a record of another
-  job is never taken for one of this job.
+  job is never taken for one of this job, and a checksum of its line.
 
 When all rows are finished they are written in the order of the input to a new file, which is then
 renamed to the output. After that `job.json` becomes `finished.json`, and the folder is removed.
@@ -19,6 +19,7 @@ import filecmp
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -36,7 +37,6 @@ from jaxllm.batch.job.outputs import Line, Writer, encoded
 from jaxllm.common.atomic_file import sync_folder, write_whole
 from jaxllm.common.errors import DataError, RunError, naming_file
 from jaxllm.common.run_lock import RunLock
-from jaxllm.common.strict_json import parse_json
 
 COMMIT_SECONDS = 1.0
 """Maximum number of seconds until added rows are forced onto the disk."""
@@ -113,7 +113,7 @@ class Journal:
             line: the row's line of the output.
             facts: what the report counts of it (`row_facts`).
         """
-        data = encoded({"job": self.job_id, "index": index, "facts": facts, "line": line})
+        data = with_checksum({"job": self.job_id, "index": index, "facts": facts, "line": line})
         with naming_file(self._rows, RunError, "written"):
             self._file.write(data)
         self._uncommitted.append((index, Place(self._offset, len(data))))
@@ -149,7 +149,7 @@ class Journal:
 
     def _checked_record(self, data: bytes, index: int) -> dict[str, Any]:
         """The record in some bytes of the file of rows, which must be that of row `index`."""
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        if is_intact(data):
             record = json.loads(data)
             if (record["job"], record["index"]) == (self.job_id, index):
                 return record
@@ -202,6 +202,26 @@ class Journal:
             remove_files(self.folder)
 
 
+def with_checksum(record: Mapping[str, Any]) -> bytes:
+    """One line of JSON, which begins with the CRC-32 of what follows.
+
+    >>> with_checksum({"index": 0})
+    b'{"crc32": "72835f5c", "index": 0}\\n'
+    """
+    content = encoded(record).removeprefix(b"{")
+    return _checksum(content) + content
+
+
+def is_intact(line: bytes) -> bool:
+    """True for a line of `with_checksum` that has not changed since."""
+    length = len(_checksum(b""))
+    return line[:length] == _checksum(line[length:])
+
+
+def _checksum(content: bytes) -> bytes:
+    return b'{"crc32": "%08x", ' % zlib.crc32(content)
+
+
 def read_rows(path: Path, job: str) -> dict[int, Place]:
     """The finished rows in a file; an incomplete last line, which a kill leaves, is cut off.
 
@@ -216,15 +236,10 @@ def read_rows(path: Path, job: str) -> dict[int, Place]:
                 file.truncate(offset)
                 break
             where = f"{path}, line {number}"
-            record = parse_json(data, source=where, error=DataError)
-            if not (
-                isinstance(record, dict)
-                and isinstance(record.get("index"), int)
-                and isinstance(record.get("line"), dict)
-                and isinstance(record.get("facts"), dict)
-            ):
-                raise DataError(f"{where}: is no record of a row; remove the line to run it again")
-            if record.get("job") != job:
+            if not is_intact(data):
+                raise DataError(f"{where}: is damaged; remove the line to run its row again")
+            record = json.loads(data)
+            if record["job"] != job:
                 raise DataError(f"{where}: is a row of another job; move the folder {path.parent}")
             rows[record["index"]] = Place(offset, len(data))
             offset += len(data)

@@ -16,7 +16,7 @@ from jaxllm import BatchGenerator
 from jaxllm.batch.job.inputs import read_source
 from jaxllm.batch.job.job import Job
 from jaxllm.batch.job.job_files import is_finished
-from jaxllm.batch.job.journal import Journal, read_rows
+from jaxllm.batch.job.journal import Journal, read_rows, with_checksum
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.errors import DataError, MissingFileError, RunError
 
@@ -124,10 +124,18 @@ def test_a_torn_last_line_is_repaired(tmp_path):
     assert [line["id"] for line in lines] == [row["id"] for row in ROWS]
 
 
-def test_a_damaged_line_is_named(tmp_path):
+@pytest.mark.parametrize("at", [-40, -9, 2, 12, 22])
+def test_a_damaged_line_is_named(tmp_path, at):
+    """One bit, wherever it is, also where the line stays JSON and the record one of the job."""
     part = tmp_path / "rows.jsonl"
-    part.write_bytes(b'{"job": "j", "index": 0, "facts": {}, "line": {}}\n{"index"\n')
-    with pytest.raises(DataError, match="line 2"):
+    record = {"job": "j", "index": 0, "facts": {"prompt_tokens": 1}, "line": {"text": "abcdefgh"}}
+    lines = [with_checksum(record), with_checksum({**record, "index": 1})]
+    part.write_bytes(b"".join(lines))
+    assert read_rows(part, "j").keys() == {0, 1}
+    damaged = bytearray(lines[1])
+    damaged[at] ^= 1
+    part.write_bytes(lines[0] + damaged)
+    with pytest.raises(DataError, match="line 2: is damaged"):
         read_rows(part, "j")
 
 
