@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import types
+import functools
 import typing
 from collections.abc import Collection, Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.common.public_names import public
+from jaxllm.models.config_checks import check_size, coerce, spelled
 
 C = TypeVar("C", bound="ModelConfig")
 
@@ -46,8 +47,6 @@ _ELSEWHERE = {
     "id2label": "jaxllm.pipeline('text-classification', ...) gives the names of labels",
     "label2id": "jaxllm.pipeline('text-classification', ...) gives the names of labels",
 }
-MAX_LAYERS = 4096
-MAX_SIZE = 2**26
 MAX_DEFAULT_WINDOW = 2048
 
 
@@ -81,6 +80,31 @@ class ModelConfig(metaclass=_ConfigType):
     decoder_start_token_id: int | None = None
     num_labels: int = 2
     problem_type: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the types of all fields, and makes lists tuples and NumPy's numbers Python's.
+
+        Raises:
+            ConfigError: a field has a value of another type.
+        """
+        for name, hint in _field_types(type(self)).items():
+            value = coerce(name, getattr(self, name), hint)
+            if value is None and type(None) not in typing.get_args(hint):
+                raise ConfigError(f"{name}: expected {spelled(hint)}, found None")
+            object.__setattr__(self, name, value)
+
+    def check(self) -> None:
+        """Raises ConfigError for a value that no model can be made with; families add theirs.
+
+        Token ids beyond the vocabulary are not among them: defaults that a model never produces.
+        """
+        check_size(self, "vocab_size", "num_labels")
+        problems = ("regression", "single_label_classification", "multi_label_classification")
+        if self.problem_type is not None and self.problem_type not in problems:
+            raise ConfigError(
+                f"problem_type: expected one of {', '.join(problems)}, found "
+                f"{quoted(self.problem_type)}"
+            )
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -195,7 +219,7 @@ def read_config(
         UnsupportedError: an unknown key, or a quantized checkpoint.
     """
     aliases = cls.attribute_map
-    hints = typing.get_type_hints(cls)
+    hints = _field_types(cls)
     defaults = {f.name: f.default for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     fields = defaults.keys() - derived
     check_keys(raw, {*aliases, *fields, *handled, *INERT_MODEL_KEYS, *GENERATION_KEYS})
@@ -268,70 +292,8 @@ def count_labels(id2label: object, num_labels: int | None) -> int:
     return len(id2label) or 2
 
 
-def coerce(key: str, value: object, hint: object) -> Any:
-    """Converts a value to the annotated type, or raises ConfigError. Integers pass as floats."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
-        if option is type(None) and value is None:
-            return None
-        if option is bool and isinstance(value, bool):
-            return value
-        if option is int and isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if option is float and is_float32_number(value):
-            return float(value)
-        if option is str and isinstance(value, str):
-            return value
-        if (
-            typing.get_origin(option) is tuple
-            and isinstance(value, list | tuple)
-            and None not in value
-        ):
-            inner = typing.get_args(option)[0]
-            return tuple(coerce(key, v, inner) for v in value)
-    if value is None:  # null in a file: not set
-        return None
-    expected = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not type(None))
-    raise ConfigError(f"{key}: expected {expected}, found {quoted(value)}")
-
-
-def is_float32_number(value: object) -> TypeGuard[float]:
-    """True for numbers in the range of float32; JSON integers can have any length."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
-
-
-def check_size(config: object, *names: str, limit: int = MAX_SIZE) -> None:
-    """Checks that each named field is an integer in 1..limit."""
-    for name in names:
-        value = getattr(config, name)
-        if not 1 <= value <= limit:
-            raise ConfigError(f"{name}: expected 1 to {limit}, found {quoted(value)}")
-
-
-def check_rate(config: object, *names: str) -> None:
-    """Checks that each named field is a probability below 1."""
-    for name in names:
-        value = getattr(config, name)
-        if not 0.0 <= value < 1.0:
-            raise ConfigError(f"{name}: expected 0 <= rate < 1, found {quoted(value)}")
-
-
-def check_positive(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not value > 0:
-            raise ConfigError(f"{name}: expected a number > 0, found {quoted(value)}")
-
-
-def check_divides(config: object, whole: str, part: str) -> None:
-    a, b = getattr(config, whole), getattr(config, part)
-    if a % b:
-        raise ConfigError(f"{whole}: {a} is not a multiple of {part}, {b}")
-
-
-def check_common(config: ModelConfig) -> None:
-    """Checks the fields of every family: sizes, token ids and label settings."""
-    check_size(config, "vocab_size", "num_labels")
+def check_token_ids(config: ModelConfig) -> None:
+    """Raises ConfigError for a special token that is not in the vocabulary."""
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         value = getattr(config, name)
         for i in value if isinstance(value, tuple) else (value,):
@@ -339,9 +301,9 @@ def check_common(config: ModelConfig) -> None:
                 raise ConfigError(
                     f"{name}: {quoted(i)} is not in the vocabulary (vocab_size {config.vocab_size})"
                 )
-    problems = ("regression", "single_label_classification", "multi_label_classification")
-    if config.problem_type is not None and config.problem_type not in problems:
-        raise ConfigError(
-            f"problem_type: expected one of {', '.join(problems)}, found "
-            f"{quoted(config.problem_type)}"
-        )
+
+
+@functools.cache
+def _field_types(cls: type[ModelConfig]) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}

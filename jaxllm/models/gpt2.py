@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.cache.attention_view import AttentionView
 from jaxllm.models import config as cfg
+from jaxllm.models import config_checks as checks
 from jaxllm.models.build_options import Options
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import Backbone, CausalLM, DecoderOnlyModel
@@ -81,16 +82,20 @@ class GPT2Config(cfg.DecoderOnlyConfig):
         """
         config = cfg.read_config(cls, raw)
         config = cfg.without_absent_tokens(config, "pad_token_id")
-        cfg.check_common(config)
-        cfg.check_size(config, "n_positions", "n_embd", "n_head")
-        cfg.check_size(config, "n_layer", limit=cfg.MAX_LAYERS)
-        if config.n_inner is not None:
-            cfg.check_size(config, "n_inner")
-        cfg.check_divides(config, "n_embd", "n_head")
-        cfg.check_rate(config, "resid_pdrop", "embd_pdrop", "attn_pdrop")
-        cfg.check_positive(config, "layer_norm_epsilon", "initializer_range")
-        activation(config.activation_function, where="activation_function")
+        config.check()
+        cfg.check_token_ids(config)
         return config
+
+    def check(self) -> None:
+        super().check()
+        checks.check_size(self, "n_positions", "n_embd", "n_head")
+        checks.check_size(self, "n_layer", limit=checks.MAX_LAYERS)
+        if self.n_inner is not None:
+            checks.check_size(self, "n_inner")
+        checks.check_divides(self, "n_embd", "n_head")
+        checks.check_rate(self, "resid_pdrop", "embd_pdrop", "attn_pdrop")
+        checks.check_positive(self, "layer_norm_epsilon", "initializer_range")
+        activation(self.activation_function, where="activation_function")
 
 
 class GPT2Backbone(Backbone[GPT2Config]):

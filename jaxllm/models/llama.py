@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxllm.models import config as cfg
+from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.rotary_decoder import LayerFactory, RotaryConfig, RotaryModel
@@ -28,7 +28,7 @@ class LlamaConfig(RotaryConfig):
 
     def check(self) -> None:
         super().check()
-        cfg.check_size(self, "pretraining_tp")
+        checks.check_size(self, "pretraining_tp")
 
 
 class LlamaBackbone(RotaryModel[LlamaConfig]):

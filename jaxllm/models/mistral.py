@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxllm.models import config as cfg
+from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.rotary_decoder import LayerFactory, RotaryConfig, RotaryModel
@@ -26,7 +26,7 @@ class MistralConfig(RotaryConfig):
     def check(self) -> None:
         super().check()
         if self.sliding_window is not None:
-            cfg.check_size(self, "sliding_window")
+            checks.check_size(self, "sliding_window")
 
 
 class MistralBackbone(RotaryModel[MistralConfig]):

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from jaxllm.common.arguments import checked, checks_flags
 from jaxllm.common.errors import InputError
 from jaxllm.common.renamed_arguments import CALL, drop_renamed
-from jaxllm.models.config import ModelConfig, check_common
+from jaxllm.models.config import ModelConfig, check_token_ids
 from jaxllm.models.pretrained import Pretrained
 from jaxllm.models.summary import summary
 from jaxllm.models.weights import is_quantized, parameters, with_parameters
@@ -66,6 +66,7 @@ class Model(Pretrained, nnx.Module, Generic[C]):
     """Paths of modules that are fully trained beside LoRA, and saved with the adapter."""
 
     def __init__(self, config: C):
+        config.check()
         self.config = config
         self.generation_config = None
         self.extra_eos_token_ids = ()
@@ -101,7 +102,8 @@ class Model(Pretrained, nnx.Module, Generic[C]):
             )
         config = dataclasses.replace(self.config, vocab_size=size)
         try:
-            check_common(config)
+            config.check()
+            check_token_ids(config)
         except ValueError as error:
             raise InputError(f"resize_token_embeddings({size}): {error}") from None
         resized = {

@@ -10,7 +10,7 @@ import dataclasses
 
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.messages import quoted
-from jaxllm.models import config as cfg
+from jaxllm.models import config_checks as checks
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.decoder_only import CausalLM, DecoderOnlyModel
 from jaxllm.models.rotary_decoder import LayerFactory, RotaryConfig, RotaryModel
@@ -45,7 +45,7 @@ class Qwen2Config(RotaryConfig):
     def check(self) -> None:
         super().check()
         if self.sliding_window is not None:
-            cfg.check_size(self, "sliding_window")
+            checks.check_size(self, "sliding_window")
         if self.max_window_layers < 0:
             found = self.max_window_layers
             raise ConfigError(f"max_window_layers: expected 0 or more, found {quoted(found)}")

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.cache.attention_view import AttentionView
 from jaxllm.common.errors import ConfigError, InputError
 from jaxllm.models import config as cfg
+from jaxllm.models import config_checks as checks
 from jaxllm.models.build_options import Options
 from jaxllm.models.decoder_only import Backbone
 from jaxllm.models.weights import Table, linear, norm, same
@@ -113,6 +114,7 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
             handled |= {"position_embedding_type"}
         config = cfg.read_config(cls, raw, handled=handled, derived=frozenset({"rope"}))
         config.check()
+        cfg.check_token_ids(config)
         rope = rope_from_config(
             raw, head_dim=config.size_per_head, max_positions=config.max_position_embeddings
         )
@@ -126,23 +128,22 @@ class RotaryConfig(cfg.DecoderOnlyConfig):
         return raw | rope_to_config(self.rotary)
 
     def check(self) -> None:
-        """Raises ConfigError for a value out of range; families extend it for their fields."""
-        cfg.check_common(self)
-        cfg.check_size(self, "hidden_size", "intermediate_size", "num_attention_heads")
-        cfg.check_size(self, "max_position_embeddings")
-        cfg.check_size(self, "num_hidden_layers", limit=cfg.MAX_LAYERS)
+        super().check()
+        checks.check_size(self, "hidden_size", "intermediate_size", "num_attention_heads")
+        checks.check_size(self, "max_position_embeddings")
+        checks.check_size(self, "num_hidden_layers", limit=checks.MAX_LAYERS)
         for name in ("num_key_value_heads", "head_dim"):
             if getattr(self, name) is not None:
-                cfg.check_size(self, name)
+                checks.check_size(self, name)
         if self.head_dim is None:
-            cfg.check_divides(self, "hidden_size", "num_attention_heads")
+            checks.check_divides(self, "hidden_size", "num_attention_heads")
         if self.num_attention_heads % self.kv_heads:
             raise ConfigError(
                 f"num_key_value_heads: {self.kv_heads} does not divide num_attention_heads, "
                 f"{self.num_attention_heads}"
             )
-        cfg.check_rate(self, "attention_dropout")
-        cfg.check_positive(self, "rms_norm_eps", "initializer_range")
+        checks.check_rate(self, "attention_dropout")
+        checks.check_positive(self, "rms_norm_eps", "initializer_range")
         activation(self.hidden_act, where="hidden_act")
 
 

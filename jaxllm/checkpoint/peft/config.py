@@ -13,7 +13,7 @@ from jaxllm.common.config_keys import describe_keys, unknown_keys
 from jaxllm.common.errors import ConfigError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.common.strict_json import read_json
-from jaxllm.models.config import check_rate, check_size, coerce
+from jaxllm.models.config_checks import check_rate, check_size, coerce
 
 MAX_CONFIG_BYTES = 4 * 2**20
 CLASSIFIER_NAMES = ("classifier", "score")  # PEFT adds both to each classifier's modules_to_save

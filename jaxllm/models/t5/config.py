@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from jaxllm.common.errors import ConfigError
 from jaxllm.common.messages import quoted
 from jaxllm.models import config as cfg
+from jaxllm.models import config_checks as checks
 from jaxllm.nn.activations import activation
 
 # `n_positions`, in the first files, is the length of pretraining, not a limit.
@@ -127,16 +128,21 @@ class T5Config(cfg.ModelConfig):
         if config.decoder_start_token_id is None:
             # The T5 papers' convention, and transformers' fallback in training.
             config = dataclasses.replace(config, decoder_start_token_id=config.pad_token_id)
-        cfg.check_common(config)
+        config.check()
+        cfg.check_token_ids(config)
+        return config
+
+    def check(self) -> None:
+        super().check()
         sizes = ("d_model", "d_kv", "d_ff", "num_heads")
-        cfg.check_size(config, *sizes)
-        decoder = ("decoder_layers",) if config.decoder_layers != 0 else ()  # 0: an encoder alone
-        cfg.check_size(config, "num_layers", *decoder, limit=cfg.MAX_LAYERS)
-        cfg.check_rate(config, "dropout_rate")
-        cfg.check_positive(config, "layer_norm_epsilon", "initializer_factor")
+        checks.check_size(self, *sizes)
+        decoder = ("decoder_layers",) if self.decoder_layers != 0 else ()  # 0: an encoder alone
+        checks.check_size(self, "num_layers", *decoder, limit=checks.MAX_LAYERS)
+        checks.check_rate(self, "dropout_rate")
+        checks.check_positive(self, "layer_norm_epsilon", "initializer_factor")
         buckets, distance = (
-            config.relative_attention_num_buckets,
-            config.relative_attention_max_distance,
+            self.relative_attention_num_buckets,
+            self.relative_attention_max_distance,
         )
         if not 4 <= buckets <= 2**16:
             raise ConfigError(
@@ -147,6 +153,5 @@ class T5Config(cfg.ModelConfig):
                 f"relative_attention_max_distance: expected at most 2**20 and more than half of "
                 f"relative_attention_num_buckets ({buckets // 2}), found {quoted(distance)}"
             )
-        named = "feed_forward_proj" if config.dense_act_fn is None else "dense_act_fn"
-        activation(config.act, where=named)
-        return config
+        named = "feed_forward_proj" if self.dense_act_fn is None else "dense_act_fn"
+        activation(self.act, where=named)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from jaxllm.common.errors import ConfigError, DataError
-from jaxllm.models.config import is_float32_number
+from jaxllm.models.config_checks import is_float32_number
 from jaxllm.tokenizers import Tokenizer
 from jaxllm.training.data.config import ModelInfo
 from jaxllm.training.data.example import ClassificationExample
