@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +76,35 @@ def test_of_models(message: str) -> None:
     with pytest.raises(InputError, match=message) as failure:
         MODEL_CALLS[message](tiny.cached("gpt2"))
     assert len(str(failure.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "message"),
+    [
+        (models.LlamaConfig, {"hidden_size": "a"}, "hidden_size: expected int, found 'a'"),
+        (models.LlamaConfig, {"rope": 3}, "rope: expected Rope, found 3"),
+        (models.GPT2Config, {"n_layer": None}, "n_layer: expected int, found None"),
+        (models.GPT2Config, {"n_layer": 2**40}, "n_layer: expected 1 to 4096"),
+        (models.GPT2Config, {"n_embd": 64, "n_head": 3}, "n_embd: 64 is not a multiple of n_head"),
+        (models.T5Config, {"dropout_rate": 1.5}, "dropout_rate: expected 0 <= rate < 1"),
+    ],
+)
+def test_of_configs(config_class: Any, fields: dict[str, Any], message: str) -> None:
+    """Of types where the config is made, of values where a model is."""
+    architectures = {"LlamaConfig": "LlamaForCausalLM", "GPT2Config": "GPT2LMHeadModel"}
+    name = architectures.get(config_class.__name__, "T5ForConditionalGeneration")
+    with pytest.raises(ConfigError, match=message):
+        getattr(models, name).from_config(config_class(**fields))
+
+
+def test_lists_and_numpy_numbers_in_configs() -> None:
+    """Static fields of a program need values that compare and hash."""
+    config = models.T5Config(
+        eos_token_id=[1, np.int64(2)],  # pyright: ignore[reportArgumentType]
+        dropout_rate=np.float32(0.5),  # pyright: ignore[reportArgumentType]
+    )
+    assert config == models.T5Config(eos_token_id=(1, 2), dropout_rate=0.5)
+    assert (type(config.dropout_rate), type(config.eos_token_ids[1])) == (float, int)
 
 
 def test_an_empty_array_as_a_setting() -> None:

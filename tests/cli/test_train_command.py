@@ -62,12 +62,15 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def spawn(programs: Path) -> Any:
-    """Starts the command in a process of its own, which ends with the test."""
+    """Starts the command in a process of its own, which ends with the test.
+
+    It keeps no bytecode: where files may not grow, Python would keep the half of a module's.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), *map(str, arguments)],
+            [sys.executable, "-B", str(ROOT / "train.py"), *map(str, arguments)],
             env={**os.environ, "JAXLLM_CACHE_DIR": str(programs)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -294,11 +297,12 @@ def test_many_kills(tmp_path: Path, spawn: Any):
 
 @pytest.mark.slow
 def test_a_full_disk(tmp_path: Path, spawn: Any):
-    """Files may grow by what the log needs for a while, which is too little for a checkpoint."""
+    """Files may grow by what the log and the card need, which is too little for a checkpoint."""
     recipe, run = small(tmp_path, checkpoints={"every": 2, "keep": 50}), tmp_path / "run"
     train(read_recipe(recipe, {"max_steps": 4}), quiet=True)
     before = {step: saved(run, step) for step in (2, 4)}
-    limit = max(path.stat().st_size for path in (run / "metrics.jsonl", run / "metrics.csv")) + 4000
+    written = [run / name for name in ("metrics.jsonl", "metrics.csv", "run_card.json")]
+    limit = max(path.stat().st_size for path in written) + 4000
     # JAX would leave programs that are cut off in the cache.
     process = spawn(recipe, "--resume", "--max-steps", LONG, "--quiet", "--no-compile-cache")
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
