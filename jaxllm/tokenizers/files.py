@@ -85,6 +85,7 @@ class TokenizerFiles:
             if is_there(folder / name, TokenizerError)
         }
         for path in additional_templates(folder):
+            is_there(path, TokenizerError)  # an error for a device or a pipe, which has no end
             self.contents[f"{TEMPLATES_FOLDER}/{path.name}"] = self._read(path)
         if options:
             self._override(options)

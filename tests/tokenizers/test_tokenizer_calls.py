@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import zlib
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import paths
 import pytest
 
-from jaxllm.common.errors import InputError, TemplateError, UnsupportedError
+from jaxllm.common.errors import InputError, TemplateError, TokenizerError, UnsupportedError
 from jaxllm.tokenizers import BatchEncoding, Tokenizer, load_tokenizer
 from jaxllm.tokenizers.settings import AddedToken
 
@@ -329,6 +330,14 @@ def test_named_chat_templates_are_kept(load_fast, tmp_path):
     assert not list((tmp_path / "saved").rglob("*.jinja"))
     with pytest.raises(InputError, match="chat_template: expected names, found 3"):
         tokenizer.chat_template = {3: "plain"}
+
+
+def test_a_pipe_as_a_chat_template_is_not_read(load_fast, tmp_path):
+    load_fast("llama2").save_pretrained(tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    os.mkfifo(tmp_path / "additional_chat_templates" / "rag.jinja")
+    with pytest.raises(TokenizerError, match=r"rag\.jinja: is no regular file"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("spec", ["tokenizer.json", "vocab.json"])

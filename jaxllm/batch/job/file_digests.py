@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxllm.checkpoint.load import gguf_in
 from jaxllm.common.errors import CheckpointError, naming_file
+from jaxllm.common.files import is_there
 from jaxllm.tokenizers.files import FILE_NAMES, TEMPLATES_FOLDER
 
 HEAD_BYTES = {".gguf": 64 << 20}
@@ -41,7 +42,7 @@ def checkpoint_digests(path: Path, *, whole: bool = False) -> dict[str, str | No
         A digest of 16 hexadecimal digits by part; None for a part without files.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        CheckpointError: a file cannot be read, or is a device or a pipe.
         MissingFileError: a folder of several GGUF files.
     """
     path = gguf_in(path) or path
@@ -66,6 +67,7 @@ def _digest(files: Sequence[Path], *, whole: bool) -> str | None:
         return None
     digest = hashlib.sha256()
     for path in files:
+        is_there(path, CheckpointError)  # an error for a device or a pipe, which has no end
         with naming_file(path, CheckpointError, "read"), path.open("rb") as file:
             size = path.stat().st_size
             digest.update(f"{path.name}\0{size}\0".encode())

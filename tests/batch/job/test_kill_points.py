@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,10 +18,11 @@ from paths import ROOT
 from recorded_job import IDENTITY, run
 
 from jaxllm.batch.job import journal
+from jaxllm.batch.job.file_digests import checkpoint_digests
 from jaxllm.batch.job.job_files import check_output, journal_folder, report_file
 from jaxllm.batch.job.journal import Journal
 from jaxllm.common.compile_clock import CompileClock
-from jaxllm.common.errors import DataError, MissingFileError, RunError
+from jaxllm.common.errors import CheckpointError, DataError, MissingFileError, RunError
 
 
 def kill_points(folder: Path, step: int) -> int:
@@ -82,6 +84,12 @@ def test_another_model_is_refused_by_name(tmp_path):
     with pytest.raises(RunError, match="model weights: was '0123'"):
         Journal(tmp_path / "out", other, resume=True)
     Journal(tmp_path / "out", {**other, "model weights": "0123"}, resume=True).__exit__()
+
+
+def test_a_pipe_in_a_model_folder_has_no_digest(tmp_path):
+    os.mkfifo(tmp_path / "vocab.json")
+    with pytest.raises(CheckpointError, match=r"vocab\.json: is no regular file"):
+        checkpoint_digests(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"settings": 5}', "{", ""])
