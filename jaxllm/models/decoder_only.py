@@ -121,7 +121,10 @@ class DecoderOnly(Model[DecoderOnlyConfig]):
             for name, value in (("cache", cache), ("encoder_hidden_states", encoder_hidden_states)):
                 if value is not None:
                     raise InputError(f"{name}: packed rows (segment_ids) cannot have one")
+        masked = any(x is not None for x in (attention_mask, segment_ids, cache))
         view, cache = self._view(inputs, cache, position_ids)
+        if position_ids is not None and not masked:
+            check.check_one_document(position_ids)
         if token_type_ids is not None:
             token_type_ids = self._token_types(token_type_ids, inputs.mask.shape)
         blocks = self.backbone.stack.blocks

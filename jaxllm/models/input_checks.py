@@ -180,6 +180,20 @@ def position_ids(ids: Any, shape: tuple[int, ...], limit: int | None) -> Int[Arr
     return jnp.broadcast_to(jnp.asarray(ids, jnp.int32), shape)
 
 
+def check_one_document(position_ids: Any) -> None:
+    """Raises InputError for positions that begin anew within a row, if their values are known.
+
+    Without a mask or a cache transformers 5 takes these for documents packed into a row, and lets
+    none attend to another.
+    """
+    ids = on_host("position_ids", position_ids)
+    if not is_traced(ids) and (np.diff(ids, axis=-1) < 0).any():
+        raise InputError(
+            "position_ids: they begin anew within a row; for packed documents give segment_ids, "
+            "for one an attention_mask"
+        )
+
+
 def check_capacity(mask: Any, cache: Cache | None, limit: int | None, segments: Any = None) -> None:
     """Checks that new columns fit the cache, and each row's (or document's) tokens the positions.
 

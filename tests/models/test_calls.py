@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxllm.common.errors import InputError
 from jaxllm.models.build_options import Options
 from jaxllm.models.losses import classification_loss, token_loss
 from jaxllm.models.outputs import BaseOutput
@@ -163,6 +164,10 @@ def test_explicit_positions():
         np.testing.assert_array_equal(plain, same)
         spread = tiny.logits(model, ids, position_ids=np.arange(9)[None].repeat(2, 0) * 2)
         assert np.abs(plain - spread).max() > 1e-2
+        packed = np.arange(9)[None] % 4
+        with pytest.raises(InputError, match="for packed documents give segment_ids"):
+            model(ids, position_ids=packed)
+        model(ids, np.ones_like(ids), position_ids=packed)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
