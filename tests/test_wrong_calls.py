@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -50,6 +52,8 @@ MODEL_CALLS = {
     "announce: expected a function": lambda m: jaxllm.BatchGenerator(m, announce=True),
     "generation_config: .*names of fields": lambda m: m.generate([[1]], generation_config={1: 2}),
     "begin_suppress_tokens": lambda m: m.generate([[1]], begin_suppress_tokens=np.array(None)),
+    "top_p.* number in": lambda m: m.generate([[1]], top_p=jax.random.key(0)),
+    "input_ids: expected an array of numbers": lambda m: m(jax.random.key(0)),
     "key: expected": lambda m: m.generate([[1]], do_sample=True, key=[1, [2]]),
     "revision: expected a branch": lambda m: jaxllm.load(GPT2, revision=3),
     "remat: expected True or False, found yes": lambda m: jaxllm.load(GPT2, remat="yes"),
@@ -105,6 +109,12 @@ def test_lists_and_numpy_numbers_in_configs() -> None:
     )
     assert config == models.T5Config(eos_token_id=(1, 2), dropout_rate=0.5)
     assert (type(config.dropout_rate), type(config.eos_token_ids[1])) == (float, int)
+
+
+@pytest.mark.parametrize("value", [np.ones(3), jnp.ones(3)])
+def test_an_array_as_a_setting_without_effect(value: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"`generation_kwargs`=.* is not supported"):
+        tiny.cached("gpt2").generate([[1]], generation_kwargs=value)
 
 
 def test_an_empty_array_as_a_setting() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def gguf_in(folder: Path) -> Path | None:
     Raises:
         MissingFileError: there are several.
     """
-    if not folder.is_dir() or (folder / "config.json").exists():
+    if not folder.is_dir() or os.path.lexists(folder / "config.json"):
         return None
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:

@@ -20,7 +20,8 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError, naming_file
+from jaxllm.common.errors import CheckpointError, UnsupportedError, naming_file
+from jaxllm.common.files import check_is_file
 from jaxllm.common.messages import quoted
 from jaxllm.common.placeholders import check_not_placeholder
 
@@ -108,8 +109,7 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():
-            raise MissingFileError(f"{path}: no such file")
+        check_is_file(path)
         with naming_file(path, CheckpointError, "read"), path.open("rb") as file:
             if path.stat().st_size == 0:  # mmap refuses empty files
                 raise CheckpointError(f"{path}: the file is empty")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,7 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
         text = read_text(Path(text), max_bytes=_MAX_CONSTRAINT_BYTES, error=InputError)
     if key != "schema":
         return {key: text}
-    schema = parse_json(text.encode(), source="--schema", error=InputError)
+    schema = parse_json(os.fsencode(text), source="--schema", error=InputError)
     if not isinstance(schema, dict):
         raise InputError("--schema: expected a JSON object, or the name of a file that has one")
     return {key: schema}

@@ -20,6 +20,8 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a write to a full disk, or beyond a quota or limit."""
+_NAMED = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of a file name that is too long, or of missing permissions."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,9 +48,9 @@ def run_command(
     """Runs a command on its arguments and returns the exit code.
 
     A :class:`~jaxllm.JaxLLMError` prints one line (with ``--debug`` also the traceback) and gives
-    2, and so do a full disk, a name that is too long and a platform of JAX_PLATFORMS that is not
-    there. Any other exception is a bug and keeps its traceback. A closed pipe (``| head``) gives
-    141, without a message.
+    2, and so do a full disk, a name that is too long, missing permissions and a platform of
+    JAX_PLATFORMS that is not there. Any other exception is a bug and keeps its traceback. A closed
+    pipe (``| head``) gives 141, without a message.
     SIGINT, SIGTERM and SIGHUP give 130, 143 and 129 (see `signals`).
     """
     with signals.handled(program):
@@ -86,7 +88,7 @@ def _exit_code(command: Callable[[list[str]], int], program: str, arguments: lis
         print_error(program, message)
         return USAGE_ERROR
     except OSError as failure:
-        if failure.errno == errno.ENAMETOOLONG:
+        if failure.errno in _NAMED and failure.filename is not None:
             print_error(program, f"{failure.filename}: {failure.strerror}")
             return USAGE_ERROR
         if is_folder_gone():

@@ -14,7 +14,7 @@ from jaxllm.checkpoint import bundled
 from jaxllm.checkpoint.hub import resolve
 from jaxllm.checkpoint.load import compute_dtype_of
 from jaxllm.common.compile_cache import enable_compile_cache
-from jaxllm.common.errors import RunError
+from jaxllm.common.errors import InputError, RunError
 from jaxllm.common.files import expanded
 from jaxllm.common.progress import Reporter
 from jaxllm.models.quantize import FORMATS, KEEP
@@ -86,6 +86,8 @@ def load_named(
     Raises:
         JaxLLMError: as `jaxllm.load`.
     """
+    if not arguments.quantize_embeddings and arguments.quantize is None:
+        raise InputError("--float-embeddings has no effect without --quantize")
     path = model_path(arguments)
     with reporter.phase(f"loading {Path(path).absolute().name}") as update:
         return load(

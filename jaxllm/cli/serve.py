@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from jaxllm.cli.model_flags import (
 )
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.common.files import expanded
+from jaxllm.common.messages import quoted
 from jaxllm.common.optional_deps import require
 from jaxllm.common.progress import Reporter
 from jaxllm.common.text_file import read_text
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.1
 """Time between two looks at whether a signal has come."""
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 _EXAMPLES = """\
 examples:
   jaxllm serve path/to/model
@@ -137,13 +141,34 @@ def api_keys(path: Path | None) -> tuple[bytes, ...] | None:
     return keys
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    """Checks the options of HTTP."""
+    if not 0 <= arguments.port < 2**16:  # the system would take its last 16 bits
+        raise InputError(f"--port: expected 0 to {2**16 - 1}, found {arguments.port}")
+    if arguments.max_body < 1:
+        raise InputError(f"--max-body: expected 1 or more bytes, found {arguments.max_body}")
+    if not 0 < arguments.request_seconds < math.inf:
+        raise InputError(
+            f"--request-seconds: expected a number above 0, found {arguments.request_seconds}"
+        )
+    if not 0 <= arguments.drain_seconds < math.inf:
+        raise InputError(
+            f"--drain-seconds: expected a number of 0 or more, found {arguments.drain_seconds}"
+        )
+    for origin in arguments.cors_origin:
+        if not _ORIGIN.fullmatch(origin):  # browsers send no other, so that it would never match
+            raise InputError(
+                f"--cors-origin: expected * or an origin such as http://localhost:3000, without a "
+                f"path or a slash at its end, found {quoted(origin)}"
+            )
+
+
 def _run(arguments: argparse.Namespace) -> int:
     for module in ("starlette", "uvicorn", "prometheus_client"):
         require(module, extra="serve", purpose="servers")
     from jaxllm.serve.http.server import bound_socket  # only now, since it imports these packages
 
-    if not 0 <= arguments.port < 2**16:  # the system would take its last 16 bits
-        raise InputError(f"--port: expected 0 to {2**16 - 1}, found {arguments.port}")
+    _check(arguments)
     keys = api_keys(arguments.api_keys)
     # Before loading, which takes minutes.
     with bound_socket(arguments.host, arguments.port) as bound:

@@ -47,6 +47,7 @@ def enable_compile_cache(folder: str | PathLike[str] | None = None) -> Path:
     path = checked_path(from_environment or folder or current or default_folder(), "folder")
     if str(path) != current:
         try:
+            str(path).encode()  # JAX refuses a name that is not UTF-8 when it first compiles
             # Compiled programs are code: no other user may write there.
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):

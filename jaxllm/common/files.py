@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from jaxllm.common.errors import JaxLLMError, naming_file
+from jaxllm.common.errors import JaxLLMError, MissingFileError, naming_file
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
@@ -16,6 +16,16 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     PosixPath('~no_such_user/model')
     """
     return Path(os.path.expanduser(path))
+
+
+def check_is_file(path: Path) -> None:
+    """Checks that a regular file, or a link to one, has this name.
+
+    Raises:
+        MissingFileError: nothing has this name, or what `is_there` refuses.
+    """
+    if not is_there(path, MissingFileError):
+        raise MissingFileError(f"{path}: no such file")
 
 
 def is_there(path: Path, error: type[JaxLLMError]) -> bool:

@@ -14,7 +14,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxllm.common.errors import ConfigError, JaxLLMError, MissingFileError, naming_file
+from jaxllm.common.errors import ConfigError, JaxLLMError, naming_file
+from jaxllm.common.files import check_is_file
 from jaxllm.common.placeholders import check_not_placeholder
 
 MAX_VALUES = 2**22
@@ -43,8 +44,7 @@ def read_json(
             a number that is not finite, an unpaired surrogate, or more than `MAX_VALUES` values.
     """
     path = Path(path)
-    if not path.is_file():
-        raise MissingFileError(f"{path}: no such file")
+    check_is_file(path)
     with naming_file(path, error, "read"):
         size = path.stat().st_size
         if size > max_bytes:

@@ -38,6 +38,8 @@ def on_host(name: str, x: object) -> Any:
         return np.asarray(x)
     except ValueError:
         raise InputError(f"{name}: rows of different lengths; pad them to one length") from None
+    except TypeError:  # a key of jax.random
+        raise InputError(f"{name}: expected an array of numbers, found {quoted(x)}") from None
 
 
 @dataclasses.dataclass(frozen=True)

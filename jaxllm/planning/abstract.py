@@ -94,7 +94,7 @@ def read_source(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[Mappin
         with GGUFFile(path) as file:
             return HFView(file).config, str(path)
     path = path / "config.json" if os.path.isdir(path) else path
-    if not os.path.isfile(path):  # False for a name that is too long
+    if not os.path.lexists(path):  # False for a name that is too long
         raise MissingFileError(
             f"{path}: no such file; give a folder with config.json, or the path of one"
         )

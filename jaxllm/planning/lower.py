@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -18,10 +19,12 @@ from jaxllm.batch.rows import RawRow
 from jaxllm.batch.sizes import sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.call.prepare import Request, prepare_call
 from jaxllm.generation.generate import program_model, run_prefill
 from jaxllm.generation.inputs.values import is_integer
 from jaxllm.generation.loop import decode_program, prefill_program, steps_of
+from jaxllm.models.input_checks import MAX_IDS
 from jaxllm.models.model import Model
 from jaxllm.nn.platform import steps_between_checks
 from jaxllm.parallel.field_axes import field_shardings
@@ -30,6 +33,9 @@ from jaxllm.parallel.placement import put, put_tree
 from jaxllm.parallel.sharding import batch_sharding
 from jaxllm.planning.abstract import device_bytes, on_device, shapes_of
 from jaxllm.planning.target import LoweredProgram, Target
+
+_MAX_SIZE = 2**20
+"""Most rows, and most tokens of one; `generate` takes no more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +54,9 @@ class Workload:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not is_integer(value) or value < 1:
-                raise InputError(f"{field.name}: expected an integer of 1 or more, found {value!r}")
+            if not is_integer(value) or not 1 <= value <= _MAX_SIZE:
+                expected = f"an integer from 1 to {_MAX_SIZE}"
+                raise InputError(f"{field.name}: expected {expected}, found {quoted(value)}")
 
 
 def lower(
@@ -92,7 +99,10 @@ def lower(
 
 def abstract_request(target: Target, workload: Workload, fields: Mapping[str, Any]) -> Request:
     """A call of `generate` with this workload, whose arrays are shapes on the target's devices."""
-    ids = np.zeros((workload.batch, workload.prompt), np.int32)
+    shape = (workload.batch, workload.prompt)
+    if math.prod(shape) > MAX_IDS:
+        raise InputError(f"batch, prompt: {shape} are more than {MAX_IDS} token ids; lower one")
+    ids = np.zeros(shape, np.int32)
     keywords = {"do_sample": False, "num_beams": 1, **fields, "max_new_tokens": workload.new}
     request = prepare_call(target.unplaced, ids, np.ones_like(ids), None, 0, keywords)
     arrays = (request.prefill_inputs, request.negative, request.settings, request.strategy)

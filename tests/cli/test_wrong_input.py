@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,18 @@ CASES = {
     "recipe: a folder": (("train", "folder"), "Is a directory"),
     "recipe: binary": (("train", "binary"), "binary: not UTF-8 (byte 0)"),
     "tolerance: nan": (("verify", MODEL, "--tolerance", "nan"), "above 0, but is nan"),
+    "model: a pipe as config": (("generate", "--model", "piped", "a"), "no regular file"),
+    "schema: not UTF-8": ((*ROWS, "rows.jsonl", "--schema", "\udcff"), "not UTF-8"),
+    "float embeddings": (("chat", MODEL, "--float-embeddings"), "no effect without --quantize"),
+    "body": (("serve", MODEL, "--max-body", "0"), "--max-body: expected 1 or more bytes, found 0"),
+    "request seconds": (("serve", MODEL, "--request-seconds", "nan"), "above 0, found nan"),
+    "drain seconds": (("serve", MODEL, "--drain-seconds", "inf"), "0 or more, found inf"),
+    "origin": (("serve", MODEL, "--cors-origin", "http://a:3000/"), "a slash at its end, found"),
+    "rows of a plan": (("plan", MODEL, "--batch", str(2**70)), "batch: expected an integer from 1"),
+    "ids of a plan": (
+        ("plan", MODEL, "--topology", "cpu", "--batch", str(2**20), "--prompt", str(2**20)),
+        "more than 1073741824 token ids",
+    ),
     "topology": (("plan", MODEL, "--topology", "abacus"), "topology: unknown 'abacus'"),
     "a command": (("x\ny",), "no command 'x y'"),
 }
@@ -53,6 +66,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "folder").mkdir()
     (tmp_path / "model" / "config.json").mkdir(parents=True)
+    (tmp_path / "piped").mkdir()
+    os.mkfifo(tmp_path / "piped" / "config.json")
     (tmp_path / "text").write_text("hello")
     (tmp_path / "binary").write_bytes(b"\x82\0" * 99)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
@@ -114,3 +129,25 @@ def test_in_a_folder_that_was_removed(folder: Path, capsys: pytest.CaptureFixtur
     (folder / "folder").rmdir()
     assert main(["generate", "--model", "model", "a"]) == 2
     assert "the current folder has been removed" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    os.geteuid() == 0 and not shutil.which("setpriv"), reason="root may read all, without setpriv"
+)
+def test_folders_without_permissions(folder: Path) -> None:
+    (folder / "closed").mkdir(mode=0)
+    as_a_user = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    commands = [["generate", "--model", "closed", "a"], [*ROWS, "closed/rows.jsonl"]]
+    script = f"from jaxllm.cli.main import main; print(*map(main, {commands}))"
+    done = subprocess.run(
+        [
+            *(as_a_user if os.geteuid() == 0 else []),
+            *(sys.executable, "-c", script),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout == "2 2\n"
+    assert done.stderr.count("\n") == 2
+    assert done.stderr.count("Permission denied") == 2

@@ -50,6 +50,6 @@ def test_nesting_depth_is_counted_from_one():
 
 
 def test_missing_file(tmp_path):
-    for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(MissingFileError, match="no such file"):
+    for path, message in ((tmp_path / "none.json", "no such file"), (tmp_path, "no regular file")):
+        with pytest.raises(MissingFileError, match=message):
             read_json(path, max_bytes=10)

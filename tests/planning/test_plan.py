@@ -192,7 +192,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         jaxllm.plan(config, "cpu", mesh={"tensor": 4})
     with pytest.raises(InputError, match="mesh: unknown axis 'pipe'"):
         jaxllm.plan(config, "cpu", mesh={"pipe": 1})
-    with pytest.raises(InputError, match="slots: expected an integer of 1 or more, found 0"):
+    with pytest.raises(InputError, match="slots: expected an integer from 1 to 1048576, found 0"):
         jaxllm.plan(config, "cpu", slots=0)
     with pytest.raises(InputError, match="program: unknown 'score'"):
         jaxllm.plan(config, "cpu", program="score")

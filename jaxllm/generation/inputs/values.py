@@ -49,8 +49,10 @@ def any_traced(*values: object) -> bool:
 
 def to_scalar(value: Any) -> Any:
     """Converts NumPy scalars and concrete 0-d arrays to Python numbers; leaves others unchanged."""
-    one_element = isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0
-    return value.item() if one_element and not is_traced(value) else value
+    if not isinstance(value, np.generic | np.ndarray | jax.Array) or is_traced(value):
+        return value
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)  # of random numbers: no number
+    return value if value.ndim or is_key else value.item()
 
 
 def is_integer(value: object) -> bool:

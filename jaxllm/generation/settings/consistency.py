@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 
+import jax
+import numpy as np
+
 from jaxllm.common.errors import ConfigError, InputError, UnsupportedError
 from jaxllm.common.messages import quoted
-from jaxllm.generation.inputs.values import is_traced
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.fields import Condition, checked_value
 from jaxllm.generation.settings.mode import is_contrastive
@@ -49,7 +51,9 @@ def check_for_use(config: GenerationConfig) -> GenerationConfig:
         in_use = config.do_sample or (name == "top_k" and is_contrastive(config))
         if field.only_sampling and in_use:
             checked_value(field, value, "the model's files", ConfigError)
-        if field.supported is None or (not is_traced(value) and value in field.supported):
+        if field.supported is None:
+            continue
+        if not isinstance(value, np.ndarray | jax.Array) and value in field.supported:
             continue
         if field.execution and name not in config.explicit:
             ineffective.add(name)
