@@ -19,10 +19,11 @@ from jax.typing import DTypeLike
 from jaxllm.checkpoint.gguf.blocks import Blocks
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.source import Index, WeightSource, find_nonfinite
-from jaxllm.common.errors import NonFiniteError
+from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.models.quantize import BLOCK_FORMATS, Quantize
 from jaxllm.models.weights import Entry
 from jaxllm.nn.quantized import BlockMatrix, QuantizedMatrix
+from jaxllm.parallel.device_memory import format_bytes, total_memory
 from jaxllm.parallel.sharding import key_name, parameter_sharding
 
 ReadMatrix = Callable[["Tensor", int], QuantizedMatrix]
@@ -32,6 +33,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 XLA_ALIGNMENT = 64
+LEAST_QUANTIZED_BYTES = 0.5
+"""Bytes of a quantized weight: those of int4, without its scales."""
 READ_THREADS = 2
 """Tensors copied at a time: one thread does not use the memory's bandwidth."""
 
@@ -62,6 +65,7 @@ def load_parameters(
 
     Raises:
         NonFiniteError: a weight is NaN or infinite, or would become so.
+        InputError: the devices have less memory than the weights take.
     """
     total = sum(source.info(name).nbytes for name in entries)
     done, arrays, quantized = 0, {}, {}
@@ -71,6 +75,16 @@ def load_parameters(
         if param_dtype is None:
             dtype = jnp.promote_types(source.info(name).dtype, dtype)
         return dtype
+
+    check_fits(
+        sum(
+            math.prod(expected[ours].shape)
+            * (LEAST_QUANTIZED_BYTES if layer in matrices else dtype_of(name, ours).itemsize)
+            for name, entry in entries.items()
+            for ours, layer in zip(entry.parameters, layers_of(entry), strict=True)
+        ),
+        mesh,
+    )
 
     def read(item: tuple[str, Entry]) -> list[np.ndarray]:
         """The tensor's parameters on the host; none if they are to be sharded or quantized."""
@@ -103,6 +117,22 @@ def load_parameters(
         if progress is not None:
             progress(name, done, total)
     return arrays, quantized
+
+
+def check_fits(needed: float, mesh: Mesh | None) -> None:
+    """Raises InputError if weights of so many bytes are more than the devices' memory.
+
+    Without this the system ends the process when its memory is full, without a word.
+    """
+    chosen = jax.device_put(np.int32(0)).devices() if mesh is None else mesh.local_devices
+    processes = 1 if mesh is None else jax.process_count()
+    memory = total_memory(list(chosen)) * processes
+    if needed > memory:
+        raise InputError(
+            f"the weights take {format_bytes(int(needed))}, and there are {format_bytes(memory)} "
+            "of memory: load them in a smaller param_dtype (--param-dtype), with quantize= "
+            "(--quantize), or on more devices with mesh= (--mesh)"
+        )
 
 
 def layers_of(entry: Entry) -> list[str]:

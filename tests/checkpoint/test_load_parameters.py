@@ -1,10 +1,17 @@
 """Copies of tensors that loading hands to JAX."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
+from paths import DATA
 
+import jaxllm
+from jaxllm.checkpoint import load_parameters
 from jaxllm.checkpoint.load_parameters import host_copy, map_ahead
+from jaxllm.errors import InputError
+from jaxllm.parallel import device_memory
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -27,3 +34,13 @@ def test_map_ahead_keeps_the_order_and_raises_in_turn():
     assert [next(results) for _ in range(4)] == [1, 2, 3, 6]
     with pytest.raises(ZeroDivisionError):
         next(results)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int4"}, {"mesh": {"tensor": 1}}], ids=str)
+def test_more_weights_than_memory(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named before any are read, which would end with the process killed by the system."""
+    mesh = {"mesh": jaxllm.make_mesh(**options["mesh"])} if "mesh" in options else {}
+    monkeypatch.setattr(device_memory, "host_memory", lambda: 2000)
+    monkeypatch.setattr(load_parameters, "Tensor", None)
+    with pytest.raises(InputError, match=r"weights take .* kB, and there are 2.0 kB of memory"):
+        jaxllm.load(DATA / "reference" / "tiny-gpt2", **{**options, **mesh})
