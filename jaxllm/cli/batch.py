@@ -55,7 +55,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     if finished:
         reporter.say(f"{arguments.output} is finished; there is nothing to resume")
         report = read_json_file(report_file(Path(arguments.output)))
-        return exit_code(report["rows"] - sum(report["errors"].values()), reporter)
+        return exit_code(report["rows"] - sum(report["errors"].values()))
     for remark in remarks(arguments, source, identity):
         reporter.say(remark)
     with contextlib.closing(CompileClock()) as clock:
@@ -80,7 +80,7 @@ def run_batch(arguments: argparse.Namespace, reporter: Reporter) -> int:
     reporter.table(job.report.table())
     if isinstance(job, Job):
         reporter.say(f"{job.output}, {job.report_path}")
-    return exit_code(job.report.successes, reporter)
+    return exit_code(job.report.successes)
 
 
 def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], bool]:
@@ -135,10 +135,11 @@ def row_engine(
     return load_engine(arguments, constraint(arguments), are_requests, mesh, reporter)()
 
 
-def exit_code(successes: int, reporter: Reporter) -> int:
+def exit_code(successes: int) -> int:
+    """The exit code; an error is said even with ``--quiet``."""
     if successes:
         return 0
-    reporter.say("no row succeeded: the output has the `error` of each")
+    Reporter().say("no row succeeded: the output has the `error` of each")
     return NO_SUCCESS
 
 

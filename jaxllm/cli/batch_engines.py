@@ -83,7 +83,8 @@ def check_task(arguments: argparse.Namespace, source: Source) -> None:
     constraint_keys = list(constraint(arguments))
     if task is not None:
         fields = [name.replace("_", "-") for name in generation_fields(arguments)]
-        if options := [*fields, *constraint_keys]:
+        seed = [] if arguments.seed is None else ["seed"]
+        if options := [*fields, *seed, *constraint_keys]:
             raise InputError(f"--{options[0]}: has no effect with {task}, which generates nothing")
     if not isinstance(source, OpenAIRequests):
         if arguments.context is not None:

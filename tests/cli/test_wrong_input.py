@@ -45,6 +45,7 @@ CASES = {
     "tolerance: nan": (("verify", MODEL, "--tolerance", "nan"), "above 0, but is nan"),
     "model: a pipe as config": (("generate", "--model", "piped", "a"), "no regular file"),
     "schema: not UTF-8": ((*ROWS, "rows.jsonl", "--schema", "\udcff"), "not UTF-8"),
+    "seed of a score": ((*ROWS, "rows.jsonl", "--score", "--seed", "3"), "--seed: has no effect"),
     "float embeddings": (("chat", MODEL, "--float-embeddings"), "no effect without --quantize"),
     "body": (("serve", MODEL, "--max-body", "0"), "--max-body: expected 1 or more bytes, found 0"),
     "request seconds": (("serve", MODEL, "--request-seconds", "nan"), "above 0, found nan"),
@@ -90,6 +91,16 @@ def test_one_line_and_exit_code_2(
     assert message in line
     assert line.startswith("jaxllm")
     assert len(line) < 600
+
+
+def test_quiet_jobs_say_that_no_row_succeeded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "max_new_tokens": -1}\n')
+    for resume in ([], ["--resume"]):
+        assert main([*ROWS, "rows.jsonl", "--no-compile-cache", *resume]) == 1
+        error = capsys.readouterr().err
+        assert error == "no row succeeded: the output has the `error` of each\n"
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"]])
