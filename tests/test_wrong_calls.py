@@ -46,6 +46,8 @@ MODEL_CALLS = {
     "dtype, param_dtype: .*zz": lambda m: type(m).from_config(m.config, dtype="zz"),
     "config: expected a config.json object": lambda model: models.model_spec("x"),
     "source: expected a path, found 3": lambda model: jaxllm.abstract_model(3),
+    "device: expected a device": lambda model: jaxllm.abstract_model(GPT2, device="cpu"),
+    "mesh: ": lambda model: jaxllm.abstract_model(GPT2, mesh="x"),
     "tokenizer: expected a tok.* 3": lambda model: jaxllm.BatchGenerator(model, 3),
     "tokenizer: expected a tok": lambda model: jaxllm.AsyncEngine(model, 3),
     "rows: ": lambda m: jaxllm.BatchGenerator(m).generate(None),

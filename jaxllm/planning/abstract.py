@@ -17,7 +17,8 @@ from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load import float_dtype, read_config_file
 from jaxllm.common.arguments import checked_path
-from jaxllm.common.errors import JaxLLMError, MissingFileError
+from jaxllm.common.errors import InputError, JaxLLMError, MissingFileError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
 from jaxllm.models.quantize import layer_formats, quantized_shapes
@@ -54,8 +55,12 @@ def abstract_model(
     Raises:
         MissingFileError: there is no config.json.
         ConfigError, UnsupportedError: as `jaxllm.load`, with the file and the field.
-        InputError: the mesh does not divide the model's heads.
+        InputError: the mesh does not divide the model's heads, or mesh or device is something else.
     """
+    if mesh is not None:
+        check_mesh(mesh)
+    if device is not None and not hasattr(device, "platform"):
+        raise InputError(f"device: expected a device of JAX, found {quoted(device)}")
     raw, where = read_source(source)
     try:
         spec = model_spec(raw)
@@ -76,7 +81,6 @@ def abstract_model(
     if quantize is not None:
         model = quantized_shapes(model, layer_formats(model, quantize))
     if mesh is not None:
-        check_mesh(mesh)
         check_heads(spec.config.head_counts, mesh)
         model = put_tree(model, mesh)
     else:
