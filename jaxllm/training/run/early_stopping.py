@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.common.validation import to_plain
 from jaxllm.training.run.recipe import EarlyStopping, Recipe
 
 LOWER_IS_BETTER = ("loss", "perplexity", "mse", "rejected")
@@ -65,10 +66,13 @@ class Patience:
 def patience_of(recipe: Recipe, meta: Mapping[str, Any]) -> Patience | None:
     """The state of a run that starts, or that resumes from a checkpoint with this metadata.
 
-    A resumed run that watches another metric starts to count again.
+    A resumed run that watches another metric, or evaluates on other data, starts to count again.
     """
     if recipe.early_stopping is None:
         return None
     metric = recipe.early_stopping.metric or recipe.checkpoints.metric
     saved = meta.get("early_stopping")
-    return Patience(metric) if saved is None or saved["metric"] != metric else Patience(**saved)
+    if saved is None or saved["metric"] != metric:
+        return Patience(metric)
+    same_data = meta["recipe"]["eval_data"] == to_plain(recipe)["eval_data"]
+    return Patience(**saved) if same_data else Patience(metric)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from tiny_runs import go_on, measured, plain, recipe, saved
 
 from jaxllm.common.errors import ConfigError
-from jaxllm.training.run.early_stopping import Patience
+from jaxllm.common.validation import to_plain
+from jaxllm.training.run.early_stopping import Patience, patience_of
 from jaxllm.training.run.recipe import EarlyStopping, Recipe
 from jaxllm.training.run.run import train
 
@@ -81,3 +83,13 @@ def test_settings_without_effect(tmp_path: Path):
     wrong = stopping(tmp_path, early_stopping={"metric": "eval_bleu"})
     with pytest.raises(ConfigError, match=r"early_stopping\.metric: no 'eval_bleu' is measured"):
         train(wrong, quiet=True)
+
+
+def test_values_of_other_data_are_not_compared(tmp_path: Path):
+    begun = stopping(tmp_path)
+    state = Patience("eval_loss", best=1.0, waited=2)
+    meta = {"recipe": to_plain(begun), "early_stopping": dataclasses.asdict(state)}
+    assert patience_of(begun, meta) == state
+    assert begun.eval_data is not None
+    other = dataclasses.replace(begun.eval_data, path="other.jsonl")
+    assert patience_of(dataclasses.replace(begun, eval_data=other), meta) == Patience("eval_loss")
