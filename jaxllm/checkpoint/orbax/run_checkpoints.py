@@ -214,10 +214,11 @@ class RunCheckpoints:
             self._orbax.close()
         self._orbax = steps_on_disk.async_checkpointer()
         if jax.process_index() == 0:
-            steps_on_disk.clean(self.folder)
+            with contextlib.suppress(OSError):  # the folder itself may be what failed
+                steps_on_disk.clean(self.folder)
+        rest = "the steps before it are intact" if self.steps() else "there is no other step"
         return CheckpointError(
-            f"{self.folder}: step {step} was not saved ({sentence(failure)}); the steps before it "
-            "are intact"
+            f"{self.folder}: step {step} was not saved ({sentence(failure)}); {rest}"
         )
 
     def _finish(self, step: int, started: float) -> None:

@@ -273,6 +273,17 @@ def test_a_folder_that_orbax_cannot_name(tmp_path):
         RunCheckpoints(tmp_path / os.fsdecode(b"\xff"))
 
 
+def test_a_folder_that_is_removed_meanwhile(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path / "run")
+    checkpoints.save(1, {"x": jnp.zeros(3)}, {})
+    checkpoints.wait()
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("")  # Orbax would make the folder again
+    checkpoints.save(2, {"x": jnp.zeros(3)}, {})
+    with pytest.raises(CheckpointError, match=r"step 2 was not saved .*; there is no other step"):
+        checkpoints.wait()
+
+
 def test_one_writer_and_any_readers(checkpoints):
     with pytest.raises(RunError, match="is writing here"):
         RunCheckpoints(checkpoints.folder)

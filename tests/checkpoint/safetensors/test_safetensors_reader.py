@@ -109,9 +109,10 @@ class TestMalformed:
             file.read("w")
 
     def test_missing_file(self, tmp_path):
-        for path in (tmp_path, tmp_path / "none"):
-            with pytest.raises(MissingFileError, match="no such file"):
-                SafetensorsFile(path)
+        with pytest.raises(MissingFileError, match="none: no such file"):
+            SafetensorsFile(tmp_path / "none")
+        with pytest.raises(MissingFileError, match="is no regular file"):
+            SafetensorsFile(tmp_path)
 
 
 def shards_of(folder) -> dict[str, str]:
