@@ -93,7 +93,7 @@ def checked_job(arguments: argparse.Namespace) -> tuple[Source, dict[str, Any], 
         arguments.input,
         column_choice(arguments),
         dataset_name=arguments.dataset_name,
-        split=arguments.split or "train",
+        split=arguments.split,
     )
     check_task(arguments, source)
     source.check_rows()

@@ -22,6 +22,7 @@ from jaxllm.batch.scored_rows import SCORE_KEYS, RowScorer
 from jaxllm.cli.field_flags import generation_fields
 from jaxllm.cli.model_flags import load_named, model_path
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 from jaxllm.common.progress import Reporter
 from jaxllm.common.strict_json import parse_json
 from jaxllm.common.text_file import read_text
@@ -57,6 +58,8 @@ def constraint(arguments: argparse.Namespace) -> dict[str, Any]:
     key, text = chosen[0].removeprefix("--"), chosen[1]
     if key != "regex" and names_file(text):
         text = read_text(Path(text), max_bytes=_MAX_CONSTRAINT_BYTES, error=InputError)
+    elif key == "schema" and text.lstrip()[:1] not in ("{", "["):
+        raise InputError(f"--schema: {quoted(text)} is no JSON object, and no such file is there")
     if key != "schema":
         return {key: text}
     schema = parse_json(os.fsencode(text), source="--schema", error=InputError)

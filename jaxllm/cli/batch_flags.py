@@ -106,5 +106,7 @@ def check_flags(arguments: argparse.Namespace) -> None:
                 "answers on all its devices; --engine ray shares them between machines"
             )
     check_ray_flags(arguments, "actor")
+    if not arguments.stream:
+        raise InputError("--no-stream: not together with --input; whole rows are written")
     if arguments.show_special_tokens:
         raise InputError("--show-special-tokens: not together with --input; output_ids has them")

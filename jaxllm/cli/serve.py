@@ -143,6 +143,8 @@ def api_keys(path: Path | None) -> tuple[bytes, ...] | None:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Checks the options of HTTP."""
+    if arguments.served_model_name == "":
+        raise InputError("--served-model-name: expected a name, found an empty text")
     if not 0 <= arguments.port < 2**16:  # the system would take its last 16 bits
         raise InputError(f"--port: expected 0 to {2**16 - 1}, found {arguments.port}")
     if arguments.max_body < 1:

@@ -104,6 +104,8 @@ def test_chat(tmp_path, capsys):
         (("--resume", "hello"), "--resume has no effect"),
         (("--input", "a", "--output", "b", "hello"), "PROMPT: not together"),
         (("--input", "a", "--output", "b", "--input-ids", "1"), "--input-ids: not together"),
+        (("--input", "a", "--output", "b", "--no-stream"), "--no-stream: not together"),
+        (("--input", __file__, "--output", "b", "--split", "train"), "--split, --dataset-name: "),
         (("--input", "none.jsonl", "--output", "b"), "no such file"),
         (("--input", "a", "--output", "b", "--seed", "-1"), "--seed must be"),
         (("--input", "a", "--output", "-", "--resume"), "nothing is kept of a job"),
@@ -315,6 +317,7 @@ def test_tasks_and_constraints(tmp_path, capsys):
         (("--completion-column", "a"), "--completion-column: only for --score"),
         (("--regex", "a", "--schema", "{}"), "--schema and --regex: give one"),
         (("--schema", "[]"), "--schema: expected a JSON object"),
+        (("--schema", "none.json"), "'none.json' is no JSON object, and no such file"),
         (("--score", "--completion-column", "b"), "no column 'b'"),
     ):
         code, err = in_process(capsys, *question, "--output", tmp_path / "x", *flags)

@@ -45,7 +45,7 @@ def read_source(
     choice: ColumnChoice | None = None,
     *,
     dataset_name: str | None = None,
-    split: str = "train",
+    split: str | None = None,
 ) -> Source:
     """Reads an input of rows.
 
@@ -55,7 +55,7 @@ def read_source(
             folder of one.
         choice: the keys and columns that are read; None: those of generation.
         dataset_name: configuration of a data set.
-        split: of a data set.
+        split: of a data set; None: "train".
 
     Raises:
         MissingFileError: there is no such file.
@@ -68,9 +68,10 @@ def read_source(
         dataset = name.removeprefix(DATASET_PREFIX)
         if not dataset:
             raise InputError(f"--input: {name} names no data set; write {DATASET_PREFIX}NAME")
+        split = split or "train"
         loaded = load_dataset(dataset, dataset_name, split, field="--input")
         return DatasetRows(f"{dataset}/{split}", loaded, choice)
-    if dataset_name is not None or split != "train":
+    if dataset_name is not None or split is not None:
         raise InputError(f"--split, --dataset-name: {name} is no data set, but a file")
     kind = "JSONL" if name == STDIN else _kind_of(path)
     data = read_content(name)
