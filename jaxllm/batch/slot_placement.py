@@ -136,12 +136,13 @@ def slot_shapes(
         settings: settings of any rows of the group, as host arrays.
     """
     count = sizes.slots
+    struct = jax.ShapeDtypeStruct
     arrays: dict[str, Any] = {
-        "tokens": np.zeros((count, 1), np.int32),
-        "prompt_length": np.zeros(count, np.int32),
-        "key_data": np.zeros((count, 3), np.uint32),
+        "tokens": struct((count, 1), np.int32),
+        "prompt_length": struct((count,), np.int32),
+        "key_data": struct((count, 3), np.uint32),
     }
-    repeated = jax.tree.map(lambda x: np.repeat(x[:1], count, axis=0), settings)
+    repeated = jax.tree.map(lambda x: struct((count, *x.shape[1:]), x.dtype), settings)
     batch = PrefillBatch(**arrays, settings=repeated, encoder={})
 
     rotated = strategy.beams == 1 and writes_one_slot(platform_of_arrays(model))
