@@ -165,7 +165,9 @@ def model_spec(raw: Mapping[str, Any], architecture: str | type | None = None) -
         ConfigError: an invalid value.
     """
     checked(raw, (Mapping,), "config", "a config.json object")
-    model_type = raw.get("model_type") or _type_of_class(raw)
+    model_type = raw.get("model_type")
+    if model_type is None or model_type == "":
+        model_type = _type_of_class(raw)
     if not isinstance(model_type, str):
         raise ConfigError(
             f"model_type: expected one of {_names(FAMILIES)}, found {quoted(model_type)}; if the "

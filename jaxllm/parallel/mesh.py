@@ -43,6 +43,8 @@ def make_mesh(
     {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
     devices = jax.devices() if devices is None else checked_list(devices, "devices")
+    if not devices or not all(hasattr(device, "device_kind") for device in devices):
+        raise InputError(f"devices: expected devices of JAX, found {quoted(devices)}")
     sizes = {DATA: data, FSDP: fsdp, TENSOR: tensor}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):

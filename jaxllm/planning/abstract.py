@@ -16,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load import float_dtype, read_config_file
-from jaxllm.common.arguments import checked_path
+from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.errors import InputError, JaxLLMError, MissingFileError
 from jaxllm.common.messages import quoted
 from jaxllm.generation.settings.config import GenerationConfig
@@ -28,6 +28,7 @@ from jaxllm.parallel.mesh import check_heads, check_mesh
 from jaxllm.parallel.placement import put_tree
 
 
+@checks_flags
 def abstract_model(
     source: str | PathLike[str] | Mapping[str, Any],
     *,
@@ -57,6 +58,8 @@ def abstract_model(
         ConfigError, UnsupportedError: as `jaxllm.load`, with the file and the field.
         InputError: the mesh does not divide the model's heads, or mesh or device is something else.
     """
+    checked(attn_implementation, (str,), "attn_implementation", "a name")
+    checked(quantize, (str, type(None)), "quantize", "a name or None")
     if mesh is not None:
         check_mesh(mesh)
     if device is not None and not hasattr(device, "platform"):

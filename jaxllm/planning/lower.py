@@ -18,6 +18,7 @@ from jaxllm.batch.row_reader import RowReader
 from jaxllm.batch.rows import RawRow
 from jaxllm.batch.sizes import sizes_for
 from jaxllm.batch.slot_placement import slot_shapes
+from jaxllm.common.arguments import checked
 from jaxllm.common.errors import InputError
 from jaxllm.common.messages import quoted
 from jaxllm.generation.call.prepare import Request, prepare_call
@@ -91,8 +92,9 @@ def lower(
     Raises:
         InputError, UnsupportedError: as the library's functions raise for such a call.
     """
-    if program not in PROGRAMS:
-        raise InputError(f"program: unknown {program!r}; known: {', '.join(PROGRAMS)}")
+    checked(model, (Model,), "model", "a model")
+    if not isinstance(program, str) or program not in PROGRAMS:
+        raise InputError(f"program: unknown {quoted(program)}; known: {', '.join(PROGRAMS)}")
     workload = Workload(batch=batch, prompt=prompt, new=new, slots=slots)
     return tuple(PROGRAMS[program](Target.of(model), workload, fields))
 

@@ -13,7 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxllm.common.arguments import checked, checked_function, checked_list, checks_flags
 from jaxllm.common.errors import InputError, UnsupportedError
+from jaxllm.common.messages import quoted
 from jaxllm.models.model import Model
 from jaxllm.parallel.mesh import make_mesh
 from jaxllm.planning import hlo
@@ -80,6 +82,7 @@ class Plan:
         return dataclasses.asdict(self)
 
 
+@checks_flags
 def plan(
     model: str | PathLike[str] | Mapping[str, Any],
     topology: str = "v5e:2x2",
@@ -122,12 +125,15 @@ def plan(
 
     Raises:
         MissingExtraError: the compiler for the topology is not installed.
-        UnsupportedError, InputError: an unknown topology or program, or a mesh larger than the
-            topology.
+        UnsupportedError, InputError: an unknown topology or program, a mesh larger than the
+            topology, or `remat` without a training step.
         JaxLLMError: as `abstract_model`.
     """
-    if program is None:
-        program = [name for name in PROGRAMS if quantize is None or name != "train"]
+    programs = checked_programs(program, quantized=quantize is not None)
+    if remat and "train" not in programs:
+        raise InputError("remat: has an effect on a training step only; add the program train")
+    if progress is not None:
+        checked_function(progress, "progress")
     sizes = {"batch": batch, "prompt": prompt, "new": new, "slots": slots}
     workload = Workload(**sizes)
     target_topology = find_topology(topology)
@@ -143,7 +149,7 @@ def plan(
         quantize=quantize,
     )
     plans = []
-    for name in [program] if isinstance(program, str) else program:
+    for name in programs:
         for lowered in _lower(abstract, name, sizes):
             if progress is not None:
                 progress(lowered.name)
@@ -172,16 +178,31 @@ def _lower(model: Model[Any], program: str, sizes: Mapping[str, int]) -> Sequenc
         ) from None
 
 
+def checked_programs(program: str | Sequence[str] | None, *, quantized: bool) -> list[str]:
+    """The names of the programs that are asked for.
+
+    >>> checked_programs(None, quantized=True)
+    ['decode', 'prefill', 'batch']
+    """
+    if program is None:
+        return [name for name in PROGRAMS if not quantized or name != "train"]
+    names = [program] if isinstance(program, str) else checked_list(program, "program")
+    if not names:
+        raise InputError(f"program: expected one or several of {', '.join(PROGRAMS)}")
+    return names
+
+
 def topology_mesh(topology: Topology, sizes: Mapping[str, int]) -> Mesh:
     """A mesh over the first devices of a topology.
 
     Raises:
         InputError: an unknown axis, or more devices than there are.
     """
+    checked(sizes, (Mapping,), "mesh", "sizes of axes, such as {'tensor': 8}")
     axes = {"data": 1, "fsdp": 1, "tensor": 1}
     for name in sizes:
         if name not in axes:
-            raise InputError(f"mesh: unknown axis {name!r}; known: {', '.join(axes)}")
+            raise InputError(f"mesh: unknown axis {quoted(name)}; known: {', '.join(axes)}")
     axes |= sizes
     devices = topology.devices
     if all(isinstance(size, int) and size > 0 for size in axes.values()):

@@ -198,6 +198,23 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         jaxllm.plan(config, "cpu", program="score")
     with pytest.raises(UnsupportedError, match="dtype: expected float32, bfloat16 or float16"):
         jaxllm.plan(config, "cpu", dtype="int8")
+    for argument, value, why in (
+        ("mesh", 3, "mesh: expected sizes of axes"),
+        ("mesh", [], "mesh: expected sizes of axes"),
+        ("program", 3, "program: expected a list"),
+        ("program", [], "program: expected one or several of decode"),
+        ("program", [[]], r"program: unknown \[\]"),
+        ("progress", "rich", "progress: expected a function"),
+        ("quantize", ["int8"], "quantize: expected a name or None"),
+        ("scan_layers", "no", "scan_layers: expected True or False"),
+        ("remat", True, "remat: has an effect on a training step only"),
+    ):
+        with pytest.raises(InputError, match=why):
+            jaxllm.plan(config, "cpu", **{"program": "decode", argument: value})
+    with pytest.raises(InputError, match="model: expected a model, found llama"):
+        jaxllm.lower("llama")
+    with pytest.raises(InputError, match="devices: expected devices of JAX"):
+        jaxllm.make_mesh(devices=["cpu"])
     with pytest.raises(InputError, match="positions"):
         jaxllm.plan(tiny.CONFIGS["gpt2"], "cpu", program="decode", prompt=60, new=60)
 
