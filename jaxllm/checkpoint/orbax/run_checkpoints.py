@@ -128,22 +128,31 @@ class RunCheckpoints:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The undamaged step with the best metric; None if no step has a metric."""
+        """The undamaged step with the best metric; None if no step has a metric.
+
+        Steps whose metric was measured on something else than the newest one's are left out.
+        """
         metrics = self._metrics()
         return steps_on_disk.best(
             {step: x for step, x in metrics.items() if step not in self._reader.refused}, self.mode
         )
 
     def _metrics(self) -> dict[int, float | None]:
-        metrics = {}
-        for step in self.steps():
-            try:
-                metrics[step] = read_record(self.folder / str(step)).metric
-            except JaxLLMError:  # `restore` reports the reason
-                metrics[step] = None
-        return metrics
+        records, steps = {}, self.steps()
+        for step in steps:
+            with contextlib.suppress(JaxLLMError):  # `restore` reports the reason
+                records[step] = read_record(self.folder / str(step))
+        return dict.fromkeys(steps) | steps_on_disk.comparable(records)
 
-    def save(self, step: int, arrays: object, meta: object, *, metric: float | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        arrays: object,
+        meta: object,
+        *,
+        metric: float | None = None,
+        measured_on: str | None = None,
+    ) -> None:
         """Starts a save, after the previous one is done. Returns once the arrays are copied.
 
         Args:
@@ -152,6 +161,7 @@ class RunCheckpoints:
                 They may be donated afterwards.
             meta: any JSON value: data position, config, versions.
             metric: decides which step is the best; one that is not finite is never the best.
+            measured_on: what the metric was measured on, such as a digest of the data.
 
         Raises:
             CheckpointError: the *previous* save failed in the background; this one cannot start; or
@@ -175,7 +185,7 @@ class RunCheckpoints:
             name: Leaf(str(leaf.dtype), tuple(leaf.shape), digest_of[name])
             for name, leaf in leaves.items()
         }
-        record = seal(Record(step, meta, finite_or_none(metric), described))
+        record = seal(Record(step, meta, finite_or_none(metric), described, measured_on))
         stored = {name: leaf for name, leaf in bits.items() if leaf.size}
         try:
             in_all_processes(lambda: self._set_aside([step] if damaged else []), CheckpointError)
@@ -269,7 +279,14 @@ class RunCheckpoints:
         self.wait()
         return self._reader.read(step)
 
-    def amend(self, step: int, meta: Mapping[str, Any], *, metric: float | None) -> None:
+    def amend(
+        self,
+        step: int,
+        meta: Mapping[str, Any],
+        *,
+        metric: float | None,
+        measured_on: str | None = None,
+    ) -> None:
         """Adds fields to the meta of a committed step and sets its metric, for late evaluations.
 
         The record is replaced atomically; the arrays are not touched.
@@ -286,7 +303,10 @@ class RunCheckpoints:
                 path = self.folder / str(step)
                 record = read_record(path)
                 changed = dataclasses.replace(
-                    record, meta={**record.meta, **meta}, metric=finite_or_none(metric)
+                    record,
+                    meta={**record.meta, **meta},
+                    metric=finite_or_none(metric),
+                    measured_on=measured_on,
                 )
                 replace_record(path, changed)
 

@@ -43,6 +43,8 @@ class Record:
     meta: Any
     metric: float | None
     leaves: Mapping[str, Leaf]
+    measured_on: str | None = None
+    """What the metric was measured on; metrics of different texts are not compared."""
 
 
 def seal(record: Record) -> dict[str, str]:
@@ -55,6 +57,7 @@ def seal(record: Record) -> dict[str, str]:
         "format": FORMAT,
         "step": record.step,
         "metric": record.metric,
+        "measured_on": record.measured_on,
         "meta": record.meta,
         "leaves": {n: [x.dtype, list(x.shape), x.digest] for n, x in record.leaves.items()},
     }
@@ -92,7 +95,8 @@ def read_record(folder: Path) -> Record:
         name: Leaf(dtype, tuple(shape), digest)
         for name, (dtype, shape, digest) in content["leaves"].items()
     }
-    return Record(content["step"], content["meta"], content["metric"], leaves)
+    measured_on = content.get("measured_on")  # records of earlier versions lack it
+    return Record(content["step"], content["meta"], content["metric"], leaves, measured_on)
 
 
 def replace_record(folder: Path, record: Record) -> None:
@@ -132,6 +136,16 @@ def best(metrics: Mapping[int, float | None], mode: str) -> int | None:
     sign = -1 if mode == "max" else 1
     known = [(sign * metric, step) for step, metric in metrics.items() if metric is not None]
     return min(known)[1] if known else None
+
+
+def comparable(records: Mapping[int, Record]) -> dict[int, float | None]:
+    """Metrics by step; None also where one was measured on something else than the newest."""
+    measured = [step for step, record in records.items() if record.metric is not None]
+    newest = records[max(measured)].measured_on if measured else None
+    return {
+        step: record.metric if record.measured_on == newest else None
+        for step, record in records.items()
+    }
 
 
 def expired(steps: Collection[int], *, keep: int, always: Collection[int | None]) -> list[int]:

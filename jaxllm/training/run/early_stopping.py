@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllm.common.validation import to_plain
 from jaxllm.training.run.recipe import EarlyStopping, Recipe
 
 LOWER_IS_BETTER = ("loss", "perplexity", "mse", "rejected")
@@ -31,6 +30,8 @@ class Patience:
     """Value that later ones have to improve by `min_delta`; None: not evaluated yet."""
     waited: int = 0
     """Number of evaluations since then."""
+    measured_on: str | None = None
+    """`Setup.measured_on` of the metric."""
 
     def after(self, evaluation: Mapping[str, Any], settings: EarlyStopping) -> Patience:
         """The state after an evaluation. A value that is not finite is no improvement.
@@ -39,7 +40,7 @@ class Patience:
         >>> for loss in (1.0, 0.95, 0.9):
         ...     state = state.after({"eval_loss": loss}, EarlyStopping(min_delta=0.08))
         >>> state
-        Patience(metric='eval_loss', best=0.9, waited=0)
+        Patience(metric='eval_loss', best=0.9, waited=0, measured_on=None)
         """
         value = float(evaluation[self.metric])
         if math.isfinite(value) and (self.best is None or self._improves(value, settings)):
@@ -63,16 +64,20 @@ class Patience:
         )
 
 
-def patience_of(recipe: Recipe, meta: Mapping[str, Any]) -> Patience | None:
+def patience_of(
+    recipe: Recipe, meta: Mapping[str, Any], measured_on: Callable[[str], str | None]
+) -> Patience | None:
     """The state of a run that starts, or that resumes from a checkpoint with this metadata.
 
     A resumed run that watches another metric, or evaluates on other data, starts to count again.
+
+    Args:
+        measured_on: `Setup.measured_on`.
     """
     if recipe.early_stopping is None:
         return None
     metric = recipe.early_stopping.metric or recipe.checkpoints.metric
-    saved = meta.get("early_stopping")
-    if saved is None or saved["metric"] != metric:
-        return Patience(metric)
-    same_data = meta["recipe"]["eval_data"] == to_plain(recipe)["eval_data"]
-    return Patience(**saved) if same_data else Patience(metric)
+    new = Patience(metric, measured_on=measured_on(metric))
+    saved = Patience(**meta.get("early_stopping", {"metric": metric}))
+    same = (saved.metric, saved.measured_on) == (new.metric, new.measured_on)
+    return saved if same else new

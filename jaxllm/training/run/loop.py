@@ -101,9 +101,17 @@ class Loop:
         self.base, self.patience, self.keep_samples = base, patience, keep_samples
         self.last: MetricsRow = {}
         self._mesh = setup.mesh if setup.mesh.size > 1 else None
+        self._measured_on = setup.measured_on(self.recipe.checkpoints.metric)
         self._best: float | None = None
         if (best := checkpoints.best()) is not None:
-            self._best = checkpoints.read(best).metric
+            record = checkpoints.read(best)
+            if record.measured_on == self._measured_on:
+                self._best = record.metric
+            elif self._measured_on is not None:
+                progress.say(
+                    "the evaluation is not that of earlier steps; the best checkpoint is chosen "
+                    "among those from here on"
+                )
 
     def run_to(
         self, last: int, state: TrainState, stop: Stop, *, evaluated: bool = False
@@ -190,7 +198,7 @@ class Loop:
             metric = evaluation.get(self.recipe.checkpoints.metric)
             self.record_metric(metric)
             meta = {"evaluated": True, **self.patience_meta()}
-            self.checkpoints.amend(step, meta, metric=metric)
+            self.checkpoints.amend(step, meta, metric=metric, measured_on=self._measured_on)
 
     def measure(self, running: RunningStep) -> FinishedStep:
         """Waits for a step's metrics and shows them."""
@@ -308,4 +316,4 @@ class Loop:
             **self.patience_meta(),
         }
         arrays = {name: getattr(state, name) for name in TRAINED}
-        self.checkpoints.save(step, arrays, meta, metric=metric)
+        self.checkpoints.save(step, arrays, meta, metric=metric, measured_on=self._measured_on)

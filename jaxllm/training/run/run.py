@@ -115,7 +115,7 @@ def train(
         say(f"peak for the MFU: {peak}")
         progress = stack.enter_context(open_progress(recipe, start, peak, console))
         keeper = sample_keeper(folder, leads)
-        patience = patience_of(recipe, saved)
+        patience = patience_of(recipe, saved, setup.measured_on)
         loop = Loop(setup, checkpoints, progress, log, sinks, base, patience, keeper)
         if (elsewhere := moved(card)) is not None:
             say(f"{folder} {elsewhere}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import re
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -36,7 +38,7 @@ from jaxllm.training.monitor.sinks import tensorboard_package, wandb_package
 from jaxllm.training.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from jaxllm.training.run.early_stopping import is_lower_better
 from jaxllm.training.run.initial_model import initial_model, trainable_paths
-from jaxllm.training.run.recipe import Recipe
+from jaxllm.training.run.recipe import Evaluation, Recipe
 from jaxllm.training.state import Params, TrainState
 from jaxllm.training.step import Step, make_train_step
 
@@ -62,6 +64,17 @@ class Setup:
     eval_batches: Epoch | None
     prompts: list[EvalPrompt]
     """Prompts to generate for at every evaluation."""
+
+    def measured_on(self, metric: str) -> str | None:
+        """Hash of all that an evaluation metric depends on besides the weights: the rows, and how
+        answers are generated; None without `eval_data`. Values of two hashes are not compared."""
+        if self.eval_batches is None:
+            return None
+        content, evaluation = [self.eval_batches.examples.digest], self.recipe.evaluation
+        if metric in answer_metrics(evaluation):
+            fields = dict(evaluation.fields)
+            content.append(json.dumps([evaluation.rows, fields], sort_keys=True))
+        return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
 
 def set_up(recipe: Recipe, say: Callable[[str], None]) -> Setup:
@@ -269,6 +282,13 @@ def predicted(recipe: Recipe, info: ModelInfo) -> Predicted:
     return "values" if problem_of(info) == "regression" else "labels"
 
 
+def answer_metrics(evaluation: Evaluation) -> list[str]:
+    """Names of the metrics of generated answers."""
+    if not evaluation.metrics:
+        return []
+    return [f"eval_{name}" for name in score_texts([("a", "a")], evaluation.metrics)]
+
+
 def check_metric(recipe: Recipe, info: ModelInfo) -> None:
     """Checks that evaluations measure the metrics of `checkpoints` and `early_stopping`.
 
@@ -278,8 +298,7 @@ def check_metric(recipe: Recipe, info: ModelInfo) -> None:
     extra = {} if recipe.dpo is None else dict.fromkeys(METRICS, 0.0)
     result = EvalResult(loss=0.0, accuracy=0.0, count=1, extra=extra)
     metrics = [*result.metrics(predicted(recipe, info))]
-    if recipe.evaluation.metrics:
-        metrics += [f"eval_{name}" for name in score_texts([("a", "a")], recipe.evaluation.metrics)]
+    metrics += answer_metrics(recipe.evaluation)
     metric, mode = recipe.checkpoints.metric, recipe.checkpoints.mode
     watched = None if recipe.early_stopping is None else recipe.early_stopping.metric
     for field, name in (("checkpoints.metric", metric), ("early_stopping.metric", watched)):

@@ -11,7 +11,6 @@ import pytest
 from tiny_runs import go_on, measured, plain, recipe, saved
 
 from jaxllm.common.errors import ConfigError
-from jaxllm.common.validation import to_plain
 from jaxllm.training.run.early_stopping import Patience, patience_of
 from jaxllm.training.run.recipe import EarlyStopping, Recipe
 from jaxllm.training.run.run import train
@@ -87,9 +86,9 @@ def test_settings_without_effect(tmp_path: Path):
 
 def test_values_of_other_data_are_not_compared(tmp_path: Path):
     begun = stopping(tmp_path)
-    state = Patience("eval_loss", best=1.0, waited=2)
-    meta = {"recipe": to_plain(begun), "early_stopping": dataclasses.asdict(state)}
-    assert patience_of(begun, meta) == state
-    assert begun.eval_data is not None
-    other = dataclasses.replace(begun.eval_data, path="other.jsonl")
-    assert patience_of(dataclasses.replace(begun, eval_data=other), meta) == Patience("eval_loss")
+    state = Patience("eval_loss", best=1.0, waited=2, measured_on="eval_loss of one")
+    meta = {"early_stopping": dataclasses.asdict(state)}
+    assert patience_of(begun, meta, "{} of one".format) == state
+    new = Patience("eval_loss", measured_on="eval_loss of another")
+    assert patience_of(begun, meta, "{} of another".format) == new
+    assert patience_of(begun, {}, "{} of another".format) == new

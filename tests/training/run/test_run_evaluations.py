@@ -75,6 +75,23 @@ def test_the_best_step_is_a_sound_one(tmp_path: Path):
         assert checkpoints.read(4).metric == measured(run_of(spec))[3]["eval_loss"]
 
 
+def test_metrics_of_other_data_are_not_compared(tmp_path: Path):
+    spec = tiny(tmp_path, max_steps=2, checkpoints={"every": 100})
+    spec = replace(spec, eval_data=spec.data)
+    train(spec, quiet=True)
+    # The model has learned nothing of these letters.
+    assert spec.data.path is not None
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "XYZ"}\n' * 8)
+    go_on(replace(spec, eval_data=replace(spec.data, path=str(other))), max_steps=3)
+    with RunCheckpoints(run_of(spec) / "checkpoints", writable=False) as checkpoints:
+        first, second = (checkpoints.read(step).metric for step in (2, 3))
+        assert first is not None
+        assert second is not None
+        assert first < second
+        assert checkpoints.best() == 3
+
+
 def test_answers_stay_in_the_report(tmp_path: Path):
     """A run that goes on at its end generates nothing, and shows what it had."""
     pairs = {**plain(tmp_path)["data"], "format": "prompt_completion"}
