@@ -6,7 +6,7 @@ from os import PathLike
 from typing import Any, ClassVar
 
 from jaxllm.checkpoint.hub import resolve
-from jaxllm.checkpoint.load import open_checkpoint, read_spec
+from jaxllm.checkpoint.load import gguf_in, named_spec, open_checkpoint, read_config_file, read_spec
 from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.common.renamed_arguments import (
     FROM_PRETRAINED,
@@ -102,13 +102,19 @@ class AutoConfig:
     ) -> Any:
         """Reads a checkpoint's config, a frozen dataclass such as `LlamaConfig`.
 
+        Weights are not read, or downloaded, but for those of a .gguf file.
+
         Args:
             path_or_hub_id: a Hugging Face folder, a .gguf file or a Hub id.
             revision: branch, tag or commit on the Hub.
             fields: fields of config.json to override.
         """
         fields = drop_renamed("AutoConfig.from_pretrained()", fields, FROM_PRETRAINED)
-        checkpoint = open_checkpoint(resolve(path_or_hub_id, revision))
+        path = resolve(path_or_hub_id, revision, weights=False)
+        if path.is_dir() and gguf_in(path) is None:
+            file = path / "config.json"
+            return named_spec({**read_config_file(file), **fields}, file).config
+        checkpoint = open_checkpoint(path)
         with checkpoint.weights:
             return read_spec(checkpoint, None, fields).config
 

@@ -82,6 +82,15 @@ def test_classifiers(tmp_path):
     assert model.config.problem_type == "regression"
 
 
+def test_a_config_needs_no_weights(tmp_path):
+    config = json.loads((REFERENCE / "tiny-t5" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = jaxllm.AutoConfig.from_pretrained(REFERENCE / "tiny-t5")
+    assert jaxllm.AutoConfig.from_pretrained(tmp_path) == expected
+    with pytest.raises(ConfigError, match=r"config\.json: d_ff"):
+        jaxllm.AutoConfig.from_pretrained(tmp_path, d_ff=-1)
+
+
 def test_a_whole_config_replaces_the_files(tmp_path):
     folder = REFERENCE / "tiny-gpt2"
     config = jaxllm.AutoConfig.from_pretrained(folder, resid_pdrop=0.5)

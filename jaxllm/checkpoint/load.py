@@ -242,10 +242,7 @@ def read_spec(
         CheckpointError: the config has more layers than the file has tensors.
     """
     source, where = checkpoint.weights, checkpoint.config_file
-    try:
-        spec = model_spec(with_overrides(checkpoint, overrides), architecture)
-    except JaxLLMError as error:
-        raise type(error)(f"{where}: {error}") from None
+    spec = named_spec(with_overrides(checkpoint, overrides), where, architecture)
     if isinstance(overrides, ModelConfig):
         if type(overrides) is not type(spec.config):
             expected = type(spec.config).__name__
@@ -253,6 +250,16 @@ def read_spec(
         spec = dataclasses.replace(spec, config=overrides)
     check_depth(spec, source, where)
     return with_tied_head(spec, source)
+
+
+def named_spec(
+    config: Mapping[str, Any], where: Path | str, architecture: str | type | None = None
+) -> ModelSpec:
+    """`model_spec`, whose errors begin with the file that the config is from."""
+    try:
+        return model_spec(config, architecture)
+    except JaxLLMError as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 def with_overrides(

@@ -15,14 +15,13 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
-from jaxllm.checkpoint.load import float_dtype, read_config_file
+from jaxllm.checkpoint.load import float_dtype, named_spec, read_config_file
 from jaxllm.common.arguments import checked, checked_path, checks_flags
-from jaxllm.common.errors import InputError, JaxLLMError, MissingFileError
+from jaxllm.common.errors import InputError, MissingFileError
 from jaxllm.common.messages import quoted
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
 from jaxllm.models.quantize import layer_formats, quantized_shapes
-from jaxllm.models.registry import model_spec
 from jaxllm.nn.attention import implementation_for
 from jaxllm.parallel.mesh import check_heads, check_mesh
 from jaxllm.parallel.placement import put_tree
@@ -65,10 +64,7 @@ def abstract_model(
     if device is not None and not hasattr(device, "platform"):
         raise InputError(f"device: expected a device of JAX, found {quoted(device)}")
     raw, where = read_source(source)
-    try:
-        spec = model_spec(raw)
-    except JaxLLMError as error:
-        raise type(error)(f"{where}: {error}") from None
+    spec = named_spec(raw, where)
     dtype = float_dtype("dtype", dtype)
     platform = (jax.devices()[0] if device is None else device).platform
     if mesh is not None:
