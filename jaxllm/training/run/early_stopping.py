@@ -31,7 +31,7 @@ class Patience:
     waited: int = 0
     """Number of evaluations since then."""
     measured_on: str | None = None
-    """`Setup.measured_on` of the metric."""
+    """Hash of what the metric is measured on."""
 
     def after(self, evaluation: Mapping[str, Any], settings: EarlyStopping) -> Patience:
         """The state after an evaluation. A value that is not finite is no improvement.
@@ -72,7 +72,7 @@ def patience_of(
     A resumed run that watches another metric, or evaluates on other data, starts to count again.
 
     Args:
-        measured_on: `Setup.measured_on`.
+        measured_on: maps a metric to a hash of what it is measured on.
     """
     if recipe.early_stopping is None:
         return None

@@ -31,8 +31,9 @@ from jaxllm.training.monitor.metrics_log import MetricsLog, MetricsRow, NoLog
 from jaxllm.training.monitor.progress import TrainingProgress
 from jaxllm.training.monitor.sinks import Sink
 from jaxllm.training.run.early_stopping import Patience
+from jaxllm.training.run.evaluations import eval_batch_size, measured_on, predicted
 from jaxllm.training.run.run_folder import settings_of
-from jaxllm.training.run.setup import Setup, eval_batch_size, predicted
+from jaxllm.training.run.setup import Setup
 from jaxllm.training.state import TRAINED, TrainState
 from jaxllm.training.step import Metrics
 
@@ -101,7 +102,8 @@ class Loop:
         self.base, self.patience, self.keep_samples = base, patience, keep_samples
         self.last: MetricsRow = {}
         self._mesh = setup.mesh if setup.mesh.size > 1 else None
-        self._measured_on = setup.measured_on(self.recipe.checkpoints.metric)
+        metric = self.recipe.checkpoints.metric
+        self._measured_on = measured_on(self.recipe, setup.eval_batches, metric)
         self._best: float | None = None
         if (best := checkpoints.best()) is not None:
             record = checkpoints.read(best)

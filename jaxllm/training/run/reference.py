@@ -19,7 +19,8 @@ from jaxllm.training.data.batches import Epoch
 from jaxllm.training.data.examples import Examples
 from jaxllm.training.data.reference import reference_logps
 from jaxllm.training.output_files import replacing_file
-from jaxllm.training.run.setup import Setup, eval_batch_size, rows_progress
+from jaxllm.training.run.evaluations import eval_batch_size
+from jaxllm.training.run.setup import Setup, rows_progress
 
 FILE = "reference_logps.npz"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from jaxllm.training.monitor.run_card import DataFile, RunCard, make_run_card, w
 from jaxllm.training.monitor.sinks import Sink, TensorBoardSink, WandbSink
 from jaxllm.training.output_files import writing
 from jaxllm.training.run.early_stopping import patience_of
+from jaxllm.training.run.evaluations import measured_on
 from jaxllm.training.run.loop import Loop
 from jaxllm.training.run.recipe import DataConfig, Recipe
 from jaxllm.training.run.reference import with_reference
@@ -115,7 +117,7 @@ def train(
         say(f"peak for the MFU: {peak}")
         progress = stack.enter_context(open_progress(recipe, start, peak, console))
         keeper = sample_keeper(folder, leads)
-        patience = patience_of(recipe, saved, setup.measured_on)
+        patience = patience_of(recipe, saved, partial(measured_on, recipe, setup.eval_batches))
         loop = Loop(setup, checkpoints, progress, log, sinks, base, patience, keeper)
         if (elsewhere := moved(card)) is not None:
             say(f"{folder} {elsewhere}")
