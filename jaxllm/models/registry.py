@@ -166,7 +166,7 @@ def model_spec(raw: Mapping[str, Any], architecture: str | type | None = None) -
     """
     checked(raw, (Mapping,), "config", "a config.json object")
     model_type = raw.get("model_type")
-    if model_type is None or model_type == "":
+    if model_type is None or (isinstance(model_type, str) and not model_type):
         model_type = _type_of_class(raw)
     if not isinstance(model_type, str):
         raise ConfigError(
