@@ -97,8 +97,9 @@ def test_wrong_requests_are_errors_that_name_the_field(http):
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, field), error
         assert message in error["message"]
-    # The default of 16 new tokens is no demand for them.
-    short = http.post("/v1/completions", json={"prompt": [5] * 60, "ignore_eos": True})
+    # The default of 16 new tokens is no demand for them; clients also name what they do not want.
+    unused = {"echo": False, "store": False, "suffix": "", "functions": [], "audio": None}
+    short = http.post("/v1/completions", json={"prompt": [5] * 60, "ignore_eos": True, **unused})
     assert short.json()["usage"]["completion_tokens"] == 4
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
     limit = http.post("/v1/chat/completions", json={**chat, "max_completion_tokens": 64})

@@ -229,7 +229,7 @@ def one_by_one(name: str, value: Any) -> list[str | tuple[int, ...]]:
 
 
 def read_body(cls: type[T], body: bytes) -> T:
-    """Reads a body; null is as if the field were not there.
+    """Reads a body; null, and what switches an unsupported field off, as if it were not there.
 
     Raises:
         JaxLLMError: it is not JSON, or a field is unknown, not supported or wrong.
@@ -239,7 +239,7 @@ def read_body(cls: type[T], body: bytes) -> T:
         raise InputError("body: expected a JSON object")
     fields = {name: value for name, value in raw.items() if value is not None}
     declared = {field.name for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
-    for name in fields:
-        if name in _KNOWN_UNSUPPORTED - declared:
+    for name in _KNOWN_UNSUPPORTED & fields.keys() - declared:
+        if (value := fields.pop(name)) is not False and value not in ("", [], {}):
             raise UnsupportedError(f"{name}: not supported by this server")
     return from_plain(cls, fields)
