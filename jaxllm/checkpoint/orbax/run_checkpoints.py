@@ -241,6 +241,15 @@ class RunCheckpoints:
         if jax.process_index() == 0:
             self._delete_expired(step)
 
+    def delete_expired(self) -> None:
+        """Deletes the steps that are not to be kept, as after each save.
+
+        A run that is killed between a save and this leaves one too many.
+        """
+        newest = self.latest()
+        if newest is not None and jax.process_index() == 0:
+            self._delete_expired(newest)
+
     def _delete_expired(self, newest: int) -> None:
         metrics = self._metrics()
         best = steps_on_disk.best(metrics, self.mode)

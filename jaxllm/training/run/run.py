@@ -126,6 +126,7 @@ def train(
         evaluated = saved.get("evaluated", False)
         state, signal = loop.run_to(recipe.max_steps, state, stop, evaluated=evaluated)
         checkpoints.wait()
+        checkpoints.delete_expired()
         if leads:
             write_report(folder, card, peak, loop, say)
         return RunResult(

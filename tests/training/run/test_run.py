@@ -203,6 +203,15 @@ def test_a_run_on_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         go_on(given, max_steps=3)
 
 
+def test_a_kill_before_a_deletion_leaves_no_step_too_many(tmp_path: Path):
+    spec = tiny(tmp_path, checkpoints={"every": 1, "keep": 1}, max_steps=2)
+    train(replace(spec, checkpoints=replace(spec.checkpoints, keep=2)), quiet=True)
+    folder = run_of(spec) / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["1", "2"]
+    go_on(spec)
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["2"]
+
+
 def test_a_damaged_checkpoint_is_passed_over(
     copied: Recipe, done: tuple[Recipe, Path], caplog: pytest.LogCaptureFixture
 ):
