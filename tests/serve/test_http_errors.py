@@ -110,6 +110,7 @@ def test_wrong_requests_are_errors_that_name_the_field(http):
     for message, problem in [
         ({"role": "user", "content": [{"type": "image_url"}]}, "this server takes no images"),
         ({"role": "assistant", "tool_calls": 5}, "tool_calls: expected a list of calls"),
+        ({"role": "user", "contents": "a"}, "messages[0].content: expected a string, found none"),
     ]:
         answer = http.post("/v1/chat/completions", json={"messages": [message]})
         assert problem in answer.json()["error"]["message"]

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxllm.common.errors import InputError
+from jaxllm.common.messages import quoted
 
 START = "<tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -92,7 +93,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     """Messages as chat templates read them: content as a string, arguments of calls as objects.
 
     Raises:
-        InputError: content is neither text nor parts of text.
+        InputError: content is neither text nor parts of text, or missing in another message than
+            the assistant's.
     """
     return [_template_message(number, message) for number, message in enumerate(messages)]
 
@@ -110,10 +112,11 @@ def _template_message(number: int, message: Mapping[str, Any]) -> dict[str, Any]
                     "no images, audio or files"
                 )
         result["content"] = "".join(part["text"] for part in content)
-    elif content is None:
+    elif content is None and message["role"] == "assistant":  # it may have nothing but calls
         result["content"] = ""
     elif not isinstance(content, str):
-        raise InputError(f"messages[{number}].content: expected a string")
+        found = "none" if content is None else quoted(content)
+        raise InputError(f"messages[{number}].content: expected a string, found {found}")
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list):
