@@ -74,7 +74,8 @@ def main(folder: Path, kills: int) -> None:
         operation = 1 + kill * operations // kills
         shutil.rmtree(killed, ignore_errors=True)
         code = in_child(lambda operation=operation: run(killed, operation))
-        assert code == KILLED, f"operation {operation}: {code}"
+        # The number of operations varies by a few: the last ones may not come.
+        assert code == KILLED or (code == 0 and operation > 0.9 * operations), (operation, code)
         code = in_child(lambda: check_resumed(killed, folder / "straight"))
         assert code == 0, f"operation {operation} of {operations}: {code}"
     print(operations)
