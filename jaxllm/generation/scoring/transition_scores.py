@@ -21,7 +21,7 @@ def compute_transition_scores(
     scores: Sequence[Float[Array, "Rows V"]],
     beam_indices: Int[Array, "R N"] | None = None,
     normalize_logits: bool = False,
-) -> Float[Array, "R length"]:
+) -> Float[Array, "R M"]:
     """Score of each generated token, selected from `scores`.
 
     Equivalent to the method of that name in transformers (5.23.0). With beams, the sum over a row
@@ -35,7 +35,7 @@ def compute_transition_scores(
         normalize_logits: take the log-softmax of the scores first.
 
     Returns:
-        float32 [R, length]: with `beam_indices` the length of the longest result (under jax.jit:
+        float32 [R, M]: with `beam_indices` M is the length of the longest result (under jax.jit:
         the columns of `beam_indices`), and scores after a result's end are 0. Without, N is the
         number of steps, and entries after a row's end are scores of pads, as in transformers.
 
