@@ -194,8 +194,9 @@ def float_dtype(name: str, value: DTypeLike | None) -> np.dtype | None:
     """
     if value is None:
         return None
+    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)  # which have a dtype
     try:
-        dtype = jnp.dtype(value)
+        dtype = None if is_array else jnp.dtype(value)
     except (TypeError, ValueError, SyntaxError):  # text that is no Unicode, thousands of digits
         dtype = None
     if dtype not in FLOATS:

@@ -17,7 +17,7 @@ from jaxllm.checkpoint.gguf.names import HFView
 from jaxllm.checkpoint.gguf.reader import GGUFFile
 from jaxllm.checkpoint.load import float_dtype, named_spec, read_config_file
 from jaxllm.common.arguments import checked, checked_path, checks_flags
-from jaxllm.common.errors import InputError, MissingFileError
+from jaxllm.common.errors import InputError, MissingFileError, UnsupportedError
 from jaxllm.common.messages import quoted
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.models.build_options import Options
@@ -66,6 +66,8 @@ def abstract_model(
     raw, where = read_source(source)
     spec = named_spec(raw, where)
     dtype = float_dtype("dtype", dtype)
+    if dtype is None:  # which would be JAX's own default
+        raise UnsupportedError("dtype: expected float32, bfloat16 or float16, found None")
     platform = (jax.devices()[0] if device is None else device).platform
     if mesh is not None:
         platform = mesh.devices.flat[0].platform

@@ -159,7 +159,7 @@ def plan(
         device=target_topology.chip.name,
         devices=1 if device_mesh is None else device_mesh.size,
         mesh=None if device_mesh is None else dict(device_mesh.shape),
-        dtype=dtype,
+        dtype=abstract.dtype.name,
         workload=workload,
         programs=tuple(plans),
     )

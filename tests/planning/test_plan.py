@@ -196,8 +196,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         jaxllm.plan(config, "cpu", slots=0)
     with pytest.raises(InputError, match="program: unknown 'score'"):
         jaxllm.plan(config, "cpu", program="score")
-    with pytest.raises(UnsupportedError, match="dtype: expected float32, bfloat16 or float16"):
-        jaxllm.plan(config, "cpu", dtype="int8")
+    for dtype in ("int8", None, np.float32(2.0)):
+        with pytest.raises(UnsupportedError, match="dtype: expected float32, bfloat16 or float16"):
+            jaxllm.plan(config, "cpu", dtype=dtype)
     for argument, value, why in (
         ("mesh", 3, "mesh: expected sizes of axes"),
         ("mesh", [], "mesh: expected sizes of axes"),
