@@ -202,6 +202,7 @@ def _serve(arguments: argparse.Namespace, state: ServerState, bound: socket.sock
         watcher.cancel()
 
     log_to_stderr()
+    signals.say("compiling all programs")
     asyncio.run(serve())
     return 0
 

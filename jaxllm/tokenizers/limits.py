@@ -2,15 +2,15 @@
 
 A file of a kilobyte can turn a short prompt into gigabytes, for example with eight normalizers that
 replace "a" by ten of them, or search it for hours with a regular expression of quadratic cost. So
-growth is computed before a file is used, and unknown regular expressions are timed on both ends
-of a long text before they see the whole of it.
+growth is computed before a file is used, and unknown regular expressions are timed on parts of a
+long text before they see the whole of it.
 """
 
 from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxllm.common.errors import InputError, UnsupportedError
@@ -143,24 +143,43 @@ def has_unknown_regex(spec: Mapping[str, Any]) -> bool:
 
 
 def check_seconds(encode: Callable[[str], Any], text: str, source: str) -> None:
-    """Encodes 256, 512, 1024, ... characters at both ends of a text, to see if they take too long.
+    """Encodes parts of 256, 512, 1024, ... characters, to see if they take too long.
 
     A regular expression of quadratic or cubic cost would take hours for a text of a megabyte, and
-    nothing can stop the library while it runs. The end matters too: ``\\s+$`` matches spaces at
-    once where they end the text, but takes quadratic time where another character does.
+    nothing can stop the library while it runs. What is slow can be anywhere: ``\\s+$`` matches
+    spaces at once where they end the text, but takes quadratic time where another character does.
 
     Raises:
-        InputError: the CPU time of a part was beyond 0.25 s and 4 µs per byte.
+        InputError: the CPU time of a part, or of all parts of a length, was beyond 0.25 s and 4 µs
+            per byte.
     """
     length = _FIRST_PROBE_CHARACTERS
     while length < len(text):
-        for where, part in (("first", text[:length]), ("last", text[-length:])):
+        total, total_size = 0.0, 0
+        for first in _part_starts(len(text), length):
+            part = text[first : first + length]
             start = time.thread_time()
             encode(part)
-            seconds = time.thread_time() - start
-            if seconds > max(_FREE_SECONDS, _SECONDS_PER_BYTE * _size(part)):
+            seconds, size = time.thread_time() - start, _size(part)
+            total, total_size = total + seconds, total_size + size
+            if seconds > _allowed_seconds(size) or total > _allowed_seconds(total_size):
                 raise InputError(
-                    f"{source}: its regular expressions took {seconds:.1f} s for the {where}"
-                    f" {length} of {len(text)} characters: give a shorter text"
+                    f"{source}: its regular expressions took {total:.1f} s for {total_size} bytes,"
+                    f" in parts of {length} of {len(text)} characters: give a shorter text"
                 )
         length *= 2
+
+
+def _allowed_seconds(size: int) -> float:
+    return max(_FREE_SECONDS, _SECONDS_PER_BYTE * size)
+
+
+def _part_starts(size: int, length: int) -> Iterable[int]:
+    """Where the parts of a length begin: all at every second length, else both ends.
+
+    >>> [list(_part_starts(2000, length)) for length in (256, 512, 1024)]
+    [[0, 256, 512, 768, 1024, 1280, 1536, 1744], [0, 1488], [0, 976]]
+    """
+    ends = (0, size - length)
+    is_second = (length // _FIRST_PROBE_CHARACTERS).bit_length() % 2 == 0
+    return ends if is_second else (*range(0, size - length, length), size - length)

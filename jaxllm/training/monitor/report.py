@@ -211,7 +211,7 @@ def _highlights(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
     evaluated = curve(rows, "eval_loss")
     if evaluated is not None and evaluated.points:
         step, best = min(evaluated.points, key=lambda point: point[1])
-        yield f"best evaluation loss, step {step:,.0f}", _number(best)
+        yield f"lowest evaluation loss, step {step:,.0f}", _number(best)
     for field, name in (
         ("eval_perplexity", "perplexity"),
         ("eval_accuracy", "accuracy"),

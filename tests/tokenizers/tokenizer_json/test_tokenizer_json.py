@@ -425,6 +425,8 @@ def test_messages_are_short():
     [
         ("a+[bc]d", "a" * 599_994 + "b 1cd."),
         (r"\s+$", " " * 299_999 + "x"),  # at once for all beginnings of the text
+        (r"\s+$", "words " * 50_000 + " " * 299_999 + "x" + " words" * 50_000),
+        (r"\w+\d+[ ]x", ("1" * 255 + " ") * 2000),  # a little in each of many parts
     ],
 )
 def test_slow_regular_expressions_are_noticed(pattern, text):

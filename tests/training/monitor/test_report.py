@@ -99,7 +99,7 @@ def test_it_shows_the_run(page: Page) -> None:
     assert sum(tag == "svg" for tag, _ in page.tags) == len(titles)
     tiles = dict(zip(page.texts[1:], page.texts, strict=False))
     assert tiles["last training loss"] == "2.05"
-    assert tiles["best evaluation loss, step 60"] == "2.1667"
+    assert tiles["lowest evaluation loss, step 60"] == "2.1667"
     assert tiles["tokens a second, median"] == "1,031"
 
 

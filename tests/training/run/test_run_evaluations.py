@@ -42,7 +42,7 @@ def test_the_last_evaluation_is_made_up_for(tmp_path: Path):
     assert (result.step, result.stopped_by) == (2, None)
     assert "eval_loss" in measured(run_of(spec))[-1]
     report = (run_of(spec) / "report.html").read_text()
-    assert "best evaluation loss, step 2" in report
+    assert "lowest evaluation loss, step 2" in report
     before = (run_of(spec) / "metrics.jsonl").read_bytes()
     go_on(spec)
     assert (run_of(spec) / "metrics.jsonl").read_bytes() == before
