@@ -188,17 +188,18 @@ class RunCheckpoints:
         record = seal(Record(step, meta, finite_or_none(metric), described, measured_on))
         stored = {name: leaf for name, leaf in bits.items() if leaf.size}
         try:
-            in_all_processes(lambda: self._set_aside([step] if damaged else []), CheckpointError)
+            in_all_processes(lambda: self._make_room(step, damaged), CheckpointError)
             steps_on_disk.start_saving(self._orbax, path, stored, record)
         except Exception as failure:
             raise self._not_saved(step, failure) from failure
         self._pending = step, self._worker.submit(self._finish, step, started)
 
-    def _set_aside(self, damaged: list[int]) -> None:
+    def _make_room(self, step: int, is_damaged: bool) -> None:
         """Renames damaged steps, so that later ones can have their names; their files stay."""
         if jax.process_index() == 0:
-            for step in {*damaged, *self._reader.refused}:
-                steps_on_disk.set_aside(self.folder, step)
+            for damaged in {*([step] if is_damaged else []), *self._reader.refused}:
+                steps_on_disk.set_aside(self.folder, damaged)
+            steps_on_disk.check_creatable(self.folder, step)
         self._reader.refused.clear()
 
     def wait(self) -> None:

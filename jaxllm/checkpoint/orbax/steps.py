@@ -210,6 +210,19 @@ def is_no_trace_of_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in " ".join([record.pathname, record.getMessage(), *files])
 
 
+def check_creatable(folder: Path, step: int) -> None:
+    """Raises OSError where Orbax could not create the folder of a step, with a small file in it.
+
+    Its threads would wait five minutes for that folder, and end with warnings.
+    """
+    probe = folder / f"{step}.orbax-checkpoint-tmp"
+    if probe.exists():  # of a save that failed
+        shutil.rmtree(probe)
+    probe.mkdir(parents=True)
+    (probe / "probe").write_bytes(bytes(4096))
+    shutil.rmtree(probe)
+
+
 def start_saving(
     checkpointer: Any,
     path: Path,

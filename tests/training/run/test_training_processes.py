@@ -156,7 +156,7 @@ def test_two_processes_score_the_answers_that_one_does(tmp_path):
         rows = [{"source": f"{n}: ", "target": "yes no"[: 3 + n % 4]} for n in range(22)]
         Path(data["path"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
         recipe = write_recipe(
-            folder, data=data, eval_data=data, evaluation=evaluation, mesh={"data": 2, "fsdp": 2}
+            folder, data=data, eval_data=dict(data), evaluation=evaluation, mesh={"data": 2, "fsdp": 2}
         )
         finish(start(recipe, tmp_path / "programs", processes=processes))
         lines = list(read_metrics(folder / "run" / "metrics.jsonl"))
