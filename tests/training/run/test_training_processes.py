@@ -144,25 +144,30 @@ def test_a_signal_before_the_first_step_lets_no_process_leave_alone(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_score_the_answers_that_one_does(tmp_path):
-    """Sampled answers too, with batches that do not divide into the rows."""
-    fields = {"max_new_tokens": 8, "do_sample": True, "top_k": 3}
-    evaluation = {"every": 4, "batch_size": 4, "metrics": ["rouge", "chrf"], "fields": fields}
+    """Sampled answers, in batches that do not divide the rows."""
+    fields = {"max_new_tokens": 8, "do_sample": True, "temperature": 0.5}
+    evaluation = {"batch_size": 4, "metrics": ["rouge", "chrf"], "fields": fields}
+    rows = [{"source": f"{n}: ", "target": "yes" if n % 2 else "no"} for n in range(22)]
     measured = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         folder.mkdir()
-        data = {"path": str(folder / "rows.jsonl"), "format": "prompt_completion", "max_length": 32}
+        path = folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = {"path": str(path), "format": "prompt_completion", "max_length": 32}
         data |= {"prompt_field": "source", "completion_field": "target"}
-        rows = [{"source": f"{n}: ", "target": "yes no"[: 3 + n % 4]} for n in range(22)]
-        Path(data["path"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
         recipe = write_recipe(
-            folder, data=data, eval_data=dict(data), evaluation=evaluation, mesh={"data": 2, "fsdp": 2}
+            folder,
+            data=data,
+            eval_data=dict(data),
+            evaluation=evaluation,
+            optimizer={"learning_rate": 3e-2},
+            max_steps=20,
+            mesh={"data": 2, "fsdp": 2},
         )
         finish(start(recipe, tmp_path / "programs", processes=processes))
-        lines = list(read_metrics(folder / "run" / "metrics.jsonl"))
-        measured.append([line for line in lines if "eval_chrf" in line])
-    assert [line["step"] for line in measured[0]] == [4, 8, 12]
-    assert measured[0][-1]["eval_rouge1"] > 0
+        measured.append(list(read_metrics(folder / "run" / "metrics.jsonl"))[-1])
+    one, two = measured
+    assert 0.1 < one["eval_rouge1"] < 0.9
     for field in ("eval_loss", "eval_rouge1", "eval_rougeL", "eval_chrf"):
-        one, two = ([line[field] for line in lines] for lines in measured)
-        assert one == pytest.approx(two, rel=1e-5), field
+        assert one[field] == pytest.approx(two[field], rel=1e-5), field
