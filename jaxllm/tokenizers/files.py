@@ -50,6 +50,13 @@ CLASS_OF_MODEL = {
     "qwen3": "Qwen2Tokenizer",
 }
 """transformers' classes of byte-level tokenizers by model type, for files that name no class."""
+SENTENCEPIECE_MODELS = frozenset(
+    {
+        *("llama", "mistral", "mixtral", "t5", "mt5", "umt5", "longt5", "switch_transformers"),
+        *CLASS_OF_MODEL,
+    }
+)
+"""Model types whose sentencepiece file is Llama's or T5's, or is a choice of the owner's."""
 TEMPLATES_FOLDER = "additional_chat_templates"
 """transformers 5's folder of the chat templates beside the default one, NAME.jinja."""
 
@@ -116,8 +123,15 @@ class TokenizerFiles:
             return
         config = self._parsed("config.json", self._read(self.folder / "config.json"))
         name = config.get("tokenizer_class")
+        model_type = config.get("model_type")
         if name is None and not {"tokenizer.model", "spiece.model"} & self.contents.keys():
-            name = CLASS_OF_MODEL.get(str(config.get("model_type")))
+            name = CLASS_OF_MODEL.get(str(model_type))
+        elif name is None and model_type and str(model_type) not in SENTENCEPIECE_MODELS:
+            raise UnsupportedError(
+                f"{self.folder / 'config.json'}: the tokenizer of a {quoted(model_type)} model may "
+                "have other ids than this sentencepiece file; name its tokenizer_class in "
+                "tokenizer_config.json (T5Tokenizer, LlamaTokenizer)"
+            )
         if name is not None and not isinstance(name, str):
             raise TokenizerError(
                 f"{self.folder / 'config.json'}: tokenizer_class is {quoted(name)}, not a string"

@@ -33,6 +33,7 @@ from jaxllm.tokenizers.batch import (
 from jaxllm.tokenizers.batch_encoder import BatchEncoder
 from jaxllm.tokenizers.chat import continuation
 from jaxllm.tokenizers.chat import templates as chat
+from jaxllm.tokenizers.chat.messages import normalized_messages
 from jaxllm.tokenizers.files import (
     FILE_NAMES,
     NAMED_TOKENS,
@@ -178,13 +179,7 @@ class Tokenizer(BatchEncoder):
         self, messages: Any, variables: Mapping[str, Any], continue_final: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Variables of a template: user input, and all others."""
-        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-            raise InputError(f"messages: expected a list of dicts, found {type(messages).__name__}")
-        for message in messages:
-            if not isinstance(message, Mapping):
-                raise InputError(
-                    f"messages: expected a list of dicts, found a {type(message).__name__} in it"
-                )
+        messages = normalized_messages(messages)
         own: dict[str, Any] = {name: token.content for name, token in self.settings.named.items()}
         if self.settings.extra:
             own["additional_special_tokens"] = [t.content for t in self.settings.extra]

@@ -68,6 +68,38 @@ def special(template: dict) -> dict:
     return {"bos_token": template["bos_token"], "eos_token": template["eos_token"]}
 
 
+KEYS = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        # Outputs of transformers 5.23.
+        (
+            {"role": "assistant", "content": None, "tool_calls": None},
+            '{"role": "assistant"}',
+        ),
+        (
+            {"role": "assistant", "content": "a", "reasoning": "r"},
+            '{"thinking": "r", "role": "assistant", "content": "a", "reasoning": "r", '
+            '"reasoning_content": "r"}',
+        ),
+        (
+            {"role": "assistant", "thinking": "t", "reasoning_content": None, "reasoning": "r"},
+            '{"thinking": "t", "role": "assistant", "reasoning": "r", "reasoning_content": "t"}',
+        ),
+        (
+            {"role": "tool", "content": [{"type": "text", "text": None}], "name": ""},
+            '{"role": "tool", "content": [{"type": "text", "text": null}], "name": ""}',
+        ),
+    ],
+)
+def test_keys_that_are_none_and_names_of_the_reasoning(tokenizer, message, expected):
+    text = tokenizer.apply_chat_template([message], chat_template=KEYS, tokenize=False)
+    assert text == expected
+    assert tokenizer.decode(tokenizer.apply_chat_template([message], chat_template=KEYS)) == text
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_and_ids_match_transformers(tokenizer, fast_cases, chat_templates, name):
     template = chat_templates[name]
