@@ -12,8 +12,14 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxllm.checkpoint.host_arrays import LazyHostArray, with_host_arrays
-from jaxllm.checkpoint.orbax.model import save_weights
-from jaxllm.checkpoint.save import MAX_SHARD_BYTES, check_no_model, model_files, save_model
+from jaxllm.checkpoint.orbax.model import WEIGHTS_FOLDER, save_weights
+from jaxllm.checkpoint.save import (
+    MAX_SHARD_BYTES,
+    check_no_lora,
+    check_no_model,
+    model_files,
+    save_model,
+)
 from jaxllm.common.arguments import checked, checked_path, checks_flags
 from jaxllm.common.atomic_file import write_json
 from jaxllm.common.errors import CheckpointError, InputError
@@ -68,10 +74,11 @@ def save_hf(
     def write(arrays: dict[str, LazyHostArray]) -> None:
         if not overwrite:
             check_no_model(folder)
-        elif tokenizer is None and model_files(folder):
+        replaces = bool(model_files(folder))
+        if replaces and tokenizer is None:
             _warn_of_tokenizer(folder)
         save_model(folder, model, arrays, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        save_settings(folder, model, tokenizer)
+        save_settings(folder, model, tokenizer, replaces=replaces)
 
     with_host_arrays(parameters(model), write)
 
@@ -92,11 +99,15 @@ def _warn_of_tokenizer(folder: Path) -> None:
         )
 
 
-def save_settings(folder: Path, model: Model[Any], tokenizer: Tokenizer | None) -> None:
-    """Writes generation_config.json and the tokenizer's files."""
-    settings = model.generation_config
+def save_settings(
+    folder: Path, model: Model[Any], tokenizer: Tokenizer | None, *, replaces: bool
+) -> None:
+    """Writes generation_config.json, or removes that of a replaced model, and the tokenizer."""
+    path, settings = folder / "generation_config.json", model.generation_config
     if settings is not None:
-        write_json(folder / "generation_config.json", settings.to_json())
+        write_json(path, settings.to_json())
+    elif replaces:
+        path.unlink(missing_ok=True)
     if tokenizer is not None:
         tokenizer.save(folder)
 
@@ -155,15 +166,23 @@ def save_orbax(
     `save_hf` write the same bytes as `load` and then `save_hf`. An older model in the folder is
     deleted once the new one is on disk.
 
+    Its tokenizer stays, with a warning, if `tokenizer` is None.
+
     Raises:
         CheckpointError: it could not be written; an older model is intact.
         RunError: another process writes to the folder.
+        InputError: the model has LoRA, which `save_adapter` and `merge_lora` are for.
     """
     folder = checked_path(folder, "folder")
     _check_saved(model, tokenizer)
+    check_no_lora(parameters(model), "save_orbax")
+    replaces = (folder / WEIGHTS_FOLDER).is_dir()
+    if replaces and tokenizer is None:
+        _warn_of_tokenizer(folder)
     save_weights(folder, model)
     # Weights are written by all processes, the other files by process 0.
     leads = jax.process_index() == 0
     in_all_processes(
-        lambda: save_settings(folder, model, tokenizer) if leads else None, CheckpointError
+        lambda: save_settings(folder, model, tokenizer, replaces=replaces) if leads else None,
+        CheckpointError,
     )

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxllm.batch.embedder import NOT_FINITE, Embedder, Pooling
+from jaxllm.batch.embedder import BATCH_ROWS, NOT_FINITE, Embedder, Pooling
 from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
-from jaxllm.batch.row_task import RowTask
+from jaxllm.batch.row_task import RowTask, checked_batch_size
 from jaxllm.batch.rows import BatchOutput, RawRow, error_output
 from jaxllm.common.errors import NonFiniteError
 from jaxllm.models.model import Model
@@ -52,7 +52,8 @@ class RowEmbedder(RowTask[np.ndarray, np.ndarray]):
         chat: bool = False,
         system: str | None = None,
     ) -> None:
-        self._embedder = Embedder(model, model.config.context_length, pooling, rows=batch_size)
+        rows = checked_batch_size(batch_size, BATCH_ROWS)
+        self._embedder = Embedder(model, model.config.context_length, pooling, rows=rows)
         super().__init__(self._embedder.rows)
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
 

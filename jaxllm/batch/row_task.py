@@ -9,11 +9,26 @@ from typing import ClassVar, Generic, TypeVar
 from jaxllm.batch.counts import BatchCounts
 from jaxllm.batch.memory import Prediction
 from jaxllm.batch.rows import BatchOutput, RawRow, error_output
-from jaxllm.common.errors import JaxLLMError
+from jaxllm.common.errors import InputError, JaxLLMError
+from jaxllm.common.messages import quoted
 from jaxllm.generation.inputs.batching import run_in_batches
+from jaxllm.generation.inputs.values import is_integer
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def checked_batch_size(batch_size: int | None, default: int) -> int:
+    """The number of rows that run at once.
+
+    Raises:
+        InputError: not an integer from 1 on.
+    """
+    if batch_size is None:
+        return default
+    if not is_integer(batch_size) or batch_size < 1:
+        raise InputError(f"batch_size: expected 1 or more rows, found {quoted(batch_size)}")
+    return batch_size
 
 
 class RowTask(ABC, Generic[T, R]):

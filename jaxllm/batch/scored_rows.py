@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.batch.row_prompts import PromptReader, RowPrompt, checked_row
-from jaxllm.batch.row_task import RowTask
+from jaxllm.batch.row_task import RowTask, checked_batch_size
 from jaxllm.batch.rows import BatchOutput, RawRow, error_output
 from jaxllm.common.errors import InputError, NonFiniteError
 from jaxllm.generation.inputs.padded_batch import checked_ids
@@ -70,7 +70,7 @@ class RowScorer(RowTask[Pair, tuple[np.ndarray, ...]]):
         system: str | None = None,
     ) -> None:
         self._model, self._tokenizer = checked_generative(model, "score"), tokenizer
-        super().__init__(batch_size or DEFAULT_ROWS)
+        super().__init__(checked_batch_size(batch_size, DEFAULT_ROWS))
         self._score = batch_scorer(model)
         self._prompts = PromptReader(tokenizer, model.config.vocab_size, chat, system)
 

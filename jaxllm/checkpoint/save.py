@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,15 @@ def model_files(folder: Path) -> list[str]:
     return [n for n in names if n in ("config.json", INDEX) or n.lower().endswith(weights)]
 
 
+def check_no_lora(parameters: Iterable[str], function: str) -> None:
+    """Raises InputError if one of the parameters, by their names, is of LoRA."""
+    if any(path.endswith(".lora_a") for path in parameters):
+        raise InputError(
+            f"{function}: the model has LoRA; write merge_lora(model), or the adapter with "
+            "save_adapter"
+        )
+
+
 def hf_tensors(
     model: Model[Any], arrays: Mapping[str, LazyHostArray]
 ) -> Iterator[tuple[str, LazyHostArray]]:
@@ -81,10 +90,7 @@ def hf_tensors(
     model_type, _ = architecture_of(model)
     table = FAMILIES[model_type].table(model.config)
     origin: Origin | None = model.origin
-    if any(path.endswith(".lora_a") for path in arrays):
-        raise InputError(
-            "save_hf: the model has LoRA; write merge_lora(model), or the adapter with save_adapter"
-        )
+    check_no_lora(arrays, "save_hf")
     if is_quantized(model):
         raise UnsupportedError(
             "save_hf: the weights are quantized, for which its files have no format; use "

@@ -82,12 +82,14 @@ def check_task(arguments: argparse.Namespace, source: Source) -> None:
     """Raises InputError for options that the task, or the rows of this input, do not use."""
     if arguments.score and arguments.embed:
         raise InputError("--score and --embed: give one of them")
+    if arguments.slots is not None and arguments.slots < 1:
+        raise InputError(f"--slots: expected 1 or more, found {arguments.slots}")
     task = "--score" if arguments.score else "--embed" if arguments.embed else None
     constraint_keys = list(constraint(arguments))
     if task is not None:
         fields = [name.replace("_", "-") for name in generation_fields(arguments)]
-        seed = [] if arguments.seed is None else ["seed"]
-        if options := [*fields, *seed, *constraint_keys]:
+        given = [name for name in ("seed", "memory") if getattr(arguments, name) is not None]
+        if options := [*fields, *given, *constraint_keys]:
             raise InputError(f"--{options[0]}: has no effect with {task}, which generates nothing")
     if not isinstance(source, OpenAIRequests):
         if arguments.context is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -22,3 +23,12 @@ def open_missing_streams() -> None:
             mode = "r" if name == "stdin" else "w"
             stream = os.fdopen(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)
             setattr(sys, name, stream)
+
+
+def escape_on_stdout() -> None:
+    """Has stdout write characters that its encoding lacks as escapes, as stderr does.
+
+    An answer may hold any character, and the encoding of a console or a service may be ASCII.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

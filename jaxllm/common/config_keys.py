@@ -32,8 +32,9 @@ INERT_KEYS = frozenset({
     "additional_special_tokens", "assistant_token_id", "bos_token", "bot_token_id", "chat_format",
     "cls_token", "cls_token_id", "eos_token", "eos_token_ids", "mask_token", "mask_token_id",
     "max_seq_length", "max_sequence_length", "max_window_size", "model_max_length", "pad_token",
-    "padding_side", "prefix", "sep_token", "sep_token_id", "tokenizer_class", "tokenizer_file", "tokenizer_name",
-    "tokenizer_path", "tokenizer_type", "unk_token", "unk_token_id", "user_token_id", "vocab_file",
+    "padding_side", "prefix", "sep_token", "sep_token_id", "tokenizer_class", "tokenizer_file",
+    "tokenizer_name", "tokenizer_path", "tokenizer_type", "unk_token", "unk_token_id",
+    "user_token_id", "vocab_file",
     # Training runs, and dropout of other families.
     "attention_probs_dropout_prob", "attn_pdrop", "bf16", "deepspeed", "embd_pdrop", "fp16",
     "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "ignore_index",

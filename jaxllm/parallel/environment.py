@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Mapping
 from importlib import metadata
@@ -10,7 +11,12 @@ from typing import Any
 
 import jax
 
-PACKAGES = ("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+PACKAGES = (
+    *("jaxllm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
+    *("tokenizers", "sentencepiece", "llguidance"),
+)
+COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Environment variables with flags of the compilers, which may change rounding."""
 SETTINGS = (
     *("jax_default_prng_impl", "jax_threefry_partitionable", "jax_random_seed_offset"),
     *("jax_default_matmul_precision", "jax_enable_x64"),
@@ -24,14 +30,15 @@ def jax_settings() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that results depend on."""
+    """Versions of Python and of the installed packages that results depend on; compiler flags."""
     installed = {"python": platform.python_version()}
-    for name in PACKAGES:
+    kernels = () if os.environ.get("JAXLLM_CPU_KERNELS") == "0" else ("jaxllm-cpu-kernels",)
+    for name in (*PACKAGES, *kernels):
         try:
             installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return installed
+    return installed | {name: os.environ[name] for name in COMPILER_FLAGS if os.environ.get(name)}
 
 
 def devices() -> dict[str, Any]:

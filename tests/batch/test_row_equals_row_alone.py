@@ -57,3 +57,12 @@ def test_sampled_rows_equal_rows_alone(family):
             row["seed"] = 1000 + i
     rows = [{**row, "max_new_tokens": 8} for row in rows]
     check(model(family), rows, slots=4, do_sample=True)
+
+
+@pytest.mark.parametrize("fields", [{}, {"do_sample": True}, {"num_beams": 2}])
+def test_processors_without_parameters(fields):
+    """Beside rows without them, which run in another group."""
+    rows = uneven_rows(6, prompts=8, new=4, seed=2)
+    for row in rows[::2]:
+        row |= {"renormalize_logits": True, "remove_invalid_values": True}
+    check(model("llama"), rows, slots=4, **fields)

@@ -124,6 +124,17 @@ def test_the_tokenizer_of_a_replaced_model_stays_with_a_warning(tmp_path):
     assert (tmp_path / "tokenizer.json").read_bytes() == b"of an earlier model"
 
 
+def test_generation_settings_of_a_replaced_model_go(tmp_path):
+    model, _ = jaxllm.load(ROOT / "gpt2_base")
+    settings = tmp_path / "generation_config.json"
+    settings.write_text('{"max_new_tokens": 3}')  # beside no model: written before it
+    model.generation_config = None
+    jaxllm.save_hf(tmp_path, model)
+    assert settings.exists()
+    jaxllm.save_hf(tmp_path, model, overwrite=True)
+    assert not settings.exists()
+
+
 def test_shards(tmp_path):
     model, _ = jaxllm.load(ROOT / "gpt2_base")
     jaxllm.save_hf(tmp_path, model, max_shard_bytes=8000)

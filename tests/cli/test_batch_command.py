@@ -313,6 +313,8 @@ def test_tasks_and_constraints(tmp_path, capsys):
     for flags, why in (
         (("--score", "--embed"), "--score and --embed: give one"),
         (("--score", "--top-k", 5), "--top-k: has no effect with --score"),
+        (("--score", "--memory", "1KB"), "--memory: has no effect with --score"),
+        (("--embed", "--slots", 0), "--slots: expected 1 or more, found 0"),
         (("--embed", "--regex", "a"), "--regex: has no effect with --embed"),
         (("--completion-column", "a"), "--completion-column: only for --score"),
         (("--regex", "a", "--schema", "{}"), "--schema and --regex: give one"),

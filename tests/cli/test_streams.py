@@ -36,6 +36,20 @@ def test_a_closed_stream_is_the_null_device(closed: str, out: str, err: str):
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, out, err)
 
 
+def test_characters_that_the_encoding_of_stdout_lacks_are_escaped():
+    """The text of an answer, in a program that begins as all commands do."""
+    program = "import sys\nfrom jaxllm.cli import main, streams\n"
+    program += "main.main = lambda: sys.stdout.write('caf\u00e9 \U0001f600\\n') * 0\nmain.script()"
+    for encoding, out in (
+        ("ascii", b"caf\\xe9 \\U0001f600\n"),
+        ("latin-1", b"caf\xe9 \\U0001f600\n"),
+        ("utf-8", "caf\u00e9 \U0001f600\n".encode()),
+    ):
+        env = {**os.environ, "PYTHONIOENCODING": encoding}
+        ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True)
+        assert (ended.returncode, ended.stdout) == (0, out), ended.stderr
+
+
 def test_a_platform_without_devices_is_one_line():
     arguments = ["generate", "--model", str(MODEL), "--quiet", "hi"]
     ended = subprocess.run(

@@ -50,8 +50,8 @@ def row_keys(
         under_jit: the call is being traced, and a fresh key would become a constant of the program.
 
     Raises:
-        InputError: `key` is not a key or a seed, `row_ids` has another shape or values that are not
-            uint32, or sampling inside jax.jit without a key.
+        InputError: `key` is not a key or a seed of 32 bits, `row_ids` has another shape or values
+            that are not uint32, or sampling inside jax.jit without a key.
     """
     row_ids = _checked_row_ids(row_ids, batch)
     if not sampling and (key is None or is_integer(key)):
@@ -77,7 +77,9 @@ def _key_shape(implementation: str) -> tuple[int, ...]:
 
 def _typed_key(key: Any) -> Key[Array, ""]:
     if is_integer(key) or (getattr(key, "ndim", 1) == 0 and jnp.issubdtype(key.dtype, jnp.integer)):
-        key = jax.random.key(key if is_traced(key) else int(key) % 2**32)
+        if not is_traced(key) and not 0 <= int(key) < 2**32:  # JAX drops higher bits
+            raise InputError(f"key: a seed is from 0 to 2**32 - 1, found {quoted(int(key))}")
+        key = jax.random.key(key if is_traced(key) else int(key))
     elif not hasattr(key, "dtype"):
         raise InputError(f"key: expected jax.random.key(...) or an int, found {quoted(key)}")
     elif not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):

@@ -67,7 +67,8 @@ class RowProcessor:
         def apply() -> Scores:
             return jax.vmap(_one_row)(processor, input_ids, scores, cur_len)
 
-        neutral = jax.vmap(_is_neutral)(self.stacked)
+        # The size is given because some processors have no parameters.
+        neutral = jax.vmap(_is_neutral, axis_size=len(cur_len))(self.stacked)
         return apply() if neutral is None else jax.lax.cond(neutral.all(), lambda: scores, apply)
 
 

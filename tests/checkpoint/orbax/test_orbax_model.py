@@ -15,8 +15,9 @@ from paths import DATA
 
 import jaxllm
 from jaxllm.checkpoint.orbax.model import origin_of
-from jaxllm.common.errors import CheckpointError, MissingFileError, UnsupportedError
+from jaxllm.common.errors import CheckpointError, InputError, MissingFileError, UnsupportedError
 from jaxllm.models.build_options import Options
+from jaxllm.models.lora import add_lora
 from jaxllm.models.model import Origin
 from jaxllm.models.weights import parameters
 
@@ -110,6 +111,22 @@ def test_saving_again_replaces_the_model(tmp_path):
     expected = tiny.make("gpt2", seed=1)
     np.testing.assert_array_equal(again.backbone.embed.weight, expected.backbone.embed.weight)
     assert [p.name for p in (tmp_path / "weights").iterdir() if p.is_dir()] == ["1"]
+
+
+def test_the_files_of_a_replaced_model(tmp_path):
+    """Its generation settings go, its tokenizer stays with a warning; no model, no change."""
+    model, tokenizer = jaxllm.load(TOKENIZED)
+    jaxllm.save_orbax(tmp_path, model, tokenizer)
+    with pytest.raises(InputError, match="save_orbax: the model has LoRA"):
+        jaxllm.save_orbax(tmp_path, add_lora(model), tokenizer)
+    again, _ = jaxllm.load_orbax(tmp_path)
+    assert again.generation_config is not None
+    model.generation_config = None
+    with pytest.warns(UserWarning, match="keeps the tokenizer"):
+        jaxllm.save_orbax(tmp_path, model)
+    again, kept = jaxllm.load_orbax(tmp_path)
+    assert again.generation_config is None
+    assert kept is not None
 
 
 def test_errors(tmp_path):

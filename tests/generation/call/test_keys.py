@@ -28,6 +28,13 @@ def test_every_form_of_key():
     np.testing.assert_array_equal(under_jit(jnp.int32(3)), runs[0])
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32, np.int64(2**40)])
+def test_a_seed_of_more_than_32_bits_is_refused(seed):
+    """JAX drops the higher ones: the seeds 7 and 2**32 + 7 would be one."""
+    with pytest.raises(InputError, match=r"key: a seed is from 0 to 2\*\*32 - 1, found"):
+        jaxllm.generate(model("s_llama"), [[5, 6]], key=seed, do_sample=True, max_new_tokens=2)
+
+
 @pytest.mark.parametrize("key", [None, 4])
 def test_keys_of_greedy_search_compile_nothing(key):
     clock = CompileClock()
