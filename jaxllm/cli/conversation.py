@@ -162,7 +162,9 @@ def continued_ids(
     if not ids:
         return whole
     earlier: list[int] = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=False)
-    places = [place for place, token in enumerate(earlier) if token in ends]
+    # An end token before the answer is that of the user's message.
+    start = len(tokenizer.apply_chat_template(messages[:-2]))
+    places = [place for place in range(start, len(earlier)) if earlier[place] in ends]
     if whole[: len(earlier)] != earlier or not places:
         return whole
     answer = messages[-2]["content"].strip()

@@ -124,6 +124,22 @@ def test_the_models_own_tokens_are_kept(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("answer", ["yes", ""])
+def test_the_end_token_of_a_users_message_ends_no_answer(answer: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content + eos_token }}"
+        "{% else %}A:{{ m.content }};{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    )
+    end = tokenizer.eos_token_id
+    user = {"role": "user", "content": "yes"}
+    messages = [user, {"role": "assistant", "content": answer}, user]
+    ids = [*tokenizer.apply_chat_template([user]), *answer.encode(), end]
+    full = tokenizer.apply_chat_template(messages)
+    assert continued_ids(tokenizer, messages, ids, {end}) == full
+
+
 def test_commands(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
