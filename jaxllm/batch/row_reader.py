@@ -36,6 +36,8 @@ MAX_SEQUENCES = 2**20
 """Maximum `num_return_sequences`, so that a wrong number does not take the memory of all rows."""
 MAX_SHARED_SETTINGS = 1024
 """Different settings of rows that are kept to be shared by later rows."""
+TOTAL_LENGTHS = {"max_new_tokens": "max_length", "min_new_tokens": "min_length"}
+"""Numbers of new tokens, and the total lengths over which they take precedence within a call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +164,15 @@ class RowReader:
         return settings
 
     def _checked_settings(self, fields: Mapping[str, Any]) -> SharedSettings:
+        # A row's total length overrides the job's number of new tokens.
+        job = {
+            name: value
+            for name, value in self._fields.items()
+            if fields.get(TOTAL_LENGTHS.get(name, name)) is None
+        }
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UnusedFieldWarning)
-            config, eos = merged_config(self._model, None, {**self._fields, **fields})
+            config, eos = merged_config(self._model, None, {**job, **fields})
         for warning in caught:
             # An unused field is an error only if the row itself sets it.
             if isinstance(warning.message, UnusedFieldWarning) and warning.message.field in fields:

@@ -22,6 +22,24 @@ def test_greedy_and_sampled_rows_side_by_side():
     assert len(engine.counts.program_calls) == 2  # one group: its bucket of prompts, and its slots
 
 
+def test_total_lengths_of_a_row_override_new_tokens_of_the_job(recwarn):
+    """Within a call the numbers of new tokens take precedence, as in transformers."""
+    prompt = {"input_ids": [5, 6, 7], "eos_token_id": None}
+    rows = [
+        prompt,
+        {**prompt, "max_length": 8},
+        {**prompt, "max_length": 8, "max_new_tokens": 2},
+        {**prompt, "max_length": None},
+    ]
+    outputs = BatchGenerator(MODEL, max_new_tokens=12).generate(rows)
+    assert [len(output.output_ids[0]) for output in outputs] == [12, 5, 2, 12]
+    likely_end = {"eos_token_id": 2, "logit_bias": {2: 100.0}}
+    row = {"input_ids": [5, 6, 7], "min_length": 8, "max_new_tokens": 12, **likely_end}
+    (output,) = BatchGenerator(MODEL, min_new_tokens=1).generate([row])
+    assert len(output.output_ids[0]) == 6
+    assert sum("no effect" in str(warning.message) for warning in recwarn) == 1  # the third row
+
+
 @pytest.mark.slow
 def test_several_samples_a_row():
     rows = uneven_rows(4, prompts=16, new=16, seed=3)
