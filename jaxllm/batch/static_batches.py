@@ -27,6 +27,7 @@ from jaxllm.generation.inputs.values import bucket
 from jaxllm.generation.settings.config import FIELDS, GenerationConfig
 from jaxllm.generation.settings.mode import INDEPENDENT_MODES
 from jaxllm.generation.settings.special_tokens import checked_pad
+from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_matcher
 from jaxllm.models.decoder import GenerativeModel
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -112,7 +113,7 @@ def run_static_batch(
             if isinstance(result, JaxLLMError):
                 yield from FinishedSequence.failed(task, result)
             else:
-                yield _finished_sequence(model, task, result[sample])
+                yield _finished_sequence(model, tokenizer, task, result[sample])
 
 
 def _generate(
@@ -163,15 +164,15 @@ def _width(rows: Sequence[BatchRow]) -> int:
 
 
 def _finished_sequence(
-    model: GenerativeModel, task: Task, padded: Int[np.ndarray, " N"]
+    model: GenerativeModel, tokenizer: Tokenizer | None, task: Task, padded: Int[np.ndarray, " N"]
 ) -> FinishedSequence:
     """A finished sequence, without the pads after its end."""
     row, tokens = task.row, padded.tolist()
-    for count, token in enumerate(tokens, start=1):
-        if token in row.eos:
-            return FinishedSequence(task, tokens[:count], "eos")
-    pad = checked_pad(model, row.config, row.eos) or 0
-    if row.config.stop_strings is not None or row.config.max_time is not None:
+    stops = stop_string_matcher(tokenizer, row.config.stop_strings, row.decoder_prompt.tolist())
+    if end := sequence_end(tokens, row.eos, stops):
+        return FinishedSequence(task, tokens[: end[0]], end[1])
+    if row.config.max_time is not None:
+        pad = checked_pad(model, row.config, row.eos) or 0
         while len(tokens) > 1 and tokens[-1] == pad:
             tokens.pop()
     return FinishedSequence(task, tokens, "length" if len(tokens) == row.max_new_tokens else "stop")

@@ -160,6 +160,7 @@ def _generate(
             seed,
             eos_ids,
             tokenizer=tokenizer,
+            stop_strings=config.stop_strings,
             assistant_model=assistant,
         )
         streaming = arguments.stream and config.num_return_sequences == config.num_beams == 1

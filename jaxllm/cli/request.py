@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,9 @@ from jaxllm.cli.devices import is_main_process
 from jaxllm.common.compile_clock import CompileClock
 from jaxllm.common.progress import Reporter
 from jaxllm.generation.call.keys import RandomKey
+from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_matcher
 from jaxllm.models.decoder import GenerativeModel
+from jaxllm.tokenizers import Tokenizer
 
 
 class TextDecoder(Protocol):
@@ -59,6 +61,8 @@ class PromptRequest:
         fields: generation fields of this call, which override the model's own.
         key: random key or seed, for sampling.
         eos_ids: EOS token ids.
+        tokenizer: the model's, if it has one.
+        stop_strings: strings that end a sequence.
         arguments: further arguments of ``generate``.
     """
 
@@ -69,6 +73,8 @@ class PromptRequest:
         fields: GenerationConfig,
         key: RandomKey,
         eos_ids: Iterable[int],
+        tokenizer: Tokenizer | None,
+        stop_strings: Sequence[str] | None,
         **arguments: Any,
     ) -> None:
         self._model = model
@@ -76,29 +82,28 @@ class PromptRequest:
             "input_ids": [input_ids],
             "generation_config": fields,
             "key": key,
+            "tokenizer": tokenizer,
             **arguments,
         }
         self._start = 1 if model.is_encoder_decoder else len(input_ids)
         self._eos_ids = frozenset(eos_ids)
+        self._tokenizer, self._stop_strings = tokenizer, stop_strings
 
     def stream(self) -> Iterator[list[int]]:
-        """Yields new ids of the sequence in chunks, up to and including EOS."""
+        """Yields new ids of the sequence in chunks; a single sequence has no padding."""
         for chunk in stream(self._model, **self._arguments):
-            ids = self._until_end(chunk[0].tolist())
-            yield ids
-            if ids and ids[-1] in self._eos_ids:
-                return
+            yield chunk[0].tolist()
 
     def generate(self) -> list[list[int]]:
-        """Returns the new ids of every sequence, up to and including EOS."""
+        """Returns the new ids of every sequence, without the padding after its end."""
         sequences = np.asarray(generate(self._model, **self._arguments).sequences)
-        return [self._until_end(row) for row in sequences[:, self._start :].tolist()]
+        return [self._new_ids(row) for row in sequences.tolist()]
 
-    def _until_end(self, ids: list[int]) -> list[int]:
-        for count, index in enumerate(ids, start=1):
-            if index in self._eos_ids:
-                return ids[:count]
-        return ids
+    def _new_ids(self, sequence: list[int]) -> list[int]:
+        prompt, ids = sequence[: self._start], sequence[self._start :]
+        stops = stop_string_matcher(self._tokenizer, self._stop_strings, prompt)
+        end = sequence_end(ids, self._eos_ids, stops)
+        return ids[: end[0]] if end else ids
 
 
 def print_streamed(

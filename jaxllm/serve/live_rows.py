@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, UInt32
 
 from jaxllm.batch.queue import Task
 from jaxllm.batch.row_groups import Group, fits_slots, per_row_fields, processors_of
@@ -33,8 +33,8 @@ from jaxllm.generation.processors.base import (
 from jaxllm.generation.processors.host.allowed_tokens import WORD_BITS, unpack_bits
 from jaxllm.generation.processors.host.grammar import GrammarLogitsProcessor
 from jaxllm.generation.processors.per_row import signature
+from jaxllm.generation.stopping.sequence_end import StopStringMatcher, stop_string_matcher
 from jaxllm.models.decoder import Decoder
-from jaxllm.serve.stop_strings import StopStringMatcher
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20
@@ -216,13 +216,11 @@ def _live_row(
 def live_tasks(row: LiveRow, tokenizer: Tokenizer | None, request: Any) -> list[LiveTask]:
     """A task for each sample of a request."""
     return [
-        LiveTask(row, sample, request=request, stops=_matcher(row, tokenizer))
+        LiveTask(
+            row,
+            sample,
+            request=request,
+            stops=stop_string_matcher(tokenizer, row.stop_strings, row.decoder_prompt.tolist()),
+        )
         for sample in range(row.samples)
     ]
-
-
-def _matcher(row: LiveRow, tokenizer: Tokenizer | None) -> StopStringMatcher | None:
-    if not row.stop_strings or tokenizer is None:
-        return None
-    prompt: Int[np.ndarray, " C"] = row.decoder_prompt
-    return StopStringMatcher(tokenizer, row.stop_strings, prompt.tolist())

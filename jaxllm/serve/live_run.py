@@ -23,6 +23,7 @@ from jaxllm.batch.streamed_slots import Logprobs
 from jaxllm.common.errors import JaxLLMError
 from jaxllm.generation.processors import LogitsProcessorList
 from jaxllm.generation.processors.host.allowed_tokens import WORD_BITS
+from jaxllm.generation.stopping.sequence_end import sequence_end
 from jaxllm.generation.strategies.strategy import NEVER, nonfinite_error
 from jaxllm.models.decoder import Decoder
 from jaxllm.serve.admission import Admission, PrefixCounts
@@ -221,13 +222,9 @@ def _chunk(task: LiveTask, progress: DecodeProgress, slot: int, *, finished: boo
     count = int(outputs.total[slot]) - len(task.tokens)
     columns = range(outputs.tokens.shape[1] - count, outputs.tokens.shape[1])
     tokens = [int(outputs.tokens[slot, column]) for column in columns]
-    reason = ("eos" if tokens and tokens[-1] in task.row.eos else "length") if finished else None
-    if task.stops is not None:
-        for number, token in enumerate(tokens, start=1):
-            if task.stops.completes(token):
-                ends = finished and number == len(tokens) and reason == "eos"
-                tokens, reason = tokens[:number], reason if ends else "stop"
-                break
+    reason = "length" if finished else None
+    if end := sequence_end(tokens, task.row.eos, task.stops):
+        tokens, reason = tokens[: end[0]], end[1]
     logprobs = None
     if task.row.logprobs:
         kept = list(columns)[: len(tokens)]

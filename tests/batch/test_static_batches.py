@@ -16,6 +16,7 @@ from jaxllm.batch.row_groups import fits_slots
 from jaxllm.batch.rows import RawRow
 from jaxllm.common.errors import InputError
 from jaxllm.generation.settings.config import FIELDS
+from jaxllm.tokenizers.byte_level import byte_tokenizer
 
 SMALL = {"llama": {"num_hidden_layers": 1}, "t5": {"num_layers": 1, "num_decoder_layers": 1}}
 BEAMS = {"num_beams": 3, "encoder_repetition_penalty": 1.2}
@@ -83,6 +84,28 @@ def test_batches_are_halved_when_memory_runs_out(monkeypatch):
     engine = BatchGenerator(model("llama"), slots=12)
     assert engine.generate(rows) == expected
     assert engine.counts.halvings == 2  # 4 rows at once, 2, 1
+
+
+def test_stop_strings_beside_other_samples_and_at_the_limit():
+    """The pads after a stop string may be EOS tokens."""
+    net = tiny.make("llama", **SMALL["llama"] | {"vocab_size": 258, "eos_token_id": 256})
+    lookup = {
+        "input_ids": [104, 105],
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "seed": 3,
+        "suppress_tokens": list(range(128, 256)),  # what is left is one character each
+        "prompt_lookup_num_tokens": 3,
+        "max_new_tokens": 12,
+    }
+    engine = BatchGenerator(net, byte_tokenizer())
+    first, *others = engine.generate([lookup])[0].output_ids
+    number = next(i for i, token in enumerate(first) if not any(token in ids for ids in others))
+    stop = {"stop_strings": [chr(first[number])]}
+    for limit in (12, number + 1):
+        (output,) = engine.generate([{**lookup, **stop, "max_new_tokens": limit}])
+        assert output.output_ids == (first[: number + 1], *(ids[:limit] for ids in others))
+        assert output.finish_reasons == ("stop", "length", "length")
 
 
 def test_rows_that_run_in_slots():

@@ -155,6 +155,19 @@ def test_beams_stop_strings_and_healing(run) -> None:
     assert healed.code == 0, healed.err
 
 
+def test_no_padding_is_printed_after_a_stop_string(run) -> None:
+    sampling = ("--do-sample", "--seed", 3, "--num-return-sequences", 3, "--eos-token-id", "none")
+    command = ("--model", LLAMA, *SHORT, *sampling, "--show-special-tokens", "Once upon a time")
+    free = run(*command).out.removesuffix("\n").split("\n---\n")
+    stop = next(c for c in free[0] if c.isascii() and c.isalpha() and c not in free[1] + free[2])
+    cut = run(*command, "--stop-strings", json.dumps([stop])).out.removesuffix("\n")
+    first, *others = cut.split("\n---\n")
+    assert others == free[1:]
+    assert stop in first
+    assert free[0].startswith(first)
+    assert first != free[0]
+
+
 def test_assisted_greedy_text_is_the_same(run) -> None:
     models = LLAMA.parent
     ids = ("--model", models / "s_llama", "--input-ids", "5,6,7", *SHORT)

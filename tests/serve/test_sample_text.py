@@ -9,9 +9,9 @@ import numpy as np
 from small_tokenizers import small_tokenizer
 
 from jaxllm.generation.stopping import StopStringCriteria
+from jaxllm.generation.stopping.sequence_end import StopStringMatcher
 from jaxllm.serve.http.pieces import SampleText
 from jaxllm.serve.http.tool_calls import split_tool_calls
-from jaxllm.serve.stop_strings import StopStringMatcher
 
 TOKENIZER = small_tokenizer("llama.model")
 

@@ -1,8 +1,8 @@
-"""Stop strings of one sequence, looked for on the host."""
+"""The end of one sequence, looked for on the host: an EOS token or a stop string."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxllm.tokenizers.tokenizer import Tokenizer
 
@@ -43,3 +43,30 @@ class StopStringMatcher:
         text = self._tail + content
         self._tail = text[max(len(text) - self._kept, 0) :]
         return text
+
+
+def stop_string_matcher(
+    tokenizer: Tokenizer | None, strings: Sequence[str] | None, prompt: Iterable[int]
+) -> StopStringMatcher | None:
+    """A matcher of these stop strings after a prompt; None without any."""
+    return StopStringMatcher(tokenizer, strings, prompt) if tokenizer and strings else None
+
+
+def sequence_end(
+    tokens: Iterable[int], eos: Collection[int], stops: StopStringMatcher | None
+) -> tuple[int, str] | None:
+    """The number of tokens up to and including the sequence's end, and what it ends with: "eos" or
+    "stop". None if it does not end within these new tokens.
+
+    What follows may be padding, which no token tells: a pad may be an EOS token or any other.
+
+    >>> sequence_end([5, 2, 2], {2}, None), sequence_end([5, 6], {2}, None)
+    ((2, 'eos'), None)
+    """
+    for count, token in enumerate(tokens, start=1):
+        completes = stops is not None and stops.completes(token)
+        if token in eos:
+            return count, "eos"
+        if completes:
+            return count, "stop"
+    return None
