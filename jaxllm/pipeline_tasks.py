@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,10 +12,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxllm.common.errors import InputError, NonFiniteError
+from jaxllm.generation.call.merging import merged_config
 from jaxllm.generation.generate import generate
 from jaxllm.generation.inputs.batching import run_in_batches
 from jaxllm.generation.settings.config import GenerationConfig
 from jaxllm.generation.settings.lengths import with_default_length
+from jaxllm.generation.stopping.sequence_end import sequence_end, stop_string_matcher
 from jaxllm.models.classifier import SequenceClassifier
 from jaxllm.models.config import ModelConfig
 from jaxllm.models.decoder_only import CausalLM
@@ -41,7 +43,10 @@ class TaskModel:
 def _generate(
     pipe: TaskModel, prompts: Tokenized, key: Any, fields: Mapping[str, Any]
 ) -> Iterator[list[list[int]]]:
-    """Token ids of each prompt's results: prompt and answer, or an encoder-decoder's answer."""
+    """Token ids of each prompt's results: prompt and answer, or an encoder-decoder's answer.
+
+    Without the padding after a stop string, which may be any token.
+    """
     settings = GenerationConfig(**fields)
     # In the order of the prompts: max_length counts the padding of a batch.
     for first in range(0, len(prompts), pipe.batch_size):
@@ -51,11 +56,30 @@ def _generate(
         config = with_default_length(settings, pipe.model, width)
         # Row ids go on from batch to batch, so that rows draw different numbers.
         ids = np.arange(first, first + len(rows))
-        out = generate(pipe.model, batch.input_ids, batch.attention_mask, config, key, row_ids=ids)
+        call = {"row_ids": ids, "tokenizer": pipe.tokenizer}
+        out = generate(pipe.model, batch.input_ids, batch.attention_mask, config, key, **call)
+        merged, eos = merged_config(pipe.model, config, {})
         results = np.split(np.asarray(out.sequences), len(rows))
         for prompt, sequences in zip(rows, results, strict=True):
-            start = 0 if pipe.model.is_encoder_decoder else width - len(prompt)
-            yield sequences[:, start:].tolist()
+            length = 1 if pipe.model.is_encoder_decoder else len(prompt)  # the start token
+            start = 0 if pipe.model.is_encoder_decoder else width - length
+            yield [
+                _until_end(pipe.tokenizer, row[start:], length, eos, merged.stop_strings)
+                for row in sequences.tolist()
+            ]
+
+
+def _until_end(
+    tokenizer: Tokenizer,
+    sequence: list[int],
+    prompt_length: int,
+    eos: Collection[int],
+    stop_strings: Sequence[str] | None,
+) -> list[int]:
+    """A prompt with its answer, without what follows the answer's end."""
+    prompt, answer = sequence[:prompt_length], sequence[prompt_length:]
+    end = sequence_end(answer, eos, stop_string_matcher(tokenizer, stop_strings, prompt))
+    return sequence if end is None else sequence[: prompt_length + end[0]]
 
 
 def _text_generation(

@@ -53,6 +53,26 @@ def test_chats_are_answered(writer):
     assert pipe(chat, max_new_tokens=4) == [{"generated_text": [*chat, message]}]
 
 
+@pytest.mark.parametrize("task", ["text-generation", "text2text-generation"])
+def test_stop_strings_end_answers_without_padding(task):
+    """The pipeline's own tokenizer finds them; the pad is a token that would be read as text."""
+    folder = REFERENCE / ("tiny-gpt2" if task == "text-generation" else "tiny-t5")
+    pipe = jaxllm.pipeline(task, folder, batch_size=2)
+    fields = {"max_new_tokens": 12, "num_return_sequences": 4, "do_sample": True, "key": 3}
+    fields |= {"eos_token_id": None, "top_k": 0, "temperature": 2.0}
+    if task == "text-generation":
+        fields["return_full_text"] = False
+    plain = [row["generated_text"] for row in pipe("Hello", **fields)]
+    stop = plain[1].strip()[2:4]
+    pad = pipe.tokenizer.encode("z", add_special_tokens=False)[0]
+    texts = pipe("Hello", stop_strings=[stop], pad_token_id=pad, **fields)
+    for whole, result in zip(plain, texts, strict=True):
+        text = result["generated_text"]
+        assert whole.startswith(text)
+        assert text == whole or stop in text
+    assert texts[1]["generated_text"] != plain[1]
+
+
 def test_text_to_text():
     pipe = jaxllm.pipeline("text2text-generation", REFERENCE / "tiny-t5")
     batch = pipe.tokenizer(TEXTS, padding=True, return_tensors="np")
